@@ -1,0 +1,1 @@
+"""Weights as data: canonical boxes, layouts of every holder, and the schedules between them. Imports nothing of mrl."""

@@ -1,0 +1,1 @@
+"""One file per Hugging Face model_type: names, sizes, layouts, Megatron arguments."""

@@ -1,0 +1,1 @@
+"""Advantages, losses, KL. Pure torch functions."""

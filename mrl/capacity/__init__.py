@@ -1,0 +1,1 @@
+"""What is resident where, in every phase. Pure."""

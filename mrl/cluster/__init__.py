@@ -1,0 +1,1 @@
+"""Ray: placement, actor groups, supervision. The only folder that imports ray."""

@@ -1,0 +1,1 @@
+"""Prompts in, packed batches out. Pure."""

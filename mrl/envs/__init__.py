@@ -1,0 +1,1 @@
+"""Rewards and environments."""

@@ -1,0 +1,1 @@
+"""Megatron policy ranks. The only folder that imports megatron."""

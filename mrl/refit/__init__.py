@@ -1,0 +1,1 @@
+"""Maps memory, moves boxes, verifies (torch only)."""

@@ -1,0 +1,1 @@
+"""vLLM engines. The only folder that imports vllm."""

@@ -1,0 +1,1 @@
+"""The run folder: checkpoints, ledger, metrics, loggers, report."""

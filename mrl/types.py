@@ -1,0 +1,150 @@
+"""What the stages hand to each other. Plain data: numpy arrays and Python values, no tensors, no handles of a library."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data set, rendered and tokenised."""
+
+    prompt_id: str
+    """Stable id of the row: `<file stem>:<line number>` unless the row names its own."""
+    token_ids: tuple[int, ...]
+    text: str
+    """The question as the row gives it, before the chat template."""
+    expected_answer: str
+    env_name: str
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. `top_k` None keeps all tokens."""
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One rollout to be sampled. Two requests with equal fields give equal tokens."""
+
+    prompt_id: str
+    rollout_index: int
+    epoch: int
+    seed: int
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.epoch}/{self.prompt_id}/{self.rollout_index}"
+
+
+def request_seed(run_seed: int, epoch: int, prompt_id: str, rollout_index: int) -> int:
+    """Seed of one rollout: the first 8 bytes of sha256 over its identity, as an unsigned 63-bit integer."""
+    identity = f"{run_seed}/{epoch}/{prompt_id}/{rollout_index}".encode()
+    return int.from_bytes(hashlib.sha256(identity).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one request produced. It stays in the process that sampled it; others see `RolloutInfo`."""
+
+    request: RolloutRequest
+    weight_version: int
+    token_ids: np.ndarray
+    """int32 [L], the generated tokens, the stop token included."""
+    generator_logprobs: np.ndarray
+    """float32 [L], log-probability of each generated token under the distribution it was drawn from."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class RolloutInfo:
+    """What the driver knows of a rollout: metadata, and a reference by which a rank pulls the payload."""
+
+    request_id: str
+    prompt_id: str
+    rollout_index: int
+    weight_version: int
+    prompt_length: int
+    length: int
+    """Number of generated tokens."""
+    finish_reason: FinishReason
+    payload: object
+    """Reference to the `Rollout`; opaque outside `mrl.cluster`."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_length + self.length
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an environment said of one rollout. `is_valid` False masks the rollout from the loss (it is never a silent 0)."""
+
+    reward: float
+    is_valid: bool
+    status: Literal["ok", "timeout", "crash", "error"]
+    extracted: str
+    text: str
+    """The decoded rollout, for samples in the report."""
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """All rollouts of one prompt, in order of `rollout_index`, with their verdicts."""
+
+    prompt: Prompt
+    rollouts: tuple[RolloutInfo, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [verdict.reward for verdict in self.verdicts]
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One rollout as the loss sees it."""
+
+    rollout: RolloutInfo
+    advantage: float
+    is_valid: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch: the sequences, and which packed row of which data-parallel rank each one goes to."""
+
+    sequences: tuple[TrainSequence, ...]
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    """rows[dp_rank][row_index] = indices into `sequences`. Every dp rank has the same number of rows; a row may be empty."""
+    num_valid_tokens: int
+    """Generated tokens of valid sequences over the whole batch: the denominator of a token-level loss."""
+    num_valid_sequences: int
+
+
+@dataclass
+class RunState:
+    """Where a run stands. Saved with every checkpoint as JSON."""
+
+    step: int = 0
+    """Number of finished steps."""
+    epoch: int = 0
+    weight_version: int = 0
+    """Refits since the start of the process; not restored."""
+    consumed_prompts: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last finished step, so that checkpoints can be ranked."""
