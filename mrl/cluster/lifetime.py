@@ -1,0 +1,29 @@
+"""Processes of a run: nothing survives its parent, and every actor's output lands in a file of the run folder."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG). Linux only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def start_actor_process(log_file: Path) -> None:
+    """First call of every actor: ties its life to its parent's and sends its stdout and stderr to `log_file`."""
+    die_with_parent()
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)

@@ -1,0 +1,123 @@
+"""The policy ranks as Ray actors, and the driver's handle on all of them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import ray
+
+from mrl.cluster.lifetime import start_actor_process
+from mrl.cluster.payload import pull
+from mrl.cluster.placement import Placement
+from mrl.cluster.waiting import wait_all
+from mrl.config import trace
+from mrl.config.schema import RunConfig
+from mrl.data.packing import pack_row
+from mrl.policy.environment import policy_environment
+from mrl.types import Batch, TrainSequence
+
+logger = logging.getLogger(__name__)
+
+RankRows = list[list[tuple[int, TrainSequence]]]
+"""Rows of one dp rank: (index into the batch, sequence) of every sequence in every row."""
+
+
+class PolicyActor:
+    """One policy rank in its own process. Every method runs `mrl.policy.policy.Policy`'s method of the same name."""
+
+    def __init__(self, log_file: Path) -> None:
+        start_actor_process(log_file)
+
+    def address(self) -> tuple[str, int]:
+        """Node address and a free port, for rank 0's rendezvous."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int) -> int:
+        """Builds the rank and loads the model folder's weights. Collective over all ranks. Returns the data-parallel rank."""
+        # Imported here: the driver holds this class too, and must not import megatron.
+        from mrl.policy.policy import Policy
+
+        self.config = config
+        self.pad_token_id = pad_token_id
+        address, port = master
+        self.policy = Policy(
+            config, rank=rank, world_size=world_size, master_address=address, master_port=port, timeout_s=config.deadlines.train_s
+        )
+        self.policy.load_hf(config.policy.model_name)
+        return self.policy.dp_rank
+
+    def set_batch(self, rows: RankRows) -> int:
+        """Pulls this rank's payloads and packs them; returns the number of rows."""
+        infos = [sequence.rollout for row in rows for _, sequence in row]
+        payload = iter(pull(infos, timeout_s=self.config.deadlines.train_s))
+        packed = [
+            pack_row(
+                [(index, next(payload), sequence.advantage, sequence.is_valid) for index, sequence in row],
+                divisible_by=self.config.policy.make_sequence_length_divisible_by,
+                pad_token_id=self.pad_token_id,
+            )
+            for row in rows
+        ]
+        self.policy.set_batch(packed)
+        return len(packed)
+
+    def call(self, method: str, *arguments: object) -> object:
+        """Calls a method of the policy by name, so that every verb of the policy need not be spelled twice."""
+        return getattr(self.policy, method)(*arguments)
+
+    def apply(self, function: Callable[..., object], *arguments: object) -> object:
+        """`function(policy, *arguments)`: tests and diagnostics reach into a rank with it."""
+        return function(self.policy, *arguments)
+
+    def config_reads(self) -> set[str]:
+        """Configuration keys that this process read."""
+        return trace.reads()
+
+
+class PolicyGroup:
+    """All policy ranks. Its methods are collective: every rank is called, and the first failure ends the wait."""
+
+    def __init__(self, config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> None:
+        self.deadlines = config.deadlines
+        self.world_size = placement.num_units
+        actor_class = ray.remote(PolicyActor)
+        self.actors = [
+            actor_class.options(**placement.options(rank, policy_environment())).remote(log_folder / f"policy-rank-{rank}.log")
+            for rank in range(self.world_size)
+        ]
+        first = wait_all({"policy rank 0": self.actors[0].address.remote()}, deadline_s=self.deadlines.start_s, what="start")
+        master = first["policy rank 0"]
+        dp_ranks = self._wait(
+            [actor.build.remote(config, rank, self.world_size, master, pad_token_id) for rank, actor in enumerate(self.actors)],
+            "build of the model",
+            self.deadlines.start_s,
+        )
+        self.dp_ranks: list[int] = [int(rank) for rank in dp_ranks]  # type: ignore[call-overload]
+
+    def call(self, method: str, *arguments: object, deadline_s: float) -> list[object]:
+        """`Policy.<method>(*arguments)` on every rank; results by rank."""
+        return self._wait([actor.call.remote(method, *arguments) for actor in self.actors], method, deadline_s)
+
+    def apply(self, function: Callable[..., object], *arguments: object, deadline_s: float) -> list[object]:
+        """`function(policy, *arguments)` on every rank; results by rank."""
+        return self._wait([actor.apply.remote(function, *arguments) for actor in self.actors], "apply", deadline_s)
+
+    def set_batch(self, batch: Batch) -> None:
+        """Tells every rank which rollouts are its own; the ranks pull the payloads themselves."""
+        rows_of: list[RankRows] = [[[(index, batch.sequences[index]) for index in row] for row in rows] for rows in batch.rows]
+        references = [actor.set_batch.remote(rows_of[dp_rank]) for actor, dp_rank in zip(self.actors, self.dp_ranks, strict=True)]
+        self._wait(references, "set_batch", self.deadlines.train_s)
+
+    def config_reads(self) -> set[str]:
+        """Configuration keys that any rank read."""
+        reads = self._wait([actor.config_reads.remote() for actor in self.actors], "config_reads", self.deadlines.start_s)
+        return set().union(*reads)  # type: ignore[arg-type]
+
+    def _wait(self, references: Sequence[ray.ObjectRef], what: str, deadline_s: float) -> list[object]:
+        pending = {f"policy rank {rank}": reference for rank, reference in enumerate(references)}
+        return list(wait_all(pending, deadline_s=deadline_s, what=what).values())

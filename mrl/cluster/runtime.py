@@ -1,0 +1,59 @@
+"""Starts and stops Ray for one run. On a laptop the cluster is private to the driver and dies with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from mrl.config.schema import ClusterConfig
+
+logger = logging.getLogger(__name__)
+
+FOLDER_PREFIX = "mrl-ray-"
+OWNER_FILE = "owner.pid"
+# Weights never travel through the object store and payloads are a few bytes a token, so a small store is enough on a laptop.
+OBJECT_STORE_BYTES = 256 * 2**20
+
+
+@contextmanager
+def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
+    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several."""
+    reclaim_dead_owners()
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    (folder / OWNER_FILE).write_text(str(os.getpid()))
+    options: dict[str, object] = {"address": "auto"}
+    if cluster.num_nodes == 1:
+        # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
+        options = {
+            "address": "local",
+            "num_cpus": cluster.num_units + 2,
+            "num_gpus": cluster.gpus_per_node,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": str(folder),
+        }
+    try:
+        ray.init(**options, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def reclaim_dead_owners() -> None:
+    """Removes session folders whose driver is gone (a killed driver cannot remove its own)."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        try:
+            pid = int((folder / OWNER_FILE).read_text())
+        except (FileNotFoundError, ValueError):
+            continue
+        if not Path(f"/proc/{pid}").exists():
+            logger.info("removing %s, left by process %d", folder, pid)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,61 @@
+"""Waiting for actors: every wait has a deadline, fails on the first failure, and names what it waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TypeVar
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+
+Key = TypeVar("Key")
+
+# A reference that ray.wait calls ready is fetched from local memory; this only bounds a broken store.
+FETCH_TIMEOUT_S = 60.0
+
+
+class DeadlineExceeded(RuntimeError):
+    """A wait ran past its deadline; the message names what was awaited and who did not answer."""
+
+
+class ActorLost(RuntimeError):
+    """An actor process died. `key` is the caller's name for it."""
+
+    def __init__(self, key: object, what: str, reason: str) -> None:
+        super().__init__(f"{key} died during {what}: {reason}")
+        self.key = key
+
+
+def wait_all(pending: Mapping[Key, ray.ObjectRef], *, deadline_s: float, what: str) -> dict[Key, object]:
+    """Results by key. Raises as soon as one fails: `ActorLost`, `DeadlineExceeded`, or the actor's own error with its key in front."""
+    keys = {reference: key for key, reference in pending.items()}
+    results: dict[Key, object] = {}
+    end = time.monotonic() + deadline_s
+    while keys:
+        ready, _ = ray.wait(list(keys), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            missing = ", ".join(str(key) for key in keys.values())
+            raise DeadlineExceeded(f"{what}: no answer from {missing} within {deadline_s:g} s (the limits are set in section `deadlines`)")
+        key = keys.pop(ready[0])
+        results[key] = fetch(ready[0], key=key, what=what)
+    return {key: results[key] for key in pending}
+
+
+def fetch(reference: ray.ObjectRef, *, key: object, what: str) -> object:
+    """The value of a reference that is ready. Raises `ActorLost`, or the actor's own error with `key` and `what` in front."""
+    try:
+        return ray.get(reference, timeout=FETCH_TIMEOUT_S)
+    except (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError) as error:
+        raise ActorLost(key, what, first_line(error)) from error
+    except GetTimeoutError as error:
+        raise DeadlineExceeded(f"{what}: the answer of {key} could not be fetched within {FETCH_TIMEOUT_S:g} s") from error
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        kind = ValueError if isinstance(cause, ValueError) else RuntimeError
+        raise kind(f"{key} failed in {what}: {cause}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, for messages that must stay on one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
