@@ -1,0 +1,122 @@
+"""Packed rows: several sequences side by side in one row of tokens, with cumulative lengths (THD).
+
+Which sequence goes to which row of which data-parallel rank follows from the ordered list of lengths alone.
+T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mrl.types import Rollout
+
+RowPlan = tuple[tuple[tuple[int, ...], ...], ...]
+"""plan[dp_rank][row_index] = indices of sequences."""
+
+
+@dataclass
+class PackedRow:
+    """One row as model and loss see it. Position t predicts token t+1 of the same sequence: labels, masks, logprobs and advantages stand at t."""
+
+    token_ids_T: torch.Tensor
+    """int64."""
+    position_ids_T: torch.Tensor
+    """int64, from 0 in every sequence."""
+    labels_T: torch.Tensor
+    """int64, token t+1; 0 where there is none."""
+    loss_mask_T: torch.Tensor
+    """float32, 1 where the label is a generated token of a valid sequence."""
+    generated_mask_T: torch.Tensor
+    """float32, 1 where the label is a generated token, valid or not."""
+    generator_logprobs_T: torch.Tensor
+    """float32, of the label; 0 where it was not generated."""
+    advantages_T: torch.Tensor
+    """float32, of the label's sequence; 0 where it was not generated or is not valid."""
+    cu_seqlens: torch.Tensor
+    """int32 [num_sequences + 1], from 0 to T. Padding at the end is a sequence of its own."""
+    max_seqlen: int
+    sequence_indices: list[int]
+    """Indices into `Batch.sequences`, without the padding."""
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Tokens that count in the loss."""
+        return int(self.loss_mask_T.sum())
+
+    @property
+    def num_valid_sequences(self) -> int:
+        """Sequences with at least one token that counts in the loss."""
+        bounds = self.cu_seqlens.tolist()
+        return sum(bool(self.loss_mask_T[start:stop].any()) for start, stop in zip(bounds, bounds[1:], strict=False))
+
+
+def plan_rows(lengths: list[int], *, dp_size: int, row_tokens: int) -> RowPlan:
+    """Which sequences share a row: `plan[dp_rank][row_index]` = indices into `lengths`, the same number of rows on every rank.
+
+    Longest first, each sequence goes to the rank with the fewest tokens so far (so that ranks differ by one sequence at most), and there
+    into the first row with room. Equal lengths keep their order, so the plan is a pure function of the ordered lengths. Rows may be empty.
+
+    Raises:
+        ValueError: a sequence is longer than `row_tokens`.
+    """
+    too_long = [index for index, length in enumerate(lengths) if length > row_tokens]
+    if too_long:
+        raise ValueError(
+            f"sequence {too_long[0]} has {lengths[too_long[0]]} tokens, more than a packed row holds ({row_tokens}; {len(too_long)} such sequences); "
+            f"raise policy.sequence_packing.train_mb_tokens, or lower policy.max_total_sequence_length"
+        )
+    rank_tokens = [0] * dp_size
+    rank_rows: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    rank_room: list[list[int]] = [[] for _ in range(dp_size)]
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        rank = rank_tokens.index(min(rank_tokens))
+        rank_tokens[rank] += lengths[index]
+        row = next((row for row, room in enumerate(rank_room[rank]) if room >= lengths[index]), len(rank_room[rank]))
+        if row == len(rank_room[rank]):
+            rank_rows[rank].append([])
+            rank_room[rank].append(row_tokens)
+        rank_rows[rank][row].append(index)
+        rank_room[rank][row] -= lengths[index]
+    num_rows = max(1, *(len(rows) for rows in rank_rows)) if dp_size > 1 else max(1, len(rank_rows[0]))
+    return tuple(tuple(tuple(row) for row in rows) + ((),) * (num_rows - len(rows)) for rows in rank_rows)
+
+
+def pack_row(sequences: list[tuple[int, Rollout, float, bool]], *, divisible_by: int, pad_token_id: int) -> PackedRow:
+    """One row of `(index, rollout, advantage, is_valid)`, padded to a multiple of `divisible_by` tokens. Without sequences, a row of padding."""
+    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for _, rollout, _, _ in sequences]
+    num_tokens = max(1, -(-sum(lengths) // divisible_by)) * divisible_by
+    padding = [num_tokens - sum(lengths)] if num_tokens > sum(lengths) else []
+    bounds = np.cumsum([0, *lengths, *padding])
+
+    token_ids = np.full(num_tokens, pad_token_id, dtype=np.int64)
+    labels = np.zeros(num_tokens, dtype=np.int64)
+    loss_mask, generated_mask, generator_logprobs, advantages = np.zeros((4, num_tokens), dtype=np.float32)
+    for (_, rollout, advantage, is_valid), start, stop in zip(sequences, bounds[:-1], bounds[1:], strict=False):
+        prompt_length = len(rollout.request.token_ids)
+        token_ids[start : start + prompt_length] = rollout.request.token_ids
+        token_ids[start + prompt_length : stop] = rollout.token_ids
+        labels[start : stop - 1] = token_ids[start + 1 : stop]
+        # The first generated token is predicted at the last token of the prompt.
+        generated = slice(start + prompt_length - 1, stop - 1)
+        generated_mask[generated] = 1.0
+        generator_logprobs[generated] = rollout.generator_logprobs
+        if is_valid:
+            loss_mask[generated] = 1.0
+            advantages[generated] = advantage
+
+    sizes = np.diff(bounds)
+    return PackedRow(
+        token_ids_T=torch.from_numpy(token_ids),
+        position_ids_T=torch.from_numpy(np.arange(num_tokens, dtype=np.int64) - np.repeat(bounds[:-1], sizes)),
+        labels_T=torch.from_numpy(labels),
+        loss_mask_T=torch.from_numpy(loss_mask),
+        generated_mask_T=torch.from_numpy(generated_mask),
+        generator_logprobs_T=torch.from_numpy(generator_logprobs),
+        advantages_T=torch.from_numpy(advantages),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        max_seqlen=int(sizes.max()),
+        sequence_indices=[index for index, _, _, _ in sequences],
+    )
