@@ -1,0 +1,152 @@
+"""Mamba-2 kernels in plain torch, with the signatures of mamba_ssm, for hosts that cannot run it.
+
+Sequences of a packed row are computed as padded batches of similar length. float32 inside, deterministic.
+Shape suffixes: N sequences, L padded length, C channels of the convolution, H heads, P head dim, G groups, S state, M chunks, Q chunk length.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mrl.policy.packed import packed_layout
+
+# The quadratic part of a chunk costs L * Q, the states between chunks L / Q: 64 is the fastest on CPUs for states of 16 to 128.
+MAX_CHUNK = 64
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    activation: str = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """Convolution, state-space scan and gate of Mamba-2, [batch, tokens, heads * headdim], in the dtype of `zxbcdt`.
+
+    Same signature as mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined, for the arguments with which
+    MambaMixer trains: no initial or final states, the norm and the output projection outside.
+    `zxbcdt` [batch, tokens, z|x|B|C|dt]; `seq_idx` [1, tokens], ascending, resets convolution and state where it changes.
+    """
+    assert initial_states is None and not return_final_states and rmsnorm_weight is None and outproj_weight is None and activation == "silu"
+    assert headdim is not None, "MambaMixer passes headdim unless D has one value per channel, which nemotron_h does not"
+    batch, num_tokens, _ = zxbcdt.shape
+    num_heads = dt_bias.shape[0]
+    inner = num_heads * headdim
+    channels = conv1d_weight.shape[0]
+    z, xbcdt = zxbcdt.split([inner, channels + num_heads], dim=-1)
+    chunk = min(chunk_size, MAX_CHUNK)
+    layout = packed_layout(_sequence_lengths(seq_idx, batch, num_tokens), multiple=16, chunk=chunk)
+    outputs = []
+    for xbcdt_NLC in layout.unpack(xbcdt.flatten(0, 1).float()):
+        xbc_NLC, dt_NLH = xbcdt_NLC.split([channels, num_heads], dim=-1)
+        xbc_NLC = F.silu(_causal_conv(xbc_NLC, conv1d_weight.float(), conv1d_bias.float()))
+        dt_NLH = F.softplus(dt_NLH + dt_bias.float()).clamp(*dt_limit)
+        outputs.append(_scan(xbc_NLC, dt_NLH, A.float(), D.float(), num_groups=ngroups, head_dim=headdim, chunk=chunk))
+    y = layout.pack(outputs).view(batch, num_tokens, inner)
+    return (y * F.silu(z.float())).to(zxbcdt.dtype)
+
+
+def _sequence_lengths(seq_idx: Tensor | None, batch: int, num_tokens: int) -> Tensor:
+    if seq_idx is None:
+        return torch.full((batch,), num_tokens)
+    assert batch == 1, "a packed row is a batch of one"
+    return torch.unique_consecutive(seq_idx[0], return_counts=True)[1]
+
+
+def _causal_conv(x_NLC: Tensor, weight_CW: Tensor, bias_C: Tensor) -> Tensor:
+    # Shifted multiply-adds: torch's depthwise conv1d is slower on CPUs, forward and backward.
+    width = weight_CW.shape[1]
+    y_NLC = torch.addcmul(bias_C, x_NLC, weight_CW[:, -1])
+    for shift in range(1, min(width, x_NLC.shape[1])):
+        y_NLC = y_NLC + F.pad(x_NLC[:, :-shift], (0, 0, shift, 0)) * weight_CW[:, width - 1 - shift]
+    return y_NLC
+
+
+def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_groups: int, head_dim: int, chunk: int) -> Tensor:
+    """State-space scan of padded sequences by chunks (arXiv:2405.21060, listing 1), [N, L, H * P]."""
+    num, length, num_heads = dt_NLH.shape
+    inner = num_heads * head_dim
+    state_size = (xbc_NLC.shape[-1] - inner) // (2 * num_groups)
+    chunk = min(chunk, length)
+    num_chunks = length // chunk
+    heads_per_group = num_heads // num_groups
+    chunked = (num * num_chunks, chunk)
+    x, B, C = xbc_NLC.split([inner, num_groups * state_size, num_groups * state_size], dim=-1)
+    x_NLHP = x.unflatten(-1, (num_heads, head_dim))
+    u_MGKQP = (x_NLHP * dt_NLH.unsqueeze(-1)).view(*chunked, num_groups, heads_per_group, head_dim).permute(0, 2, 3, 1, 4)
+    B_MGQS, C_MGQS = (t.reshape(*chunked, num_groups, state_size).transpose(1, 2) for t in (B, C))
+
+    # Decays are differences of sums over a chunk; float64 keeps those of neighbours exact when the sums are large.
+    decay_MGKQ = (dt_NLH * A_H).double().view(*chunked, num_groups, heads_per_group).permute(0, 2, 3, 1).cumsum(-1)
+    weights_MGKQQ = _decay_between(decay_MGKQ) * (C_MGQS @ B_MGQS.transpose(-1, -2)).unsqueeze(2)
+    y_MGKQP = weights_MGKQQ @ u_MGKQP
+    if num_chunks > 1:
+        to_end_MGKQ = torch.exp(decay_MGKQ[..., -1:] - decay_MGKQ).float()
+        states_MGKPS = (u_MGKQP * to_end_MGKQ.unsqueeze(-1)).transpose(-1, -2) @ B_MGQS.unsqueeze(2)
+        entering_MGKPS = _entering_states(states_MGKPS, decay_MGKQ[..., -1], num)
+        reads_MGKQP = C_MGQS.unsqueeze(2) @ entering_MGKPS.transpose(-1, -2)
+        y_MGKQP = y_MGKQP + torch.exp(decay_MGKQ).float().unsqueeze(-1) * reads_MGKQP
+    y_NLHP = y_MGKQP.permute(0, 3, 1, 2, 4).reshape(num, length, num_heads, head_dim)
+    return (y_NLHP + x_NLHP * D_H.unsqueeze(-1)).flatten(2)
+
+
+def _decay_between(decay_Q: Tensor) -> Tensor:
+    """exp(decay_i - decay_j) for i >= j and 0 elsewhere, float32, [..., Q, Q], of summed log decays [..., Q]."""
+    size = decay_Q.shape[-1]
+    future = torch.ones(size, size, dtype=torch.bool, device=decay_Q.device).triu(1)
+    return torch.exp((decay_Q.unsqueeze(-1) - decay_Q.unsqueeze(-2)).float().masked_fill(future, float("-inf")))
+
+
+def _entering_states(states_M: Tensor, decay_M: Tensor, num: int) -> Tensor:
+    """State with which each chunk begins, from what each chunk adds [N * chunks, G, K, P, S] and its log decay [N * chunks, G, K]."""
+    states_NJ = states_M.unflatten(0, (num, -1))
+    decay_NJ = decay_M.unflatten(0, (num, -1)).cumsum(1).movedim(1, -1)
+    # A chunk begins with what the one before it ended with.
+    ending = torch.einsum("ngkij,njgkps->nigkps", _decay_between(decay_NJ), states_NJ)
+    return F.pad(ending[:, :-1], (0, 0) * 4 + (1, 0)).flatten(0, 1)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMS norm over groups of channels with an optional gate: mamba_ssm.ops.triton.layernorm_gated.RMSNorm."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group_size = group_size or hidden_size
+        self.norm_before_gate = norm_before_gate
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """The normalised `x`, in its dtype; multiplied by silu(z) before or after the norm."""
+        hidden = x.float()
+        if z is not None and not self.norm_before_gate:
+            hidden = hidden * F.silu(z.float())
+        groups = hidden.unflatten(-1, (-1, self.group_size))
+        hidden = F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight.float()
+        if z is not None and self.norm_before_gate:
+            hidden = hidden * F.silu(z.float())
+        return hidden.to(x.dtype)
