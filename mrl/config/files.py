@@ -1,0 +1,166 @@
+"""Config files and command-line overrides as settings: which key is set to what, and where. Knows YAML, not the schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import mrl
+from mrl.config.errors import ConfigError
+
+Key = tuple[str, ...]
+"""A dotted key, split at its dots."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value as written, interpolations unresolved, and the file and line or the override that gave it."""
+
+    value: object
+    origin: str
+
+
+Settings = dict[Key, Setting]
+"""By leaf key; no key is the start of another."""
+
+
+def packaged_configs() -> Path:
+    """Folder of the configs that come with mrl: inside the package when installed, beside it in a checkout."""
+    package = Path(mrl.__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def find_config(name: str | Path) -> Path:
+    """The config file that `name` stands for: a path as given or in the working directory, else the name of a packaged config.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    for path in (Path(name), packaged_configs() / name):
+        if path.is_file():
+            return path.absolute()
+    packaged = ", ".join(sorted(path.name for path in packaged_configs().glob("*.yaml"))) or "none"
+    raise ConfigError([f"config {name}: no such file in {Path.cwd()}, and no packaged config of that name; packaged are {packaged}"])
+
+
+def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
+    """Settings of a config file over those of its `defaults`, a file name or a list of them relative to the file; later ones win.
+
+    Raises:
+        ConfigError: a file is missing, is not a YAML mapping, or inherits itself.
+    """
+    if path in inherited_by:
+        chain = " -> ".join(file.name for file in (*inherited_by, path))
+        raise ConfigError([f"{path}: defaults={path.name} leads back to itself ({chain}); remove one of them"])
+    content, lines = _read_yaml(path)
+    defaults = content.pop("defaults", None)
+    bases = [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]
+    settings: Settings = {}
+    for base in bases:
+        beside = path.parent / str(base)
+        overlay(settings, read_settings(beside if beside.is_file() else find_config(str(base)), (*inherited_by, path)))
+    overlay(settings, _flatten(content, path, lines))
+    return settings
+
+
+def overlay(settings: Settings, top: Settings) -> None:
+    """Puts the settings of `top` over `settings`, in place: a section is merged, anything else replaced."""
+    for key, setting in top.items():
+        below = [other for other in settings if other[: len(key)] == key]
+        if setting.value == {} and below:
+            continue
+        above = [other for other in settings if len(other) < len(key) and key[: len(other)] == other]
+        for other in (*below, *above):
+            del settings[other]
+        settings[key] = setting
+
+
+def apply_overrides(settings: Settings, overrides: list[str]) -> list[str]:
+    """Applies `a.b=c`, `+a.b=c` (new key), `++a.b=c` (new or not), `~a.b` (back to the default) in order, in place.
+
+    Returns the problems found. Whether a key exists at all is the schema's business.
+    """
+    problems = []
+    for override in overrides:
+        try:
+            problem = _apply_override(settings, override)
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+            problem = f"override {override}: the value cannot be read ({_one_line(error)}); correct or quote it"
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def _apply_override(settings: Settings, override: str) -> str | None:
+    body = override.lstrip("+~")
+    sign = override[: len(override) - len(body)]
+    name, equals, text = body.partition("=")
+    key = tuple(name.split("."))
+    if sign not in ("", "+", "++", "~") or (sign == "~") == bool(equals) or not all(part.strip() == part != "" for part in key):
+        return f"override {override}: write key=value, +key=value, ++key=value or ~key, with dots between the parts of a key"
+    below = [other for other in settings if other[: len(key)] == key]
+    if sign == "~":
+        if not below:
+            return f"override {override}: no config file sets {name}, so there is nothing to remove; drop the override"
+        for other in below:
+            del settings[other]
+        return None
+    if sign == "+" and below:
+        return f"override {override}: {name} is already set by {settings[below[0]].origin}; write {name}={text} to replace it"
+    overlay(settings, _flatten_value(_parse_value(text), key, "command line"))
+    return None
+
+
+def _parse_value(text: str) -> object:
+    # OmegaConf's YAML, not PyYAML's, for which 1e-5 is a string.
+    parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    assert isinstance(parsed, dict)
+    return parsed["value"]
+
+
+def _read_yaml(path: Path) -> tuple[dict[object, object], dict[Key, int]]:
+    """The content of a file without its interpolations resolved, and the line of each key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        loaded = OmegaConf.load(path)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = OmegaConf.to_container(loaded, resolve=False)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError([f"{path}: not readable as a config ({_one_line(error)}); correct or replace the file"]) from error
+    if not isinstance(loaded, DictConfig) or not isinstance(content, dict):
+        raise ConfigError([f"{path}: a config is a mapping of sections, this is a {type(content).__name__}; see the packaged configs"])
+    lines: dict[Key, int] = {}
+    _note_lines(node, (), lines)
+    return dict(content), lines
+
+
+def _note_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            if isinstance(name, yaml.ScalarNode):
+                inner = (*key, name.value)
+                lines[inner] = name.start_mark.line + 1
+                _note_lines(value, inner, lines)
+
+
+def _flatten(content: dict[object, object], path: Path, lines: dict[Key, int]) -> Settings:
+    flat = _flatten_value(content, (), "") if content else {}
+    return {key: Setting(setting.value, f"{path.name}:{lines[key]}" if key in lines else path.name) for key, setting in flat.items()}
+
+
+def _flatten_value(value: object, key: Key, origin: str) -> Settings:
+    if not isinstance(value, dict) or not value:
+        return {key: Setting(value, origin)}
+    settings: Settings = {}
+    for name, inner in value.items():
+        settings |= _flatten_value(inner, (*key, str(name)), origin)
+    return settings
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

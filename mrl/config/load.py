@@ -1,0 +1,140 @@
+"""YAML files and overrides in, a typed `RunConfig` out: types, unknown keys, interpolation. What keys mean together is `mrl.config.checks`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar, get_args, get_type_hints
+
+from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from mrl.config.errors import ConfigError
+from mrl.config.files import Key, Setting, Settings, apply_overrides, find_config, read_settings
+from mrl.config.schema import KEYS, RunConfig, section_of
+
+Section = TypeVar("Section")
+Number = int | float
+
+# NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
+RESOLVERS: dict[str, Callable[[Number, Number], Number]] = {
+    "mul": lambda a, b: a * b,
+    "add": lambda a, b: a + b,
+    "div": lambda a, b: a // b if a % b == 0 else a / b,
+    "max": lambda a, b: max(a, b),
+}
+
+
+def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of the file that `find_config(name)` gives, with `overrides` applied in order: plain dataclasses, all values resolved.
+
+    Raises:
+        ConfigError: with every problem of the files, the overrides and the types at once.
+    """
+    settings = read_settings(find_config(name))
+    problems = apply_overrides(settings, list(overrides))
+    tree = _typed_tree(settings, problems)
+    unresolved: dict[Key, str] = {}
+    config = _build(RunConfig, tree, (), unresolved, problems)
+    problems += [f"{_describe(key, settings[key])}: {reason}" for key, reason in unresolved.items() if key in settings]
+    if not problems:  # a default fails because it follows a key that failed: news only where nothing else is
+        problems = [f"{'.'.join(key)}: {reason}" for key, reason in unresolved.items()]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _typed_tree(settings: Settings, problems: list[str]) -> DictConfig:
+    """The schema's defaults with the settings put over them; a setting that does not fit is reported and left out."""
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_resolver(name, resolver, replace=True)
+    tree = OmegaConf.structured(RunConfig)
+    for key, setting in settings.items():
+        problem = _misfit(key, setting)
+        if problem is None:
+            try:
+                for depth in range(1, len(key)):
+                    if OmegaConf.select(tree, ".".join(key[:depth])) is None:
+                        OmegaConf.update(tree, ".".join(key[:depth]), {}, force_add=True)
+                OmegaConf.update(tree, ".".join(key), setting.value, force_add=True)
+            except (OmegaConfBaseException, ValueError, TypeError) as error:
+                problem = f"{_reason(error)}; correct the value"
+        if problem is not None:
+            problems.append(f"{_describe(key, setting)}: {problem}")
+    return tree
+
+
+def _misfit(key: Key, setting: Setting) -> str | None:
+    """Why a setting cannot go into the schema, as far as its key tells and OmegaConf would be too lenient; None if it can."""
+    section: type = RunConfig
+    for depth, name in enumerate(key):
+        hints = get_type_hints(section)
+        if name not in hints:
+            return f"no such key; the nearest is {_nearest(key[:depth], name, hints)}"
+        inner = section_of(hints[name])
+        if inner is None:
+            is_mapping = any(getattr(kind, "__origin__", kind) is dict for kind in (hints[name], *get_args(hints[name])))
+            if depth + 1 < len(key) and not is_mapping:
+                return f"{'.'.join(key[: depth + 1])} is a value and has no keys below it"
+            return None if is_mapping else _misfit_value(hints[name], setting.value)
+        section = inner
+    if setting.value is None and type(None) in get_args(get_type_hints(_parent(key))[key[-1]]):
+        return None
+    return None if setting.value == {} else f"a section; set one of its keys: {', '.join(get_type_hints(section))}"
+
+
+def _parent(key: Key) -> type:
+    section: type = RunConfig
+    for name in key[:-1]:
+        section = section_of(get_type_hints(section)[name]) or section
+    return section
+
+
+def _misfit_value(hint: object, value: object) -> str | None:
+    kinds = get_args(hint) or (hint,)
+    if isinstance(value, bool) and bool not in kinds:
+        return "true and false do not fit here; write a value of the type that the key's manual names"
+    is_interpolation = isinstance(value, str) and "${" in value
+    return "must be true or false" if bool in kinds and not isinstance(value, bool) and not is_interpolation else None
+
+
+def _nearest(parents: Key, name: str, siblings: dict[str, object]) -> str:
+    """The known key that was most likely meant: a sibling spelt alike, the same name elsewhere, or the closest of all."""
+    prefix = "".join(f"{parent}." for parent in parents)
+    if alike := difflib.get_close_matches(name, list(siblings), n=1, cutoff=0.7):
+        return prefix + alike[0]
+    elsewhere = [key for key in KEYS if name in key.split(".")]
+    if elsewhere:
+        return difflib.get_close_matches(prefix + name, elsewhere, n=1, cutoff=0.0)[0]
+    return difflib.get_close_matches(prefix + name, list(KEYS), n=1, cutoff=0.0)[0]
+
+
+def _build(section: type[Section], tree: DictConfig, key: Key, unresolved: dict[Key, str], missing: list[str]) -> Section:
+    """The section at `key` as a plain dataclass. Values that are missing or cannot be resolved are left out, and told in the last two arguments."""
+    values: dict[str, object] = {}
+    for name, hint in get_type_hints(section).items():
+        inner, place = section_of(hint), (*key, name)
+        dotted = ".".join(place)
+        if inner is not None:
+            values[name] = None if OmegaConf.select(tree, dotted) is None else _build(inner, tree, place, unresolved, missing)
+            continue
+        try:
+            value = OmegaConf.select(tree, dotted, throw_on_missing=True)
+            values[name] = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+        except MissingMandatoryValue:
+            missing.append(f"{dotted} is required and has no default; set it in the config file or as {dotted}=VALUE")
+        except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+            unresolved[place] = f"{_reason(error)}; correct the expression"
+    return section(**values)
+
+
+def _describe(key: Key, setting: Setting) -> str:
+    value = setting.value
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{'.'.join(key)}={text} ({setting.origin})"
+
+
+def _reason(error: Exception) -> str:
+    # OmegaConf appends the full key and the object's type on further lines.
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
