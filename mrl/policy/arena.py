@@ -1,0 +1,101 @@
+"""The weight arena: all parameters and persistent buffers of a rank in one memory that the engine workers of its unit can map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from conversion.boxes import Slot
+from mrl.refit.memory import SharedMemory, align
+from mrl.refit.transforms import dtype_name
+from mrl.refit.unit import ArenaHandle, ArenaRow
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+
+class Arena:
+    """Owns the memory of a rank's weights.
+
+    Made after DDP wrapping (which lays trainable parameters out in contiguous buffers) and before the optimizer is built (which keeps views
+    into those buffers).
+    """
+
+    def __init__(self, slots: Mapping[Slot, Tensor], views: Iterable[Tensor] = (), *, name: str) -> None:
+        """Moves the storage of every tensor into shared memory, values unchanged; the tensors stay the same objects.
+
+        Tensors that share a storage move together and go on sharing it, so `views` must hold every other tensor into these storages that
+        will still be used (Megatron's buffers and buckets); one that is left out keeps the old memory.
+
+        Raises:
+            ValueError: a slot is not contiguous.
+        """
+        strided = [str(slot) for slot, tensor in slots.items() if not tensor.is_contiguous()]
+        if strided:
+            raise ValueError(f"weights must be contiguous to be shared with the engine; these are not: {', '.join(strided)}")
+        self._slots = dict(slots)
+        # Tied slots are one tensor under two names; it moves once.
+        tensors = {id(tensor): tensor for tensor in [*slots.values(), *views]}.values()
+        offsets, num_bytes = _place(tensors)
+        self._memory = SharedMemory.create(num_bytes, name)
+        for storage, offset in offsets.values():
+            self._memory.tensor[offset : offset + storage.nbytes()].copy_(torch.tensor([], dtype=torch.uint8).set_(storage))
+        for tensor in tensors:
+            _rehome(tensor, self._memory.tensor, offsets[tensor.untyped_storage().data_ptr()][1])
+        self._table = {slot: self._row(tensor) for slot, tensor in self._slots.items()}
+
+    def handle(self) -> ArenaHandle:
+        """The arena as the engine workers of this unit see it."""
+        return ArenaHandle(self._memory.handle(), self._table)
+
+    def table(self) -> dict[Slot, ArenaRow]:
+        """Where each slot lies."""
+        return dict(self._table)
+
+    def tensors(self) -> dict[Slot, Tensor]:
+        """The weights by slot: the live tensors, not copies."""
+        return dict(self._slots)
+
+    def check(self, live: Mapping[Slot, Tensor]) -> None:
+        """Returns if `live`, the weights as the model holds them now, are still the ones in the arena.
+
+        Raises:
+            RuntimeError: naming the slots that were rebound to other memory, added or lost since the arena was made.
+        """
+        base = self._memory.tensor.data_ptr()
+        moved = [str(slot) for slot, row in self._table.items() if slot not in live or live[slot].data_ptr() != base + row.offset]
+        added = [str(slot) for slot in live if slot not in self._table]
+        if moved or added:
+            raise RuntimeError(f"weights outside of the arena, which a refit would miss: {', '.join(moved + added)}")
+
+    def _row(self, tensor: Tensor) -> ArenaRow:
+        return ArenaRow(tensor.data_ptr() - self._memory.tensor.data_ptr(), tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def buffer_views(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    """The contiguous parameter buffers of Megatron's DDP and their buckets; none without the distributed optimizer."""
+    buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    views = [buffer.param_data for buffer in buffers] + [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
+    return [view for view in views if view is not None]
+
+
+def _place(tensors: Iterable[Tensor]) -> tuple[dict[int, tuple[torch.UntypedStorage, int]], int]:
+    """Each storage with its offset in the arena, by its address, and the bytes of all."""
+    offsets: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    end = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in offsets:
+            offsets[storage.data_ptr()] = (storage, end)
+            end = align(end + storage.nbytes())
+    return offsets, end
+
+
+@torch.no_grad()
+def _rehome(tensor: Tensor, memory: Tensor, offset: int) -> None:
+    start = memory.storage_offset() + offset + tensor.storage_offset() * tensor.element_size()
+    # set_ keeps the tensor object, which the model, DDP's hooks and the optimizer know; rebinding .data of a copy would not reach them.
+    tensor.set_(memory.untyped_storage(), start // tensor.element_size(), tensor.shape, tensor.stride())

@@ -1,0 +1,88 @@
+"""What the trainer rank of a worker unit shows to the engine workers of that unit: its weight arena and its exchange memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from conversion.boxes import Box, Slot
+from mrl.refit.memory import MemoryHandle, align
+
+# Words in front of the checksums: the round that lies in the memory, and how many rounds were ever written.
+_NUM_STAMPS = 2
+
+# In place of a round index while the memory is being written.
+NO_ROUND = -1
+
+
+@dataclass(frozen=True)
+class ArenaRow:
+    """Where one slot lies in an arena: contiguous, `offset` in bytes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ArenaHandle:
+    """An arena as another process sees it."""
+
+    memory: MemoryHandle
+    table: Mapping[Slot, ArenaRow]
+
+
+@dataclass(frozen=True)
+class UnitHandles:
+    """All that an engine worker needs to pull from the trainer rank of its unit. Pickles."""
+
+    unit_rank: int
+    arena: ArenaHandle
+    exchange: MemoryHandle
+    num_checksums: int
+
+
+@dataclass(frozen=True)
+class ExchangeMemory:
+    """The parts of an exchange memory."""
+
+    stamps: Tensor
+    """int64 [2]: index of the round that lies in it (NO_ROUND while it is written), number of rounds written so far."""
+    checksums: Tensor
+    """int64 [num_checksums], by checksum index."""
+    boxes: Tensor
+    """uint8: the received boxes at their scheduled offsets."""
+
+    @staticmethod
+    def num_bytes(num_checksums: int, exchange_bytes: int) -> int:
+        """Size of the memory that holds all parts."""
+        return align(8 * (_NUM_STAMPS + num_checksums)) + exchange_bytes
+
+    @classmethod
+    def split(cls, memory: Tensor, num_checksums: int) -> ExchangeMemory:
+        """The parts of `memory` (uint8), as views."""
+        num_words = _NUM_STAMPS + num_checksums
+        words = memory[: 8 * num_words].view(torch.int64)
+        return cls(words[:_NUM_STAMPS], words[_NUM_STAMPS:], memory[align(8 * num_words) :])
+
+
+def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
+    """Parameters and persistent buffers of a model by slot: the tensors themselves, not copies."""
+    # Transformer Engine adds `_extra_state` entries, which are not weights.
+    state = model.state_dict(keep_vars=True)
+    return {Slot(name, chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+
+
+def box_view(tensor: Tensor, box: Box) -> Tensor:
+    """The elements of `box` in `tensor`, as a view without gradient."""
+    return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
+
+
+def bytes_as(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor inside uint8 `memory` at byte `offset`, as a view."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return memory[offset : offset + num_bytes].view(dtype).view(shape)
+

@@ -1,0 +1,108 @@
+"""Shared memory across real processes: mapping, epochs, dead owners, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrl.refit.errors import RefitError
+from mrl.refit.memory import SharedMemory, align, open_handle
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def own(connection: Connection) -> None:
+    """Owns a memory of 0, 1, 2 ... until told to end; "bump" makes its handles stale."""
+    memory = SharedMemory.create(1000, "test")
+    memory.tensor.copy_(torch.arange(1000) % 251)
+    connection.send(memory.handle())
+    while connection.poll(60) and connection.recv() == "bump":
+        memory.bump_epoch()
+        connection.send(memory.handle())
+
+
+@pytest.fixture
+def owner():
+    mine, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=own, args=(theirs,), daemon=True)
+    process.start()
+    assert mine.poll(60)
+    yield process, mine, mine.recv()
+    process.kill()
+    process.join(10)
+
+
+def test_another_process_maps_the_bytes_and_its_epochs(owner):
+    process, connection, handle = owner
+    mapped = open_handle(handle)
+    assert torch.equal(mapped.tensor, (torch.arange(1000) % 251).to(torch.uint8))
+    assert mapped.tensor.data_ptr() % 64 == 0
+
+    connection.send("bump")
+    assert connection.poll(60)
+    new_handle = connection.recv()
+    with pytest.raises(RefitError, match="stale handle.*epoch 2.*handle at 1"):
+        mapped.check()
+    with pytest.raises(RefitError, match="stale handle"):
+        open_handle(handle)
+    open_handle(new_handle).check()
+
+    process.kill()
+    process.join(10)
+    with pytest.raises(RefitError, match="owner.*gone"):
+        open_handle(new_handle)
+
+
+def test_a_mapping_notices_that_its_owner_died(owner):
+    process, _, handle = owner
+    mapped = open_handle(handle)
+    process.kill()
+    process.join(10)
+    with pytest.raises(RefitError, match="owner.*gone"):
+        mapped.check()
+    # The bytes stay readable, so that a copy in flight cannot crash.
+    assert mapped.tensor[250] == 250
+
+
+def test_a_reused_process_id_is_another_owner(monkeypatch):
+    memory = SharedMemory.create(10, "test")
+    mapped = open_handle(memory.handle())
+    monkeypatch.setattr("mrl.refit.memory._start_time", lambda pid: 1)
+    with pytest.raises(RefitError, match="owner.*gone"):
+        mapped.check()
+
+
+def test_a_descriptor_that_is_something_else_is_refused():
+    handle = SharedMemory.create(10, "test").handle()
+    fd = os.memfd_create("other")
+    try:
+        with pytest.raises(RefitError, match="something else"):
+            open_handle(replace(handle, fd=fd))
+        os.truncate(f"/proc/self/fd/{fd}", os.stat(f"/proc/self/fd/{fd}").st_size + 4096 + 10)
+        with pytest.raises(RefitError, match="not shared memory of ours"):
+            open_handle(replace(handle, fd=fd))
+    finally:
+        os.close(fd)
+
+
+def test_memory_has_no_name_and_goes_with_its_last_user():
+    before = set(os.listdir("/dev/shm"))
+    memory = SharedMemory.create(1 << 20, "mrl-leak-probe")
+    assert set(os.listdir("/dev/shm")) == before
+    memory.tensor.fill_(7)
+    tensor = memory.tensor
+    mapped = open_handle(memory.handle())
+    del memory
+    assert tensor[0] == 7 and mapped.tensor[-1] == 7
+    del tensor, mapped
+    assert "mrl-leak-probe" not in Path("/proc/self/maps").read_text()
+
+
+def test_align():
+    assert [align(value) for value in (0, 1, 64, 65)] == [0, 64, 64, 128]
