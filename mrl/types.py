@@ -142,9 +142,7 @@ class RunState:
 
     step: int = 0
     """Number of finished steps."""
-    epoch: int = 0
     weight_version: int = 0
-    """Refits since the start of the process; not restored."""
-    consumed_prompts: int = 0
+    """Version of the weights in the engines: refits since the process started."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last finished step, so that checkpoints can be ranked."""

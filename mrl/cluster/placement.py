@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mrl.config.schema import ClusterConfig, GenerationConfig
+from mrl.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -23,40 +23,40 @@ class EngineUnits:
     units: tuple[int, ...]
 
 
-def engine_units(cluster: ClusterConfig, generation: GenerationConfig) -> tuple[EngineUnits, ...]:
-    """The units of every engine. On GPU hosts every unit serves; on CPU hosts `num_cpu_engines` engines are spread over the units.
+def engine_units(config: RunConfig) -> tuple[EngineUnits, ...]:
+    """The units of every engine, spread evenly over all units; on GPU hosts every unit serves.
 
     Raises:
-        ValueError: an engine would not fit into one node.
+        ValueError: an engine would not fit into one node, or there are more engine workers than units.
     """
-    tp = generation.vllm_cfg.tensor_parallel_size
-    per_node = cluster.units_per_node
+    tp = config.policy.generation.vllm_cfg.tensor_parallel_size
+    num_units, per_node, num_engines = config.cluster.num_units, config.cluster.units_per_node, config.num_engines
     if per_node % tp:
         raise ValueError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={tp} does not divide the {per_node} worker units of a node: "
             "an engine must fit into one node; choose a divisor"
         )
-    num_engines = cluster.num_units // tp if cluster.gpus_per_node else generation.num_cpu_engines
-    if num_engines * tp > cluster.num_units:
+    if num_engines * tp > num_units:
         raise ValueError(
             f"policy.generation.num_cpu_engines={num_engines} engines of {tp} workers need {num_engines * tp} worker units, "
-            f"but cluster.cpu_units_per_node gives {cluster.num_units}"
+            f"but the cluster has {num_units}; lower it, or raise cluster.cpu_units_per_node"
         )
-    stride = cluster.num_units // num_engines // tp * tp
+    stride = num_units // num_engines // tp * tp
     return tuple(EngineUnits(index, tuple(range(index * stride, index * stride + tp))) for index in range(num_engines))
 
 
 class Placement:
     """The placement group of a run: one bundle per worker unit, and the actor options that put an actor on a unit."""
 
-    def __init__(self, cluster: ClusterConfig, generation: GenerationConfig, *, timeout_s: float) -> None:
+    def __init__(self, config: RunConfig, *, timeout_s: float) -> None:
         """Reserves the units.
 
         Raises:
             RuntimeError: the cluster cannot hold them within `timeout_s`.
         """
+        cluster = config.cluster
         self.num_units = cluster.num_units
-        self.engines = engine_units(cluster, generation)
+        self.engines = engine_units(config)
         bundle = {"CPU": 1, "GPU": 1} if cluster.gpus_per_node else {"CPU": 1}
         self._group: PlacementGroup = placement_group([bundle] * self.num_units, strategy="PACK")
         if not self._group.wait(timeout_s):

@@ -1,0 +1,230 @@
+"""The rollout engines as Ray actors, driven step by step, and the driver's handle on them.
+
+An engine that dies is restarted here; it serves again only after a refit, and its unfinished requests are asked again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import ray
+
+from mrl.cluster.lifetime import start_actor_process
+from mrl.cluster.payload import PayloadRef
+from mrl.cluster.placement import EngineUnits, Placement
+from mrl.cluster.waiting import ActorLost, DeadlineExceeded, fetch, wait_all
+from mrl.config import trace
+from mrl.config.schema import RunConfig
+from mrl.rollout.environment import engine_environment
+from mrl.types import Rollout, RolloutInfo, RolloutRequest
+
+logger = logging.getLogger(__name__)
+
+# A poll hands back what has finished after this long: short enough that rewards overlap generation, long enough that calls cost nothing.
+POLL_BUDGET_S = 0.25
+# An engine that dies this often without finishing a single rollout in between will not get better.
+MAX_FRUITLESS_RESTARTS = 3
+
+
+class EngineActor:
+    """One engine in its own process."""
+
+    def __init__(self, log_file: Path) -> None:
+        start_actor_process(log_file)
+
+    def build(self, config: RunConfig) -> None:
+        """Starts the engine; vLLM's own loader reads the model folder's weights."""
+        # Imported here: the driver holds this class too, and must not import vllm.
+        from mrl.rollout.engine import Engine
+
+        self.engine = Engine(config.policy.model_name, config.policy.generation, seed=config.grpo.seed)
+
+    def add(self, requests: list[RolloutRequest]) -> None:
+        """Queues requests."""
+        self.engine.add(requests)
+
+    def poll(self, budget_s: float) -> tuple[list[RolloutInfo], list[Rollout]]:
+        """Steps the engine for `budget_s`; what has finished, metadata first, payload second (same order)."""
+        end = time.monotonic() + budget_s
+        finished: list[Rollout] = []
+        while self.engine.num_unfinished and time.monotonic() < end:
+            finished += self.engine.step()
+        return [describe(rollout) for rollout in finished], finished
+
+    def call(self, method: str, *arguments: object) -> object:
+        """Calls a method of the engine by name."""
+        return getattr(self.engine, method)(*arguments)
+
+    def apply(self, function: Callable[..., object], *arguments: object) -> object:
+        """`function(engine, *arguments)`: tests and diagnostics reach into an engine with it."""
+        return function(self.engine, *arguments)
+
+    def config_reads(self) -> set[str]:
+        """Configuration keys that this process read."""
+        return trace.reads()
+
+
+def describe(rollout: Rollout) -> RolloutInfo:
+    """What the driver learns of a rollout; the reference to the payload is filled in by the receiver."""
+    request = rollout.request
+    return RolloutInfo(
+        request_id=request.request_id,
+        prompt_id=request.prompt_id,
+        rollout_index=request.rollout_index,
+        weight_version=rollout.weight_version,
+        prompt_length=len(request.token_ids),
+        length=len(rollout.token_ids),
+        finish_reason=rollout.finish_reason,
+        payload=None,
+    )
+
+
+class EngineGroup:
+    """All engines. Requests go to the engine with the fewest unfinished ones; finished rollouts stream back."""
+
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
+        self.config = config
+        self.deadlines = config.deadlines
+        self.placement = placement
+        self.log_folder = log_folder
+        self.num_restarts = 0
+        self._fruitless = [0] * len(placement.engines)
+        self._unfinished: list[dict[str, RolloutRequest]] = [{} for _ in placement.engines]
+        self._polls: dict[ray.ObjectRef, tuple[int, ray.ObjectRef]] = {}
+        self._building: dict[str, ray.ObjectRef] = {}
+        self.actors = [self._start(units) for units in placement.engines]
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.actors)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(len(requests) for requests in self._unfinished)
+
+    def num_unfinished_of(self, index: int) -> int:
+        """Requests of one engine that have no rollout yet."""
+        return len(self._unfinished[index])
+
+    def wait_until_built(self) -> None:
+        """Waits for the engines that the constructor started."""
+        wait_all(self._building, deadline_s=self.deadlines.start_s, what="start")
+        self._building = {}
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Queues requests on the engines. A request stays on record until its rollout has arrived."""
+        per_engine: list[list[RolloutRequest]] = [[] for _ in self.actors]
+        loads = [len(requests) for requests in self._unfinished]
+        for request in requests:
+            index = min(range(len(loads)), key=loads.__getitem__)
+            loads[index] += 1
+            per_engine[index].append(request)
+        for index, mine in enumerate(per_engine):
+            self._submit_to(index, mine)
+
+    def collect(self, timeout_s: float) -> list[RolloutInfo]:
+        """Rollouts that have finished since the last call; waits until there is one.
+
+        Raises:
+            ActorLost: an engine died (its `key` names it); call `restart`, refit it, then `resubmit`.
+            DeadlineExceeded: nothing finished within `timeout_s`.
+        """
+        end = time.monotonic() + timeout_s
+        while self.num_unfinished:
+            self._poll_idle_engines()
+            ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                raise DeadlineExceeded(
+                    f"generation: {self.num_unfinished} rollouts unfinished and none arrived within {timeout_s:g} s (deadlines.generate_s)"
+                )
+            index, payload = self._polls.pop(ready[0])
+            infos: list[RolloutInfo] = fetch(ready[0], key=name(index), what="generation")  # type: ignore[assignment]
+            for info in infos:
+                del self._unfinished[index][info.request_id]
+            if infos:
+                self._fruitless[index] = 0
+                return [dataclasses.replace(info, payload=PayloadRef(payload, i)) for i, info in enumerate(infos)]
+        return []
+
+    def restart(self, index: int) -> None:
+        """Starts a dead engine again. It refuses to generate until it has been refitted.
+
+        Raises:
+            RuntimeError: it has died too often without producing a rollout.
+        """
+        self._fruitless[index] += 1
+        if self._fruitless[index] > MAX_FRUITLESS_RESTARTS:
+            raise RuntimeError(
+                f"{name(index)} died {self._fruitless[index]} times in a row without finishing a rollout; see {self._log_file(index)}"
+            )
+        self.num_restarts += 1
+        logger.warning("%s died; starting it again (%d requests will be asked again)", name(index), len(self._unfinished[index]))
+        self._polls = {reference: poll for reference, poll in self._polls.items() if poll[0] != index}
+        ray.kill(self.actors[index])
+        self.actors[index] = self._start(self.placement.engines[index])
+        self.wait_until_built()
+
+    def resubmit(self, index: int) -> None:
+        """Asks an engine's unfinished requests again, after a restart and a refit."""
+        requests = list(self._unfinished[index].values())
+        self._unfinished[index] = {}
+        self._submit_to(index, requests)
+
+    def call(self, method: str, *arguments: object, deadline_s: float, only: Sequence[int] | None = None) -> dict[int, object]:
+        """`Engine.<method>(*arguments)` on every engine, or on those of `only`; results by engine index."""
+        return self.call_each(method, {i: arguments for i in (range(self.num_engines) if only is None else only)}, deadline_s=deadline_s)
+
+    def call_each(self, method: str, arguments: dict[int, tuple[object, ...]], *, deadline_s: float) -> dict[int, object]:
+        """`Engine.<method>` with arguments of its own for each engine; results by engine index."""
+        pending = {name(i): self.actors[i].call.remote(method, *mine) for i, mine in arguments.items()}
+        results = wait_all(pending, deadline_s=deadline_s, what=method)
+        return {i: results[name(i)] for i in arguments}
+
+    def apply(self, function: Callable[..., object], *arguments: object, deadline_s: float) -> list[object]:
+        """`function(engine, *arguments)` on every engine."""
+        pending = {name(i): actor.apply.remote(function, *arguments) for i, actor in enumerate(self.actors)}
+        return list(wait_all(pending, deadline_s=deadline_s, what="apply").values())
+
+    def config_reads(self) -> set[str]:
+        """Configuration keys that any engine read."""
+        pending = {name(i): actor.config_reads.remote() for i, actor in enumerate(self.actors)}
+        return set().union(*wait_all(pending, deadline_s=self.deadlines.start_s, what="config_reads").values())  # type: ignore[arg-type]
+
+    def _log_file(self, index: int) -> Path:
+        return self.log_folder / f"engine-{index}.log"
+
+    def _start(self, units: EngineUnits) -> ray.actor.ActorHandle:
+        environment = engine_environment(self.config.policy.generation)
+        options = self.placement.options(units.units[0], environment)
+        actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index))
+        self._building[name(units.engine_index)] = actor.build.remote(self.config)
+        return actor
+
+    def _submit_to(self, index: int, requests: list[RolloutRequest]) -> None:
+        if requests:
+            self._unfinished[index].update({request.request_id: request for request in requests})
+            self.actors[index].add.remote(requests)
+
+    def _poll_idle_engines(self) -> None:
+        polled = {index for index, _ in self._polls.values()}
+        for index, actor in enumerate(self.actors):
+            if self._unfinished[index] and index not in polled:
+                infos, payload = actor.poll.options(num_returns=2).remote(POLL_BUDGET_S)
+                self._polls[infos] = (index, payload)
+
+
+def name(index: int) -> str:
+    """How messages call an engine."""
+    return f"engine {index}"
+
+
+def index_of(lost: ActorLost) -> int:
+    """The engine that an `ActorLost` names; re-raises it when it names another actor."""
+    kind, _, index = str(lost.key).partition(" ")
+    if kind != "engine":
+        raise lost
+    return int(index)

@@ -1,0 +1,57 @@
+"""Everything of a run that is alive: Ray, policy ranks, engines, rewards, and the refit that connects them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.cluster.engine_group import EngineGroup
+from mrl.cluster.placement import Placement
+from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.refit import Refit
+from mrl.cluster.reward_actor import Rewards
+from mrl.cluster.rollouts import RolloutCollector
+from mrl.cluster.runtime import ray_runtime
+from mrl.config import trace
+from mrl.config.schema import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Session:
+    """The actors of a run, up and holding the starting weights."""
+
+    policies: PolicyGroup
+    engines: EngineGroup
+    rewards: Rewards
+    refit: Refit
+    collector: RolloutCollector
+
+    def merge_config_reads(self) -> None:
+        """Adds the configuration keys that the actors read to this process's record."""
+        for part in (self.policies, self.engines, self.rewards):
+            trace.merge_reads(part.config_reads())
+
+
+@contextmanager
+def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[Session]:
+    """All actors of a run, inside the `with` block; policy and engines have each loaded the model folder by their own loader."""
+    with ray_runtime(config.cluster):
+        placement = Placement(config, timeout_s=config.deadlines.start_s)
+        for line in placement.table():
+            logger.info("%s", line)
+        engines = EngineGroup(config, placement, log_folder=log_folder)
+        rewards = Rewards(config, placement, log_folder=log_folder)
+        policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
+        logger.info("Number of actors online: %d/%d", policies.world_size, placement.num_units)
+        engines.wait_until_built()
+        rewards.wait_until_built()
+        refit = Refit(config, placement, policies, engines)
+        collector = RolloutCollector(
+            engines, rewards, run_seed=config.grpo.seed, deadline_s=config.deadlines.generate_s, refit_engine=refit.run_engine
+        )
+        yield Session(policies, engines, rewards, refit, collector)

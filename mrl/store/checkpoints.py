@@ -1,0 +1,134 @@
+"""Checkpoints of a run folder: written aside, sealed by a manifest and a completion marker, then renamed.
+
+A folder `step_N` without its marker, or with a file that differs from the manifest, does not exist for a resuming run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.store.files import sha256_file, sync_file, sync_folder, write_atomic
+from mrl.types import RunState
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+MARKER = "COMPLETE"
+STATE = "training_info.json"
+STEP_FOLDER = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint."""
+
+    step: int
+    folder: Path
+
+    @property
+    def weights(self) -> Path:
+        """Folder in Megatron's layout, holding `iter_0000000`."""
+        return self.folder / "policy" / "weights"
+
+    def state(self) -> RunState:
+        """The run state saved with it."""
+        return RunState(**json.loads((self.folder / STATE).read_text(encoding="utf-8")))
+
+
+class CheckpointStore:
+    """The `step_N` folders below one run folder."""
+
+    def __init__(self, folder: Path, *, keep_top_k: int, metric_name: str, higher_is_better: bool) -> None:
+        """`metric_name` is "val:<m>" or "train:<m>"; the best `keep_top_k` checkpoints by it are kept, and always the newest."""
+        self.folder = folder
+        self.keep_top_k = keep_top_k
+        self.metric_name = metric_name.replace(":", "/", 1)
+        self.higher_is_better = higher_is_better
+
+    def begin(self, step: int) -> Checkpoint:
+        """An empty folder to write step `step` into; it becomes a checkpoint by `commit`."""
+        aside = self.folder / f"tmp_step_{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / "policy" / "weights").mkdir(parents=True)
+        return Checkpoint(step, aside)
+
+    def commit(self, pending: Checkpoint, state: RunState) -> Checkpoint:
+        """Seals and publishes what was written: state, manifest, sync, marker, rename. Then removes what need not be kept."""
+        (pending.folder / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+        files = sorted(path for path in pending.folder.rglob("*") if path.is_file())
+        manifest = {str(path.relative_to(pending.folder)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in files}
+        for path in files:
+            sync_file(path)
+        write_atomic(pending.folder / MANIFEST, json.dumps(manifest, indent=1))
+        for path in pending.folder.rglob("*"):
+            if path.is_dir():
+                sync_folder(path)
+        write_atomic(pending.folder / MARKER, sha256_file(pending.folder / MANIFEST))
+        final = self.folder / f"step_{pending.step}"
+        replaced = self.folder / f"tmp_old_step_{pending.step}"
+        if final.exists():
+            final.rename(replaced)
+        pending.folder.rename(final)
+        sync_folder(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        self._prune()
+        return Checkpoint(pending.step, final)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint whose every byte agrees with its manifest; says so when it has to pass one over."""
+        for checkpoint in sorted(self._published(), key=lambda found: -found.step):
+            problem = find_damage(checkpoint.folder)
+            if problem is None:
+                return checkpoint
+            logger.warning("passing over %s: %s", checkpoint.folder, problem)
+        return None
+
+    def remove_unfinished(self) -> None:
+        """Removes what an interrupted save left behind. Only the run that owns the folder may call this."""
+        for pattern in ("tmp_step_*", "tmp_old_step_*"):
+            for folder in self.folder.glob(pattern):
+                logger.info("removing %s, left by an interrupted save", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _published(self) -> list[Checkpoint]:
+        matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in self.folder.glob("step_*")]
+        return [Checkpoint(int(match[1]), path) for match, path in matches if match]
+
+    def _prune(self) -> None:
+        published = sorted(self._published(), key=lambda found: -found.step)
+        scored = sorted(published[1:], key=self._rank)
+        for checkpoint in scored[max(0, self.keep_top_k - 1) :]:
+            # The marker goes first, so that an interrupted removal leaves nothing that looks complete.
+            (checkpoint.folder / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(checkpoint.folder, ignore_errors=True)
+
+    def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
+        """Sort key, best first: by the metric (absent counts as worst), then newest first."""
+        value = checkpoint.state().metrics.get(self.metric_name)
+        if value is None:
+            return (float("inf"), -checkpoint.step)
+        return (-value if self.higher_is_better else value, -checkpoint.step)
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder: no marker, or the first file that differs from the manifest; None if nothing is."""
+    marker, manifest_path = folder / MARKER, folder / MANIFEST
+    if not marker.exists() or not manifest_path.exists():
+        return "it was never completed"
+    if marker.read_text(encoding="utf-8") != sha256_file(manifest_path):
+        return f"{MANIFEST} differs from the completion marker"
+    for name, expected in json.loads(manifest_path.read_text(encoding="utf-8")).items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
+        if sha256_file(path) != expected["sha256"]:
+            return f"{name} does not have the manifest's sha256"
+    return None

@@ -1,0 +1,77 @@
+"""What a user sees: the step block that tutorials show, one `[Mrl]` line, and the rollout progress line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+# Total width of the step line, and of the bar on its left.
+HEADER_WIDTH = 62
+HEADER_LEFT = 25
+# Without a terminal a progress line is written at most this often.
+PLAIN_INTERVAL_S = 15.0
+
+
+def step_header(step: int, max_num_steps: int) -> str:
+    """`========================= Step 1/100 =========================`."""
+    title = f" Step {step}/{max_num_steps} "
+    return "=" * HEADER_LEFT + title + "=" * (HEADER_WIDTH - HEADER_LEFT - len(title))
+
+
+def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generations: int) -> list[str]:
+    """The lines below the header, from a step's metrics. `ckpt=` appears where a checkpoint was written."""
+    m = metrics
+    times = f"gen={m['time/generation']:.1f}s, reward={m['time/reward']:.1f}s, train={m['time/train']:.1f}s"
+    if "time/checkpoint" in m:
+        times += f", ckpt={m['time/checkpoint']:.1f}s"
+    return [
+        f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_prompts * num_generations} responses ({m['time/generation']:.1f}s)",
+        f"[Reward]   mean={m['train/reward']:.2f}, std={m['train/reward_std']:.2f}, min={m['train/reward_min']:.1f}, max={m['train/reward_max']:.1f}",
+        f"[Train]    loss={m['train/loss']:.3f}, kl={m['train/kl_penalty']:.3f}, grad_norm={m['train/grad_norm']:.2f}",
+        f"[Time]     total={m['time/total']:.1f}s ({times})",
+        f"[Mrl]      mean |dlogp|={m['train/mean_abs_dlogp']:.2e} (generator vs trainer), token_mult_prob_error={m['train/token_mult_prob_error']:.6f}, "
+        f"refit={m['refit/seconds']:.2f}s, verified={int(m['refit/verified_bytes']):,} bytes",
+    ]
+
+
+class RolloutProgress:
+    """`Collecting rollouts:  21%|██        | 428/2048 [02:01<05:42, 4.73it/s]`, a bar in a terminal and plain lines elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total,
+            desc="Collecting rollouts",
+            ascii=False,
+            ncols=None if is_terminal else 80,
+            leave=not is_terminal,
+            mininterval=0.1 if is_terminal else PLAIN_INTERVAL_S,
+            file=sys.stderr if is_terminal else _LineWriter(),
+        )
+
+    def __enter__(self) -> RolloutProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def advance(self, count: int) -> None:
+        """`count` more rollouts have arrived."""
+        self._bar.update(count)
+
+
+class _LineWriter:
+    """Turns tqdm's carriage returns into lines, so that log files stay readable."""
+
+    def write(self, text: str) -> None:
+        line = text.strip("\r\n ")
+        if line:
+            sys.stderr.write(line + "\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()

@@ -1,0 +1,226 @@
+"""`python -m mrl.train CONFIG [a.b=c ...]`: GRPO, from prompts to updated weights. This file is the loop; all else is a stage of it.
+
+prompts -> rollouts (vLLM) -> rewards -> advantages -> packed batch -> old/reference logprobs -> train step
+        -> settle, reshard into vLLM, verify -> metrics, ledger, checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mrl.cluster.session import Session, start_session
+from mrl.cluster.waiting import ActorLost, DeadlineExceeded
+from mrl.config import trace
+from mrl.config.checks import check_config
+from mrl.config.files import find_config
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.data.batch import make_batch
+from mrl.data.order import prompts_of_step
+from mrl.data.prompts import PromptData, load_prompts
+from mrl.store.clock import Clock
+from mrl.store.console import RolloutProgress
+from mrl.store.run_folder import RunFolder
+from mrl.store.summary import rollout_metrics, validation_metrics
+from mrl.types import Batch, Prompt, RolloutGroup, RunState
+
+logger = logging.getLogger(__name__)
+
+# Validation draws the same random numbers every time, so that its curve moves by the weights alone.
+VALIDATION_EPOCH = -1
+NUM_REPORT_SAMPLES = 4
+
+
+@dataclass
+class Run:
+    """What one run works with."""
+
+    config: RunConfig
+    data: PromptData
+    folder: RunFolder
+    session: Session
+    started: float
+
+    @property
+    def last_step(self) -> int:
+        grpo = self.config.grpo
+        return min(grpo.max_num_steps, grpo.max_num_epochs * len(self.data.train) // grpo.num_prompts_per_step)
+
+    @property
+    def must_end_now(self) -> bool:
+        limit = self.config.checkpointing.must_save_by_s
+        return limit is not None and time.monotonic() - self.started > limit
+
+
+def train(config: RunConfig, data: PromptData, folder: RunFolder, *, started: float) -> RunState:
+    """Runs the configured steps from where the run folder stands, and returns where it ended."""
+    with start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session:
+        run = Run(config, data, folder, session, started)
+        state = resume(run)
+        if state.step == 0 and config.grpo.val_at_start:
+            folder.log_metrics(0, validate(run, state))
+        while state.step < run.last_step and not run.must_end_now:
+            train_step(run, state)
+        session.merge_config_reads()
+    return state
+
+
+def train_step(run: Run, state: RunState) -> None:
+    """One step of the loop; `state` is advanced."""
+    config, folder = run.config, run.folder
+    step, clock = state.step + 1, Clock()
+
+    asked = prompts_of(run, step)
+    folder.ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in asked])
+    groups = sample(run, state, asked, config.grpo.num_generations_per_prompt, clock)
+    metrics = rollout_metrics(groups, seconds=clock.seconds("generation"))
+
+    batch = make_batch(groups, config)
+    with clock.phase("train"):
+        metrics |= update_policy(run, batch)
+    folder.ledger.train(step)
+    state.step = step
+
+    with clock.phase("refit"):
+        metrics |= refit(run, state)
+    if is_due(step, config.grpo.val_period) or (config.grpo.val_at_end and step == run.last_step):
+        with clock.phase("validation"):
+            metrics |= validate(run, state)
+    state.metrics = metrics
+    folder.print_header(step, run.last_step)
+    if config.checkpointing.enabled and (is_due(step, config.checkpointing.save_period) or step == run.last_step or run.must_end_now):
+        with clock.phase("checkpoint"):
+            save_checkpoint(run, state)
+    metrics |= clock.metrics()
+    folder.print_step(metrics)
+    folder.log_samples(step, "train", groups[:NUM_REPORT_SAMPLES])
+    folder.log_metrics(step, metrics)
+
+
+def prompts_of(run: Run, step: int) -> list[tuple[int, Prompt]]:
+    """The (epoch, prompt) pairs that step `step` (from 1) asks."""
+    grpo, data = run.config.grpo, run.data
+    picked = prompts_of_step(
+        step - 1, prompts_per_step=grpo.num_prompts_per_step, num_prompts=len(data.train), seed=grpo.seed, shuffle=run.config.data.shuffle
+    )
+    return [(epoch, data.train[index]) for epoch, index in picked]
+
+
+def sample(run: Run, state: RunState, asked: Sequence[tuple[int, Prompt]], num_generations: int, clock: Clock) -> list[RolloutGroup]:
+    """Rollouts of every prompt with their verdicts, drawn from the current weights."""
+    collector = run.session.collector
+    with clock.phase("generation"), RolloutProgress(len(asked) * num_generations) as progress:
+        generated = collector.generate(
+            asked, run.data.sampling, num_generations=num_generations, weight_version=state.weight_version, on_progress=progress.advance
+        )
+    with clock.phase("reward"):
+        return collector.judge(generated)
+
+
+def update_policy(run: Run, batch: Batch) -> dict[str, float]:
+    """Old and reference logprobs, then one optimizer step on the batch; the ranks pull the payload themselves."""
+    policies, deadline_s = run.session.policies, run.config.deadlines.train_s
+    policies.call("enter", "logprob", deadline_s=deadline_s)
+    policies.set_batch(batch)
+    policies.call("compute_old_logprobs", deadline_s=deadline_s)
+    if run.config.loss_fn.reference_policy_kl_penalty > 0:
+        policies.call("compute_reference_logprobs", deadline_s=deadline_s)
+    policies.call("enter", "train", deadline_s=deadline_s)
+    return policies.call("train_step", deadline_s=deadline_s)[0]  # type: ignore[return-value]  # every rank returns the same metrics
+
+
+def refit(run: Run, state: RunState) -> dict[str, float]:
+    """Moves the policy's weights into every engine and verifies them there."""
+    report = run.session.refit.run()
+    state.weight_version = report.weight_version
+    return report.metrics()
+
+
+def validate(run: Run, state: RunState) -> dict[str, float]:
+    """Accuracy of one rollout per held-out prompt, sampled as in training."""
+    asked = [(VALIDATION_EPOCH, prompt) for prompt in run.data.validation]
+    if not asked:
+        return {}
+    groups = sample(run, state, asked, 1, Clock())
+    run.folder.log_samples(state.step, "validation", groups[:NUM_REPORT_SAMPLES])
+    metrics = validation_metrics(groups)
+    logger.info("[Validate] step %d: accuracy %.3f over %d prompts", state.step, metrics["val/accuracy"], len(groups))
+    return metrics
+
+
+def save_checkpoint(run: Run, state: RunState) -> None:
+    """Writes `step_N` aside and publishes it when every byte is on disk."""
+    logger.info("Saving checkpoint for step %d...", state.step)
+    checkpoint = run.folder.checkpoints.begin(state.step)
+    run.session.policies.call("enter", "checkpoint", deadline_s=run.config.deadlines.checkpoint_s)
+    run.session.policies.call("save_checkpoint", checkpoint.weights, deadline_s=run.config.deadlines.checkpoint_s)
+    run.folder.copy_tokenizer(checkpoint)
+    run.folder.checkpoints.commit(checkpoint, state)
+
+
+def resume(run: Run) -> RunState:
+    """Refit zero on the starting weights, then the newest complete checkpoint, if there is one, and a refit of its weights."""
+    run.session.refit.zero()
+    checkpoint = run.folder.newest_checkpoint()
+    state = RunState() if checkpoint is None else checkpoint.state()
+    if checkpoint is not None:
+        logger.info("Resuming from %s (step %d of %d)", checkpoint.folder, checkpoint.step, run.last_step)
+        run.session.policies.call("load_checkpoint", checkpoint.weights, deadline_s=run.config.deadlines.checkpoint_s)
+    refit(run, state)
+    return state
+
+
+def is_due(step: int, period: int) -> bool:
+    """Whether something that happens every `period` steps happens at `step`; a period of 0 is never."""
+    return period > 0 and step % period == 0
+
+
+def preflight(config: RunConfig) -> PromptData:
+    """Everything that can be known to be wrong before a process starts; returns the data, read and tokenised.
+
+    Raises:
+        ValueError: naming every key, file or row at fault, the rule, and the way out.
+    """
+    check_config(config)
+    return load_prompts(config)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Exit code 0; 2 with one clear message if the input is at fault; 1 if the attempt failed (the same command resumes)."""
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m mrl.train", description="GRPO training.")
+    parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
+    parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
+    parser.add_argument("--trace-config", action="store_true", help="print at the end which config keys were read, and which never")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    name = options.config or (options.words.pop(0) if options.words else None)
+    if name is None:
+        parser.error("which config? e.g. python -m mrl.train grpo_tiny.yaml")
+    try:
+        logger.info("Config: %s", find_config(name))
+        config = load_config(name, options.words)
+        data = preflight(config)
+        folder = RunFolder(config)
+        folder.open()
+    except ValueError as error:
+        logger.error("%s", error)
+        return 2
+    try:
+        with folder:
+            train(config, data, folder, started=started)
+    except (ActorLost, DeadlineExceeded) as error:
+        logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
+        return 1
+    if options.trace_config:
+        logger.info("%s", trace.report())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
