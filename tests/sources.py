@@ -1,0 +1,19 @@
+"""The repository's own Python files, for tests that read source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT_FOLDERS = ("conversion", "mrl", "scripts")
+
+
+def python_files(folders: tuple[str, ...] = (*PRODUCT_FOLDERS, "tests")) -> list[Path]:
+    """Every Python file below `folders`, sorted."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """The dotted name under which `path` is imported; a package's `__init__.py` is the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
