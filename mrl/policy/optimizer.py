@@ -1,0 +1,59 @@
+"""Megatron's optimizer and its schedule of learning rate and weight decay, from the config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mrl.policy.model import DTYPES
+
+if TYPE_CHECKING:
+    from mrl.config.schema import MegatronConfig
+
+
+def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfig) -> MegatronOptimizer:
+    """AdamW over this rank's parameters, distributed over replicas where configured. Collective over all ranks."""
+    settings = config.optimizer
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=settings.optimizer,
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_eps,
+            clip_grad=settings.clip_grad,
+            bf16=settings.bf16,
+            fp16=settings.fp16,
+            params_dtype=DTYPES[settings.params_dtype],
+            use_distributed_optimizer=settings.use_distributed_optimizer,
+            overlap_param_gather=config.distributed_data_parallel_config.overlap_param_gather,
+        ),
+        list(chunks),
+    )
+
+
+def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num_train_steps: int) -> OptimizerParamScheduler:
+    """The schedule; call `.step(increment=1)` after every optimizer step. `num_train_steps` is the decay's length unless configured."""
+    settings = config.scheduler
+    num_decay_steps = settings.lr_decay_iters or num_train_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr_warmup_init,
+        max_lr=config.optimizer.lr,
+        min_lr=config.optimizer.min_lr,
+        lr_warmup_steps=settings.lr_warmup_iters,
+        lr_decay_steps=num_decay_steps,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.start_weight_decay,
+        end_wd=settings.end_weight_decay,
+        wd_incr_steps=num_train_steps,
+        wd_incr_style=settings.weight_decay_incr_style,
+        # A resumed run follows its own config; the checkpoint only says how many steps were taken.
+        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
+    )

@@ -1,0 +1,100 @@
+"""Process groups and seeds of one policy rank, and where the rank stands in the layout."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from mrl.policy import cpu
+
+if TYPE_CHECKING:
+    from mrl.config.schema import MegatronConfig
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in each parallel group. `dp` counts replicas of the dense layers, `edp` replicas of an expert."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    edp: int
+    dp_size: int
+    edp_size: int
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def initialize(
+    config: MegatronConfig,
+    *,
+    rank: int,
+    world_size: int,
+    master_address: str,
+    master_port: int,
+    timeout_s: float,
+    seed: int,
+    device_index: int = 0,
+) -> None:
+    """Joins the process group and builds Megatron's groups; on hosts without CUDA also installs what Megatron needs there.
+
+    Collective over all ranks. Every collective made later fails after `timeout_s`. `device_index` is the GPU of this rank.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device_index)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        cpu.install()
+        backend = "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{master_address}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        # Passed on to timedelta(minutes=...), which takes fractions.
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
+    )
+    random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def coordinates() -> Coordinates:
+    """This rank's place. Needs `initialize`."""
+    return Coordinates(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        etp=parallel_state.get_expert_tensor_parallel_rank(),
+        edp=parallel_state.get_expert_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        edp_size=parallel_state.get_expert_data_parallel_world_size(),
+        is_first_stage=parallel_state.is_pipeline_first_stage(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def shutdown() -> None:
+    """Leaves all groups. Never waits for other ranks; a process may call `initialize` again afterwards."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

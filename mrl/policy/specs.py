@@ -1,0 +1,145 @@
+"""Layer specs of the hybrid stack: Transformer Engine's where it is installed, Megatron's own modules elsewhere.
+
+Megatron lacks two modules without Transformer Engine, and they are here: a norm that knows of sequence parallelism, and a core
+attention over packed sequences. Checkpoints use Transformer Engine's names in both cases.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from mrl.policy import compat
+from mrl.policy.packed import packed_layout
+
+
+def hybrid_stack_spec() -> ModuleSpec:
+    """The spec of a stack of Mamba, attention, MLP and MoE layers."""
+    if compat.HAVE_TE:
+        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+        return mamba_stack_spec
+    return _local_stack_spec()
+
+
+class TorchNorm:
+    """Builds torch's RMS norm, marked so that under sequence parallelism its gradient is summed over the tp group."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float | None = None) -> nn.RMSNorm:
+        assert config.normalization == "RMSNorm", config.normalization
+        norm = nn.RMSNorm(hidden_size, eps=config.layernorm_epsilon if eps is None else eps, dtype=config.params_dtype)
+        setattr(norm.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark on a parameter)
+        return norm
+
+
+class PackedCoreAttention(MegatronModule):
+    """Causal attention of each sequence of a packed row by torch's SDPA, grouped-query heads included."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and config.context_parallel_size == 1
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[tokens, heads, head_dim], from query [tokens, heads, head_dim] and key, value [tokens, groups, head_dim]."""
+        assert packed_seq_params is not None, "packed rows are the only batch format"
+        # SDPA blocks its work itself, so long sequences need no coarser padding than short ones.
+        layout = packed_layout(packed_seq_params.cu_seqlens_q.diff(), multiple=16, chunk=64)
+        outputs = []
+        for q, k, v in zip(*(layout.unpack(t) for t in (query, key, value)), strict=True):
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            # Padding stands after a sequence's tokens, where the causal mask hides it from them.
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+            outputs.append(output.transpose(1, 2))
+        return layout.pack(outputs)
+
+
+class _LocalSpecProvider(LocalSpecProvider):
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        return PackedCoreAttention
+
+
+def _local_stack_spec() -> ModuleSpec:
+    """megatron.core.models.mamba.mamba_layer_specs.mamba_stack_spec, of local modules."""
+    backend = _LocalSpecProvider()
+    column, row, norm = backend.column_parallel_linear(), backend.row_parallel_linear(), backend.layer_norm()
+    mamba_layer = ModuleSpec(
+        module=compat.MambaLayer,
+        submodules=compat.MambaLayerSubmodules(
+            norm=norm,
+            mixer=ModuleSpec(module=compat.MambaMixer, submodules=compat.MambaMixerSubmodules(in_proj=column, out_proj=row)),
+            mamba_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+        ),
+    )
+    attention_layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=backend.core_attention(), linear_proj=row),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        ),
+    )
+    mlp_layer = ModuleSpec(
+        module=compat.MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        ),
+    )
+    moe_layer = ModuleSpec(
+        module=MoETransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=norm,
+            # The number of experts comes from the config; the spec only asks that it is not None.
+            mlp=get_moe_module_spec_for_backend(backend, num_experts=1, moe_grouped_gemm=False),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return ModuleSpec(
+        module=compat.MambaStack,
+        submodules=compat.MambaStackSubmodules(
+            mamba_layer=mamba_layer, attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer
+        ),
+    )
