@@ -1,0 +1,138 @@
+"""Boxes: rectangular parts of tensors, and layouts made of them. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) for each dimension."""
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a canonical tensor, and where a holder keeps it."""
+
+    name: str
+    """The canonical tensor: named and shaped as the Hugging Face checkpoint does."""
+    box: Box
+    local: Box
+    """The place in the holder's tensor. Same lengths as `box`; it may have more leading dimensions, of length 1 (stacked experts)."""
+    transform: str | None = None
+    """How the holder's values follow from the canonical ones: None, or "neg_exp" for -exp(x) computed in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter or persistent buffer by its name in the holder's live model; `chunk` is the virtual pipeline chunk."""
+
+    name: str
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} (chunk {self.chunk})" if self.chunk else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """What one tensor of a holder consists of. Pieces and padding together are meant to tile it; `reshard` proves that they do."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+    padding: tuple[Box, ...] = ()
+    """Boxes without a canonical source; they are zero."""
+
+
+Layout = dict[Slot, SlotLayout]
+
+
+def full(shape: Sequence[int]) -> Box:
+    """The box that covers a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def lengths(box: Box) -> tuple[int, ...]:
+    """Length of the box in each dimension."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """Number of elements."""
+    product = 1
+    for start, stop in box:
+        product *= stop - start
+    return product
+
+
+def intersect(first: Box, second: Box) -> Box | None:
+    """The common part of two boxes of equal rank, or None where they have none."""
+    common = []
+    for (a, b), (c, d) in zip(first, second, strict=True):
+        start, stop = max(a, c), min(b, d)
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """`box` without `hole`, as disjoint boxes."""
+    common = intersect(box, hole)
+    if common is None:
+        return [box]
+    rest, core = [], list(box)
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, common, strict=True)):
+        for part in ((start, low), (high, stop)):
+            if part[0] < part[1]:
+                rest.append((*core[:dim], part, *core[dim + 1 :]))
+        core[dim] = (low, high)
+    return rest
+
+
+def place(box: Box, inside: Box, local: Box) -> Box:
+    """Where `box`, a part of `inside`, lies in a tensor that keeps `inside` at `local`."""
+    extra = len(local) - len(inside)
+    moved = tuple(
+        (start - low + base, stop - low + base) for (start, stop), (low, _), (base, _) in zip(box, inside, local[extra:], strict=True)
+    )
+    return local[:extra] + moved
+
+
+def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, or None where all are disjoint."""
+    active: list[Box] = []
+    for box in sorted(boxes):
+        # Sorted by start: what ends before this one begins meets none of those that follow.
+        active = [other for other in active if not other or other[0][1] > box[0][0]]
+        for other in active:
+            if intersect(other, box) is not None:
+                return other, box
+        active.append(box)
+    return None
+
+
+def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
+    """What `parts` leave of `box`, as disjoint boxes."""
+    rest = [box]
+    for part in parts:
+        rest = [left for whole in rest for left in subtract(whole, part)]
+        if not rest:
+            break
+    return rest
+
+
+def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why `boxes` do not cover each element of a tensor exactly once, or None where they do."""
+    whole = full(shape)
+    for box in boxes:
+        if len(box) != len(whole) or any(not 0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)):
+            return f"box {box} is empty or outside of shape {tuple(shape)}"
+    pair = find_overlap(boxes)
+    if pair is not None:
+        return f"boxes {pair[0]} and {pair[1]} overlap"
+    if sum(map(volume, boxes)) != volume(whole):
+        return f"box {uncovered(whole, boxes)[0]} is not written"
+    return None

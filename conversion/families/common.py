@@ -1,0 +1,204 @@
+"""What all families share: parallel sizes and coordinates, rules, and the layouts of the holders that follow from rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from conversion.boxes import Layout, Slot, SlotLayout
+from conversion.layouts import Canonical, Cut, Cutout, Experts, Shard
+
+HfConfig = Mapping[str, object]
+"""The contents of a config.json."""
+Flavour = Literal["local", "te"]
+"""Megatron's layer specs: of plain torch modules, or of Transformer Engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronCoords:
+    """Where a rank stands: dense layers are cut by (tp, pp), experts by (etp, ep, pp)."""
+
+    tp: int = 0
+    pp: int = 0
+    ep: int = 0
+    etp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronParallel:
+    """Parallel sizes of the trainer, and how layers go to pipeline stages."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+
+    def coords_of(self, rank: int, world_size: int) -> MegatronCoords:
+        """Coordinates of a global rank in Megatron's default order tp-cp-dp-pp, for experts etp-ep-dp-pp, fastest first.
+
+        Raises:
+            ValueError: the sizes do not divide the world.
+        """
+        for sizes, names in (((self.tp, self.cp, self.pp), "tp*cp*pp"), ((self.etp, self.ep, self.pp), "etp*ep*pp")):
+            product = sizes[0] * sizes[1] * sizes[2]
+            if world_size % product:
+                raise ValueError(
+                    f"{names}={product} does not divide the world size {world_size}; use parallel sizes whose product divides it"
+                )
+        return MegatronCoords(
+            tp=rank % self.tp,
+            pp=rank // (world_size // self.pp),
+            ep=rank // self.etp % self.ep,
+            etp=rank % self.etp,
+        )
+
+    def layers_of(self, pp_rank: int, num_layers: int) -> range:
+        """Global indices of the layers of a stage.
+
+        Raises:
+            ValueError: the layers cannot be spread evenly over the stages whose number of layers is not given.
+        """
+        fixed = {}
+        if self.num_layers_in_first_pipeline_stage is not None:
+            fixed[0] = self.num_layers_in_first_pipeline_stage
+        if self.num_layers_in_last_pipeline_stage is not None:
+            fixed[self.pp - 1] = self.num_layers_in_last_pipeline_stage
+        rest, num_even = num_layers - sum(fixed.values()), self.pp - len(fixed)
+        if rest < 0 or (rest % num_even if num_even else rest):
+            raise ValueError(
+                f"pipeline_model_parallel_size={self.pp} with first stage {self.num_layers_in_first_pipeline_stage} and last stage "
+                f"{self.num_layers_in_last_pipeline_stage} leaves {rest} of {num_layers} layers for {num_even} equal stages; "
+                "set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides"
+            )
+        sizes = [fixed.get(stage, rest // max(num_even, 1)) for stage in range(self.pp)]
+        start = sum(sizes[:pp_rank])
+        return range(start, start + sizes[pp_rank])
+
+
+@dataclass(frozen=True, slots=True)
+class VllmParallel:
+    """Parallel sizes of an engine. `ep` is 1, where experts are cut by tp, or tp, where each worker holds whole experts."""
+
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ep not in (1, self.tp):
+            raise ValueError(f"vllm_cfg.expert_parallel_size={self.ep} must be 1 or tensor_parallel_size={self.tp}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one tensor of the holders follows from canonical tensors, and what each holder calls it.
+
+    Names are relative to the layer; "{expert}" stands for the local index of an expert. dtypes are fixed ones; None for the model's.
+    """
+
+    cut: Cut | Experts
+    megatron: str
+    """Name under Transformer Engine's specs; also the key in checkpoints, unless `checkpoint` names another."""
+    vllm: str
+    local: str | None = None
+    """Name under the local specs, where it differs."""
+    checkpoint: str | None = None
+    dtype: str | None = None
+    """Of the trainer's tensor."""
+    vllm_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as rules: those of the first stage (embedding), of each layer, and of the last stage (final norm, output)."""
+
+    first: tuple[Rule, ...]
+    layers: tuple[tuple[Rule, ...], ...]
+    last: tuple[Rule, ...]
+
+    def all(self) -> Iterator[tuple[int | None, Rule]]:
+        """Every rule with the index of its layer, None outside of the layers."""
+        yield from ((None, rule) for rule in self.first)
+        yield from ((index, rule) for index, rules in enumerate(self.layers) for rule in rules)
+        yield from ((None, rule) for rule in self.last)
+
+    def stage(self, parallel: MegatronParallel, pp_rank: int) -> Iterator[tuple[int | None, Rule]]:
+        """Every rule of a pipeline stage with the local index of its layer."""
+        if pp_rank == 0:
+            yield from ((None, rule) for rule in self.first)
+        for local_index, index in enumerate(parallel.layers_of(pp_rank, len(self.layers))):
+            yield from ((local_index, rule) for rule in self.layers[index])
+        if pp_rank == parallel.pp - 1:
+            yield from ((None, rule) for rule in self.last)
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that this project knows of one Hugging Face model_type. Every method raises ValueError for a config that it cannot convert."""
+
+    model: Callable[[HfConfig, int | None], Model]
+    """Rules of a config; the second argument is the padded vocabulary size of a checkpoint."""
+    megatron_arguments: Callable[[HfConfig], dict[str, dict[str, object]]]
+    """Arguments that follow from config.json, as plain values: "transformer" for TransformerConfig, "model" for the model class."""
+    megatron_layers: str
+    """Prefix of the layers in Megatron's names, with "{layer}"."""
+    vllm_layers: str
+
+    def canonical(self, hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the Hugging Face checkpoint."""
+        return {tensor.name: tensor.shape for tensor in self._tensors(hf_config)}
+
+    def megatron_layout(
+        self, hf_config: HfConfig, parallel: MegatronParallel, coords: MegatronCoords, dtype: str, flavour: Flavour = "local"
+    ) -> Layout:
+        """Every parameter and persistent buffer of one rank's live model, by its name there (layers counted within the stage)."""
+        dense, experts = Shard(parallel.tp, coords.tp), Shard(parallel.etp, coords.etp, "expert_tensor_parallel_size")
+        placement = Shard(parallel.ep, coords.ep, "expert_model_parallel_size")
+        layout: Layout = {}
+        for layer, rule in self.model(hf_config, None).stage(parallel, coords.pp):
+            name = _name(self.megatron_layers, layer, rule.local if flavour == "local" and rule.local else rule.megatron)
+            if isinstance(rule.cut, Experts):
+                for index, cutout in enumerate(rule.cut.megatron(placement, experts)):
+                    layout[Slot(name.replace("{expert}", str(index)))] = _slot(cutout, rule.dtype or dtype)
+            else:
+                layout[Slot(name)] = _slot(rule.cut.megatron(dense), rule.dtype or dtype)
+        return layout
+
+    def vllm_layout(self, hf_config: HfConfig, parallel: VllmParallel, worker: int, dtype: str) -> Layout:
+        """Every parameter and persistent buffer of one worker of an engine."""
+        dense = Shard(parallel.tp, worker, "vllm_cfg.tensor_parallel_size")
+        experts = dense if parallel.ep == 1 else Shard(1, 0)
+        placement = Shard(parallel.ep, worker if parallel.ep > 1 else 0, "vllm_cfg.expert_parallel_size")
+        layout: Layout = {}
+        for layer, rule in self.model(hf_config, None).all():
+            cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(dense)
+            layout[Slot(_name(self.vllm_layers, layer, rule.vllm))] = _slot(cutout, rule.vllm_dtype or dtype)
+        return layout
+
+    def torch_dist_layout(self, hf_config: HfConfig, dtype: str, padded_vocabulary: int | None = None) -> Layout:
+        """The global tensors of a Megatron torch_dist checkpoint, by key. Names are those of Transformer Engine's specs.
+
+        The vocabulary is padded to `padded_vocabulary` rows, by default as Megatron does at tp 1; sizes in checkpoints depend on the tp
+        that wrote them.
+        """
+        layout: Layout = {}
+        for layer, rule in self.model(hf_config, padded_vocabulary).all():
+            key = _name(self.megatron_layers, layer, rule.checkpoint or rule.megatron)
+            cutouts = {"": rule.cut.checkpoint()} if isinstance(rule.cut, Experts) else rule.cut.checkpoint()
+            for suffix, cutout in cutouts.items():
+                layout[Slot(key + suffix)] = _slot(cutout, rule.dtype or dtype)
+        return layout
+
+    def _tensors(self, hf_config: HfConfig) -> Iterator[Canonical]:
+        for _, rule in self.model(hf_config, None).all():
+            yield from rule.cut.tensors
+
+
+def _name(layer_prefix: str, layer: int | None, name: str) -> str:
+    return name if layer is None else layer_prefix.replace("{layer}", str(layer)) + name
+
+
+def _slot(cutout: Cutout, dtype: str) -> SlotLayout:
+    return SlotLayout(cutout.shape, dtype, cutout.pieces, cutout.padding)

@@ -1,0 +1,291 @@
+"""nemotron_h: Mamba-2, attention and mixture-of-experts layers in the order of a pattern (Nemotron-3-Nano)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from conversion.families.common import Family, HfConfig, Model, Rule
+from conversion.layouts import Canonical, Column, Experts, Qkv, Replicated, Row, Section, Sections, Vocabulary
+
+# Names of transformers 5 (`layers_block_type`) and letters of NVIDIA's files (`hybrid_override_pattern`).
+_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
+
+# Settings that change the computation or the tensors, and the only values that Megatron, vLLM and our rules all take.
+_SUPPORTED: dict[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_bias": (False,),
+    "mamba_proj_bias": (False,),
+    "use_conv_bias": (True,),
+    "conv_kernel": (4,),
+    "mamba_hidden_act": ("silu",),
+    "mlp_hidden_act": ("relu2",),
+    "moe_latent_size": (None,),
+    "n_shared_experts": (1,),
+    "norm_topk_prob": (True,),
+    "num_nextn_predict_layers": (0, None),
+    "quantization_config": (None,),
+    "residual_in_fp32": (False,),
+    "sliding_window": (None,),
+    "tie_word_embeddings": (False,),
+}
+
+# Megatron's Mamba mixer has this number in its code.
+_MAMBA_NORM_EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the rules need of a config.json."""
+
+    pattern: str
+    vocabulary: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mamba_heads: int
+    mamba_head_dim: int
+    num_groups: int
+    state: int
+    conv_kernel: int
+    mlp: int
+    num_experts: int
+    expert: int
+    shared_expert: int
+
+    @classmethod
+    def of(cls, hf_config: HfConfig) -> Sizes:
+        """Sizes of a config.json.
+
+        Raises:
+            ValueError: a key is missing or not a positive integer, or a setting is not supported.
+        """
+        _check_supported(hf_config)
+        return cls(
+            pattern=layer_pattern(hf_config),
+            vocabulary=_integer(hf_config, "vocab_size"),
+            hidden=_integer(hf_config, "hidden_size"),
+            num_heads=_integer(hf_config, "num_attention_heads"),
+            num_kv_heads=_integer(hf_config, "num_key_value_heads"),
+            head_dim=_integer(hf_config, "head_dim"),
+            mamba_heads=_integer(hf_config, "mamba_num_heads"),
+            mamba_head_dim=_integer(hf_config, "mamba_head_dim"),
+            num_groups=_integer(hf_config, "n_groups"),
+            state=_integer(hf_config, "ssm_state_size"),
+            conv_kernel=_integer(hf_config, "conv_kernel"),
+            mlp=_integer(hf_config, "intermediate_size"),
+            num_experts=_integer(hf_config, "n_routed_experts"),
+            expert=_integer(hf_config, "moe_intermediate_size"),
+            shared_expert=_integer(hf_config, "moe_shared_expert_intermediate_size"),
+        )
+
+
+def layer_pattern(hf_config: HfConfig) -> str:
+    """One letter per layer: M Mamba, * attention, E experts, - dense MLP. Accepts both forms of config.json.
+
+    Raises:
+        ValueError: no pattern, an unknown kind of layer, or another length than num_hidden_layers.
+    """
+    kinds, pattern = hf_config.get("layers_block_type"), hf_config.get("hybrid_override_pattern")
+    if isinstance(kinds, list):
+        letters = "".join(_LETTERS.get(str(kind), "?") for kind in kinds)
+    elif isinstance(pattern, str):
+        letters = pattern
+    else:
+        raise ValueError("config.json: neither layers_block_type (a list) nor hybrid_override_pattern (a string) gives the layers")
+    if not letters or set(letters) - set("M*E-"):
+        raise ValueError(f"config.json: layers {kinds or pattern!r}: only {sorted(_LETTERS)} or the letters M * E - are known")
+    if hf_config.get("num_hidden_layers", len(letters)) != len(letters):
+        raise ValueError(f"config.json: num_hidden_layers={hf_config['num_hidden_layers']}, but {len(letters)} layers are listed")
+    return letters
+
+
+def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
+    """The rules of a config.json."""
+    sizes = Sizes.of(hf_config)
+    shape = (sizes.vocabulary, sizes.hidden)
+    embedding = Vocabulary(Canonical("backbone.embeddings.weight", shape), padded_vocabulary)
+    output = Vocabulary(Canonical("lm_head.weight", shape), padded_vocabulary)
+    final_norm = Replicated(Canonical("backbone.norm_f.weight", (sizes.hidden,)))
+    layer_rules = {"M": _mamba, "*": _attention, "E": _moe, "-": _mlp}
+    return Model(
+        first=(Rule(embedding, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),),
+        layers=tuple(layer_rules[letter](f"backbone.layers.{index}.", sizes) for index, letter in enumerate(sizes.pattern)),
+        last=(
+            Rule(final_norm, "decoder.final_norm.weight", "model.norm_f.weight"),
+            Rule(output, "output_layer.weight", "lm_head.weight"),
+        ),
+    )
+
+
+def _norm(prefix: str, sizes: Sizes, megatron: str, local: str | None = None) -> Rule:
+    return Rule(Replicated(Canonical(prefix + "norm.weight", (sizes.hidden,))), megatron, "norm.weight", local=local)
+
+
+def _mamba(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
+    inner, states, heads = sizes.mamba_heads * sizes.mamba_head_dim, sizes.num_groups * sizes.state, sizes.mamba_heads
+    conv_sections = (Section("x", inner, heads), Section("B", states, sizes.num_groups), Section("C", states, sizes.num_groups))
+    sections = (Section("z", inner, heads), *conv_sections, Section("dt", heads, heads))
+    channels = inner + 2 * states
+
+    def tensor(name: str, *shape: int) -> Canonical:
+        return Canonical(f"{prefix}mixer.{name}", shape)
+
+    return (
+        _norm(prefix, sizes, "mixer.in_proj.layer_norm_weight", local="norm.weight"),
+        _same("mixer.in_proj.weight", Sections(tensor("in_proj.weight", inner + channels + heads, sizes.hidden), sections)),
+        _same("mixer.conv1d.weight", Sections(tensor("conv1d.weight", channels, 1, sizes.conv_kernel), conv_sections)),
+        _same("mixer.conv1d.bias", Sections(tensor("conv1d.bias", channels), conv_sections)),
+        Rule(Column(tensor("A_log", heads), transform="neg_exp"), "mixer.A_log", "mixer.A", vllm_dtype="float32"),
+        _same("mixer.D", Column(tensor("D", heads))),
+        _same("mixer.dt_bias", Column(tensor("dt_bias", heads))),
+        _same("mixer.norm.weight", Column(tensor("norm.weight", inner))),
+        _same("mixer.out_proj.weight", Row(tensor("out_proj.weight", sizes.hidden, inner))),
+    )
+
+
+def _same(name: str, cut: Column | Row | Sections) -> Rule:
+    return Rule(cut, name, name)
+
+
+def _attention(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
+    rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    query = Canonical(prefix + "mixer.q_proj.weight", (rows, sizes.hidden))
+    key, value = (Canonical(f"{prefix}mixer.{name}_proj.weight", (kv_rows, sizes.hidden)) for name in "kv")
+    output = Row(Canonical(prefix + "mixer.o_proj.weight", (sizes.hidden, rows)))
+    return (
+        _norm(prefix, sizes, "self_attention.linear_qkv.layer_norm_weight", local="input_layernorm.weight"),
+        Rule(Qkv(query, key, value, sizes.head_dim), "self_attention.linear_qkv.weight", "mixer.qkv_proj.weight"),
+        Rule(output, "self_attention.linear_proj.weight", "mixer.o_proj.weight"),
+    )
+
+
+def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
+    gate = Canonical(prefix + "mixer.gate.weight", (sizes.num_experts, sizes.hidden))
+    bias = Canonical(prefix + "mixer.gate.e_score_correction_bias", (sizes.num_experts,))
+    return (
+        _norm(prefix, sizes, "pre_mlp_layernorm.weight"),
+        Rule(Replicated(gate), "mlp.router.weight", "mixer.gate.weight", vllm_dtype="float32"),
+        Rule(Replicated(bias), "mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", dtype="float32", vllm_dtype="float32"),
+        _experts(prefix, sizes, "up_proj", "linear_fc1", "w13_weight"),
+        _experts(prefix, sizes, "down_proj", "linear_fc2", "w2_weight"),
+        *_dense(f"{prefix}mixer.shared_experts.", sizes.hidden, sizes.shared_expert, "mlp.shared_experts.", "mixer.shared_experts."),
+    )
+
+
+def _experts(prefix: str, sizes: Sizes, hf: str, megatron: str, vllm: str) -> Rule:
+    shape = (sizes.expert, sizes.hidden) if hf == "up_proj" else (sizes.hidden, sizes.expert)
+    experts = tuple(Canonical(f"{prefix}mixer.experts.{index}.{hf}.weight", shape) for index in range(sizes.num_experts))
+    return Rule(
+        Experts(experts, Column if hf == "up_proj" else Row),
+        f"mlp.experts.{megatron}.weight{{expert}}",
+        f"mixer.experts.routed_experts.{vllm}",
+        local=f"mlp.experts.local_experts.{{expert}}.{megatron}.weight",
+        checkpoint=f"mlp.experts.experts.{megatron}.weight",
+    )
+
+
+def _mlp(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
+    return (
+        _norm(prefix, sizes, "mlp.linear_fc1.layer_norm_weight", local="pre_mlp_layernorm.weight"),
+        *_dense(f"{prefix}mixer.", sizes.hidden, sizes.mlp, "mlp.", "mixer."),
+    )
+
+
+def _dense(hf: str, hidden: int, width: int, megatron: str, vllm: str) -> tuple[Rule, ...]:
+    up, down = Canonical(hf + "up_proj.weight", (width, hidden)), Canonical(hf + "down_proj.weight", (hidden, width))
+    return (
+        Rule(Column(up), megatron + "linear_fc1.weight", vllm + "up_proj.weight"),
+        Rule(Row(down), megatron + "linear_fc2.weight", vllm + "down_proj.weight"),
+    )
+
+
+def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
+    """Arguments of TransformerConfig ("transformer") and MambaModel ("model") that follow from config.json; plain values.
+
+    `activation_func` is a name: "squared_relu" of megatron.core.activations. `vocab_size` is unpadded.
+    """
+    sizes = Sizes.of(hf_config)
+    groups = _integer(hf_config, "n_group", 1)
+    transformer: dict[str, object] = dict(
+        num_layers=len(sizes.pattern),
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=sizes.mlp,
+        num_attention_heads=sizes.num_heads,
+        num_query_groups=sizes.num_kv_heads,
+        kv_channels=sizes.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=_epsilon(hf_config),
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        gated_linear_unit=False,
+        activation_func="squared_relu",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        is_hybrid_model=True,
+        mamba_num_heads=sizes.mamba_heads,
+        mamba_head_dim=sizes.mamba_head_dim,
+        mamba_num_groups=sizes.num_groups,
+        mamba_state_dim=sizes.state,
+    )
+    if "E" in sizes.pattern:
+        transformer |= dict(
+            num_moe_experts=sizes.num_experts,
+            moe_ffn_hidden_size=sizes.expert,
+            moe_shared_expert_intermediate_size=sizes.shared_expert,
+            moe_router_topk=_integer(hf_config, "num_experts_per_tok"),
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            moe_router_pre_softmax=False,
+            moe_router_topk_scaling_factor=float(str(hf_config.get("routed_scaling_factor", 1.0))),
+            # Group-limited routing with one group is routing without groups; Megatron takes None for that.
+            moe_router_num_groups=None if groups == 1 else groups,
+            moe_router_group_topk=None if groups == 1 else _integer(hf_config, "topk_group", 1),
+        )
+    arguments = dict(
+        vocab_size=sizes.vocabulary,
+        max_sequence_length=_integer(hf_config, "max_position_embeddings"),
+        hybrid_override_pattern=sizes.pattern,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=False,
+    )
+    return {"transformer": transformer, "model": arguments}
+
+
+def _epsilon(hf_config: HfConfig) -> float:
+    value = hf_config.get("layer_norm_epsilon", _MAMBA_NORM_EPSILON)
+    if not isinstance(value, float) or value <= 0:
+        raise ValueError(f"config.json: layer_norm_epsilon={value!r} is not a positive number")
+    return value
+
+
+def _integer(hf_config: HfConfig, key: str, default: int | None = None) -> int:
+    value = hf_config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {key}={value!r} must be a positive integer")
+    return value
+
+
+def _check_supported(hf_config: HfConfig) -> None:
+    for key, values in _SUPPORTED.items():
+        value = hf_config.get(key, values[0])
+        if value not in values:
+            raise ValueError(f"config.json: {key}={value!r} is not supported for nemotron_h; only {values[0]!r} is")
+    if "M" in layer_pattern(hf_config) and _epsilon(hf_config) != _MAMBA_NORM_EPSILON:
+        raise ValueError(f"config.json: layer_norm_epsilon={_epsilon(hf_config)}: Megatron's Mamba norm only has {_MAMBA_NORM_EPSILON}")
+    limit = hf_config.get("time_step_limit")
+    if limit is not None and not _is_unlimited(limit):
+        raise ValueError(f"config.json: time_step_limit={limit!r} is not supported; Megatron and vLLM have no limit, [0.0, Infinity]")
+
+
+def _is_unlimited(limit: object) -> bool:
+    if not isinstance(limit, list | tuple) or len(limit) != 2:
+        return False
+    low, high = limit
+    # transformers 5 writes infinity as {"__float__": "Infinity"}, because JSON has no such number.
+    return low == 0 and (high in (math.inf, "Infinity") or high == {"__float__": "Infinity"})
+
+
+FAMILY = Family(model, megatron_arguments, megatron_layers="decoder.layers.{layer}.", vllm_layers="model.layers.{layer}.")

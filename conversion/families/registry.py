@@ -1,0 +1,21 @@
+"""Which family converts which Hugging Face model_type."""
+
+from __future__ import annotations
+
+from conversion.families import nemotron_h
+from conversion.families.common import Family, HfConfig
+
+FAMILIES = {"nemotron_h": nemotron_h.FAMILY}
+
+
+def family(hf_config: HfConfig) -> Family:
+    """The family of a config.json.
+
+    Raises:
+        ValueError: the model_type is not supported.
+    """
+    model_type = hf_config.get("model_type")
+    found = FAMILIES.get(str(model_type))
+    if found is None:
+        raise ValueError(f"config.json: model_type={model_type!r} is not supported; use one of {sorted(FAMILIES)}")
+    return found

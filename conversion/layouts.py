@@ -1,0 +1,309 @@
+"""How each kind of layer cuts canonical tensors: for a Megatron rank, for a Megatron checkpoint, for a vLLM worker. Standard library only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from conversion.boxes import Box, Piece, full
+
+MEGATRON_VOCABULARY_MULTIPLE = 128
+"""Megatron pads the vocabulary to a multiple of this times tp."""
+VLLM_VOCABULARY_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """A tensor as the Hugging Face checkpoint names and shapes it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part `rank` of `size` equal parts; `axis` names the parallel size in messages."""
+
+    size: int
+    rank: int
+    axis: str = "tensor_model_parallel_size"
+
+    def part(self, total: int, what: str) -> tuple[int, int]:
+        """(start, stop) of this part of `total`.
+
+        Raises:
+            ValueError: `total` does not divide.
+        """
+        if total % self.size:
+            raise ValueError(f"{self.axis}={self.size} does not divide the {total} {what}; use a divisor of {total}")
+        step = total // self.size
+        return self.rank * step, (self.rank + 1) * step
+
+
+WHOLE = Shard(1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cutout:
+    """Shape and contents of one tensor of a holder."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    padding: tuple[Box, ...] = ()
+
+
+class Cut(ABC):
+    """How one or a few canonical tensors become one tensor of each holder."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Canonical, ...]:
+        """The canonical tensors, in the order of the Hugging Face checkpoint."""
+
+    @abstractmethod
+    def megatron(self, shard: Shard) -> Cutout:
+        """The tensor of a Megatron rank."""
+
+    def vllm(self, shard: Shard) -> Cutout:
+        """The tensor of a vLLM worker."""
+        return self.megatron(shard)
+
+    def checkpoint(self) -> dict[str, Cutout]:
+        """The global tensors of a Megatron checkpoint, by suffix of the key."""
+        return {"": self.megatron(WHOLE)}
+
+
+@dataclass(frozen=True)
+class Replicated(Cut):
+    """Every rank holds all of it."""
+
+    tensor: Canonical
+
+    @property
+    def tensors(self) -> tuple[Canonical, ...]:
+        return (self.tensor,)
+
+    def megatron(self, shard: Shard) -> Cutout:
+        whole = full(self.tensor.shape)
+        return Cutout(self.tensor.shape, (Piece(self.tensor.name, whole, whole),))
+
+
+@dataclass(frozen=True)
+class Column(Cut):
+    """Rows (the first dimension, outputs of a linear layer) are cut. `transform` is vLLM's."""
+
+    tensor: Canonical
+    transform: str | None = None
+
+    @property
+    def tensors(self) -> tuple[Canonical, ...]:
+        return (self.tensor,)
+
+    def megatron(self, shard: Shard) -> Cutout:
+        return _stack(self.tensor, [shard.part(self.tensor.shape[0], f"rows of {self.tensor.name}")])
+
+    def vllm(self, shard: Shard) -> Cutout:
+        cut = self.megatron(shard)
+        pieces = tuple(Piece(piece.name, piece.box, piece.local, self.transform) for piece in cut.pieces)
+        return Cutout(cut.shape, pieces)
+
+
+@dataclass(frozen=True)
+class Row(Cut):
+    """Columns (the second dimension, inputs of a linear layer) are cut."""
+
+    tensor: Canonical
+
+    @property
+    def tensors(self) -> tuple[Canonical, ...]:
+        return (self.tensor,)
+
+    def megatron(self, shard: Shard) -> Cutout:
+        rows, total = self.tensor.shape
+        start, stop = shard.part(total, f"columns of {self.tensor.name}")
+        shape = (rows, stop - start)
+        return Cutout(shape, (Piece(self.tensor.name, ((0, rows), (start, stop)), full(shape)),))
+
+
+@dataclass(frozen=True)
+class Vocabulary(Cut):
+    """Rows are cut after padding; padding rows have no source."""
+
+    tensor: Canonical
+    padded_rows: int | None = None
+    """Rows in a Megatron checkpoint; None for what Megatron pads to at tp 1."""
+
+    @property
+    def tensors(self) -> tuple[Canonical, ...]:
+        return (self.tensor,)
+
+    def megatron(self, shard: Shard) -> Cutout:
+        return self._padded(shard, _round_up(self.tensor.shape[0], MEGATRON_VOCABULARY_MULTIPLE * shard.size))
+
+    def vllm(self, shard: Shard) -> Cutout:
+        return self._padded(shard, _round_up(self.tensor.shape[0], VLLM_VOCABULARY_MULTIPLE))
+
+    def checkpoint(self) -> dict[str, Cutout]:
+        return {"": self.megatron(WHOLE) if self.padded_rows is None else self._padded(WHOLE, self.padded_rows)}
+
+    def _padded(self, shard: Shard, padded_rows: int) -> Cutout:
+        rows, *tail = self.tensor.shape
+        start, stop = shard.part(padded_rows, f"padded rows of {self.tensor.name}")
+        shape = (stop - start, *tail)
+        num_real = max(0, min(stop, rows) - start)
+        pieces = _stack(self.tensor, [(start, start + num_real)]).pieces if num_real else ()
+        padding = ((num_real, stop - start), *full(tail))
+        return Cutout(shape, pieces, (padding,) if num_real < stop - start else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Consecutive rows of a fused projection. They are cut at the borders of `num_units` heads or groups."""
+
+    label: str
+    rows: int
+    num_units: int
+
+
+@dataclass(frozen=True)
+class Sections(Cut):
+    """Rows are sections one after the other; each is cut on its own (Mamba's in_proj z|x|B|C|dt and conv1d x|B|C)."""
+
+    tensor: Canonical
+    sections: tuple[Section, ...]
+
+    @property
+    def tensors(self) -> tuple[Canonical, ...]:
+        return (self.tensor,)
+
+    def megatron(self, shard: Shard) -> Cutout:
+        return self._cut(shard, share_single_units=False)
+
+    def vllm(self, shard: Shard) -> Cutout:
+        # vLLM gives every worker a copy of a single Mamba group.
+        return self._cut(shard, share_single_units=True)
+
+    def checkpoint(self) -> dict[str, Cutout]:
+        cuts, offset = {}, 0
+        for section in self.sections:
+            cuts[f".{section.label}"] = _stack(self.tensor, [(offset, offset + section.rows)])
+            offset += section.rows
+        return cuts
+
+    def _cut(self, shard: Shard, *, share_single_units: bool) -> Cutout:
+        ranges, offset = [], 0
+        for section in self.sections:
+            part = WHOLE if share_single_units and section.num_units == 1 else shard
+            start, stop = part.part(section.num_units, f"heads or groups in section {section.label} of {self.tensor.name}")
+            unit = section.rows // section.num_units
+            ranges.append((offset + start * unit, offset + stop * unit))
+            offset += section.rows
+        return _stack(self.tensor, ranges)
+
+
+@dataclass(frozen=True)
+class Qkv(Cut):
+    """Query, key and value of grouped-query attention. Megatron interleaves them by group; vLLM puts them one after the other."""
+
+    query: Canonical
+    key: Canonical
+    value: Canonical
+    head_dim: int
+
+    @property
+    def tensors(self) -> tuple[Canonical, ...]:
+        return self.query, self.key, self.value
+
+    def megatron(self, shard: Shard) -> Cutout:
+        """Equal row blocks of [q of group 0 | k 0 | v 0 | q of group 1 | ...]; a block may begin inside of a head."""
+        num_groups = self.key.shape[0] // self.head_dim
+        parts = []
+        for group in range(num_groups):
+            for tensor in self.tensors:
+                rows = tensor.shape[0] // num_groups
+                parts.append((tensor, group * rows, (group + 1) * rows))
+        low, high = shard.part(sum(stop - start for _, start, stop in parts), f"rows of the fused {self.query.name}")
+        clipped, offset = [], 0
+        for tensor, start, stop in parts:
+            first, last = max(low, offset), min(high, offset + stop - start)
+            if first < last:
+                clipped.append((tensor, start + first - offset, start + last - offset))
+            offset += stop - start
+        return _concatenate(clipped)
+
+    def vllm(self, shard: Shard) -> Cutout:
+        """[q of the worker | k | v]; with more workers than key heads, several workers hold the same key head."""
+        num_heads, num_groups = (tensor.shape[0] // self.head_dim for tensor in (self.query, self.key))
+        first, last = shard.part(num_heads, f"heads of {self.query.name}")
+        if shard.size <= num_groups:
+            low, high = shard.part(num_groups, f"heads of {self.key.name}")
+        elif shard.size % num_groups:
+            raise ValueError(
+                f"{shard.axis}={shard.size} is no multiple of the {num_groups} heads of {self.key.name}; use a multiple or a divisor"
+            )
+        else:
+            low = shard.rank // (shard.size // num_groups)
+            high = low + 1
+        dim = self.head_dim
+        key_rows = (low * dim, high * dim)
+        return _concatenate([(self.query, first * dim, last * dim), (self.key, *key_rows), (self.value, *key_rows)])
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One linear layer of all experts. A Megatron rank keeps a tensor for each of its experts; checkpoint and vLLM stack them."""
+
+    experts: Sequence[Canonical]
+    cut: type[Column] | type[Row]
+    _cuts: tuple[Column | Row, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_cuts", tuple(self.cut(tensor) for tensor in self.experts))
+
+    @property
+    def tensors(self) -> tuple[Canonical, ...]:
+        return tuple(self.experts)
+
+    def megatron(self, expert_shard: Shard, shard: Shard) -> list[Cutout]:
+        """The tensors of a rank, by local expert."""
+        start, stop = expert_shard.part(len(self.experts), "experts")
+        return [cut.megatron(shard) for cut in self._cuts[start:stop]]
+
+    def checkpoint(self) -> Cutout:
+        """The global tensor [experts, ...] of a Megatron checkpoint."""
+        return _stack_experts([cut.megatron(WHOLE) for cut in self._cuts])
+
+    def vllm(self, expert_shard: Shard, shard: Shard) -> Cutout:
+        """The tensor [local experts, ...] of a worker under vLLM's linear placement, where the first workers may hold one expert more."""
+        base, remainder = divmod(len(self.experts), expert_shard.size)
+        start = expert_shard.rank * base + min(expert_shard.rank, remainder)
+        stop = start + base + (expert_shard.rank < remainder)
+        return _stack_experts([cut.vllm(shard) for cut in self._cuts[start:stop]])
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _stack(tensor: Canonical, ranges: Sequence[tuple[int, int]]) -> Cutout:
+    return _concatenate([(tensor, start, stop) for start, stop in ranges])
+
+
+def _concatenate(parts: Sequence[tuple[Canonical, int, int]]) -> Cutout:
+    """Row ranges (tensor, start, stop), one below the other."""
+    tail = parts[0][0].shape[1:]
+    pieces, offset = [], 0
+    for tensor, start, stop in parts:
+        pieces.append(Piece(tensor.name, ((start, stop), *full(tail)), ((offset, offset + stop - start), *full(tail))))
+        offset += stop - start
+    return Cutout((offset, *tail), tuple(pieces))
+
+
+def _stack_experts(cuts: Sequence[Cutout]) -> Cutout:
+    pieces = tuple(
+        Piece(piece.name, piece.box, ((index, index + 1), *piece.local), piece.transform)
+        for index, cut in enumerate(cuts)
+        for piece in cut.pieces
+    )
+    return Cutout((len(cuts), *cuts[0].shape), pieces)
