@@ -156,7 +156,7 @@ def _repair_megatron() -> None:
     )
 
     def split_sizes(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+        return tensor.numpy() if isinstance(tensor, Tensor) and as_numpy else tensor
 
     _replace(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",

@@ -1,7 +1,8 @@
 """Mamba-2 kernels in plain torch, with the signatures of mamba_ssm, for hosts that cannot run it.
 
 Sequences of a packed row are computed as padded batches of similar length. float32 inside, deterministic.
-Shape suffixes: N sequences, L padded length, C channels of the convolution, H heads, P head dim, G groups, S state, M chunks, Q chunk length.
+Shape suffixes: N sequences, L padded length, C channels of the convolution, H heads, P head dim, G groups, K heads of a group,
+S state, M chunks, Q chunk length.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Packed rows to padded batches and back: sequences of similar length are computed together, without a loop over sequences.
 
-Shape suffixes: T packed tokens, P rows of the padded buffer, S sequences, L padded length of a bucket; `x_` stands for any trailing dimensions.
+Shape suffixes: T packed tokens, P rows of the padded buffer, S sequences; trailing dimensions are any.
 """
 
 from __future__ import annotations
