@@ -198,7 +198,7 @@ class EngineGroup:
         return self.log_folder / f"engine-{index}.log"
 
     def _start(self, units: EngineUnits) -> ray.actor.ActorHandle:
-        environment = engine_environment(self.config.policy.generation)
+        environment = engine_environment(has_gpu=self.config.cluster.gpus_per_node > 0)
         options = self.placement.options(units.units[0], environment)
         actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index))
         self._building[name(units.engine_index)] = actor.build.remote(self.config)

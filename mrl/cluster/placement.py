@@ -79,9 +79,9 @@ class Placement:
     def table(self) -> list[str]:
         """One line per unit: node, policy rank, engine and its worker."""
         nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        served = {unit: (engine.engine_index, worker) for engine in self.engines for worker, unit in enumerate(engine.units)}
+        served = {unit: f"{engine.engine_index}.{worker}" for engine in self.engines for worker, unit in enumerate(engine.units)}
         lines = ["unit  node      rank  engine.worker"]
         for unit in range(self.num_units):
-            engine = "%d.%d" % served[unit] if unit in served else "-"
+            engine = served.get(unit, "-")
             lines.append(f"{unit:<5} {nodes[unit][:8]}  {unit:<5} {engine}")
         return lines

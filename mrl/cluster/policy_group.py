@@ -16,10 +16,12 @@ from mrl.cluster.waiting import wait_all
 from mrl.config import trace
 from mrl.config.schema import RunConfig
 from mrl.data.packing import pack_row
-from mrl.policy.environment import policy_environment
 from mrl.types import Batch, TrainSequence
 
 logger = logging.getLogger(__name__)
+
+# Megatron orders its communication behind its compute by queueing both on one hardware queue; it asks for this with TP or SP on GPUs.
+POLICY_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 RankRows = list[list[tuple[int, TrainSequence]]]
 """Rows of one dp rank: (index into the batch, sequence) of every sequence in every row."""
@@ -87,7 +89,7 @@ class PolicyGroup:
         self.world_size = placement.num_units
         actor_class = ray.remote(PolicyActor)
         self.actors = [
-            actor_class.options(**placement.options(rank, policy_environment())).remote(log_folder / f"policy-rank-{rank}.log")
+            actor_class.options(**placement.options(rank, POLICY_ENVIRONMENT)).remote(log_folder / f"policy-rank-{rank}.log")
             for rank in range(self.world_size)
         ]
         first = wait_all({"policy rank 0": self.actors[0].address.remote()}, deadline_s=self.deadlines.start_s, what="start")

@@ -1,30 +1,161 @@
-"""Refit, driven: settle, exchange, pull, verify, version. The schedule is built once; every step repeats it."""
+"""Refit, driven: settle, exchange, pull, verify, version. The schedule is built once; every step repeats it.
+
+A refit is idempotent until its version is set: if an engine dies in it, the engine is started again and the refit begins anew.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.parallel import VllmParallel
+from conversion.reshard import Schedule, reshard
 
 from conversion.families.registry import family
-from conversion.families.common import VllmParallel
-from conversion.reshard import Schedule, reshard
 from mrl.cluster.engine_group import EngineGroup, index_of
+from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.waiting import ActorLost
-from mrl.config.schema import PolicyConfig
+from mrl.config.schema import RunConfig
 from mrl.refit.pull import VerifyReport
-from mrl.refit.zero import compare_digests
+from mrl.refit.unit import UnitHandles
+from mrl.refit.zero import check_unchanged
+from mrl.rollout.messages import WorkerRefit
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RefitReport:
-    """One refit of all engines, summed over them."""
+    """One refit, summed over the engines that took part."""
 
+    weight_version: int
     seconds: float
     verified_bytes: int
+    padding_bytes: int
     copied_bytes: int
-    weight_version: int
+
+    def metrics(self) -> dict[str, float]:
+        """As `refit/*`."""
+        return {
+            "refit/seconds": self.seconds,
+            "refit/verified_bytes": float(self.verified_bytes),
+            "refit/padding_bytes": float(self.padding_bytes),
+            "refit/copied_bytes": float(self.copied_bytes),
+            "refit/weight_version": float(self.weight_version),
+        }
+
+
+class Refit:
+    """Moves the policy's settled weights into the engines."""
+
+    def __init__(self, config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup) -> None:
+        """Builds the schedule from the ranks' and the engines' layouts, proves it complete, and prepares both sides.
+
+        Raises:
+            ScheduleError: the layouts do not fit together.
+            RuntimeError: the live model of an engine differs from its layout.
+        """
+        self.deadline_s = config.deadlines.refit_s
+        self.policies = policies
+        self.engines = engines
+        self.units = placement.engines
+        self.weight_version = 0
+        self.schedule = build_schedule(config, placement, policies)
+        self._handles: list[UnitHandles] = policies.call("prepare_refit", self.schedule, deadline_s=self.deadline_s)  # type: ignore[assignment]
+        self._prepare_engines(range(engines.num_engines))
+
+    def zero(self) -> None:
+        """The witness: refits weights that have not changed since vLLM's own loader read them, and every byte must stay as it was.
+
+        Raises:
+            RuntimeError: naming the tensors on which the conversion tables and vLLM's loader disagree.
+        """
+        before = self.engines.call("live_digest", deadline_s=self.deadline_s)
+        report = self.run()
+        after = self.engines.call("live_digest", deadline_s=self.deadline_s)
+        for index in before:
+            for worker_before, worker_after in zip(before[index], after[index], strict=True):  # type: ignore[call-overload]
+                check_unchanged(worker_before, worker_after)
+        logger.info("Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}")
+
+    def run(self) -> RefitReport:
+        """One refit of all engines; collective over the policy ranks. The engines sample from the new weights afterwards.
+
+        Raises:
+            RuntimeError: naming slot, box and ranks of the first bytes that differ; no engine has sampled from them.
+        """
+        self.weight_version += 1
+        return self._refit(range(self.engines.num_engines))
+
+    def run_engine(self, index: int) -> None:
+        """Gives one restarted engine the current weights, under the current version."""
+        self._prepare_engines([index])
+        self._refit([index])
+
+    def _refit(self, engines: Sequence[int]) -> RefitReport:
+        while True:
+            try:
+                return self._attempt(engines)
+            except ActorLost as lost:
+                index = index_of(lost)
+                self.engines.restart(index)
+                self._prepare_engines([index])
+
+    def _attempt(self, engines: Sequence[int]) -> RefitReport:
+        start = time.monotonic()
+        copied_bytes = 0
+        self.policies.call("enter", "refit", deadline_s=self.deadline_s)
+        self.policies.call("settle", deadline_s=self.deadline_s)
+        for round_index in range(self.schedule.num_rounds):
+            self.policies.call("exchange", round_index, deadline_s=self.deadline_s)
+            copied = self.engines.call("pull", round_index, deadline_s=self.deadline_s, only=engines)
+            self.engines.call("verify", round_index, deadline_s=self.deadline_s, only=engines)
+            copied_bytes += sum(copied.values())  # type: ignore[arg-type]
+        finished = self.engines.call("set_weight_version", self.weight_version, deadline_s=self.deadline_s, only=engines)
+        self.policies.call("enter", "generate", deadline_s=self.deadline_s)
+        reports: list[VerifyReport] = [report for workers in finished.values() for report in workers]  # type: ignore[attr-defined]
+        return RefitReport(
+            weight_version=self.weight_version,
+            seconds=time.monotonic() - start,
+            verified_bytes=sum(report.num_bytes for report in reports),
+            padding_bytes=sum(report.padding_bytes for report in reports),
+            copied_bytes=copied_bytes,
+        )
+
+    def _prepare_engines(self, engines: Sequence[int]) -> None:
+        self.engines.call_each("prepare_refit", {i: (self._workers(i),) for i in engines}, deadline_s=self.deadline_s)
+
+    def _workers(self, engine: int) -> list[WorkerRefit]:
+        units = self.units[engine].units
+        return [
+            WorkerRefit(
+                rounds=[self.schedule.pulls(target, index) for index in range(self.schedule.num_rounds)],
+                padding=self.schedule.padding(target),
+                handles=self._handles[target],
+            )
+            for target in units
+        ]
+
+
+def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGroup) -> Schedule:
+    """The schedule from all policy ranks to all engine workers. A worker is named by the unit that it shares with a rank."""
+    hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
+    sources = policies.call("layout", deadline_s=config.deadlines.start_s)
+    vllm_cfg = config.policy.generation.vllm_cfg
+    parallel = VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size)
+    targets = {
+        unit: family(hf_config).vllm_layout(hf_config, parallel, worker, vllm_cfg.precision)
+        for engine in placement.engines
+        for worker, unit in enumerate(engine.units)
+    }
+    return reshard(
+        dict(enumerate(sources)),  # type: ignore[arg-type]
+        targets,
+        unit_of={unit: unit for unit in targets},
+        buffer_bytes=int(config.policy.refit_buffer_size_gb * 1e9),
+    )

@@ -65,7 +65,7 @@ class RolloutCollector:
                 continue
             for info in finished:
                 if info.weight_version != weight_version:
-                    raise RuntimeError(f"rollout {info.request_id} was drawn from weight version {info.weight_version}, not {weight_version}")
+                    raise RuntimeError(f"{info.request_id} was drawn from weight version {info.weight_version}, not {weight_version}")
                 infos[info.request_id] = info
             self.rewards.submit(finished, [by_id[info.prompt_id] for info in finished])
             on_progress(len(finished))

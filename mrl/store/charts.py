@@ -24,7 +24,7 @@ def line_chart(title: str, series: Mapping[str, Series]) -> str:
     values = [value for points in drawn.values() for _, value in points]
     scale = _Scale(min(steps), max(steps), *_padded(min(values), max(values)))
     parts = [scale.axes()]
-    for colour, (name, points) in zip(COLOURS, drawn.items(), strict=False):
+    for colour, points in zip(COLOURS, drawn.values(), strict=False):
         path = " ".join(f"{scale.x(step):.1f},{scale.y(value):.1f}" for step, value in points)
         parts.append(f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.6'/>")
         if len(points) < 40:

@@ -29,12 +29,15 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
     times = f"gen={m['time/generation']:.1f}s, reward={m['time/reward']:.1f}s, train={m['time/train']:.1f}s"
     if "time/checkpoint" in m:
         times += f", ckpt={m['time/checkpoint']:.1f}s"
+    num_rollouts = num_prompts * num_generations
+    rewards = f"min={m['train/reward_min']:.1f}, max={m['train/reward_max']:.1f}"
     return [
-        f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_prompts * num_generations} responses ({m['time/generation']:.1f}s)",
-        f"[Reward]   mean={m['train/reward']:.2f}, std={m['train/reward_std']:.2f}, min={m['train/reward_min']:.1f}, max={m['train/reward_max']:.1f}",
+        f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses ({m['time/generation']:.1f}s)",
+        f"[Reward]   mean={m['train/reward']:.2f}, std={m['train/reward_std']:.2f}, {rewards}",
         f"[Train]    loss={m['train/loss']:.3f}, kl={m['train/kl_penalty']:.3f}, grad_norm={m['train/grad_norm']:.2f}",
         f"[Time]     total={m['time/total']:.1f}s ({times})",
-        f"[Mrl]      mean |dlogp|={m['train/mean_abs_dlogp']:.2e} (generator vs trainer), token_mult_prob_error={m['train/token_mult_prob_error']:.6f}, "
+        f"[Mrl]      mean |dlogp|={m['train/mean_abs_dlogp']:.2e} (generator vs trainer), "
+        f"token_mult_prob_error={m['train/token_mult_prob_error']:.6f}, "
         f"refit={m['refit/seconds']:.2f}s, verified={int(m['refit/verified_bytes']):,} bytes",
     ]
 

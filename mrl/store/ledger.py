@@ -47,7 +47,7 @@ class Ledger:
             self._append({"event": "rolled_back", "to_step": to_step})
         if sorted(self.state.trained) != list(range(1, to_step + 1)):
             raise RuntimeError(
-                f"{self.path} holds {len(self.state.trained)} trained steps, but the checkpoint is of step {to_step}: they are not of one run; "
+                f"{self.path} holds {len(self.state.trained)} trained steps, the checkpoint is of step {to_step}: not one run; "
                 "restore both, or start in an empty checkpointing.checkpoint_dir"
             )
 

@@ -20,7 +20,8 @@ h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 figure { margin: 0; border: 1px solid #e5e7eb; border-radius: 8px; padding: .5rem } figcaption { font-size: 12px; padding-left: .5rem }
 svg text { font: 11px system-ui, sans-serif; fill: #4b5563 } svg .title { font-size: 13px; font-weight: 600; fill: #111827 }
 svg .grid { stroke: #e5e7eb } svg .muted { fill: #9ca3af }
-table { border-collapse: collapse; width: 100%; font-size: 13px } th, td { border-bottom: 1px solid #e5e7eb; padding: .35rem .6rem; text-align: left; vertical-align: top }
+table { border-collapse: collapse; width: 100%; font-size: 13px }
+th, td { border-bottom: 1px solid #e5e7eb; text-align: left; vertical-align: top }
 td.text { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 """
 
@@ -34,7 +35,9 @@ def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: s
         line_chart("Held-out accuracy", {"validation": _series(rows, "val/accuracy")}),
         line_chart("KL generator to trainer", {"gen_kl_error": _series(rows, "train/gen_kl_error")}),
         line_chart("Mean |dlogp|, generator vs trainer", {"mean_abs_dlogp": _series(rows, "train/mean_abs_dlogp")}),
-        line_chart("Generated tokens per rollout", {"mean": _series(rows, "rollout/mean_length"), "max": _series(rows, "rollout/max_length")}),
+        line_chart(
+            "Generated tokens per rollout", {"mean": _series(rows, "rollout/mean_length"), "max": _series(rows, "rollout/max_length")}
+        ),
         line_chart("Loss", {"loss": _series(rows, "train/loss")}),
         line_chart("Gradient norm", {"grad_norm": _series(rows, "train/grad_norm")}),
         line_chart("Refit, seconds", {"refit": _series(rows, "refit/seconds")}),

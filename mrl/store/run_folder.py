@@ -87,8 +87,17 @@ class RunFolder:
         with (self.path / SAMPLES).open("a", encoding="utf-8") as file:
             for group in groups:
                 verdict = group.verdicts[0]
-                row = {"step": step, "split": split, "prompt": group.prompt.text, "text": verdict.text, "extracted": verdict.extracted}
-                file.write(json.dumps(row | {"expected": group.prompt.expected_answer, "reward": verdict.reward, "status": verdict.status}) + "\n")
+                row = {
+                    "step": step,
+                    "split": split,
+                    "prompt": group.prompt.text,
+                    "expected": group.prompt.expected_answer,
+                    "text": verdict.text,
+                    "extracted": verdict.extracted,
+                    "reward": verdict.reward,
+                    "status": verdict.status,
+                }
+                file.write(json.dumps(row) + "\n")
 
     def print_header(self, step: int, last_step: int) -> None:
         """The step line."""

@@ -1,0 +1,41 @@
+from mrl.store.console import step_header, step_lines
+
+# Tutorial 002's block, whose lines users grep.
+BLOCK = """\
+========================= Step 1/100 =========================
+[Generate] 32 prompts x 16 generations = 512 responses (23.4s)
+[Reward]   mean=0.31, std=0.46, min=0.0, max=1.0
+[Train]    loss=0.042, kl=0.003, grad_norm=1.23
+[Time]     total=45.2s (gen=23.4s, reward=1.2s, train=18.6s)"""
+METRICS = {
+    "time/generation": 23.4,
+    "time/reward": 1.2,
+    "time/train": 18.6,
+    "time/total": 45.2,
+    "train/reward": 0.31,
+    "train/reward_std": 0.46,
+    "train/reward_min": 0.0,
+    "train/reward_max": 1.0,
+    "train/loss": 0.042,
+    "train/kl_penalty": 0.003,
+    "train/grad_norm": 1.23,
+    "train/mean_abs_dlogp": 1.5e-7,
+    "train/token_mult_prob_error": 1.0000002,
+    "refit/seconds": 0.25,
+    "refit/verified_bytes": 1234567.0,
+}
+
+
+def test_the_step_block_is_the_tutorials_character_for_character():
+    lines = step_lines(METRICS, num_prompts=32, num_generations=16)
+    assert "\n".join([step_header(1, 100), *lines[:4]]) == BLOCK
+    assert lines[4].startswith("[Mrl] ") and "verified=1,234,567 bytes" in lines[4]
+
+
+def test_two_digit_steps_keep_the_width():
+    assert step_header(10, 100) == "========================= Step 10/100 ========================"
+
+
+def test_a_saved_step_shows_the_checkpoint_time():
+    times = step_lines({**METRICS, "time/checkpoint": 8.0}, num_prompts=32, num_generations=16)[3]
+    assert times == "[Time]     total=45.2s (gen=23.4s, reward=1.2s, train=18.6s, ckpt=8.0s)"

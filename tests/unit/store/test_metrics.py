@@ -1,0 +1,35 @@
+import json
+from pathlib import Path
+
+from mrl.store.metrics import JsonlLogger
+from mrl.store.report import write_report
+
+
+def test_one_object_a_step_and_no_nan_in_json(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlLogger(path, resume_step=-1)
+    sink.log({"train/loss": float("nan"), "train/reward": 0.5}, 1)
+    sink.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "train/loss": None, "train/reward": 0.5}]
+
+
+def test_lines_beyond_the_checkpoint_and_torn_lines_are_dropped(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 3, "a": 3}\n{"step": 4, "a"')
+    sink = JsonlLogger(path, resume_step=2)
+    sink.log({"a": 9.0}, 3)
+    sink.close()
+    assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2, 9.0]
+
+
+def test_the_report_is_self_contained_and_escapes_what_models_write(tmp_path: Path):
+    metrics = [{"step": step, "train/reward": step / 10, "val/accuracy": step / 10, "time/train": 1.0} for step in range(5)]
+    sample = {"step": 1, "split": "train", "prompt": "1+1=", "text": "<script>x</script>", "extracted": "2", "expected": "2"}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample | {"reward": 0.0, "status": "timeout"}) + "\n")
+    page_file = tmp_path / "report.html"
+    write_report(page_file, metrics_file=tmp_path / "metrics.jsonl", samples_file=tmp_path / "samples.jsonl", title="run")
+    page = page_file.read_text()
+    assert "<script" not in page and "http" not in page and "masked (timeout)" in page
+    assert "Held-out accuracy 0.000 at step 0, 0.400 at step 4" in page
+    assert page.count("<polyline") == 2

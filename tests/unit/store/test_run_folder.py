@@ -1,0 +1,41 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrl.config.schema import CheckpointingConfig, DataConfig, LoggerConfig, PolicyConfig, RunConfig, TokenizerConfig, TrainDataConfig
+from mrl.store.run_folder import RunFolder
+
+
+def config(folder: Path) -> RunConfig:
+    return RunConfig(
+        policy=PolicyConfig(model_name=str(folder / "model"), tokenizer=TokenizerConfig(name=str(folder / "model"))),
+        data=DataConfig(train=TrainDataConfig(data_path="train.jsonl")),
+        checkpointing=CheckpointingConfig(checkpoint_dir=str(folder / "run")),
+        logger=LoggerConfig(log_dir=str(folder / "run" / "logs")),
+    )
+
+
+def test_log_folders_count_up(tmp_path: Path):
+    for name in ("exp_001", "exp_002"):
+        folder = RunFolder(config(tmp_path))
+        folder.open()
+        with folder:
+            assert folder.log_folder.name == name
+
+
+def test_a_folder_has_one_owner_at_a_time(tmp_path: Path):
+    script = (
+        "import sys, time; from pathlib import Path; from tests.unit.store.test_run_folder import config, RunFolder\n"
+        "folder = RunFolder(config(Path(sys.argv[1]))); folder.open(); print('open', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "open\n"
+        with pytest.raises(ValueError, match=rf"in use by process {other.pid} "):
+            RunFolder(config(tmp_path)).open()
+    finally:
+        other.kill()
+        other.wait(timeout=10)
+    RunFolder(config(tmp_path)).open()
