@@ -1,4 +1,4 @@
-"""Imports point down the layers, each heavy library stays in its folder, and planning stays light. Reads source; also finds imports by string."""
+"""Imports point down the layers, each heavy library stays in its folder, and planning stays light. Reads source, strings too."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ HEAVY = re.compile(r"(megatron|vllm|ray)(\.\w+)+")
 
 
 def imported_names(source: str, module: str, *, at_module_level: bool = False) -> Iterator[str]:
-    """Dotted names that `source` imports, by statement or by string. `at_module_level` leaves out functions, strings and TYPE_CHECKING blocks."""
+    """Dotted names that `source` imports, by statement or by string.
+
+    `at_module_level` leaves out functions, strings and TYPE_CHECKING blocks.
+    """
     for node in _nodes(ast.parse(source), skip_functions=at_module_level):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,7 @@
-"""No wait without a deadline, and none of the calls that run code from disk or hide errors. Reads product source: tests are bounded by pytest's timeout."""
+"""No wait without a deadline, and no call that runs code from disk or hides errors.
+
+Reads product source only: tests are bounded by pytest's timeout.
+"""
 
 from __future__ import annotations
 
