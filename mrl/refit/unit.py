@@ -85,4 +85,3 @@ def bytes_as(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.d
     """A contiguous tensor inside uint8 `memory` at byte `offset`, as a view."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return memory[offset : offset + num_bytes].view(dtype).view(shape)
-

@@ -1,0 +1,198 @@
+"""Engine side of a refit: a worker copies its boxes from its unit's memory into its live tensors, and proves what stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conversion.boxes import Box, Slot, lengths, tiling_fault
+from conversion.reshard import Pull
+from mrl.refit.checksum import checksum
+from mrl.refit.errors import RefitError
+from mrl.refit.memory import open_handle
+from mrl.refit.transforms import apply, torch_dtype
+from mrl.refit.unit import ExchangeMemory, UnitHandles, box_view, bytes_as
+
+# Enough to see a pattern; a wrong layout makes thousands.
+_MAX_REPORTED = 8
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification has read. Bytes are those of the live tensors."""
+
+    num_bytes: int
+    """Bytes whose checksum was compared."""
+    padding_bytes: int
+    """Bytes that were compared with zero."""
+    total_bytes: int
+    """All bytes of the worker's live parameters and persistent buffers."""
+    mismatches: tuple[str, ...]
+    """One line for each box that differs: slot, box, source rank, unit rank."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    pull: Pull
+    source: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class _Padding:
+    slot: Slot
+    box: Box
+    target: Tensor
+
+
+class Puller:
+    """The pulls of one engine worker.
+
+    A refit is, for each round in order: `pull`, `verify`; then `finish`. Only after that may the engine sample.
+    """
+
+    def __init__(
+        self,
+        live: Callable[[], Mapping[Slot, Tensor]],
+        rounds: Sequence[Sequence[Pull]],
+        padding: Mapping[Slot, Sequence[Box]],
+        handles: UnitHandles,
+    ) -> None:
+        """Maps the unit's memory and prepares all copies.
+
+        `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call.
+
+        Raises:
+            RefitError: some element of a live tensor is not written exactly once by pulls and padding, the schedule names a tensor, shape
+                or dtype that the model does not have, or the unit's memory cannot be mapped.
+        """
+        self._live = live
+        self._unit_rank = handles.unit_rank
+        self._table = handles.arena.table
+        tensors = live()
+        check_coverage(tensors, [pull for pulls in rounds for pull in pulls], padding)
+        self._addresses = {slot: tensor.data_ptr() for slot, tensor in tensors.items()}
+        self._total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._arena = open_handle(handles.arena.memory)
+        self._exchange = open_handle(handles.exchange)
+        self._parts = ExchangeMemory.split(self._exchange.tensor, handles.num_checksums)
+        self._rounds = [
+            [_Copy(pull, self._source(pull), box_view(tensors[pull.target], pull.target_box)) for pull in pulls] for pulls in rounds
+        ]
+        self._padding = [_Padding(slot, box, box_view(tensors[slot], box)) for slot, boxes in padding.items() for box in boxes]
+        self._last_written = 0
+        self._reports: dict[int, VerifyReport] = {}
+
+    @torch.inference_mode()
+    def pull(self, round_index: int) -> int:
+        """Copies the boxes of one round into the live tensors and returns their bytes there. Round 0 also zeroes the padding.
+
+        Raises:
+            RefitError: a live tensor has moved, the unit's memory is stale or its owner gone, or the round was not exchanged before.
+        """
+        if round_index == 0:
+            self._check_addresses()
+            self._reports = {}
+            for padding in self._padding:
+                padding.target.zero_()
+        self._arena.check()
+        self._exchange.check()
+        self._check_stamps(round_index)
+        for copy in self._rounds[round_index]:
+            copy.target.copy_(apply(copy.source, copy.pull.transform, copy.target.dtype))
+        return sum(copy.target.nbytes for copy in self._rounds[round_index])
+
+    @torch.inference_mode()
+    def verify(self, round_index: int) -> VerifyReport:
+        """Compares the live bytes of the round's boxes with the trainer's checksums; in round 0 also padding with zero."""
+        expected = self._parts.checksums.tolist()
+        mismatches, num_bytes, padding_bytes = [], 0, 0
+        for copy in self._rounds[round_index]:
+            num_bytes += copy.target.nbytes
+            if checksum(copy.target) != expected[copy.pull.checksum_index]:
+                mismatches.append(self._describe(copy.pull))
+        for padding in self._padding if round_index == 0 else ():
+            padding_bytes += padding.target.nbytes
+            # By bytes: a negative zero or a NaN is not what the forward pass of a fresh engine would read.
+            if padding.target.contiguous().reshape(-1).view(torch.uint8).any():
+                mismatches.append(f"padding of {padding.slot} box {padding.box} is not zero on the worker of unit rank {self._unit_rank}")
+        report = VerifyReport(num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
+        self._reports[round_index] = report
+        return report
+
+    def finish(self) -> VerifyReport:
+        """The report of the whole refit.
+
+        Raises:
+            RefitError: a box differs, or not every byte of the live tensors was verified.
+        """
+        mismatches = tuple(line for report in self._reports.values() for line in report.mismatches)
+        num_bytes = sum(report.num_bytes for report in self._reports.values())
+        padding_bytes = sum(report.padding_bytes for report in self._reports.values())
+        if mismatches:
+            more = len(mismatches) - _MAX_REPORTED
+            raise RefitError("refit: " + "; ".join(mismatches[:_MAX_REPORTED]) + (f"; and {more} more" if more > 0 else ""))
+        if len(self._reports) != len(self._rounds) or num_bytes + padding_bytes != self._total_bytes:
+            raise RefitError(
+                f"refit: the worker of unit rank {self._unit_rank} verified {len(self._reports)} of {len(self._rounds)} rounds, "
+                f"{num_bytes} bytes and {padding_bytes} bytes of padding of {self._total_bytes} live bytes"
+            )
+        self._check_addresses()
+        return VerifyReport(num_bytes, padding_bytes, self._total_bytes, ())
+
+    def _source(self, pull: Pull) -> Tensor:
+        dtype = torch_dtype(pull.source_dtype)
+        shape = lengths(pull.target_box)
+        if pull.origin == "exchange":
+            return bytes_as(self._parts.boxes, pull.offset, shape, dtype)
+        row = self._table[pull.source_slot]
+        if row.dtype != pull.source_dtype:
+            raise RefitError(f"{pull.source_slot} of rank {self._unit_rank} is {row.dtype}, the schedule says {pull.source_dtype}")
+        # Boxes differ at most by leading dimensions of length 1 (experts stacked in the engine), so this is a view.
+        return box_view(bytes_as(self._arena.tensor, row.offset, row.shape, dtype), pull.source_box).view(shape)
+
+    def _check_addresses(self) -> None:
+        tensors = self._live()
+        moved = [str(slot) for slot, address in self._addresses.items() if slot not in tensors or tensors[slot].data_ptr() != address]
+        if moved or len(tensors) != len(self._addresses):
+            raise RefitError(f"engine tensors were rebound after the refit was prepared: {', '.join(moved) or 'new ones appeared'}")
+
+    def _check_stamps(self, round_index: int) -> None:
+        current, num_written = self._parts.stamps.tolist()
+        if current != round_index or num_written == self._last_written:
+            raise RefitError(
+                f"unit rank {self._unit_rank} has not exchanged round {round_index} since the last pull: "
+                f"round {current} lies there, the {num_written}th written"
+            )
+        self._last_written = num_written
+
+    def _describe(self, pull: Pull) -> str:
+        return f"{pull.target} box {pull.target_box} differs from source rank {pull.source_rank} (pulled from unit rank {self._unit_rank})"
+
+
+def check_coverage(tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull], padding: Mapping[Slot, Sequence[Box]]) -> None:
+    """Returns if pulls and padding together write every element of every live tensor exactly once.
+
+    The schedule was proven against tables; this proves it against the model that really stands there.
+
+    Raises:
+        RefitError: naming each slot that is missing, incomplete, written twice, or of another dtype.
+    """
+    boxes: dict[Slot, list[Box]] = {slot: list(padding.get(slot, ())) for slot in tensors}
+    faults = [f"{slot} is not in the engine" for slot in padding if slot not in tensors]
+    for pull in pulls:
+        if pull.target not in tensors:
+            faults.append(f"{pull.target} is not in the engine")
+        elif (dtype := tensors[pull.target].dtype) != torch_dtype(pull.target_dtype):
+            faults.append(f"{pull.target} is {dtype} in the engine and {pull.target_dtype} in the schedule")
+        else:
+            boxes[pull.target].append(pull.target_box)
+    for slot, tensor in tensors.items():
+        fault = tiling_fault(tensor.shape, boxes[slot])
+        if fault is not None:
+            faults.append(f"{slot} {tuple(tensor.shape)}: {fault}")
+    if faults:
+        raise RefitError("refit schedule does not fit the engine: " + "; ".join(faults[:_MAX_REPORTED]))

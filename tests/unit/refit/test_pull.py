@@ -1,0 +1,202 @@
+"""A refit inside one process: what is pulled, what is verified, and every fault that must be caught with its slot named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from conversion.boxes import Piece, Slot, SlotLayout, full
+from conversion.reshard import Schedule, reshard
+from mrl.policy.arena import Arena
+from mrl.refit.errors import RefitError
+from mrl.refit.exchange import Exchange
+from mrl.refit.pull import Puller
+from mrl.refit.zero import check_unchanged, digest
+
+W, STACK, DECAY, GATE = Slot("w"), Slot("experts"), Slot("A"), Slot("gate")
+SOURCE = {
+    Slot("w"): SlotLayout((6, 4), "float32", (Piece("w", full((6, 4)), full((6, 4))),)),
+    Slot("expert0"): SlotLayout((3, 4), "float32", (Piece("e0", full((3, 4)), full((3, 4))),)),
+    Slot("expert1"): SlotLayout((3, 4), "float32", (Piece("e1", full((3, 4)), full((3, 4))),)),
+    Slot("A_log"): SlotLayout((5,), "bfloat16", (Piece("A_log", ((0, 5),), ((0, 5),)),)),
+    Slot("gate"): SlotLayout((2, 4), "bfloat16", (Piece("gate", full((2, 4)), full((2, 4))),)),
+}
+TARGET = {
+    W: SlotLayout((8, 4), "float32", (Piece("w", full((6, 4)), ((0, 6), (0, 4))),), (((6, 8), (0, 4)),)),
+    STACK: SlotLayout((2, 3, 4), "float32", tuple(Piece(f"e{i}", full((3, 4)), ((i, i + 1), (0, 3), (0, 4))) for i in range(2))),
+    DECAY: SlotLayout((5,), "float32", (Piece("A_log", ((0, 5),), ((0, 5),), "neg_exp"),)),
+    GATE: SlotLayout((2, 4), "float32", (Piece("gate", full((2, 4)), full((2, 4))),)),
+}
+
+
+@dataclass
+class Unit:
+    """One trainer rank and one engine worker on its unit."""
+
+    schedule: Schedule
+    weights: dict[Slot, Tensor]
+    arena: Arena
+    exchange: Exchange
+    live: dict[Slot, Tensor]
+
+    def puller(self, *, without: Slot | None = None) -> Puller:
+        rounds = [[pull for pull in self.schedule.pulls(0, i) if pull.target != without] for i in range(self.schedule.num_rounds)]
+        return Puller(lambda: self.live, rounds, self.schedule.padding(0), self.exchange.handles())
+
+    def expected(self) -> dict[Slot, Tensor]:
+        weights = {slot.name: tensor for slot, tensor in self.weights.items()}
+        return {
+            W: torch.cat([weights["w"], torch.zeros(2, 4)]),
+            STACK: torch.stack([weights["expert0"], weights["expert1"]]),
+            DECAY: -torch.exp(weights["A_log"].float()),
+            GATE: weights["gate"].float(),
+        }
+
+
+@pytest.fixture
+def unit() -> Unit:
+    torch.manual_seed(0)
+    schedule = reshard({0: SOURCE}, {0: TARGET}, unit_of={0: 0}, buffer_bytes=1 << 20)
+    weights = {slot: torch.randn(layout.shape).to(getattr(torch, layout.dtype)) for slot, layout in SOURCE.items()}
+    arena = Arena(weights, name="test")
+    exchange = Exchange(0, schedule, weights, arena.handle(), timeout_s=10)
+    live = {slot: torch.full(layout.shape, float("nan")) for slot, layout in TARGET.items()}
+    return Unit(schedule, weights, arena, exchange, live)
+
+
+def refit(unit: Unit, puller: Puller) -> None:
+    for round_index in range(unit.schedule.num_rounds):
+        unit.exchange.run(round_index)
+        puller.pull(round_index)
+        puller.verify(round_index)
+
+
+def test_every_live_byte_is_written_and_verified(unit):
+    puller = unit.puller()
+    for _ in range(2):
+        refit(unit, puller)
+        report = puller.finish()
+        assert all(torch.equal(unit.live[slot], tensor) for slot, tensor in unit.expected().items())
+        assert report.padding_bytes == 2 * 4 * 4
+        assert report.num_bytes + report.padding_bytes == report.total_bytes == sum(tensor.nbytes for tensor in unit.live.values())
+        # The next refit brings new weights.
+        for tensor in unit.weights.values():
+            tensor.add_(1.0)
+
+
+def test_pull_reports_the_bytes_of_the_schedule(unit):
+    puller = unit.puller()
+    num_bytes = 0
+    for round_index in range(unit.schedule.num_rounds):
+        unit.exchange.run(round_index)
+        num_bytes += puller.pull(round_index)
+    assert num_bytes == unit.schedule.copied_bytes(0)
+
+
+def test_a_byte_that_changes_after_the_pull_is_caught(unit):
+    puller = unit.puller()
+    unit.exchange.run(0)
+    puller.pull(0)
+    unit.live[STACK].view(torch.uint8).view(-1)[70] ^= 1
+    mismatches = puller.verify(0).mismatches
+    assert len(mismatches) == 1
+    assert mismatches[0].startswith("experts box ((1, 2), (0, 3), (0, 4)) differs from source rank 0 (pulled from unit rank 0)")
+    with pytest.raises(RefitError, match="experts box"):
+        puller.finish()
+
+
+def test_a_byte_that_changes_before_the_pull_is_caught(unit):
+    puller = unit.puller()
+    unit.exchange.run(0)
+    unit.weights[Slot("A_log")][2] += 1
+    puller.pull(0)
+    assert ["A box" in line for line in puller.verify(0).mismatches] == [True]
+
+
+def test_padding_is_rewritten_and_verified(unit):
+    puller = unit.puller()
+    unit.exchange.run(0)
+    puller.pull(0)
+    assert torch.equal(unit.live[W][6:], torch.zeros(2, 4))
+    unit.live[W][7, 1] = -0.0
+    assert [line.startswith("padding of w box ((6, 8), (0, 4))") for line in puller.verify(0).mismatches] == [True]
+    with pytest.raises(RefitError, match="padding of w"):
+        puller.finish()
+    refit(unit, puller)
+    puller.finish()
+
+
+def test_the_schedule_must_fit_the_live_model(unit):
+    with pytest.raises(RefitError, match=r"experts \(2, 3, 4\)"):
+        unit.puller(without=STACK)
+    unit.live[Slot("lora")] = torch.ones(2)
+    with pytest.raises(RefitError, match=r"lora \(2,\)"):
+        unit.puller()
+    del unit.live[Slot("lora")]
+    unit.live[GATE] = unit.live[GATE].bfloat16()
+    with pytest.raises(RefitError, match="gate is torch.bfloat16 in the engine and float32 in the schedule"):
+        unit.puller()
+    unit.live[GATE] = torch.ones(3, 4)
+    with pytest.raises(RefitError, match=r"gate \(3, 4\)"):
+        unit.puller()
+    del unit.live[GATE]
+    with pytest.raises(RefitError, match="gate is not in the engine"):
+        unit.puller()
+
+
+def test_live_tensors_must_stay_where_they_are(unit):
+    puller = unit.puller()
+    refit(unit, puller)
+    unit.live[GATE] = unit.live[GATE].clone()
+    with pytest.raises(RefitError, match="rebound.*gate"):
+        puller.finish()
+    unit.exchange.run(0)
+    with pytest.raises(RefitError, match="rebound.*gate"):
+        puller.pull(0)
+
+
+def test_a_pull_needs_an_exchange_of_its_own(unit):
+    puller = unit.puller()
+    with pytest.raises(RefitError, match="has not exchanged round 0"):
+        puller.pull(0)
+    refit(unit, puller)
+    with pytest.raises(RefitError, match="has not exchanged round 0"):
+        puller.pull(0)
+
+
+def test_a_round_that_was_not_verified_is_no_refit(unit):
+    puller = unit.puller()
+    with pytest.raises(RefitError, match="0 of 1 rounds"):
+        puller.finish()
+    unit.exchange.run(0)
+    puller.pull(0)
+    with pytest.raises(RefitError, match="0 of 1 rounds"):
+        puller.finish()
+
+
+def test_an_old_handle_is_refused(unit):
+    puller = unit.puller()
+    unit.arena._memory.bump_epoch()
+    unit.exchange.run(0)
+    with pytest.raises(RefitError, match="stale handle"):
+        puller.pull(0)
+
+
+def test_refit_zero_names_what_the_tables_get_wrong(unit):
+    unit.live = {slot: tensor.clone() for slot, tensor in unit.expected().items()}
+    before = digest(unit.live)
+    refit(unit, unit.puller())
+    check_unchanged(before, digest(unit.live))
+
+    # Another layout that both sides agree on, but not vLLM's loader: the experts in another order.
+    swapped = replace(TARGET[STACK], pieces=tuple(Piece(f"e{1 - i}", full((3, 4)), ((i, i + 1), (0, 3), (0, 4))) for i in range(2)))
+    unit.schedule = reshard({0: SOURCE}, {0: {**TARGET, STACK: swapped}}, unit_of={0: 0}, buffer_bytes=1 << 20)
+    unit.exchange = Exchange(0, unit.schedule, unit.weights, unit.arena.handle(), timeout_s=10)
+    puller = unit.puller()
+    refit(unit, puller)
+    puller.finish()
+    with pytest.raises(RefitError, match="changed 1 of 4 tensors.*on experts$"):
+        check_unchanged(before, digest(unit.live))
