@@ -123,7 +123,7 @@ def _parse_value(text: str) -> object:
     return parsed["value"]
 
 
-def _read_yaml(path: Path) -> tuple[dict[object, object], dict[Key, int]]:
+def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, int]]:
     """The content of a file without its interpolations resolved, and the line of each key."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -136,7 +136,7 @@ def _read_yaml(path: Path) -> tuple[dict[object, object], dict[Key, int]]:
         raise ConfigError([f"{path}: a config is a mapping of sections, this is a {type(content).__name__}; see the packaged configs"])
     lines: dict[Key, int] = {}
     _note_lines(node, (), lines)
-    return dict(content), lines
+    return {str(name): value for name, value in content.items()}, lines
 
 
 def _note_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int]) -> None:
@@ -148,7 +148,7 @@ def _note_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int]) -> None
                 _note_lines(value, inner, lines)
 
 
-def _flatten(content: dict[object, object], path: Path, lines: dict[Key, int]) -> Settings:
+def _flatten(content: dict[str, object], path: Path, lines: dict[Key, int]) -> Settings:
     flat = _flatten_value(content, (), "") if content else {}
     return {key: Setting(setting.value, f"{path.name}:{lines[key]}" if key in lines else path.name) for key, setting in flat.items()}
 

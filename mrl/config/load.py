@@ -1,4 +1,4 @@
-"""YAML files and overrides in, a typed `RunConfig` out: types, unknown keys, interpolation. What keys mean together is `mrl.config.checks`."""
+"""YAML files and overrides in, a typed `RunConfig` out. Rules between keys are in `mrl.config.checks`."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _nearest(parents: Key, name: str, siblings: dict[str, object]) -> str:
 
 
 def _build(section: type[Section], tree: DictConfig, key: Key, unresolved: dict[Key, str], missing: list[str]) -> Section:
-    """The section at `key` as a plain dataclass. Values that are missing or cannot be resolved are left out, and told in the last two arguments."""
+    """The section at `key` as a plain dataclass. What cannot be resolved or is missing is left out and told in the last two arguments."""
     values: dict[str, object] = {}
     for name, hint in get_type_hints(section).items():
         inner, place = section_of(hint), (*key, name)

@@ -233,7 +233,7 @@ class ColocatedConfig:
 @dataclass
 class VllmConfig:
     tensor_parallel_size: int = 1
-    """TP of an engine, within one node. Only 1 on hosts without GPUs."""
+    """TP of an engine, within one node."""
     pipeline_parallel_size: int = 1
     """Must be 1."""
     expert_parallel_size: int = 1
@@ -261,8 +261,8 @@ class VllmConfig:
 class GenerationConfig:
     backend: Literal["vllm"] = "vllm"
     """The generator."""
-    max_new_tokens: int = _follows("policy.max_total_sequence_length")
-    """Longest rollout in tokens, the stop token included. Prompt plus rollout never exceed `max_model_len`."""
+    max_new_tokens: int = 256
+    """Longest rollout in tokens, the stop token included."""
     temperature: float = 1.0
     """Sampling temperature, above 0."""
     top_p: float = 1.0
@@ -370,12 +370,12 @@ class CheckpointingConfig:
     """Write checkpoints."""
     checkpoint_dir: str = "results/grpo"
     """Folder of the run. A run resumes from the newest complete checkpoint in it."""
-    metric_name: str | None = "val:accuracy"
-    """What ranks checkpoints, `train:<metric>` or `val:<metric>`; null = the newest are kept."""
+    metric_name: str = "val:accuracy"
+    """What ranks checkpoints: `train:<metric>` or `val:<metric>`."""
     higher_is_better: bool = True
     """Direction of that metric."""
     keep_top_k: int = 3
-    """Checkpoints kept by rank; the newest is kept besides."""
+    """Checkpoints kept: the best by that metric, and always the newest."""
     save_period: int = 10
     """Save every this many steps, and at the end."""
     save_optimizer: bool = True

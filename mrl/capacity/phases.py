@@ -1,0 +1,69 @@
+"""What is resident where in each phase of a run: the one table that policy ranks and engines obey."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["load", "train", "logprob", "refit", "generate", "checkpoint"]
+Place = Literal["device", "host", "none"]
+"""`none`: freed, and made anew or without content when it is needed again."""
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where each kind of memory lies during a phase. Without a GPU, device and host are the same memory and nothing moves."""
+
+    weights: Place
+    """The policy's parameters and persistent buffers (the arena)."""
+    gradients: Place
+    optimizer: Place
+    activations: Place
+    engine_weights: Place
+    kv_cache: Place
+
+
+PHASES: dict[Phase, Residency] = {
+    "load": Residency(weights="device", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="none"),
+    "logprob": Residency(
+        weights="device", gradients="none", optimizer="host", activations="device", engine_weights="none", kv_cache="none"
+    ),
+    "train": Residency(
+        weights="device", gradients="device", optimizer="device", activations="device", engine_weights="none", kv_cache="none"
+    ),
+    # Both copies of the weights are live, so everything else has left, and the KV cache comes only afterwards.
+    "refit": Residency(weights="device", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="none"),
+    "generate": Residency(
+        weights="host", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="device"
+    ),
+    # Weights are saved between a refit or a validation and the next generation: the engine keeps what it was given.
+    "checkpoint": Residency(
+        weights="device", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="none"
+    ),
+}
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    # Refit zero comes first, also in a resumed run.
+    "load": frozenset({"refit"}),
+    # After refit zero a resumed run loads its checkpoint.
+    "refit": frozenset({"load", "generate", "checkpoint"}),
+    # An engine that was restarted is refitted before it goes on.
+    "generate": frozenset({"logprob", "train", "refit", "checkpoint"}),
+    "logprob": frozenset({"train"}),
+    "train": frozenset({"refit"}),
+    "checkpoint": frozenset({"generate", "refit"}),
+}
+
+
+def enter(current: Phase | None, phase: Phase) -> Residency:
+    """What must be resident once `phase` is entered from `current`.
+
+    A process starts from None, with `load`. Entering a phase again changes nothing.
+
+    Raises:
+        ValueError: no run goes from `current` to `phase`.
+    """
+    allowed = TRANSITIONS[current] | {current} if current is not None else frozenset({"load"})
+    if phase not in allowed:
+        raise ValueError(f"phase {phase} entered from {current or 'the start'}; from there a run enters {', '.join(sorted(allowed))}")
+    return PHASES[phase]

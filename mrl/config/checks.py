@@ -1,0 +1,226 @@
+"""Rules between config keys, the model, the files and the disk, so that a bad run ends before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+from pathlib import Path
+
+from mrl.config.errors import ConfigError
+from mrl.config.layout import find_layout_problems
+from mrl.config.model import read_model
+from mrl.config.ranges import find_values_out_of_range, spell
+from mrl.config.schema import CheckpointingConfig, EnvConfig, GenerationConfig, MegatronConfig, PolicyConfig, RunConfig
+
+
+def check_config(config: RunConfig) -> None:
+    """Returns if a run of this config can start from here.
+
+    Raises:
+        ConfigError: with every problem at once: key, value, rule, way out.
+    """
+    if problems := find_problems(config):
+        raise ConfigError(problems)
+
+
+def find_problems(config: RunConfig) -> list[str]:
+    """Every problem of a config, one text each. Rules between numbers are applied once every number is in its range."""
+    out_of_range = find_values_out_of_range(config)
+    problems = out_of_range + _files(config) + _checkpointing(config.checkpointing, has_validation=config.data.validation is not None)
+    model = None
+    try:
+        model = read_model(Path(config.policy.model_name))
+    except ValueError as error:
+        problems.append(f"policy.model_name={config.policy.model_name}: {error}")
+    if out_of_range:
+        return problems
+    problems += _batch(config) + _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
+    problems += _optimizer(config)
+    if model is not None:
+        problems += find_layout_problems(config, model) + find_missing_disk(config, model.num_parameters)
+    return problems
+
+
+def _problem(key: str, value: object, rule: str, way_out: str) -> str:
+    return f"{key}={spell(value)}: {rule}; {way_out}"
+
+
+def _batch(config: RunConfig) -> list[str]:
+    problems = []
+    grpo, batch = config.grpo, config.policy.train_global_batch_size
+    rollouts = grpo.num_rollouts_per_step
+    if batch != rollouts:
+        rule = f"must equal grpo.num_prompts_per_step x grpo.num_generations_per_prompt = {rollouts}, one update a step"
+        problems.append(_problem("policy.train_global_batch_size", batch, rule, "leave it out, and it follows"))
+    dp = config.data_parallel_size
+    if dp and batch % dp:
+        rule = f"must be a multiple of the {dp} data-parallel ranks"
+        problems.append(_problem("policy.train_global_batch_size", batch, rule, "change grpo.num_prompts_per_step or the layout"))
+    if config.loss_fn.truncated_importance_sampling_ratio is not None and not config.loss_fn.use_importance_sampling_correction:
+        rule = "bounds a weight that loss_fn.use_importance_sampling_correction=false leaves out"
+        value = config.loss_fn.truncated_importance_sampling_ratio
+        problems.append(_problem("loss_fn.truncated_importance_sampling_ratio", value, rule, "set it to null, or the other to true"))
+    return problems
+
+
+def _lengths(policy: PolicyConfig) -> list[str]:
+    problems = []
+    total, generation, packing = policy.max_total_sequence_length, policy.generation, policy.sequence_packing
+    if generation.max_new_tokens >= total:
+        rule = f"must be below policy.max_total_sequence_length={total}, which holds prompt and rollout"
+        problems.append(_problem("policy.generation.max_new_tokens", generation.max_new_tokens, rule, "lower the one or raise the other"))
+    max_model_len = generation.vllm_cfg.max_model_len
+    if not generation.max_new_tokens < max_model_len <= total:
+        rule = (
+            f"must be above policy.generation.max_new_tokens={generation.max_new_tokens} "
+            f"and at most policy.max_total_sequence_length={total}"
+        )
+        problems.append(
+            _problem("policy.generation.vllm_cfg.max_model_len", max_model_len, rule, "leave it out, and it follows the latter")
+        )
+    for name, tokens in (("train_mb_tokens", packing.train_mb_tokens), ("logprob_mb_tokens", packing.logprob_mb_tokens)):
+        if tokens < total:
+            rule = f"a packed row must hold the longest sequence, policy.max_total_sequence_length={total}"
+            problems.append(_problem(f"policy.sequence_packing.{name}", tokens, rule, f"use at least {total}"))
+    return problems
+
+
+def _engine(generation: GenerationConfig, *, is_cpu: bool) -> list[str]:
+    problems = []
+    vllm = generation.vllm_cfg
+    if is_cpu and not vllm.enforce_eager:
+        rule = "CUDA graphs need GPUs, and cluster.gpus_per_node=0"
+        problems.append(_problem("policy.generation.vllm_cfg.enforce_eager", False, rule, "set it to true"))
+    if vllm.max_num_batched_tokens < vllm.max_num_seqs:
+        rule = f"every one of policy.generation.vllm_cfg.max_num_seqs={vllm.max_num_seqs} rollouts needs a token of a step"
+        key = "policy.generation.vllm_cfg.max_num_batched_tokens"
+        problems.append(_problem(key, vllm.max_num_batched_tokens, rule, f"use at least {vllm.max_num_seqs}"))
+    if any(token_id < 0 for token_id in generation.stop_token_ids or ()):
+        problems.append(_problem("policy.generation.stop_token_ids", generation.stop_token_ids, "token ids are 0 or more", "correct it"))
+    return problems
+
+
+def _optimizer(config: RunConfig) -> list[str]:
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    optimizer, scheduler = megatron.optimizer, megatron.scheduler
+    prefix, problems = "policy.megatron_cfg", _overlap(megatron)
+    if optimizer.bf16 != (policy.precision == "bfloat16"):
+        rule = f"must agree with policy.precision={policy.precision}"
+        problems.append(_problem(f"{prefix}.optimizer.bf16", optimizer.bf16, rule, f"set it to {spell(not optimizer.bf16)}"))
+    if optimizer.clip_grad != policy.max_grad_norm:
+        rule = f"must equal policy.max_grad_norm={policy.max_grad_norm:g}, which means the same"
+        problems.append(_problem(f"{prefix}.optimizer.clip_grad", optimizer.clip_grad, rule, "leave it out, and it follows"))
+    if optimizer.min_lr > optimizer.lr:
+        rule = f"must be at most {prefix}.optimizer.lr={optimizer.lr:g}"
+        problems.append(_problem(f"{prefix}.optimizer.min_lr", optimizer.min_lr, rule, "lower it"))
+    if scheduler.lr_warmup_init > optimizer.lr:
+        rule = f"must be at most {prefix}.optimizer.lr={optimizer.lr:g}"
+        problems.append(_problem(f"{prefix}.scheduler.lr_warmup_init", scheduler.lr_warmup_init, rule, "lower it"))
+    decay = config.grpo.max_num_steps if scheduler.lr_decay_iters is None else scheduler.lr_decay_iters
+    if scheduler.lr_warmup_iters >= decay:
+        rule = f"the warmup must end before the decay, at {prefix}.scheduler.lr_decay_iters (null: grpo.max_num_steps) = {decay}"
+        problems.append(_problem(f"{prefix}.scheduler.lr_warmup_iters", scheduler.lr_warmup_iters, rule, f"use at most {decay - 1}"))
+    start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
+    if end < start or (end != start and scheduler.weight_decay_incr_style == "constant"):
+        rule = (
+            f"must equal {prefix}.scheduler.start_weight_decay={start:g}, or exceed it with a weight_decay_incr_style that is not constant"
+        )
+        problems.append(_problem(f"{prefix}.scheduler.end_weight_decay", end, rule, "leave both out, and they follow the optimizer's"))
+    return problems
+
+
+def _overlap(megatron: MegatronConfig) -> list[str]:
+    ddp = megatron.distributed_data_parallel_config
+    key = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
+    if ddp.overlap_param_gather and not megatron.optimizer.use_distributed_optimizer:
+        rule = "parameters are gathered only by the distributed optimizer"
+        return [_problem(key, True, rule, "set it to false, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true")]
+    if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
+        return [
+            _problem(key, True, "Megatron overlaps both or only the reduction", "set it to false, or overlap_grad_reduce=true beside it")
+        ]
+    return []
+
+
+def _files(config: RunConfig) -> list[str]:
+    data = config.data
+    paths = {"data.train.data_path": data.train.data_path}
+    if data.validation is not None:
+        paths["data.validation.data_path"] = data.validation.data_path
+    optional = {"data.default.prompt_file": data.default.prompt_file, "data.default.system_prompt_file": data.default.system_prompt_file}
+    paths |= {key: path for key, path in optional.items() if path is not None}
+    problems = [
+        _problem(key, path, f"no such file in {Path.cwd()}", "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)")
+        for key, path in paths.items()
+        if not os.path.isfile(path)
+    ]
+    if not os.path.isdir(config.policy.tokenizer.name):
+        rule = f"no such folder in {Path.cwd()}"
+        problems.append(_problem("policy.tokenizer.name", config.policy.tokenizer.name, rule, "give the folder of the model's tokenizer"))
+    names = [field.name for field in dataclasses.fields(EnvConfig)]
+    if data.default.env_name not in names:
+        problems.append(_problem("data.default.env_name", data.default.env_name, "no such environment", f"use one of {', '.join(names)}"))
+    for key, folder in {
+        "checkpointing.checkpoint_dir": config.checkpointing.checkpoint_dir,
+        "logger.log_dir": config.logger.log_dir,
+    }.items():
+        if reason := _cannot_be_written(folder):
+            problems.append(_problem(key, folder, reason, "choose a folder that you may write"))
+    return problems
+
+
+def _cannot_be_written(folder: str) -> str | None:
+    existing = _existing_parent(folder)
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} may not be written"
+
+
+def _existing_parent(folder: str) -> Path:
+    path = Path(folder).absolute()
+    return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+
+
+def _checkpointing(checkpointing: CheckpointingConfig, *, has_validation: bool) -> list[str]:
+    problems = []
+    stage, _, metric = checkpointing.metric_name.partition(":")
+    if stage not in ("train", "val") or not metric:
+        rule = "must be train:<metric> or val:<metric>"
+        problems.append(_problem("checkpointing.metric_name", checkpointing.metric_name, rule, "write for example val:accuracy"))
+    elif stage == "val" and checkpointing.enabled and not has_validation:
+        rule = "there is no validation, because data.validation=null"
+        problems.append(_problem("checkpointing.metric_name", checkpointing.metric_name, rule, "use train:reward, or give data.validation"))
+    limit = checkpointing.checkpoint_must_save_by
+    if limit is not None and not re.fullmatch(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}", limit):
+        rule = "must be DD:HH:MM:SS after the start"
+        problems.append(_problem("checkpointing.checkpoint_must_save_by", limit, rule, "write for example 00:03:40:00"))
+    return problems
+
+
+def find_missing_disk(config: RunConfig, num_parameters: int) -> list[str]:
+    """A problem if the checkpoints still to be written, `keep_top_k` and one written aside, do not fit on their disk."""
+    checkpointing = config.checkpointing
+    if not checkpointing.enabled:
+        return []
+    weights = 2 if config.policy.precision == "bfloat16" else 4
+    optimizer = 12 if checkpointing.save_optimizer else 0  # main parameter and both moments, in float32
+    checkpoint_bytes = num_parameters * (weights + optimizer)
+    num_present = sum(1 for path in Path(checkpointing.checkpoint_dir).glob("step_*") if path.is_dir())
+    needed = checkpoint_bytes * (max(0, checkpointing.keep_top_k - num_present) + 1)
+    free = shutil.disk_usage(_existing_parent(checkpointing.checkpoint_dir)).free
+    if needed <= free:
+        return []
+    rule = (
+        f"{checkpointing.keep_top_k} checkpoints of {checkpoint_bytes / 1e9:.2f} GB and one being written need {needed / 1e9:.2f} GB more, "
+        f"{free / 1e9:.2f} GB are free"
+    )
+    return [
+        _problem(
+            "checkpointing.checkpoint_dir",
+            checkpointing.checkpoint_dir,
+            rule,
+            "free or choose another disk, or lower checkpointing.keep_top_k",
+        )
+    ]

@@ -1,0 +1,142 @@
+"""Whether the parallel layouts of trainer and engines divide the model, the batch and the cluster."""
+
+from __future__ import annotations
+
+import math
+
+from mrl.config.model import ModelSizes
+from mrl.config.ranges import spell
+from mrl.config.schema import MegatronConfig, RunConfig
+
+MAX_SUGGESTED_SIZE = 1024
+
+
+def find_layout_problems(config: RunConfig, model: ModelSizes) -> list[str]:
+    """A problem for every size that a parallel size does not divide; all numbers are in range."""
+    return (
+        _world(config) + _trainer(config.policy.megatron_cfg, model) + _stages(config.policy.megatron_cfg, model) + _engines(config, model)
+    )
+
+
+def divides(size: int, total: int) -> bool:
+    """Whether `total` can be cut into `size` equal parts; a total of 0 does not exist in the model."""
+    return total % size == 0
+
+
+def _problem(key: str, value: object, rule: str, way_out: str) -> str:
+    return f"policy.{key}={spell(value)}: {rule}; {way_out}"
+
+
+def _divisors(*totals: int) -> str:
+    """The sizes that divide all totals, as text; one total at least is not 0."""
+    largest = math.gcd(*totals)
+    common = [size for size in range(1, min(largest, MAX_SUGGESTED_SIZE) + 1) if divides(size, largest)]
+    return "use 1" if len(common) == 1 else f"use {', '.join(map(str, common[:-1]))} or {common[-1]}"
+
+
+def _world(config: RunConfig) -> list[str]:
+    megatron, cluster, policy = config.policy.megatron_cfg, config.cluster, config.policy
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    units, dense = cluster.num_units, megatron.model_parallel_size
+    unit_key = "cluster.gpus_per_node" if cluster.gpus_per_node else "cluster.cpu_units_per_node"
+    problems = []
+    if not divides(dense, units):
+        rule = (
+            f"tensor x pipeline x context parallel size = {dense} does not divide the {units} worker units (cluster.num_nodes x {unit_key})"
+        )
+        problems.append(
+            _problem("megatron_cfg.tensor_model_parallel_size", tp, rule, f"lower one of the sizes, or set {unit_key} to a multiple")
+        )
+    experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size * pp
+    if not divides(experts, units):
+        rule = f"expert x expert tensor x pipeline parallel size = {experts} does not divide the {units} worker units"
+        way_out = f"lower one of the sizes, or set {unit_key} to a multiple"
+        problems.append(_problem("megatron_cfg.expert_model_parallel_size", megatron.expert_model_parallel_size, rule, way_out))
+    if megatron.sequence_parallel and not divides(tp, policy.make_sequence_length_divisible_by):
+        rule = f"sequence parallelism cuts rows into policy.megatron_cfg.tensor_model_parallel_size={tp} parts"
+        way_out = f"use a multiple of {tp}"
+        problems.append(_problem("make_sequence_length_divisible_by", policy.make_sequence_length_divisible_by, rule, way_out))
+    return problems
+
+
+def _trainer(megatron: MegatronConfig, model: ModelSizes) -> list[str]:
+    tp, ep, etp = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    problems = _tensor_parallel("megatron_cfg.tensor_model_parallel_size", tp, model, has_replicated_groups=False)
+    if model.num_experts == 0 and ep * etp > 1:
+        problems.append(
+            _problem(
+                "megatron_cfg.expert_model_parallel_size", ep, "the model has no experts", "set it and expert_tensor_parallel_size to 1"
+            )
+        )
+        return problems
+    if not divides(ep, model.num_experts):
+        rule = f"does not divide the model's {model.num_experts} experts"
+        problems.append(_problem("megatron_cfg.expert_model_parallel_size", ep, rule, _divisors(model.num_experts)))
+    if not divides(etp, model.moe_ffn_size):
+        rule = f"does not divide the experts' width {model.moe_ffn_size}"
+        problems.append(_problem("megatron_cfg.expert_tensor_parallel_size", etp, rule, _divisors(model.moe_ffn_size)))
+    if tp == 1 and megatron.sequence_parallel:
+        rule = "sequence parallelism needs policy.megatron_cfg.tensor_model_parallel_size above 1"
+        problems.append(_problem("megatron_cfg.sequence_parallel", True, rule, "set it to false"))
+    if tp > 1 and model.num_experts and not megatron.sequence_parallel:
+        rule = f"Megatron trains experts with tensor_model_parallel_size={tp} only with sequence parallelism"
+        problems.append(_problem("megatron_cfg.sequence_parallel", False, rule, "set it to true"))
+    return problems
+
+
+def _tensor_parallel(key: str, tp: int, model: ModelSizes, *, has_replicated_groups: bool) -> list[str]:
+    groups = 0 if has_replicated_groups and model.num_mamba_groups == 1 else model.num_mamba_groups
+    totals = {
+        "attention heads": model.num_attention_heads,
+        "Mamba heads": model.num_mamba_heads,
+        "Mamba groups": groups,
+        "columns of the shared expert": model.shared_expert_ffn_size,
+    }
+    undivided = [f"{total} {name}" for name, total in totals.items() if not divides(tp, total)]
+    kv = model.num_query_groups
+    if kv and not divides(tp, kv) and not divides(kv, tp):
+        undivided.append(f"{kv} key-value heads (nor is it a multiple)")
+    rule = f"does not divide the model's {', '.join(undivided)}"
+    return [_problem(key, tp, rule, _divisors(*totals.values()))] if undivided else []
+
+
+def _stages(megatron: MegatronConfig, model: ModelSizes) -> list[str]:
+    pp = megatron.pipeline_model_parallel_size
+    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    given = [layers for layers in (first, last) if layers is not None]
+    key = "megatron_cfg.pipeline_model_parallel_size"
+    if pp == 1 and given:
+        rule = "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need several stages"
+        return [_problem(key, pp, rule, "set both to null")]
+    others, rest = pp - len(given), model.num_layers - sum(given)
+    if rest < others or (rest % others if others else rest):
+        rule = f"the {rest} layers outside given stages do not spread evenly over {others} others (the model has {model.num_layers} layers)"
+        if not given:
+            rule = f"does not divide the model's {model.num_layers} layers"
+        way_out = "set policy.megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides"
+        return [_problem(key, pp, rule, way_out)]
+    return []
+
+
+def _engines(config: RunConfig, model: ModelSizes) -> list[str]:
+    generation, cluster = config.policy.generation, config.cluster
+    vllm, prefix = generation.vllm_cfg, "generation.vllm_cfg"
+    tp, ep = vllm.tensor_parallel_size, vllm.expert_parallel_size
+    problems = _tensor_parallel(f"{prefix}.tensor_parallel_size", tp, model, has_replicated_groups=True)
+    if ep not in (1, tp):
+        rule = f"must be 1 or policy.generation.vllm_cfg.tensor_parallel_size={tp}"
+        problems.append(_problem(f"{prefix}.expert_parallel_size", ep, rule, "use one of them"))
+    if ep == 1 and not divides(tp, model.moe_ffn_size):
+        rule = f"does not divide the experts' width {model.moe_ffn_size}"
+        problems.append(_problem(f"{prefix}.tensor_parallel_size", tp, rule, f"use a divisor, or set expert_parallel_size={tp}"))
+    if not divides(tp, cluster.units_per_node):
+        rule = f"does not divide the {cluster.units_per_node} worker units of a node, and an engine fits into one"
+        problems.append(_problem(f"{prefix}.tensor_parallel_size", tp, rule, _divisors(cluster.units_per_node)))
+    elif config.num_engines * tp > cluster.num_units:
+        rule = f"engines of {tp} workers need {config.num_engines * tp} of the {cluster.num_units} worker units"
+        way_out = "lower it, or raise cluster.cpu_units_per_node"
+        problems.append(_problem("generation.num_cpu_engines", generation.num_cpu_engines, rule, way_out))
+    if vllm.max_model_len > model.max_sequence_length:
+        rule = f"the model's max_position_embeddings is {model.max_sequence_length}"
+        problems.append(_problem(f"{prefix}.max_model_len", vllm.max_model_len, rule, "lower policy.max_total_sequence_length"))
+    return problems

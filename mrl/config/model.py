@@ -1,0 +1,64 @@
+"""The numbers of a model that config rules need, read from its config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.families.registry import family
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes that parallel layouts must divide. 0 = the model has no such layer."""
+
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    num_mamba_heads: int
+    num_mamba_groups: int
+    num_experts: int
+    moe_ffn_size: int
+    shared_expert_ffn_size: int
+    max_sequence_length: int
+    num_parameters: int
+
+
+def read_model(folder: Path) -> ModelSizes:
+    """Sizes of the model in a Hugging Face folder.
+
+    Raises:
+        ValueError: config.json is missing, unreadable, incomplete, or of a model that is not supported. Says the way out, not the key.
+    """
+    path = folder / "config.json"
+    try:
+        hf_config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"no readable config.json in this folder ({type(error).__name__}); give the folder of a Hugging Face model "
+            "(`python -m mrl.prepare tiny` makes prepared/tiny/model)"
+        ) from error
+    if not isinstance(hf_config, dict):
+        raise ValueError("config.json is not a mapping; give the folder of a Hugging Face model")
+    found = family(hf_config)
+    arguments = found.megatron_arguments(hf_config)
+
+    def size(name: str) -> int:
+        value = (arguments["transformer"] | arguments["model"]).get(name, 0)
+        assert isinstance(value, int), name
+        return value
+
+    return ModelSizes(
+        num_layers=size("num_layers"),
+        num_attention_heads=size("num_attention_heads"),
+        num_query_groups=size("num_query_groups"),
+        num_mamba_heads=size("mamba_num_heads"),
+        num_mamba_groups=size("mamba_num_groups"),
+        num_experts=size("num_moe_experts"),
+        moe_ffn_size=size("moe_ffn_hidden_size"),
+        shared_expert_ffn_size=size("moe_shared_expert_intermediate_size"),
+        max_sequence_length=size("max_sequence_length"),
+        num_parameters=sum(math.prod(shape) for shape in found.canonical(hf_config).values()),
+    )

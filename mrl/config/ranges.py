@@ -1,0 +1,148 @@
+"""The range of every number of a config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mrl.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, the ends included unless open."""
+
+    low: float
+    high: float = math.inf
+    is_low_open: bool = False
+    is_high_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.is_low_open else value >= self.low
+        below = value < self.high if self.is_high_open else value <= self.high
+        return above and below and math.isfinite(value)
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.is_low_open else 'at least'} {self.low:g}"
+        return low if self.high == math.inf else f"{low} and {'below' if self.is_high_open else 'at most'} {self.high:g}"
+
+
+# A size beyond this is a slip of the keyboard; below it no product of sizes loses precision anywhere.
+POSITIVE = Range(1, 2**31)
+COUNT = Range(0, 2**31)
+ABOVE_ZERO = Range(0, is_low_open=True)
+NOT_NEGATIVE = Range(0)
+FRACTION = Range(0, 1, is_high_open=True)
+
+RANGES: dict[str, Range] = {
+    "grpo.num_prompts_per_step": POSITIVE,
+    "grpo.num_generations_per_prompt": Range(2, 2**31),
+    "grpo.max_num_steps": POSITIVE,
+    "grpo.max_num_epochs": POSITIVE,
+    "grpo.val_period": COUNT,
+    "grpo.max_val_samples": POSITIVE,
+    "grpo.seed": COUNT,
+    "grpo.async_grpo.max_trajectory_age_steps": COUNT,
+    "loss_fn.reference_policy_kl_penalty": NOT_NEGATIVE,
+    "loss_fn.kl_input_clamp_value": ABOVE_ZERO,
+    "loss_fn.kl_output_clamp_value": ABOVE_ZERO,
+    "loss_fn.ratio_clip_min": FRACTION,
+    "loss_fn.ratio_clip_max": ABOVE_ZERO,
+    "loss_fn.truncated_importance_sampling_ratio": ABOVE_ZERO,
+    "policy.train_global_batch_size": POSITIVE,
+    "policy.train_micro_batch_size": POSITIVE,
+    "policy.logprob_batch_size": POSITIVE,
+    "policy.max_total_sequence_length": Range(2, 2**31),
+    "policy.make_sequence_length_divisible_by": POSITIVE,
+    "policy.max_grad_norm": NOT_NEGATIVE,
+    "policy.refit_buffer_size_gb": ABOVE_ZERO,
+    "policy.sequence_packing.train_mb_tokens": POSITIVE,
+    "policy.sequence_packing.logprob_mb_tokens": POSITIVE,
+    "policy.sequence_packing.sequence_length_round": POSITIVE,
+    "policy.megatron_cfg.tensor_model_parallel_size": POSITIVE,
+    "policy.megatron_cfg.pipeline_model_parallel_size": POSITIVE,
+    "policy.megatron_cfg.context_parallel_size": POSITIVE,
+    "policy.megatron_cfg.expert_model_parallel_size": POSITIVE,
+    "policy.megatron_cfg.expert_tensor_parallel_size": POSITIVE,
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage": POSITIVE,
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage": POSITIVE,
+    "policy.megatron_cfg.moe_router_bias_update_rate": NOT_NEGATIVE,
+    "policy.megatron_cfg.optimizer.lr": ABOVE_ZERO,
+    "policy.megatron_cfg.optimizer.min_lr": NOT_NEGATIVE,
+    "policy.megatron_cfg.optimizer.weight_decay": NOT_NEGATIVE,
+    "policy.megatron_cfg.optimizer.adam_beta1": FRACTION,
+    "policy.megatron_cfg.optimizer.adam_beta2": FRACTION,
+    "policy.megatron_cfg.optimizer.adam_eps": ABOVE_ZERO,
+    "policy.megatron_cfg.optimizer.clip_grad": NOT_NEGATIVE,
+    "policy.megatron_cfg.scheduler.lr_decay_iters": POSITIVE,
+    "policy.megatron_cfg.scheduler.lr_warmup_iters": COUNT,
+    "policy.megatron_cfg.scheduler.lr_warmup_init": NOT_NEGATIVE,
+    "policy.megatron_cfg.scheduler.start_weight_decay": NOT_NEGATIVE,
+    "policy.megatron_cfg.scheduler.end_weight_decay": NOT_NEGATIVE,
+    "policy.generation.max_new_tokens": POSITIVE,
+    "policy.generation.temperature": ABOVE_ZERO,
+    "policy.generation.num_cpu_engines": POSITIVE,
+    "policy.generation.vllm_cfg.tensor_parallel_size": POSITIVE,
+    "policy.generation.vllm_cfg.expert_parallel_size": POSITIVE,
+    "policy.generation.vllm_cfg.gpu_memory_utilization": Range(0, 1, is_low_open=True),
+    "policy.generation.vllm_cfg.kv_cache_memory_mib": POSITIVE,
+    "policy.generation.vllm_cfg.max_model_len": Range(2, 2**31),
+    "policy.generation.vllm_cfg.max_num_seqs": POSITIVE,
+    "policy.generation.vllm_cfg.max_num_batched_tokens": POSITIVE,
+    "data.max_input_seq_length": POSITIVE,
+    "env.math.num_workers": POSITIVE,
+    "env.math.timeout_s": ABOVE_ZERO,
+    "checkpointing.keep_top_k": POSITIVE,
+    "checkpointing.save_period": POSITIVE,
+    "logger.num_val_samples_to_print": COUNT,
+    "cluster.num_nodes": POSITIVE,
+    "cluster.gpus_per_node": COUNT,
+    "cluster.cpu_units_per_node": POSITIVE,
+    "deadlines.start_s": ABOVE_ZERO,
+    "deadlines.generate_s": ABOVE_ZERO,
+    "deadlines.reward_s": ABOVE_ZERO,
+    "deadlines.train_s": ABOVE_ZERO,
+    "deadlines.refit_s": ABOVE_ZERO,
+    "deadlines.checkpoint_s": ABOVE_ZERO,
+}
+
+ONLY: dict[str, tuple[object, str]] = {
+    "grpo.max_rollout_turns": (1, "rollouts of several turns are not supported"),
+    "grpo.async_grpo.enabled": (False, "generation that runs ahead of training is not supported"),
+    "policy.sequence_packing.enabled": (True, "packed rows are the only batch format"),
+    "policy.megatron_cfg.enabled": (True, "Megatron-Core is the only training backend"),
+    "policy.megatron_cfg.context_parallel_size": (1, "context parallelism is not supported"),
+    "policy.megatron_cfg.optimizer.fp16": (False, "float16 is not supported; set policy.precision=bfloat16 or float32"),
+    "policy.generation.colocated.enabled": (True, "engines on units of their own are not supported"),
+    "policy.generation.top_p": (1.0, "the trainer's logprobs are over the whole vocabulary, the sampler's would not be"),
+    "policy.generation.top_k": (None, "the trainer's logprobs are over the whole vocabulary, the sampler's would not be"),
+    "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "engines with pipeline stages are not supported"),
+}
+"""Keys of which mrl has only one value so far, and why."""
+
+
+def value_at(config: RunConfig, key: str) -> object:
+    """The value of a dotted key; None also where its section is null."""
+    value: object = config
+    for name in key.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
+def spell(value: object) -> str:
+    """A value as YAML writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def find_values_out_of_range(config: RunConfig) -> list[str]:
+    """A problem for every number outside its range, and every value that is not supported."""
+    problems = []
+    for key, allowed in RANGES.items():
+        value = value_at(config, key)
+        if value is not None and value not in allowed:  # type: ignore[operator]  # RANGES names numbers only
+            problems.append(f"{key}={spell(value)}: must be {allowed}; choose such a number")
+    for key, (only, reason) in ONLY.items():
+        value = value_at(config, key)
+        if value != only:
+            problems.append(f"{key}={spell(value)}: {reason}; set {key}={spell(only)}")
+    return problems

@@ -1,0 +1,39 @@
+"""The environment variables that mrl reads, with their meaning; no other module looks at the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable of ours or of a library, as far as mrl reads it."""
+
+    name: str
+    manual: str
+    is_secret: bool = False
+
+    def read(self) -> str | None:
+        """The value, or None if the variable is unset or empty."""
+        return os.environ.get(self.name) or None
+
+
+HF_TOKEN = Variable("HF_TOKEN", "Hugging Face access token, used by the libraries.", is_secret=True)
+WANDB_API_KEY = Variable("WANDB_API_KEY", "Weights & Biases key, used by the library.", is_secret=True)
+
+VARIABLES: tuple[Variable, ...] = (HF_TOKEN, WANDB_API_KEY)
+
+SECRET_NAME = re.compile(r"(^|[_-])(token|secret|password|passwd|credentials?|api_?key|access_?key(_id)?)$", re.IGNORECASE)
+"""What a key or variable is called that holds a secret. Plural words (`stop_token_ids`, `max_new_tokens`) are not meant."""
+
+# Shorter values ("1", "none") would blank out unrelated text.
+MIN_SECRET_LENGTH = 6
+
+
+def secret_values() -> frozenset[str]:
+    """Values of all environment variables that hold secrets, by the table above or by their name; they must appear in no file or log."""
+    known = {variable.name for variable in VARIABLES if variable.is_secret}
+    values = (value for name, value in os.environ.items() if name in known or SECRET_NAME.search(name))
+    return frozenset(value for value in values if len(value) >= MIN_SECRET_LENGTH)
