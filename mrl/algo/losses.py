@@ -1,6 +1,6 @@
 """The policy loss of GRPO and its metrics, over one packed row. Pure torch functions. T packed tokens of a row.
 
-Every sum is divided by a count over the global batch, so that rows, micro-batches and ranks add up to the same loss however the batch is cut.
+Every sum is divided by a count over the global batch: rows, micro-batches and ranks add up to the same loss, however the batch is cut.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ RowPlan = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass
 class PackedRow:
-    """One row as model and loss see it. Position t predicts token t+1 of the same sequence: labels, masks, logprobs and advantages stand at t."""
+    """One row as model and loss see it. Position t predicts token t+1 of its sequence: label, masks, logprob and advantage stand at t."""
 
     token_ids_T: torch.Tensor
     """int64."""
@@ -65,8 +65,8 @@ def plan_rows(lengths: list[int], *, dp_size: int, row_tokens: int) -> RowPlan:
     too_long = [index for index, length in enumerate(lengths) if length > row_tokens]
     if too_long:
         raise ValueError(
-            f"sequence {too_long[0]} has {lengths[too_long[0]]} tokens, more than a packed row holds ({row_tokens}; {len(too_long)} such sequences); "
-            f"raise policy.sequence_packing.train_mb_tokens, or lower policy.max_total_sequence_length"
+            f"sequence {too_long[0]} has {lengths[too_long[0]]} tokens, more than a packed row holds ({row_tokens}; there are {len(too_long)}); "
+            f"raise policy.sequence_packing.train_mb_tokens and logprob_mb_tokens, or lower policy.max_total_sequence_length"
         )
     rank_tokens = [0] * dp_size
     rank_rows: list[list[list[int]]] = [[] for _ in range(dp_size)]
@@ -80,12 +80,12 @@ def plan_rows(lengths: list[int], *, dp_size: int, row_tokens: int) -> RowPlan:
             rank_room[rank].append(row_tokens)
         rank_rows[rank][row].append(index)
         rank_room[rank][row] -= lengths[index]
-    num_rows = max(1, *(len(rows) for rows in rank_rows)) if dp_size > 1 else max(1, len(rank_rows[0]))
+    num_rows = max(1, max(len(rows) for rows in rank_rows))
     return tuple(tuple(tuple(row) for row in rows) + ((),) * (num_rows - len(rows)) for rows in rank_rows)
 
 
 def pack_row(sequences: list[tuple[int, Rollout, float, bool]], *, divisible_by: int, pad_token_id: int) -> PackedRow:
-    """One row of `(index, rollout, advantage, is_valid)`, padded to a multiple of `divisible_by` tokens. Without sequences, a row of padding."""
+    """One row of `(index, rollout, advantage, is_valid)`, padded to a multiple of `divisible_by` tokens; without sequences, all padding."""
     lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for _, rollout, _, _ in sequences]
     num_tokens = max(1, -(-sum(lengths) // divisible_by)) * divisible_by
     padding = [num_tokens - sum(lengths)] if num_tokens > sum(lengths) else []

@@ -1,0 +1,101 @@
+"""The parent's end of one reward child: starting, asking, reading and killing it. Which item it gets is the pool's business."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mrl
+from mrl.envs.messages import encode, take_message
+
+logger = logging.getLogger(__name__)
+
+KILL_TIMEOUT_S = 10.0
+"""A killed process is gone at once, unless the kernel holds it (a dead network file system)."""
+
+
+class WorkerDied(Exception):
+    """The child closed its end or speaks no sense; it can only be replaced."""
+
+
+class Worker:
+    """One child process."""
+
+    def __init__(self, entry_point: str, *, memory_bytes: int, start_timeout_s: float) -> None:
+        """Starts the child and returns at once; its first message says that it is ready."""
+        self.item: tuple[str, str] | None = None
+        self.is_ready = False
+        self.deadline = time.monotonic() + start_timeout_s
+        self._buffer = bytearray()
+        self._socket, child_socket = socket.socketpair()
+        # A new interpreter, never a fork: the parent holds torch, Ray and threads. -P: no module of the working directory is picked up.
+        # An environment of our own: no secret of the parent reaches code that judges model output.
+        with child_socket:
+            arguments = [entry_point, str(child_socket.fileno()), str(os.getpid()), str(memory_bytes)]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "mrl.envs.child", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[child_socket.fileno()],
+                start_new_session=True,
+                cwd="/",
+                env={"PYTHONPATH": str(Path(mrl.__file__).parents[1]), "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
+            )
+
+    def fileno(self) -> int:
+        """File descriptor that becomes readable when the child answers or dies."""
+        return self._socket.fileno()
+
+    @property
+    def is_idle(self) -> bool:
+        """Ready, and without an item."""
+        return self.is_ready and self.item is None
+
+    def ask(self, item: tuple[str, str], timeout_s: float) -> None:
+        """Gives the child `(text, expected)` to score within `timeout_s`.
+
+        Raises:
+            WorkerDied: the child does not take it.
+        """
+        self.item = item
+        self.deadline = time.monotonic() + timeout_s
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.sendall(encode({"text": item[0], "expected": item[1]}))
+        except OSError as error:
+            raise WorkerDied(f"it does not read: {error}") from error
+
+    def read(self) -> dict[str, object] | None:
+        """The child's next message, or None while it is incomplete. Call when readable.
+
+        Raises:
+            WorkerDied: end of file, or bytes that are no message.
+        """
+        try:
+            data = self._socket.recv(1 << 16)
+            self._buffer += data
+            message = take_message(self._buffer)
+        except (OSError, ValueError, RecursionError) as error:
+            raise WorkerDied(str(error)) from error
+        if not data:
+            raise WorkerDied("it ended")
+        return message
+
+    def kill(self) -> int | None:
+        """Kills the child and what it started in its session, and returns the exit code (negative: a signal)."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            logger.debug("reward child %d was gone already", self._process.pid)
+        self._socket.close()
+        try:
+            return self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("reward child %d does not die within %.0f s; it is left behind", self._process.pid, KILL_TIMEOUT_S)
+            return None
