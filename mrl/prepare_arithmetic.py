@@ -1,0 +1,72 @@
+"""Additions of two-digit numbers as JSONL, in splits that share no pair of operands."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+SMALLEST, LARGEST = 10, 99
+# Answers are padded to one width, so that every rollout of the tiny run has the same few tokens.
+ANSWER_DIGITS = 3
+NUM_VALIDATION, NUM_PROBE, NUM_WARM_START = 256, 256, 1500
+
+
+@dataclass(frozen=True)
+class Addition:
+    left: int
+    right: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.left}+{self.right}="
+
+    @property
+    def answer(self) -> str:
+        return f"{self.left + self.right:0{ANSWER_DIGITS}d}"
+
+    @property
+    def swapped(self) -> Addition:
+        return Addition(self.right, self.left)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Additions by use. A pair of operands and its swap are always in the same split."""
+
+    train: list[Addition]
+    validation: list[Addition]
+    warm_start: list[Addition]
+    probe: list[Addition]
+    """Held out to tell when the warm start has done enough."""
+
+
+def split_additions(seed: int) -> Splits:
+    """All additions, dealt into splits by `seed`. Validation asks each pair in one order only, the others in both."""
+    shuffle = random.Random(seed)
+    pairs = [Addition(left, right) for left in range(SMALLEST, LARGEST + 1) for right in range(left, LARGEST + 1)]
+    shuffle.shuffle(pairs)
+    validation, rest = pairs[:NUM_VALIDATION], pairs[NUM_VALIDATION:]
+    probe, rest = rest[:NUM_PROBE], rest[NUM_PROBE:]
+    warm_start, train = rest[:NUM_WARM_START], rest[NUM_WARM_START:]
+    return Splits(
+        train=_both_orders(train, shuffle),
+        validation=[shuffle.choice((pair, pair.swapped)) for pair in validation],
+        warm_start=_both_orders(warm_start, shuffle),
+        probe=_both_orders(probe, shuffle),
+    )
+
+
+def write_splits(splits: Splits, folder: Path) -> None:
+    """Writes one JSONL file per split into `folder`, rows {"question", "answer"}."""
+    folder.mkdir(parents=True)
+    for name, additions in vars(splits).items():
+        rows = [json.dumps({"question": addition.question, "answer": addition.answer}) for addition in additions]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def _both_orders(pairs: list[Addition], shuffle: random.Random) -> list[Addition]:
+    additions = sorted({addition for pair in pairs for addition in (pair, pair.swapped)}, key=lambda addition: addition.question)
+    shuffle.shuffle(additions)
+    return additions
