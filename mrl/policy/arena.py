@@ -97,5 +97,8 @@ def _place(tensors: Iterable[Tensor]) -> tuple[dict[int, tuple[torch.UntypedStor
 @torch.no_grad()
 def _rehome(tensor: Tensor, memory: Tensor, offset: int) -> None:
     start = memory.storage_offset() + offset + tensor.storage_offset() * tensor.element_size()
-    # set_ keeps the tensor object, which the model, DDP's hooks and the optimizer know; rebinding .data of a copy would not reach them.
-    tensor.set_(memory.untyped_storage(), start // tensor.element_size(), tensor.shape, tensor.stride())
+    home = torch.tensor([], dtype=tensor.dtype, device=memory.device)
+    home.set_(memory.untyped_storage(), start // tensor.element_size(), tensor.shape, tensor.stride())
+    # Assigning .data keeps the tensor object, which model and buffers know, and its gradient accumulator, on which DDP's hooks hang;
+    # set_ on the tensor itself would give it a new accumulator, and no gradient would ever reach DDP.
+    tensor.data = home
