@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# CI: installs, then every suite that a CPU host can run, within the budgets of tests/README.md.
+#   scripts/test.sh                the parts below, at most 40 minutes
+#   scripts/test.sh --long [PART]  the tests marked long("PART"), or all of them part by part, at most 60 minutes each
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$ROOT"
+
+times=()
+failed=()
+
+# part NAME BUDGET_S COMMAND...: runs on after a failure, so that one start shows all of them.
+part() {
+    local name=$1 budget=$2 started=$SECONDS
+    shift 2
+    echo "=== $name"
+    timeout --kill-after=30 "$budget" "$@" || failed+=("$name")
+    times+=("$(printf '%-24s %5d s of %5d s' "$name" $((SECONDS - started)) "$budget")")
+}
+
+report() {
+    printf '%s\n' "=== Time" "${times[@]}"
+    if ((${#failed[@]})); then
+        echo "FAILED: ${failed[*]}"
+        exit 1
+    fi
+    echo "All parts passed"
+}
+
+if [[ "${1:-}" == --long ]]; then
+    parts=("${@:2}")
+    if ((${#parts[@]} == 0)); then
+        mapfile -t parts < <(grep -rhoP 'mark\.long\("\K[^"]+' tests --include='test_*.py' | sort -u)
+    fi
+    for name in "${parts[@]}"; do
+        part "long $name" 3600 "$PYTHON" -m pytest tests --long "$name" --durations=5
+    done
+    report
+    exit
+fi
+if (($#)); then
+    echo "usage: scripts/test.sh [--long [PART]]" >&2
+    exit 2
+fi
+
+part "ruff check" 60 "$PYTHON" -m ruff check .
+part "ruff format" 60 "$PYTHON" -m ruff format --check .
+part pyright 240 "$PYTHON" -m pyright --pythonpath "$PYTHON"
+part unit 300 "$PYTHON" -m pytest tests/unit --durations=5
+part proof 180 "$PYTHON" -m pytest tests/proof --durations=5
+part stack 900 "$PYTHON" -m pytest tests/stack --durations=10
+part faults 600 "$PYTHON" -m pytest tests/faults --durations=5
+report

@@ -1,0 +1,55 @@
+"""What every suite shares: tests marked long run only on request, and only the skips of expected_skips.txt pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
+
+skipped: list[str] = []
+
+
+def unexpected_skips(node_ids: Iterable[str], expected: str) -> list[str]:
+    """Skipped tests that no line of `expected` (a pattern of node ids, then `# reason`) names."""
+    patterns = [line.split("#")[0].strip() for line in expected.splitlines()]
+    return [node_id for node_id in node_ids if not any(fnmatchcase(node_id, pattern) for pattern in patterns if pattern)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", metavar="PART", help="run only the tests marked long(PART)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--long")
+    chosen = [item for item in items if _long_part(item) == part]
+    config.hook.pytest_deselected(items=[item for item in items if _long_part(item) != part])
+    items[:] = chosen
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        skipped.append(report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:
+        skipped.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if unexpected_skips(skipped, EXPECTED_SKIPS.read_text()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for node_id in unexpected_skips(skipped, EXPECTED_SKIPS.read_text()):
+        terminalreporter.write_line(f"FAILED {node_id}: skipped, and not listed in {EXPECTED_SKIPS.name}", red=True)
+
+
+def _long_part(item: pytest.Item) -> str | None:
+    mark = item.get_closest_marker("long")
+    return mark.args[0] if mark else None
