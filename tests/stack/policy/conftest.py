@@ -1,0 +1,17 @@
+"""What the policy's stack tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.stack.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes for up to four ranks."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()

@@ -1,0 +1,185 @@
+"""What runs on the ranks of the layout tests: loss, gradients and logprobs of a Hugging Face folder under a parallel layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from conversion.boxes import Layout, Slot
+from conversion.families.common import MegatronCoords, MegatronParallel
+from conversion.families.registry import family
+from mrl.config.schema import PolicyConfig
+from mrl.data.packing import PackedRow
+from mrl.refit.unit import box_view, live_tensors
+from tests.stack.ranks import Rank
+
+
+def policy_config(**megatron: object) -> PolicyConfig:
+    """A float32 policy with these Megatron settings, and replicated gradients, so that every rank holds whole sums."""
+    config = PolicyConfig(model_name="-", precision="float32", max_total_sequence_length=1280)
+    defaults = dict(moe_router_dtype="fp32", freeze_moe_router=False)
+    for key, value in {**defaults, **megatron}.items():
+        setattr(config.megatron_cfg, key, value)
+    config.megatron_cfg.optimizer.use_distributed_optimizer = False
+    config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather = False
+    return config
+
+
+def packed_row(sequences: list[list[int]]) -> PackedRow:
+    """A row in which every token but the first of a sequence is a generated one; its advantage grows along the row."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    tokens = torch.tensor([token for sequence in sequences for token in sequence])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    has_label = torch.ones(len(tokens))
+    has_label[bounds[1:] - 1] = 0
+    labels = torch.where(has_label.bool(), tokens.roll(-1), 0)
+    return PackedRow(
+        token_ids_T=tokens,
+        position_ids_T=torch.cat([torch.arange(length) for length in lengths.tolist()]),
+        labels_T=labels,
+        loss_mask_T=has_label,
+        generated_mask_T=has_label,
+        generator_logprobs_T=torch.zeros(len(tokens)),
+        advantages_T=torch.linspace(0.5, 2.0, len(tokens)) * has_label,
+        cu_seqlens=bounds.int(),
+        max_seqlen=int(lengths.max()),
+        sequence_indices=list(range(len(sequences))),
+    )
+
+
+def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradients, by canonical name as far as this rank holds them. Data-parallel ranks take every dp_size-th row.
+
+    The loss is the sum of advantage * logprob over all rows, divided by the number of rows.
+    """
+    from mrl.policy import parallel
+    from mrl.policy.step import TokenDistribution, _forward, _run_schedule
+
+    (chunk,), layout, tensors = _build(rank, config, folder)
+    place = parallel.coordinates()
+    distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
+
+    def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module):  # type: ignore[no-untyped-def]
+        row = next(iterator)
+
+        def loss_of(logits: torch.Tensor):  # type: ignore[no-untyped-def]
+            loss = (distribution.logprobs(logits, row.labels_T) * row.advantages_T).sum() / len(rows)
+            return loss, torch.ones((), dtype=torch.int), {"loss": loss.detach()}
+
+        return _forward(model, row), loss_of
+
+    mine = [packed_row(row) for row in rows[place.dp :: place.dp_size]]
+    chunk.zero_grad_buffer()
+    losses = [float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunk, forward_only=False)]
+    grads = {
+        Slot(name.removeprefix("module.")): parameter.main_grad for name, parameter in chunk.named_parameters() if parameter.requires_grad
+    }
+    result = _canonical(grads, layout, _shapes(folder))
+    parallel.shutdown()
+    return sum(losses), result
+
+
+def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[np.ndarray]:
+    """Log-probability of every label by row, on the last stage; every rank takes all rows."""
+    from mrl.policy import parallel
+    from mrl.policy.step import TokenDistribution, compute_logprobs
+
+    (chunk,), _, _ = _build(rank, config, folder)
+    distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
+    result = [row.numpy() for row in compute_logprobs(chunk, [packed_row(row) for row in rows], distribution)]
+    parallel.shutdown()
+    return result
+
+
+def class_origins(rank: Rank, config: PolicyConfig, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Module of the class of every part of the live model and optimizer, and what `cpu.install` replaced."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from mrl.policy import cpu, parallel
+    from mrl.policy.optimizer import build_optimizer
+
+    (chunk,), _, _ = _build(rank, config, folder)
+    optimizer = build_optimizer([chunk], config.megatron_cfg)
+    origins = {f"{type(module).__name__}": type(module).__module__ for module in chunk.modules()}
+    origins[type(optimizer).__name__] = type(optimizer).__module__
+    origins["schedule"] = get_forward_backward_func().__module__
+    parallel.shutdown()
+    return origins, dict(cpu.REPLACED)
+
+
+def _build(rank: Rank, config: PolicyConfig, folder: Path):  # type: ignore[no-untyped-def]
+    from megatron.core.utils import unwrap_model
+
+    from mrl.policy import parallel
+    from mrl.policy.model import build_model, wrap_ddp
+
+    megatron = config.megatron_cfg
+    parallel.initialize(
+        megatron,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        master_address=rank.master_address,
+        master_port=rank.master_port,
+        timeout_s=60,
+        seed=1,
+    )
+    torch.set_num_threads(1)
+
+    place = parallel.coordinates()
+    layout = family(_hf_config(folder)).megatron_layout(
+        _hf_config(folder),
+        MegatronParallel(
+            tp=megatron.tensor_model_parallel_size,
+            pp=megatron.pipeline_model_parallel_size,
+            ep=megatron.expert_model_parallel_size,
+            etp=megatron.expert_tensor_parallel_size,
+            num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
+        ),
+        MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp),
+        config.precision,
+    )
+    chunks = wrap_ddp(build_model(config, _hf_config(folder)), config)
+    tensors = live_tensors(unwrap_model(chunks[0]), 0)
+    assert tensors.keys() == layout.keys()
+    whole = _load(folder)
+    for slot, slot_layout in layout.items():
+        tensors[slot].data.zero_()
+        for piece in slot_layout.pieces:
+            box_view(tensors[slot], piece.local).copy_(box_view(whole[piece.name], piece.box).view(_lengths(piece.local)))
+    return chunks, layout, tensors
+
+
+def _canonical(grads: dict[Slot, torch.Tensor], layout: Layout, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Local gradients in whole canonical tensors; NaN where this rank holds none."""
+    result: dict[str, np.ndarray] = {}
+    for slot, grad in grads.items():
+        for piece in layout[slot].pieces:
+            whole = result.setdefault(piece.name, np.full(shapes[piece.name], np.nan, dtype=np.float32))
+            box = tuple(slice(start, stop) for start, stop in piece.box)
+            whole[box] = box_view(grad, piece.local).numpy().reshape(whole[box].shape)
+    return result
+
+
+def _lengths(box: tuple[tuple[int, int], ...]) -> list[int]:
+    return [stop - start for start, stop in box]
+
+
+def _hf_config(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def _vocab_size(folder: Path) -> int:
+    return int(str(_hf_config(folder)["vocab_size"]))
+
+
+def _load(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in _load(folder).items()}

@@ -1,0 +1,108 @@
+"""Processes that run a function as the ranks of a process group, with a deadline. They stay alive, because starting them costs seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a function needs to join the process group."""
+
+    rank: int
+    world_size: int
+    master_port: int
+    master_address: str = "127.0.0.1"
+
+
+class RankPool:
+    """Up to `num_ranks` processes. A function that fails or misses its deadline ends them all; the next call starts new ones."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._members: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def run(self, function: Callable[..., object], *args: object, world_size: int, timeout_s: float = 120) -> list:
+        """`function(rank, *args)` on ranks 0 to world_size - 1, and what each returned, in order of rank.
+
+        Function, arguments and results are pickled: module-level functions, numpy arrays instead of tensors.
+
+        Raises:
+            RuntimeError: a rank failed; carries its traceback.
+            TimeoutError: a rank did not answer within `timeout_s`.
+        """
+        assert world_size <= self._num_ranks
+        while len(self._members) < world_size:
+            self._members.append(_start())
+        connections = [connection for _, connection in self._members[:world_size]]
+        port = _free_port()
+        for rank, connection in enumerate(connections):
+            connection.send((function, Rank(rank, world_size, port), args))
+        try:
+            return _collect(connections, function.__name__, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process, connection in self._members:
+            connection.close()
+            process.kill()
+        for process, _ in self._members:
+            process.join(timeout=10)
+        self._members = []
+
+
+def _start() -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _collect(connections: list[Connection], name: str, timeout_s: float) -> list:
+    deadline = time.monotonic() + timeout_s
+    answers: dict[Connection, object] = {}
+    while len(answers) < len(connections):
+        ready = wait([connection for connection in connections if connection not in answers], timeout=max(0, deadline - time.monotonic()))
+        if not ready:
+            silent = [rank for rank, connection in enumerate(connections) if connection not in answers]
+            raise TimeoutError(f"{name}: ranks {silent} gave no answer within {timeout_s} s")
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            failure, answers[connection] = connection.recv()
+            if failure:
+                raise RuntimeError(f"{name}: rank {connections.index(connection)} failed:\n{failure}")
+    return [answers[connection] for connection in connections]
+
+
+def _serve(connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    while True:
+        try:
+            if not connection.poll(timeout=3600):
+                return
+            function, rank, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = (None, function(rank, *args))
+        except Exception:
+            answer = (traceback.format_exc(), None)
+        connection.send(answer)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
