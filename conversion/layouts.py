@@ -1,4 +1,4 @@
-"""How each kind of layer cuts canonical tensors: for a Megatron rank, for a Megatron checkpoint, for a vLLM worker. Standard library only."""
+"""How each kind of layer cuts canonical tensors: for a Megatron rank, a Megatron checkpoint, a vLLM worker. Standard library only."""
 
 from __future__ import annotations
 
@@ -276,6 +276,8 @@ class Experts:
 
     def vllm(self, expert_shard: Shard, shard: Shard) -> Cutout:
         """The tensor [local experts, ...] of a worker under vLLM's linear placement, where the first workers may hold one expert more."""
+        if expert_shard.size > len(self.experts):
+            raise ValueError(f"{expert_shard.axis}={expert_shard.size} is more than the {len(self.experts)} experts")
         base, remainder = divmod(len(self.experts), expert_shard.size)
         start = expert_shard.rank * base + min(expert_shard.rank, remainder)
         stop = start + base + (expert_shard.rank < remainder)

@@ -244,7 +244,7 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
             moe_router_num_groups=None if groups == 1 else groups,
             moe_router_group_topk=None if groups == 1 else _integer(hf_config, "topk_group", 1),
         )
-    arguments = dict(
+    arguments: dict[str, object] = dict(
         vocab_size=sizes.vocabulary,
         max_sequence_length=_integer(hf_config, "max_position_embeddings"),
         hybrid_override_pattern=sizes.pattern,
