@@ -173,16 +173,15 @@ class Exchange:
         if not receives and not sends:
             return
         deadline = time.monotonic() + self._timeout_s
-        works = dist.batch_isend_irecv(receives + sends)
-        for work in works:
-            try:
+        try:
+            for work in dist.batch_isend_irecv(receives + sends):
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                peers = {message.source_rank for message in plan.incoming} | {message.unit_rank for message in plan.outgoing}
-                raise RefitError(
-                    f"refit exchange: rank {self.rank} did not finish round {round_index} with ranks {sorted(peers)} "
-                    f"within {self._timeout_s} s: {error}"
-                ) from error
+        except RuntimeError as error:
+            sources, units = [message.source_rank for message in plan.incoming], [message.unit_rank for message in plan.outgoing]
+            raise RefitError(
+                f"refit exchange: rank {self.rank} did not finish round {round_index} within {self._timeout_s} s, "
+                f"receiving from ranks {sources} and sending to ranks {units}: {error}"
+            ) from error
 
     def _prepare(self, schedule: Schedule, round_index: int, sent: _Messages, received: _Messages, buffer: Tensor) -> _Round:
         sizes = [message.num_bytes for _, message in sent + received]

@@ -74,6 +74,7 @@ class Puller:
         self._table = handles.arena.table
         tensors = live()
         check_coverage(tensors, [pull for pulls in rounds for pull in pulls], padding)
+        # CUDA graphs and views of the model hold addresses, so writing elsewhere would change nothing that is read.
         self._addresses = {slot: tensor.data_ptr() for slot, tensor in tensors.items()}
         self._total_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._arena = open_handle(handles.arena.memory)
@@ -156,9 +157,12 @@ class Puller:
 
     def _check_addresses(self) -> None:
         tensors = self._live()
-        moved = [str(slot) for slot, address in self._addresses.items() if slot not in tensors or tensors[slot].data_ptr() != address]
-        if moved or len(tensors) != len(self._addresses):
-            raise RefitError(f"engine tensors were rebound after the refit was prepared: {', '.join(moved) or 'new ones appeared'}")
+        addresses = {slot: tensor.data_ptr() for slot, tensor in tensors.items()}
+        if addresses != self._addresses:
+            moved = sorted({str(slot) for slot, _ in addresses.items() ^ self._addresses.items()})
+            raise RefitError(
+                f"{len(moved)} engine tensors were rebound, added or lost after the refit was prepared: {', '.join(moved[:_MAX_REPORTED])}"
+            )
 
     def _check_stamps(self, round_index: int) -> None:
         current, num_written = self._parts.stamps.tolist()

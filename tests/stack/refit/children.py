@@ -1,0 +1,176 @@
+"""Child processes that stand for trainer ranks and engine workers: each runs the functions it is sent, on a state of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conversion.boxes import Box, Layout, Slot
+from conversion.reshard import Pull, Schedule
+from mrl.policy.arena import Arena
+from mrl.refit.exchange import Exchange
+from mrl.refit.pull import Puller, VerifyReport
+from mrl.refit.transforms import apply, torch_dtype
+from mrl.refit.unit import UnitHandles, box_view
+
+# Starts of processes on a busy machine take most of it.
+DEADLINE_S = 120
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class State:
+    """What a child keeps between calls."""
+
+    rank: int
+    arena: Arena
+    exchange: Exchange
+    live: dict[Slot, Tensor]
+    puller: Puller
+
+
+class Child:
+    """A process that runs `function(state, *args)` on demand."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+
+    def send(self, function: Callable, *args: object) -> None:
+        self._connection.send((function, args))
+
+    def result(self) -> object:
+        """What the function returned; its error is raised here."""
+        if not self._connection.poll(DEADLINE_S):
+            raise TimeoutError(f"child {self._process.pid} gave no result in {DEADLINE_S} s")
+        value = self._connection.recv()
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def call(self, function: Callable, *args: object) -> object:
+        self.send(function, *args)
+        return self.result()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join(DEADLINE_S)
+
+
+def call_all(children: Sequence[Child], function: Callable, *args: object) -> list[object]:
+    """Runs one function in all children at the same time; every result is awaited before an error is raised."""
+    for child in children:
+        child.send(function, *args)
+    results: list[object] = []
+    for child in children:
+        try:
+            results.append(child.result())
+        except Exception as error:
+            results.append(error)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    state = State()
+    while connection.poll(600):
+        function, args = connection.recv()
+        try:
+            connection.send(function(state, *args))
+        except Exception as error:
+            traceback.print_exc()
+            connection.send(error)
+
+
+def fill(layout: Layout, canonical: dict[str, Tensor]) -> dict[Slot, Tensor]:
+    """The tensors of a layout, built directly from canonical tensors: what any chain of copies must arrive at."""
+    tensors = {}
+    for slot, slot_layout in layout.items():
+        tensors[slot] = torch.zeros(slot_layout.shape, dtype=torch_dtype(slot_layout.dtype))
+        for piece in slot_layout.pieces:
+            local = box_view(tensors[slot], piece.local)
+            local.copy_(apply(box_view(canonical[piece.name], piece.box), piece.transform, local.dtype).view(local.shape))
+    return tensors
+
+
+# Functions of trainer ranks.
+
+
+def join_world(state: State, rank: int, world_size: int, folder: Path) -> None:
+    state.rank = rank
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=DEADLINE_S))
+
+
+def build_trainer(state: State, layouts: dict[int, Layout], canonical: dict[str, Tensor]) -> None:
+    state.arena = Arena(fill(layouts[state.rank], canonical), name=f"mrl-arena-{state.rank}")
+
+
+def train(state: State, layouts: dict[int, Layout], canonical: dict[str, Tensor]) -> None:
+    """New weights in the same memory."""
+    for slot, tensor in fill(layouts[state.rank], canonical).items():
+        state.arena.tensors()[slot].copy_(tensor)
+
+
+def prepare_exchange(state: State, schedule: Schedule, timeout_s: float) -> UnitHandles:
+    state.exchange = Exchange(state.rank, schedule, state.arena.tensors(), state.arena.handle(), timeout_s=timeout_s)
+    return state.exchange.handles()
+
+
+def exchange(state: State, round_index: int) -> None:
+    state.exchange.run(round_index)
+
+
+def flip_exchanged_byte(state: State, offset: int) -> None:
+    state.exchange._parts.boxes[offset] ^= 1
+
+
+def set_weight(state: State, slot: Slot, value: float) -> None:
+    state.arena.tensors()[slot].view(-1)[0] = value
+
+
+def bump_arena(state: State) -> None:
+    state.arena._memory.bump_epoch()
+
+
+# Functions of engine workers.
+
+
+def build_engine(state: State, layout: Layout) -> None:
+    state.live = {slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype)).fill_(float("nan")) for slot, item in layout.items()}
+
+
+def prepare_pull(state: State, rounds: list[list[Pull]], padding: dict[Slot, list[Box]], handles: UnitHandles) -> None:
+    state.puller = Puller(lambda: state.live, rounds, padding, handles)
+
+
+def pull(state: State, round_index: int) -> int:
+    return state.puller.pull(round_index)
+
+
+def verify(state: State, round_index: int) -> VerifyReport:
+    return state.puller.verify(round_index)
+
+
+def finish(state: State) -> VerifyReport:
+    return state.puller.finish()
+
+
+def live(state: State) -> dict[Slot, Tensor]:
+    # Sending a tensor to another process moves its storage to shared memory; these must stay where they are.
+    return {slot: tensor.clone() for slot, tensor in state.live.items()}
+
+
+def damage(state: State, slot: Slot, offset: int) -> None:
+    state.live[slot].view(torch.uint8).view(-1)[offset] ^= 1

@@ -1,0 +1,253 @@
+"""Refits between real processes over gloo: Megatron layouts at TP2 x DP2 x EP2 to engine layouts, through the conversion tables.
+
+Four trainer ranks and two engine workers live as long as the module; each test prepares the schedule it needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conversion.boxes import Layout, Slot
+from conversion.families.common import MegatronParallel, VllmParallel
+from conversion.families.registry import family
+from conversion.reshard import Schedule, reshard
+from mrl.refit.errors import RefitError
+from mrl.refit.pull import VerifyReport
+from mrl.refit.unit import UnitHandles
+from tests.models import save_nemotron_h
+from tests.stack.refit import children
+from tests.stack.refit.children import Child, call_all, fill
+
+WORLD_SIZE = 4
+PARALLEL = MegatronParallel(tp=2, ep=2)
+ONE_ROUND = 1 << 30
+
+
+@dataclass
+class Models:
+    """A config and two canonical checkpoints of it."""
+
+    hf_config: dict[str, object]
+    checkpoints: list[dict[str, Tensor]]
+
+    def trainers(self, dtype: str) -> dict[int, Layout]:
+        coords = [PARALLEL.coords_of(rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]
+        return {rank: family(self.hf_config).megatron_layout(self.hf_config, PARALLEL, coords[rank], dtype) for rank in range(WORLD_SIZE)}
+
+    def engines(self, tp: int, dtype: str) -> dict[int, Layout]:
+        return {worker: family(self.hf_config).vllm_layout(self.hf_config, VllmParallel(tp=tp), worker, dtype) for worker in range(tp)}
+
+
+@dataclass
+class Refit:
+    """A prepared refit: worker i of the engines is workers[i]."""
+
+    trainers: list[Child]
+    workers: list[Child]
+    sources: dict[int, Layout]
+    targets: dict[int, Layout]
+    schedule: Schedule
+    unit_of: dict[int, int]
+    handles: list[UnitHandles]
+
+    def prepare_pulls(self) -> None:
+        for target, worker in enumerate(self.workers):
+            rounds = [self.schedule.pulls(target, index) for index in range(self.schedule.num_rounds)]
+            worker.call(children.prepare_pull, rounds, self.schedule.padding(target), self.handles[self.unit_of[target]])
+
+    def round(self, index: int) -> list[int]:
+        call_all(self.trainers, children.exchange, index)
+        return [int(str(num_bytes)) for num_bytes in call_all(self.workers, children.pull, index)]
+
+    def run(self) -> list[VerifyReport]:
+        for index in range(self.schedule.num_rounds):
+            self.round(index)
+            call_all(self.workers, children.verify, index)
+        return [report for report in call_all(self.workers, children.finish) if isinstance(report, VerifyReport)]
+
+    def assert_equals(self, canonical: dict[str, Tensor]) -> None:
+        """Every live byte is what the engine's layout makes of the checkpoint, as the trainer's dtypes round it."""
+        dtypes = {piece.name: item.dtype for layout in self.sources.values() for item in layout.values() for piece in item.pieces}
+        rounded = {name: canonical[name].to(getattr(torch, dtype)) for name, dtype in dtypes.items()}
+        for target, worker in enumerate(self.workers):
+            live = worker.call(children.live)
+            assert isinstance(live, dict)
+            expected = fill(self.targets[target], rounded)
+            assert live.keys() == expected.keys()
+            for slot in expected:
+                assert torch.equal(live[slot].view(torch.uint8), expected[slot].view(torch.uint8)), slot
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folders = [save_nemotron_h(tmp_path_factory.mktemp(f"model{seed}"), seed) for seed in range(2)]
+    config = json.loads((folders[0] / "config.json").read_text())
+    return Models(config, [load_file(folder / "model.safetensors") for folder in folders])
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Child], list[Child]]]:
+    every = [Child() for _ in range(WORLD_SIZE + 2)]
+    try:
+        folder = tmp_path_factory.mktemp("world")
+        for rank in range(WORLD_SIZE):
+            every[rank].send(children.join_world, rank, WORLD_SIZE, folder)
+        for rank in range(WORLD_SIZE):
+            every[rank].result()
+        yield every[:WORLD_SIZE], every[WORLD_SIZE:]
+    finally:
+        for child in every:
+            child.stop()
+
+
+def prepare(
+    processes: tuple[list[Child], list[Child]],
+    models: Models,
+    *,
+    tp: int = 1,
+    unit_of: dict[int, int] | None = None,
+    dtypes: tuple[str, str] = ("float32", "float32"),
+    buffer_bytes: int = ONE_ROUND,
+    timeout_s: float = 30.0,
+) -> Refit:
+    """One engine of `tp` workers, or with `unit_of` as many TP1 engines as it names, refitted from checkpoint 0."""
+    sources = models.trainers(dtypes[0])
+    targets = dict.fromkeys(unit_of, models.engines(1, dtypes[1])[0]) if unit_of else models.engines(tp, dtypes[1])
+    unit_of = unit_of or {worker: worker for worker in targets}
+    schedule = reshard(sources, targets, unit_of=unit_of, buffer_bytes=buffer_bytes)
+    trainers, workers = processes[0], processes[1][: len(targets)]
+    call_all(trainers, children.build_trainer, sources, models.checkpoints[0])
+    for target, worker in enumerate(workers):
+        worker.call(children.build_engine, targets[target])
+    handles = [handle for handle in call_all(trainers, children.prepare_exchange, schedule, timeout_s) if isinstance(handle, UnitHandles)]
+    refit = Refit(trainers, workers, sources, targets, schedule, unit_of, handles)
+    refit.prepare_pulls()
+    return refit
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(tp=1),
+        dict(tp=2),
+        dict(unit_of={0: 0, 1: 0}),
+        dict(unit_of={0: 1, 1: 2}),
+        dict(tp=2, buffer_bytes=32 << 10),
+        dict(tp=1, dtypes=("bfloat16", "bfloat16")),
+        dict(tp=2, dtypes=("bfloat16", "float32")),
+    ],
+    ids=["tp1", "tp2", "two_engines_one_unit", "two_engines_two_units", "many_rounds", "bf16", "bf16_to_fp32"],
+)
+def test_the_engine_holds_the_checkpoint_after_each_refit(processes, models, case):
+    refit = prepare(processes, models, **case)
+    for report in refit.run():
+        assert report.num_bytes + report.padding_bytes == report.total_bytes
+    refit.assert_equals(models.checkpoints[0])
+    call_all(refit.trainers, children.train, refit.sources, models.checkpoints[1])
+    refit.run()
+    refit.assert_equals(models.checkpoints[1])
+
+
+def test_a_small_buffer_makes_rounds_and_bounds_the_memory(processes, models):
+    refit = prepare(processes, models, tp=2, buffer_bytes=32 << 10)
+    assert refit.schedule.num_rounds > 3
+    assert refit.schedule.exchange_bytes() <= 32 << 10
+    copied = [refit.round(index) for index in range(refit.schedule.num_rounds)]
+    assert [sum(counts) for counts in zip(*copied, strict=True)] == [refit.schedule.copied_bytes(target) for target in range(2)]
+
+
+def test_a_byte_flipped_on_its_way_is_caught(processes, models):
+    refit = prepare(processes, models)
+    call_all(refit.trainers, children.exchange, 0)
+    pull = next(pull for pull in refit.schedule.pulls(0, 0) if pull.origin == "exchange")
+    refit.trainers[0].call(children.flip_exchanged_byte, pull.offset + 5)
+    assert_one_mismatch(refit, pull.target, pull.source_rank)
+
+
+def test_a_weight_that_changes_after_its_checksum_is_caught(processes, models):
+    refit = prepare(processes, models)
+    call_all(refit.trainers, children.exchange, 0)
+    pull = next(pull for pull in refit.schedule.pulls(0, 0) if pull.origin == "arena" and pull.target.name.endswith("mixer.D"))
+    refit.trainers[0].call(children.set_weight, pull.source_slot, 7.0)
+    assert_one_mismatch(refit, pull.target, pull.source_rank)
+
+
+def assert_one_mismatch(refit: Refit, slot: Slot, source_rank: int) -> None:
+    refit.workers[0].call(children.pull, 0)
+    report = refit.workers[0].call(children.verify, 0)
+    assert isinstance(report, VerifyReport)
+    assert len(report.mismatches) == 1
+    assert report.mismatches[0].startswith(f"{slot} box") and f"source rank {source_rank} (pulled from unit rank 0)" in report.mismatches[0]
+    with pytest.raises(RefitError, match=slot.name):
+        refit.workers[0].call(children.finish)
+
+
+def test_a_live_byte_damaged_after_the_pull_is_caught_in_every_slot(processes, models):
+    refit = prepare(processes, models)
+    refit.round(0)
+    for slot in refit.targets[0]:
+        refit.workers[0].call(children.damage, slot, 0)
+    report = refit.workers[0].call(children.verify, 0)
+    assert isinstance(report, VerifyReport)
+    assert {line.removeprefix("padding of ").split(" box ")[0] for line in report.mismatches} == {str(slot) for slot in refit.targets[0]}
+
+
+def test_padding_garbage_is_caught(processes, models):
+    refit = prepare(processes, models)
+    refit.round(0)
+    slot = Slot("lm_head.weight")
+    last = torch.Size(refit.targets[0][slot].shape).numel() * 4 - 1
+    refit.workers[0].call(children.damage, slot, last)
+    with pytest.raises(RefitError, match="padding of lm_head.weight"):
+        refit.workers[0].call(children.verify, 0)
+        refit.workers[0].call(children.finish)
+
+
+def test_a_missing_box_is_caught(processes, models):
+    refit = prepare(processes, models)
+    pulls = refit.schedule.pulls(0, 0)
+    lost = next(pull for pull in pulls if pull.target.name.endswith("e_score_correction_bias"))
+    with pytest.raises(RefitError, match="e_score_correction_bias"):
+        refit.workers[0].call(
+            children.prepare_pull, [[pull for pull in pulls if pull != lost]], refit.schedule.padding(0), refit.handles[0]
+        )
+
+
+def test_stale_epochs_and_skipped_exchanges_are_refused(processes, models):
+    refit = prepare(processes, models)
+    refit.run()
+    with pytest.raises(RefitError, match="has not exchanged round 0"):
+        refit.workers[0].call(children.pull, 0)
+    call_all(refit.trainers, children.exchange, 0)
+    refit.trainers[0].call(children.bump_arena)
+    with pytest.raises(RefitError, match="stale handle"):
+        refit.workers[0].call(children.pull, 0)
+
+
+def test_an_absent_and_a_dead_trainer_rank_end_the_refit(models, tmp_path: Path):
+    trainers, worker = [Child() for _ in range(WORLD_SIZE)], Child()
+    try:
+        for rank, child in enumerate(trainers):
+            child.send(children.join_world, rank, WORLD_SIZE, tmp_path)
+        for child in trainers:
+            child.result()
+        refit = prepare((trainers, [worker]), models, timeout_s=3.0)
+        with pytest.raises(RefitError, match=r"did not finish round 0 within 3.0 s.*sending to ranks \[0\]"):
+            call_all(trainers[1:], children.exchange, 0)
+        trainers[0].stop()
+        with pytest.raises(RefitError, match="owner.*gone"):
+            worker.call(children.pull, 0)
+        # What a worker is told again after a restart of the rank fails as clearly.
+        with pytest.raises(RefitError, match="cannot map memory 'mrl-arena-0'"):
+            refit.prepare_pulls()
+    finally:
+        for child in [*trainers, worker]:
+            child.stop()
