@@ -120,7 +120,7 @@ def sequence_mean_weights(loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Weight of each token such that a weighted sum adds up the mean over tokens of every sequence, shape [T]."""
     lengths = cu_seqlens.diff().long()
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    counts = torch.zeros(len(lengths), device=loss_mask_T.device).index_add_(0, sequence_T, loss_mask_T)
+    counts = loss_mask_T.new_zeros(len(lengths)).index_add_(0, sequence_T, loss_mask_T)
     return loss_mask_T / counts.clamp(min=1.0)[sequence_T]
 
 

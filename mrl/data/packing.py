@@ -65,7 +65,7 @@ def plan_rows(lengths: list[int], *, dp_size: int, row_tokens: int) -> RowPlan:
     too_long = [index for index, length in enumerate(lengths) if length > row_tokens]
     if too_long:
         raise ValueError(
-            f"sequence {too_long[0]} has {lengths[too_long[0]]} tokens, more than a packed row holds ({row_tokens}; there are {len(too_long)}); "
+            f"sequence {too_long[0]} has {lengths[too_long[0]]} tokens, more than a packed row holds ({row_tokens}); "
             f"raise policy.sequence_packing.train_mb_tokens and logprob_mb_tokens, or lower policy.max_total_sequence_length"
         )
     rank_tokens = [0] * dp_size
