@@ -28,7 +28,7 @@ find_python() {
 }
 
 pip_install() {
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"
+    "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check "$@"
 }
 
 install_cpu() {

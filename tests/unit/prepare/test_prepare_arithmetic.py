@@ -1,0 +1,42 @@
+"""Splits of additions."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+from mrl.prepare_arithmetic import Addition, split_additions, write_splits
+
+
+def unordered(additions: list[Addition]) -> set[frozenset[int]]:
+    return {frozenset((addition.left, addition.right)) for addition in additions}
+
+
+def test_no_pair_of_operands_is_in_two_splits():
+    splits = vars(split_additions(seed=3))
+    for first, second in combinations(splits, 2):
+        assert unordered(splits[first]).isdisjoint(unordered(splits[second])), (first, second)
+
+
+def test_every_addition_of_two_digits_is_used():
+    splits = split_additions(seed=3)
+    used = set().union(*(unordered(additions) for additions in vars(splits).values()))
+    assert used == {frozenset((left, right)) for left in range(10, 100) for right in range(10, 100) if left + right < 100}
+    assert len(splits.validation) == 256
+
+
+def test_splits_follow_from_the_seed():
+    assert split_additions(seed=3) == split_additions(seed=3)
+    assert split_additions(seed=3) != split_additions(seed=4)
+
+
+def test_rows_are_questions_with_their_answers(tmp_path: Path):
+    splits = split_additions(seed=0)
+    write_splits(splits, tmp_path / "data")
+    rows = [json.loads(line) for line in (tmp_path / "data" / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == len(splits.train) == len({row["question"] for row in rows})
+    for row in rows:
+        left, right = row["question"].removesuffix("=").split("+")
+        assert int(row["answer"]) == int(left) + int(right)
+        assert (len(left), len(right), len(row["answer"])) == (2, 2, 2)
