@@ -1,0 +1,326 @@
+"""What vLLM 0.32 needs on a CPU: nemotron_h's experts, weights that a refit can write, and fp32 logprobs that do not depend on the batch.
+
+Every name that is replaced stands in REPAIRS with its reason. Never installed on GPU hosts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import vllm._custom_ops as ops
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.platforms import current_platform
+
+# The matrix kernels give rows other bits when there are few of them; from 4 rows on, multiples of 4 agree. 16 keeps a margin.
+ROW_MULTIPLE = 16
+
+# torch's vector loops take 32 floats with AVX-512; the scalar loop for the rest rounds differently.
+VECTOR_LANES = 64
+
+# Unary functions whose scalar and vector loops differ, among those that the models here use.
+TAIL_SAFE_FUNCTIONS = ("sigmoid", "silu", "softplus")
+
+
+def install() -> None:
+    """Replaces the names of REPLACED in this process. Idempotent; call it before the model is built.
+
+    Raises:
+        RuntimeError: vLLM runs on another platform here, which needs none of this.
+    """
+    global _library
+    if not current_platform.is_cpu():
+        raise RuntimeError(f"mrl.rollout.cpu is for CPU hosts, but vLLM's platform here is {current_platform.device_name}")
+    if _library is not None:
+        return
+    for repair in REPAIRS:
+        owner, name = _owner(repair.name)
+        setattr(owner, name, repair.replace(getattr(owner, name)))
+    _library = library = torch.library.Library("aten", "IMPL")
+    for name in TAIL_SAFE_FUNCTIONS:
+        library.impl(name, _tail_safe(getattr(torch.ops.aten, name).out), "CPU")
+
+
+# torch drops the kernels of a Library when it is collected.
+_library: torch.library.Library | None = None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` whose rows do not depend on how many there are."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = F.linear(_pad_rows(rows), weight, bias)[: rows.shape[0]]
+    return out.view(*x.shape[:-1], -1)
+
+
+def _pad_rows(x: Tensor) -> Tensor:
+    missing = -x.shape[0] % ROW_MULTIPLE
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _plain_linear(original: Callable[..., None]) -> Callable[..., None]:
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = linear
+
+    return dispatch
+
+
+def _allow_non_gated(original: Callable[..., None]) -> Callable[..., None]:
+    def post_init(self: object) -> None:
+        try:
+            original(self)
+        except NotImplementedError as error:
+            # The check is the last statement of the original: nothing is left undone.
+            if "is_act_and_mul=False" not in str(error):
+                raise
+
+    return post_init
+
+
+def _prefer_plain_experts(original: Callable[..., list[type]]) -> Callable[..., list[type]]:
+    def backend_to_kernel_cls(backend: object) -> list[type]:
+        classes = original(backend)
+        return [PlainExperts] if CPUUnquantizedExperts in classes else classes
+
+    return backend_to_kernel_cls
+
+
+def _activate(activation: MoEActivation, x: Tensor) -> Tensor:
+    if activation == MoEActivation.RELU2_NO_MUL:
+        return F.relu(x).square_()
+    if activation == MoEActivation.SILU:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    raise NotImplementedError(f"expert activation {activation} on CPU; supported: {PlainExperts.ACTIVATIONS}")
+
+
+class PlainExperts(CPUUnquantizedExperts):
+    """Experts in plain torch on weights as loaded: gated silu and non-gated relu^2, one group of padded rows per expert."""
+
+    isa = "torch"
+    output_alignment = 1
+    reduction_alignment = 1
+    ACTIVATIONS = (MoEActivation.SILU, MoEActivation.RELU2_NO_MUL)
+
+    @staticmethod
+    def is_supported_config(cls: type, *configuration: object) -> tuple[bool, str | None]:  # type: ignore[override]
+        """Whether these experts fit. Sizes do not matter, unlike for vLLM's packed kernel."""
+        return modular_kernel.FusedMoEExperts.is_supported_config(cls, *configuration)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in PlainExperts.ACTIVATIONS
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs nothing, so that the parameters stay what a refit writes."""
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: object,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Writes the weighted sum of each token's experts into `output`; experts of other ranks count as zero."""
+        num_tokens, num_choices = topk_ids.shape
+        expert_ids = (topk_ids if expert_map is None else expert_map[topk_ids.long()]).reshape(-1)
+        order = expert_ids.argsort(stable=True)
+        # Experts that live on other ranks have id -1 and are sorted to the front.
+        counts = torch.bincount(expert_ids + 1, minlength=w1.shape[0] + 1).tolist()
+        weights = topk_weights.reshape(-1)
+        total = torch.zeros(num_tokens, output.shape[-1], dtype=torch.float32)
+        start = counts[0]
+        for expert_index, count in enumerate(counts[1:]):
+            if count == 0:
+                continue
+            choices = order[start : start + count]
+            start += count
+            tokens = choices // num_choices
+            hidden = _activate(activation, F.linear(_pad_rows(hidden_states[tokens]), w1[expert_index]))
+            result = F.linear(hidden, w2[expert_index])[:count].float()
+            if not apply_router_weight_on_input:
+                result *= weights[choices].float().unsqueeze(-1)
+            total.index_add_(0, tokens, result)
+        output.copy_(total)
+
+
+def _tail_safe(out_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def function(x: Tensor, *args: float) -> Tensor:
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        padded = torch.zeros(x.numel() + -x.numel() % VECTOR_LANES, dtype=x.dtype)
+        padded[: x.numel()].view(x.shape).copy_(x)
+        result = torch.empty_like(padded)
+        out_function(padded, *args, out=result)
+        return result[: x.numel()].view(x.shape)
+
+    return function
+
+
+def _conv_update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def causal_conv1d_update(
+        x: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        conv_state_indices: Tensor | None = None,
+        **unused: object,
+    ) -> Tensor:
+        assert conv_state_indices is not None and activation == "silu"
+        slots = conv_state_indices.reshape(-1).long()
+        width = weight.shape[1]
+        window = torch.cat([conv_state[slots][..., : width - 1], x.unsqueeze(-1)], dim=-1).contiguous()
+        out = F.conv1d(window, weight.unsqueeze(1), bias, groups=weight.shape[0])[..., 0]
+        conv_state[slots, :, : width - 1] = window[..., 1:]
+        return F.silu(out)
+
+    return causal_conv1d_update
+
+
+def _state_update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def selective_state_update(
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        z: Tensor | None = None,
+        dt_softplus: bool = False,
+        state_batch_indices: Tensor | None = None,
+        out: Tensor | None = None,
+        **unused: object,
+    ) -> Tensor:
+        assert state_batch_indices is not None and out is not None and dt_softplus
+        slots = state_batch_indices.reshape(-1).long()
+        dt = F.softplus(dt[..., 0].float() + dt_bias[..., 0].float()).contiguous()
+        states = state[slots].float()
+        result = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+        starts = torch.arange(x.shape[0] + 1, dtype=torch.int32)
+        ops.mamba_chunk_scan_fwd_cpu(result, states, x, dt, A[:, 0, 0].contiguous(), B, C, D[:, 0].float().contiguous(), z, starts)
+        if result is not out:
+            out.copy_(result)
+        state[slots] = states.to(state.dtype)
+        return out
+
+    return selective_state_update
+
+
+class UndoGenerator(torch.Generator):
+    """A generator that can take back its last draw, in the words that vLLM's model runner uses for CUDA generators."""
+
+    before_last_draw: Tensor
+
+    def get_offset(self) -> int:
+        """Always 0: the runner only subtracts from it what one draw costs on CUDA."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Takes back the last draw, whatever `offset` says."""
+        self.set_state(self.before_last_draw)
+
+
+def _undo_generators(original: type) -> Callable[..., object]:
+    def make_request_state(*args: object, generator: torch.Generator | None = None, **kwargs: object) -> object:
+        if generator is not None:
+            undo = UndoGenerator(device="cpu")
+            undo.set_state(generator.get_state())
+            generator = undo
+        return original(*args, generator=generator, **kwargs)
+
+    return make_request_state
+
+
+def _remember_draws(original: Callable[..., object]) -> Callable[..., object]:
+    def forward_cpu(self: object, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None) -> object:
+        for generator in generators.values():
+            assert isinstance(generator, UndoGenerator)
+            generator.before_last_draw = generator.get_state()
+        return original(self, logits, generators, k, p)
+
+    return forward_cpu
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One replaced name: `replace` takes what vLLM has there and returns what stands there instead."""
+
+    name: str
+    reason: str
+    replace: Callable[..., object]
+
+
+REPAIRS = (
+    Repair(
+        "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
+        "vLLM packs linear weights for oneDNN and empties the parameter, so a refit cannot write; and few rows get other bits than many",
+        _plain_linear,
+    ),
+    Repair(
+        "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__",
+        "refuses non-gated experts (relu^2) on CPU",
+        _allow_non_gated,
+    ),
+    Repair(
+        "vllm.model_executor.layers.fused_moe.oracle.unquantized.backend_to_kernel_cls",
+        "vLLM's CPU experts pack their weights, know no relu^2, and give an expert's few rows other bits than many",
+        _prefer_plain_experts,
+    ),
+    Repair(
+        "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update",
+        "the decode kernel has other bits than the prefill kernel, so a chunk of one token or a recompute changes logprobs",
+        _conv_update,
+    ),
+    Repair(
+        "vllm.model_executor.layers.mamba.mamba_mixer2.selective_state_update",
+        "the decode kernel has other bits than the prefill kernel, so a chunk of one token or a recompute changes logprobs",
+        _state_update,
+    ),
+    Repair(
+        "vllm.v1.worker.gpu_model_runner.CachedRequestState",
+        "after a partial prefill the runner rewinds the request's generator: 'CPU Generator does not use offset'",
+        _undo_generators,
+    ),
+    Repair(
+        "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
+        "remembers each generator's state before its draw, for the rewind after a partial prefill",
+        _remember_draws,
+    ),
+)
+
+REPLACED: dict[str, str] = {repair.name: repair.reason for repair in REPAIRS} | {
+    f"torch.ops.aten.{name} (CPU kernel)": "the scalar loop over the last elements has other bits than the vector loop"
+    for name in TAIL_SAFE_FUNCTIONS
+}
+
+
+def _owner(dotted: str) -> tuple[object, str]:
+    parts = dotted.split(".")
+    class_count = 1 if parts[-2][0].isupper() else 0
+    owner: object = importlib.import_module(".".join(parts[: -1 - class_count]))
+    for name in parts[-1 - class_count : -1]:
+        owner = getattr(owner, name)
+    return owner, parts[-1]

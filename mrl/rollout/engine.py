@@ -1,0 +1,203 @@
+"""A vLLM engine driven step by step: requests in, finished rollouts out, refits and aborts between two steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from vllm import EngineArgs, LLMEngine, RequestOutput
+from vllm.inputs.engine import tokens_input
+from vllm.platforms import current_platform
+
+from conversion.boxes import Slot
+from mrl.capacity import phases
+from mrl.capacity.phases import Phase
+from mrl.config.schema import GenerationConfig
+from mrl.refit.pull import VerifyReport
+from mrl.rollout import sampler
+from mrl.rollout.messages import WorkerRefit
+from mrl.types import Rollout, RolloutRequest
+
+logger = logging.getLogger(__name__)
+
+# A worker call that takes longer hangs. The largest one copies and checks all weights of a GPU, which takes seconds.
+WORKER_TIMEOUT_S = 300.0
+
+
+class Engine:
+    """One engine: all workers of a TP group. Samples only between a completed refit and the next one.
+
+    `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start.
+    """
+
+    def __init__(self, model_dir: str, config: GenerationConfig, *, seed: int) -> None:
+        """Starts the engine with the weights of `model_dir`, read by vLLM's own loader."""
+        self._max_model_len = config.vllm_cfg.max_model_len
+        self._llm = LLMEngine.from_engine_args(engine_arguments(model_dir, config, seed=seed))
+        self._requests: dict[str, RolloutRequest] = {}
+        self._phase: Phase | None = None
+        self._awake = {"weights", "kv_cache"}
+        self._is_prepared = False
+        self._is_refitting = False
+        self.weight_version: int | None = None
+        self.num_steps = 0
+        self.num_tokens = 0
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """Ids of the requests that have neither finished nor been aborted, in the order in which they came."""
+        return list(self._requests)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of `unfinished_ids`."""
+        return len(self._requests)
+
+    def add(self, requests: Sequence[RolloutRequest]) -> None:
+        """Queues requests; they are sampled by later steps.
+
+        Raises:
+            ValueError: a request with that id is unfinished, or its prompt leaves no room for a token. Nothing is queued then.
+        """
+        twice = {request.request_id for request in requests} & self._requests.keys()
+        if twice or len({request.request_id for request in requests}) < len(requests):
+            raise ValueError(f"requests were added twice: {sorted(twice) or 'within one call'}; a request id may be unfinished only once")
+        parameters = [sampler.sampling_params(request, max_model_len=self._max_model_len) for request in requests]
+        for request, params in zip(requests, parameters, strict=True):
+            self._requests[request.request_id] = request
+            self._llm.add_request(request.request_id, tokens_input(list(request.token_ids)), params)
+
+    def step(self) -> list[Rollout]:
+        """Runs one forward pass over the running requests; the rollouts that it finished.
+
+        Raises:
+            RuntimeError: no refit has been completed yet, or one is under way.
+        """
+        if self.weight_version is None or self._is_refitting:
+            state = "is being refitted" if self._is_refitting else "has not been refitted yet"
+            raise RuntimeError(f"the engine {state}: it must not sample before set_weight_version")
+        finished = []
+        for answer in self._llm.step():
+            assert isinstance(answer, RequestOutput) and answer.finished
+            request = self._requests.pop(answer.request_id)
+            finished.append(sampler.rollout(request, answer, weight_version=self.weight_version))
+        self.num_steps += 1
+        self.num_tokens += sum(len(rollout.token_ids) for rollout in finished)
+        return finished
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drops requests and what they have sampled. Ids that have finished meanwhile are ignored."""
+        known = [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
+        self._llm.abort_request(known)
+
+    def live_layout(self) -> list[dict[Slot, tuple[tuple[int, ...], str]]]:
+        """Per worker: shape and dtype of every parameter and persistent buffer of the live model."""
+        return self._workers("live_layout")
+
+    def live_digest(self) -> list[dict[Slot, int]]:
+        """Per worker: checksum of every parameter and persistent buffer of the live model."""
+        return self._workers("live_digest")
+
+    def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
+        """Hands each worker its part of the schedule, in the order of TP ranks.
+
+        Raises:
+            RefitError: the schedule does not write every live element exactly once, or memory of a trainer rank cannot be mapped.
+        """
+        self._workers("prepare_refit", list(workers))
+        self._is_prepared = True
+
+    def pull(self, round_index: int) -> int:
+        """Copies one round into the live model; the bytes written, over all workers. The engine refuses to step from here on.
+
+        Raises:
+            RefitError: see `Puller.pull`.
+        """
+        self._is_refitting = True
+        return sum(self._workers("pull_round", round_index))
+
+    def verify(self, round_index: int) -> list[VerifyReport]:
+        """Per worker: live bytes of one round against the trainer's checksums."""
+        return self._workers("verify_round", round_index)
+
+    def set_weight_version(self, version: int) -> list[VerifyReport]:
+        """Completes a refit: from here on the engine samples, from weights of this version. Per worker: what was verified.
+
+        Cached keys and values of older weights are dropped; running requests compute theirs again.
+        An engine that was never prepared for refits takes the weights that it has loaded for this version, and reports nothing.
+
+        Raises:
+            RefitError: a box differs, or not every live byte was verified since the last refit.
+            RuntimeError: nothing was pulled since the last refit.
+        """
+        reports: list[VerifyReport] = []
+        if self._is_prepared:
+            if not self._is_refitting:
+                raise RuntimeError(f"weight version {version}: nothing was pulled since version {self.weight_version}")
+            reports = self._workers("finish_refit")
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._is_refitting = False
+        self.weight_version = version
+        return reports
+
+    def enter(self, phase: Phase) -> None:
+        """Gives back or takes GPU memory as the phase table says. On CPU hosts nothing moves.
+
+        Raises:
+            ValueError: no run goes from the current phase to this one.
+        """
+        place = phases.enter(self._phase, phase)
+        self._phase = phase
+        if current_platform.is_cpu():
+            return
+        wanted = {tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"}
+        if self._awake - wanted:
+            # Level 1 keeps the values of the weights on the host, level 2 drops them.
+            self._llm.sleep(level=1 if "weights" in wanted else 2)
+            self._awake = set()
+        if wanted - self._awake:
+            self._llm.wake_up(tags=sorted(wanted - self._awake))
+        self._awake = wanted
+
+    def shutdown(self) -> None:
+        """Ends the engine and its worker processes."""
+        self._llm.engine_core.shutdown()
+
+    def _workers(self, method: str, *arguments: object) -> list:
+        return self._llm.collective_rpc(method, timeout=WORKER_TIMEOUT_S, args=arguments)
+
+
+def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int) -> EngineArgs:
+    """vLLM's arguments for an engine; `vllm_kwargs` of the configuration have the last word."""
+    vllm_cfg = config.vllm_cfg
+    arguments: dict[str, object] = {
+        "model": model_dir,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "seed": seed,
+        "dtype": vllm_cfg.precision,
+        "load_format": vllm_cfg.load_format,
+        "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
+        "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
+        "distributed_executor_backend": "mp" if vllm_cfg.tensor_parallel_size > 1 else "uni",
+        "worker_extension_cls": "mrl.rollout.worker.RefitWorker",
+        "max_model_len": vllm_cfg.max_model_len,
+        "max_num_seqs": vllm_cfg.max_num_seqs,
+        "max_num_batched_tokens": vllm_cfg.max_num_batched_tokens,
+        "enforce_eager": vllm_cfg.enforce_eager,
+        # Logprobs of the distribution that tokens are drawn from, after temperature.
+        "logprobs_mode": "processed_logprobs",
+        # The result of a step must be there when it returns: refits and aborts come between two steps.
+        "async_scheduling": False,
+        "disable_log_stats": True,
+    }
+    return EngineArgs(**(arguments | _platform_arguments(config) | dict(config.vllm_kwargs)))  # type: ignore[arg-type]
+
+
+def _platform_arguments(config: GenerationConfig) -> Mapping[str, object]:
+    if current_platform.is_cpu():
+        # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
+        return {"kv_cache_memory_bytes": config.vllm_cfg.kv_cache_memory_mib << 20, "enable_prefix_caching": False}
+    # Other expert kernels reorder the weights at load time, which a refit in place cannot follow.
+    return {"gpu_memory_utilization": config.vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": True, "moe_backend": "triton"}

@@ -1,0 +1,29 @@
+"""Environment of a process that runs a vLLM engine. Importable without vLLM: the cluster layer sets it before the process starts."""
+
+from __future__ import annotations
+
+
+def engine_environment(*, has_gpu: bool, num_threads: int = 1) -> dict[str, str]:
+    """Variables that vLLM and torch must find when an engine process starts, by name.
+
+    `num_threads` is the size of torch's thread pool in each engine worker on CPU hosts.
+    """
+    common = {
+        # The engine core lives in the actor, so that refits and aborts happen between two of its steps.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # Models are local folders; without this a missing optional file is asked for over the network.
+        "HF_HUB_OFFLINE": "1",
+    }
+    if has_gpu:
+        return common
+    return common | {
+        # The sampler is torch.compile'd: 8-11 s on the first step for nothing at these sizes.
+        "TORCHDYNAMO_DISABLE": "1",
+        # With more than one thread the split of the KV loop follows the batch, and logprobs with it.
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
+        # Binding workers to NUMA nodes refuses more workers than nodes.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(num_threads),
+    }

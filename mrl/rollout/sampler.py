@@ -1,0 +1,62 @@
+"""How a rollout request is put to vLLM, and how vLLM's answer becomes a rollout."""
+
+from __future__ import annotations
+
+import numpy as np
+from vllm import RequestOutput, SamplingParams
+from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
+
+from mrl.types import FinishReason, Rollout, RolloutRequest
+
+_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingParams:
+    """vLLM's parameters for a request: its own seed, exactly its stop tokens, logprobs of the drawn tokens, answer only when finished.
+
+    Raises:
+        ValueError: the prompt leaves no room for a token.
+    """
+    room = max_model_len - len(request.token_ids)
+    if room < 1:
+        raise ValueError(
+            f"prompt {request.prompt_id} has {len(request.token_ids)} tokens, but prompt and rollout share"
+            f" policy.generation.vllm_cfg.max_model_len={max_model_len}; raise it or set data.max_input_seq_length"
+        )
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        max_tokens=min(sampling.max_new_tokens, room),
+        seed=request.seed,
+        # The model folder's own end-of-sequence ids count only where the request lists them.
+        ignore_eos=True,
+        stop_token_ids=list(sampling.stop_token_ids),
+        # 0 alternatives: the drawn token alone.
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def rollout(request: RolloutRequest, answer: RequestOutput, *, weight_version: int) -> Rollout:
+    """The rollout in a finished answer of vLLM.
+
+    Raises:
+        RuntimeError: vLLM ended the request for a reason that is no rollout.
+    """
+    completion = answer.outputs[0]
+    finish_reason = _FINISH_REASONS.get(completion.finish_reason)
+    if finish_reason is None:
+        raise RuntimeError(f"vLLM ended request {request.request_id} with finish reason {completion.finish_reason!r}")
+    assert isinstance(completion.logprobs, FlatLogprobs)
+    return Rollout(
+        request=request,
+        weight_version=weight_version,
+        token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+        generator_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+        finish_reason=finish_reason,
+    )

@@ -1,0 +1,76 @@
+"""Logprobs of given sequences by transformers' forward pass: the independent source for engines and trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import NemotronHForCausalLM
+
+# DESIGN: a token counts where no router choice of its position could flip from rounding alone.
+MIN_ROUTER_MARGIN = 1e-5
+MAX_EXCLUDED = 1e-3
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What transformers says of the generated part of one sequence."""
+
+    logprobs: np.ndarray
+    """float32 [L]: of each generated token, given all tokens before it."""
+    margins: np.ndarray
+    """float32 [L]: over the MoE layers, the smallest lead of the last chosen expert, at the position that predicts the token."""
+
+
+def hf_scores(model: NemotronHForCausalLM, prompt: Sequence[int], generated: Sequence[int]) -> Scores:
+    """Scores of `generated` after `prompt`. The model must have been through `models.unclamp_dt`."""
+    margins: list[torch.Tensor] = []
+
+    def note_margin(router: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        hidden = arguments[0].reshape(-1, arguments[0].shape[-1]).float()
+        scores = torch.sigmoid(hidden @ router.weight.float().T) + router.e_score_correction_bias
+        best = scores.topk(model.config.num_experts_per_tok + 1, dim=-1).values
+        margins.append(best[:, -2] - best[:, -1])
+
+    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    handles = [router.register_forward_pre_hook(note_margin) for router in routers]
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[*prompt, *generated]])).logits[0].float()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(margins) == len(routers) > 0
+    positions = slice(len(prompt) - 1, len(prompt) + len(generated) - 1)
+    targets = torch.tensor(generated).unsqueeze(-1)
+    logprobs = logits[positions].log_softmax(dim=-1).gather(-1, targets).squeeze(-1)
+    return Scores(logprobs.numpy(), torch.stack(margins).amin(dim=0)[positions].numpy())
+
+
+@dataclass
+class Parity:
+    """Collects comparisons with `hf_scores` and judges them together."""
+
+    num_tokens: int = 0
+    num_excluded: int = 0
+    num_wrong: int = 0
+    max_difference: float = 0.0
+
+    def add(self, logprobs: np.ndarray, scores: Scores) -> None:
+        """Compares logprobs of one sequence: |d| <= 1e-5 + 1e-6 |logprob| on every token with a safe router margin."""
+        assert logprobs.shape == scores.logprobs.shape
+        is_safe = scores.margins >= MIN_ROUTER_MARGIN
+        difference = np.abs(logprobs.astype(np.float64) - scores.logprobs)[is_safe]
+        bound = 1e-5 + 1e-6 * np.abs(scores.logprobs)[is_safe]
+        self.num_tokens += len(is_safe)
+        self.num_excluded += int((~is_safe).sum())
+        self.num_wrong += int((difference > bound).sum())
+        self.max_difference = max(self.max_difference, float(difference.max(initial=0.0)))
+
+    def check(self, *, min_tokens: int) -> None:
+        """Asserts that no token was wrong, few were left out, and enough were compared."""
+        assert self.num_tokens >= min_tokens, self
+        assert self.num_excluded <= MAX_EXCLUDED * self.num_tokens, self
+        assert self.num_wrong == 0, self

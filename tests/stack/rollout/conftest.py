@@ -1,0 +1,63 @@
+"""Engines for the tests of this folder, all in the pytest process, one alive at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from mrl.config.schema import GenerationConfig, VllmConfig
+from mrl.rollout.environment import engine_environment
+from tests import models
+from tests.rollouts import MAX_MODEL_LEN, StartEngine
+
+if TYPE_CHECKING:
+    from mrl.rollout.engine import Engine
+
+# Before anything imports vLLM.
+os.environ.update(engine_environment(has_gpu=False))
+
+# torch may have been imported already, and then does not look at OMP_NUM_THREADS any more. vLLM forbids this call later.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Gives the folder of the tiny checkpoint with a seed."""
+    folders: dict[int, Path] = {}
+
+    def folder(seed: int) -> Path:
+        if seed not in folders:
+            folders[seed] = models.save_nemotron_h(tmp_path_factory.mktemp("model"), seed)
+        return folders[seed]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
+    """Starts an engine on the checkpoint with a seed; ends the one before it."""
+    alive: list[Engine] = []
+
+    def stop() -> None:
+        while alive:
+            alive.pop().shutdown()
+        gc.collect()
+
+    def start(model_seed: int = 0, **vllm_cfg: int) -> Engine:
+        from mrl.rollout.engine import Engine
+
+        stop()
+        limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 2048} | vllm_cfg
+        settings = dataclasses.replace(VllmConfig(precision="float32", enforce_eager=True), **limits)
+        alive.append(Engine(str(checkpoint(model_seed)), GenerationConfig(max_new_tokens=16, vllm_cfg=settings), seed=1))
+        return alive[0]
+
+    yield start
+    stop()

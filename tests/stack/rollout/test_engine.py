@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests import models
+from tests.parity import Parity, hf_scores
+from tests.rollouts import MAX_MODEL_LEN, StartEngine, differences, random_requests, request, run
+
+if TYPE_CHECKING:
+    from mrl.rollout.engine import Engine
+    from mrl.types import Rollout
+
+REQUESTS = random_requests(24)
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: StartEngine) -> Engine:
+    engine = start_engine(0)
+    with pytest.raises(RuntimeError, match="has not been refitted yet"):
+        engine.step()
+    engine.set_weight_version(0)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, Rollout]:
+    rollouts = {}
+    for one in REQUESTS:
+        rollouts |= run(engine, [one])
+    return rollouts
+
+
+def test_the_engine_is_vllms_and_the_replaced_names_are_listed(engine: Engine) -> None:
+    import vllm
+
+    from mrl.rollout import cpu
+
+    model = engine._llm.model_executor.driver_worker.get_model()
+    assert type(engine._llm) is vllm.LLMEngine
+    classes = {type(module) for module in model.modules()}
+    ours = {cls for cls in classes if cls.__module__.startswith("mrl")}
+    print("\n".join(f"replaced: {name}: {reason}" for name, reason in cpu.REPLACED.items()))
+    assert type(model).__module__ == "vllm.model_executor.models.nemotron_h"
+    assert not ours
+
+
+def test_same_bits_again(engine: Engine, alone: dict[str, Rollout]) -> None:
+    assert differences(alone, {key: value for one in REQUESTS for key, value in run(engine, [one]).items()}) == []
+
+
+def test_same_bits_together(engine: Engine, alone: dict[str, Rollout]) -> None:
+    assert differences(alone, run(engine, REQUESTS)) == []
+
+
+def test_same_bits_shuffled_and_staggered(engine: Engine, alone: dict[str, Rollout]) -> None:
+    rng = random.Random(3)
+    arrivals: dict[int, list] = {}
+    for one in rng.sample(REQUESTS, len(REQUESTS)):
+        arrivals.setdefault(rng.randrange(20), []).append(one)
+    assert differences(alone, run(engine, arrivals)) == []
+
+
+def test_seeds(engine: Engine) -> None:
+    prompt = list(range(20))
+    first = run(engine, [request(prompt, rollout_index=i) for i in range(8)])
+    second = run(engine, [request(prompt, rollout_index=i) for i in range(8)])
+    assert differences(first, second) == []
+    assert len({rollout.token_ids.tobytes() for rollout in first.values()}) == 8
+
+
+def test_stop_token_ends_and_belongs_to_the_rollout(engine: Engine) -> None:
+    free = run(engine, [request(range(9))])["0/p/0"]
+    stop = int(free.token_ids[5])
+    end = free.token_ids.tolist().index(stop) + 1
+    stopped = run(engine, [request(range(9), stop_token_ids=(stop,))])["0/p/0"]
+    assert (stopped.finish_reason, free.finish_reason) == ("stop", "length")
+    assert np.array_equal(stopped.token_ids, free.token_ids[:end])
+    assert np.array_equal(stopped.generator_logprobs, free.generator_logprobs[:end])
+
+
+def test_end_of_sequence_counts_only_where_listed(engine: Engine) -> None:
+    eos = models.TINY_NEMOTRON_H["eos_token_id"]
+    rollouts = run(engine, [request(range(9), rollout_index=i, max_new_tokens=200) for i in range(32)])
+    assert all(len(rollout.token_ids) == 200 for rollout in rollouts.values())
+    assert any(eos in rollout.token_ids for rollout in rollouts.values())
+
+
+def test_aborted_requests_vanish_and_others_keep_their_bits(engine: Engine, alone: dict[str, Rollout]) -> None:
+    engine.add(REQUESTS[:3])
+    assert engine.step() == []
+    engine.abort([REQUESTS[1].request_id, "unknown"])
+    kept = [REQUESTS[0].request_id, REQUESTS[2].request_id]
+    assert engine.unfinished_ids == kept
+    assert differences({key: alone[key] for key in kept}, run(engine, [])) == []
+
+
+def test_rollouts_end_at_the_context(engine: Engine) -> None:
+    rollout = run(engine, [request([7] * (MAX_MODEL_LEN - 4))])["0/p/0"]
+    assert (len(rollout.token_ids), rollout.finish_reason) == (4, "length")
+    with pytest.raises(ValueError, match=f"max_model_len={MAX_MODEL_LEN}"):
+        engine.add([request([7] * MAX_MODEL_LEN)])
+    assert engine.num_unfinished == 0
+
+
+def test_a_request_id_is_unfinished_only_once(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="added twice"):
+        engine.add([request([1, 2]), request([1, 2])])
+    engine.add([request([1, 2])])
+    with pytest.raises(ValueError, match="added twice"):
+        engine.add([request([1, 2])])
+    engine.abort(engine.unfinished_ids)
+
+
+def test_same_bits_chunked_and_preempted(start_engine: StartEngine, alone: dict[str, Rollout]) -> None:
+    # Prompts of up to 60 tokens in chunks of at most 11, some of them a single token.
+    engine = start_engine(0, max_num_seqs=8, max_num_batched_tokens=11)
+    engine.set_weight_version(0)
+    assert differences(alone, run(engine, REQUESTS)) == []
+
+
+def test_logprobs_are_those_of_transformers(start_engine: StartEngine) -> None:
+    parity = Parity()
+    for seed in range(3):
+        engine = start_engine(seed)
+        engine.set_weight_version(0)
+        oracle = models.nemotron_h(seed)
+        for rollout in run(engine, random_requests(32, lengths=(3, 120), max_new_tokens=24, seed=seed)).values():
+            parity.add(rollout.generator_logprobs, hf_scores(oracle, rollout.request.token_ids, rollout.token_ids.tolist()))
+    print(parity)
+    parity.check(min_tokens=2000)
