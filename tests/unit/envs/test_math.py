@@ -1,0 +1,76 @@
+import pytest
+
+from mrl.envs.math import score
+
+RIGHT = [
+    ("46", "46", "46"),
+    ("46", "046", "46"),  # a model of fixed width pads with zeros
+    ("046", "46", "46"),
+    ("046", "046\n", "46"),
+    ("46", "0046", "46"),
+    ("1200", "1,200", "1200"),
+    ("1000000", "so 1,000,000", "1000000"),
+    ("72", "She sold 48 + 24 = 72 clips.\n#### 72", "72"),
+    ("72", "the answer is 72.", "72"),
+    ("18", "$18", "18"),
+    ("18", "She makes 18 dollars a day.", "18"),
+    ("46", "\\boxed{46}", "46"),
+    ("46", "I think 12, then \\boxed{46}.", "46"),
+    ("-3", "-3", "-3"),
+    ("-3", "\\boxed{-3}", "-3"),
+    ("0.5", "1/2", "1/2"),
+    ("1/2", "0.5", "0.5"),
+    ("1/2", "\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+    ("\\frac{3}{4}", "0.75", "0.75"),
+    ("100", "100.0", "100.0"),
+    ("50\\%", "50%", "50"),
+    ("3\\sqrt{2}", "\\boxed{3\\sqrt2}", "3\\sqrt{2}"),
+    ("x+1", "\\boxed{1+x}", "1+x"),
+    ("2x", "\\boxed{x+x}", "x+x"),
+    ("(1,2)", "\\boxed{(1,2)}", "(1,2)"),
+    ("0", "0", "0"),
+    ("46", "12+34=46", "46"),
+]
+WRONG = [
+    ("46", "47"),
+    ("46", "46.5"),
+    ("46", "-46"),
+    ("3", "-3"),
+    ("-3", "3"),
+    ("46", "0"),
+    ("46", ""),
+    ("46", "no number here"),
+    ("46", "04 6"),
+    ("46", "460"),
+    ("1200", "1.2"),
+    ("1/2", "1/3"),
+    ("1/2", "2"),
+    ("46", "\\boxed{}"),
+    ("46", "\\boxed{47} not 46"),
+    ("46", "\x00\x01\ufffd"),
+    ("x+1", "\\boxed{x-1}"),
+    ("(1,2)", "\\boxed{(2,1)}"),
+    ("46", "\\frac{"),
+]
+
+
+@pytest.mark.parametrize(("expected", "text", "extracted"), RIGHT)
+def test_right_answers(expected: str, text: str, extracted: str):
+    assert score(text, expected) == (1.0, extracted)
+
+
+@pytest.mark.parametrize(("expected", "text"), WRONG)
+def test_wrong_answers(expected: str, text: str):
+    reward, extracted = score(text, expected)
+    assert reward == 0.0
+    assert isinstance(extracted, str)
+
+
+def test_words_compare_as_text():
+    assert score("\\boxed{north}", "north") == (1.0, "north")
+    assert score("\\boxed{south}", "north") == (0.0, "south")
+
+
+def test_an_expected_answer_that_says_nothing_is_an_error():
+    with pytest.raises(ValueError, match="cannot be parsed"):
+        score("46", "")

@@ -1,0 +1,206 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.envs import pool as pool_module
+from mrl.envs.pool import RewardPool
+
+HOSTILE = "tests.unit.envs.hostile:score"
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(HOSTILE, num_workers=2, timeout_s=2.0, memory_bytes=1 << 28) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        ("hang", "timeout"),
+        ("spin", "timeout"),
+        ("fork", "timeout"),
+        ("exit", "crash"),
+        ("segv", "crash"),
+        ("garbage", "crash"),
+        ("huge", "crash"),
+        ("bomb", "error"),
+        ("grow", "error"),
+        ("raise", "error"),
+        ("sys.exit", "error"),
+        ("recursion", "error"),
+        ("nan", "error"),
+        ("inf", "error"),
+        ("none", "error"),
+        ("str", "error"),
+        ("bool", "error"),
+        ("no tuple", "error"),
+        ("bad extracted", "error"),
+        ("object", "error"),
+    ],
+)
+def test_a_fault_costs_one_verdict(pool: RewardPool, fault: str, status: str):
+    before = pool.counts[status]
+    good = [(f"{fault} {i}", f"{fault} {i % 2}") for i in range(4)]
+    verdicts = pool.score([good[0], (fault, "x"), *good[1:]])
+    assert (verdicts[1].status, verdicts[1].is_valid, verdicts[1].text) == (status, False, fault)
+    rest = [verdicts[0], *verdicts[2:]]
+    assert [(verdict.status, verdict.reward, verdict.extracted) for verdict in rest] == [
+        ("ok", float(text == expected), text) for text, expected in good
+    ]
+    assert pool.counts[status] == before + 1
+
+
+def test_many_faults_at_once(pool: RewardPool):
+    items = [("exit", str(i)) for i in range(3)] + [(f"many {i}", f"many {i}") for i in range(20)] + [("hang", "y")]
+    verdicts = pool.score(items)
+    assert [verdict.status for verdict in verdicts] == ["crash"] * 3 + ["ok"] * 20 + ["timeout"]
+
+
+def test_prints_of_a_reward_function_do_no_harm(pool: RewardPool):
+    assert pool.score([("print", "print")])[0].reward == 1.0
+
+
+def test_long_and_odd_texts_arrive(pool: RewardPool):
+    texts = ["x" * 3_000_000, "", "\x00", "\ud800", "ä€🙂", "0.1\n"]
+    assert [verdict.extracted for verdict in pool.score([(text, text) for text in texts])] == texts
+
+
+def test_equal_items_are_scored_once(pool: RewardPool):
+    before = pool.counts["cached"]
+    assert pool.score([("twin", "twin")] * 5 + [("twin", "other")])[4].reward == 1.0
+    assert pool.counts["cached"] == before + 4
+    pool.score([("twin", "twin")])
+    assert pool.counts["cached"] == before + 5
+
+
+def test_faults_are_not_remembered(pool: RewardPool):
+    before = pool.counts["crash"]
+    pool.score([("exit", "z")] * 2)
+    pool.score([("exit", "z")])
+    assert pool.counts["crash"] == before + 3
+
+
+def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pool_module, "MAX_CACHED_VERDICTS", 3)
+    with RewardPool(HOSTILE, num_workers=1, timeout_s=5.0) as pool:
+        items = [(f"bounded {i}", "") for i in range(5)]
+        pool.score(items)
+        pool.score(items[2:])
+        assert pool.counts["cached"] == 3
+        assert [verdict.text for verdict in pool.score(items)] == [text for text, _ in items]
+
+
+def test_what_is_not_begun_in_time_is_a_timeout():
+    with RewardPool(HOSTILE, num_workers=1, timeout_s=0.5) as pool:
+        verdicts = pool.score([("hang", "a"), ("hang", "b"), ("hang", "c"), ("late", "late")], timeout_s=0.2)
+    assert [verdict.status for verdict in verdicts] == ["timeout"] * 4
+
+
+def test_a_child_that_dies_idle_costs_nothing(pool: RewardPool):
+    pool.score([("before", "before")])
+    for child in children(os.getpid()):
+        os.kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(state(child) not in "Z" for child in children(os.getpid())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pool.score([("after", "after")])[0].status == "ok"
+
+
+def test_children_that_cannot_start_are_an_error():
+    with pytest.raises(RuntimeError, match="no_such_module.*does not start.*3 times"):
+        RewardPool("no_such_module:score", num_workers=1, timeout_s=1.0)
+
+
+def test_a_closed_pool_refuses():
+    pool = RewardPool(HOSTILE, num_workers=1, timeout_s=1.0)
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.score([("a", "a")])
+
+
+def test_the_grandchild_of_a_killed_child_is_gone():
+    with RewardPool(HOSTILE, num_workers=1, timeout_s=0.5) as pool:
+        (child,) = [pid for pid in children(os.getpid()) if os.getpgid(pid) == pid and session_is_ours(pid, pool)]
+        pool.score([("fork", "")])
+        deadline = time.monotonic() + 10
+        while members(child) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert members(child) == []
+
+
+def test_children_die_with_their_parent():
+    code = f"from mrl.envs.pool import RewardPool; RewardPool({HOSTILE!r}, num_workers=2, timeout_s=9).score([('spin', '')])"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while len(spinning(parent.pid)) < 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    orphans = children(parent.pid)
+    assert len(orphans) == 2
+    parent.kill()
+    parent.wait(10)
+    while any(is_alive(pid) for pid in orphans) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(is_alive(pid) for pid in orphans)
+
+
+def test_a_child_is_small():
+    code = "import sys, mrl.envs.child, mrl.envs.math; print(*sorted({'torch', 'ray', 'vllm', 'transformers'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_mathematics_end_to_end():
+    with RewardPool("mrl.envs.math:score", num_workers=1, timeout_s=5.0) as pool:
+        verdicts = pool.score([("046", "46"), ("47", "46"), ("9^9^9^9^9", "3"), ("46", ""), ("\\boxed{\\frac12}", "0.5")])
+    assert [(verdict.status, verdict.reward) for verdict in verdicts] == [
+        ("ok", 1.0),
+        ("ok", 0.0),
+        ("timeout", 0.0),
+        ("error", 0.0),
+        ("ok", 1.0),
+    ]
+
+
+def stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def state(pid: int) -> str:
+    return stat(pid)[0] if stat(pid) else "Z"
+
+
+def is_alive(pid: int) -> bool:
+    return state(pid) != "Z"
+
+
+def processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def children(parent: int) -> list[int]:
+    return [pid for pid in processes() if (fields := stat(pid)) and int(fields[1]) == parent]
+
+
+def members(group: int) -> list[int]:
+    return [pid for pid in processes() if (fields := stat(pid)) and int(fields[2]) == group and is_alive(pid)]
+
+
+def spinning(parent: int) -> list[int]:
+    """Children that have used more CPU time than a start takes, in clock ticks."""
+    return [pid for pid in children(parent) if (fields := stat(pid)) and int(fields[11]) > 30]
+
+
+def session_is_ours(pid: int, pool: RewardPool) -> bool:
+    return pid in [worker._process.pid for worker in pool._workers]
