@@ -132,7 +132,9 @@ class Exchange:
         self._timeout_s = timeout_s
         self._arena = arena
         self._num_checksums = schedule.num_checksums(rank)
-        self._memory = SharedMemory.create(ExchangeMemory.num_bytes(self._num_checksums, schedule.exchange_bytes()), f"mrl-exchange-{rank}")
+        # A rank without engine workers on its unit only sends.
+        box_bytes = schedule.exchange_bytes() if self._num_checksums else 0
+        self._memory = SharedMemory.create(ExchangeMemory.num_bytes(self._num_checksums, box_bytes), f"mrl-exchange-{rank}")
         self._parts = ExchangeMemory.split(self._memory.tensor, self._num_checksums)
         self._parts.stamps[0] = NO_ROUND
         self._weights = weights

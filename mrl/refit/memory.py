@@ -5,6 +5,7 @@ The rest of refit uses `SharedMemory`, `MemoryHandle` and `open_handle` only; an
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
@@ -26,6 +27,10 @@ _HEADER = struct.Struct("<8sQQQ")
 _HEADER_BYTES = mmap.PAGESIZE
 _MAGIC = b"mrl-mem1"
 
+# Epochs of one process never repeat: descriptor numbers are used again, and an old handle must not fit the new memory behind its number.
+_EPOCHS = itertools.count(1)
+_RELEASED = 0
+
 
 @dataclass(frozen=True)
 class MemoryHandle:
@@ -39,7 +44,7 @@ class MemoryHandle:
 
 
 class SharedMemory:
-    """Bytes that live as long as this object, a tensor made from them, or a mapping of another process."""
+    """Bytes of this process. They stay as long as any tensor or mapping of them; mappings are refused when this object is gone."""
 
     tensor: Tensor
     """uint8 [num_bytes], zero at first."""
@@ -47,13 +52,13 @@ class SharedMemory:
     def __init__(self, num_bytes: int, name: str) -> None:
         self.num_bytes = num_bytes
         self.name = name
-        self.epoch = 1
+        self.epoch = next(_EPOCHS)
         self._pid = os.getpid()
         self._fd = os.memfd_create(name)
-        weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, _HEADER_BYTES + num_bytes)
         self._map = mmap.mmap(self._fd, _HEADER_BYTES + num_bytes)
         self._write_header()
+        weakref.finalize(self, _release, self._map, self._fd, self._pid)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[_HEADER_BYTES:]
 
     @classmethod
@@ -67,11 +72,19 @@ class SharedMemory:
 
     def bump_epoch(self) -> None:
         """Makes every handle and mapping given out so far invalid, because what the bytes mean has changed."""
-        self.epoch += 1
+        self.epoch = next(_EPOCHS)
         self._write_header()
 
     def _write_header(self) -> None:
         _HEADER.pack_into(self._map, 0, _MAGIC, self.epoch, _start_time(self._pid) or 0, self.num_bytes)
+
+
+def _release(memory: mmap.mmap, fd: int, owner: int) -> None:
+    # A forked child shares the pages, but they are not its own to release.
+    if os.getpid() == owner:
+        magic, _, start_time, num_bytes = _HEADER.unpack_from(memory, 0)
+        _HEADER.pack_into(memory, 0, magic, _RELEASED, start_time, num_bytes)
+    os.close(fd)
 
 
 class MappedMemory:
@@ -113,7 +126,8 @@ class MappedMemory:
         if _start_time(self.handle.pid) != start_time:
             raise RefitError(f"the owner of {self} is gone; restart it and prepare the refit again")
         if epoch != self.handle.epoch:
-            raise RefitError(f"stale handle: {self} is at epoch {epoch}, the handle at {self.handle.epoch}; prepare the refit again")
+            now = "was released" if epoch == _RELEASED else f"is at epoch {epoch}"
+            raise RefitError(f"stale handle: {self} {now}, the handle is of epoch {self.handle.epoch}; prepare the refit again")
 
 
 def open_handle(handle: MemoryHandle) -> MappedMemory:

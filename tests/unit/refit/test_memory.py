@@ -47,7 +47,7 @@ def test_another_process_maps_the_bytes_and_its_epochs(owner):
     connection.send("bump")
     assert connection.poll(60)
     new_handle = connection.recv()
-    with pytest.raises(RefitError, match="stale handle.*epoch 2.*handle at 1"):
+    with pytest.raises(RefitError, match="stale handle.*is at epoch 2, the handle is of epoch 1"):
         mapped.check()
     with pytest.raises(RefitError, match="stale handle"):
         open_handle(handle)
@@ -89,6 +89,29 @@ def test_a_descriptor_that_is_something_else_is_refused():
             open_handle(replace(handle, fd=fd))
     finally:
         os.close(fd)
+
+
+def test_released_memory_is_refused_even_where_its_descriptor_is_used_again():
+    memory = SharedMemory.create(10, "old")
+    old = memory.handle()
+    mapped = open_handle(old)
+    del memory
+    with pytest.raises(RefitError, match="stale handle.*was released"):
+        mapped.check()
+    memory = SharedMemory.create(10, "new")
+    assert memory.handle().fd == old.fd
+    with pytest.raises(RefitError, match="stale handle"):
+        open_handle(old)
+
+
+def test_a_forked_child_does_not_release_the_memory_of_its_parent():
+    memory = SharedMemory.create(10, "test")
+    child = os.fork()
+    if child == 0:
+        del memory
+        os._exit(0)
+    os.waitpid(child, 0)
+    open_handle(memory.handle()).check()
 
 
 def test_memory_has_no_name_and_goes_with_its_last_user():
