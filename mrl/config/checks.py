@@ -98,7 +98,7 @@ def _engine(generation: GenerationConfig, *, is_cpu: bool) -> list[str]:
         key = "policy.generation.vllm_cfg.max_num_batched_tokens"
         problems.append(_problem(key, vllm.max_num_batched_tokens, rule, f"use at least {vllm.max_num_seqs}"))
     if any(token_id < 0 for token_id in generation.stop_token_ids or ()):
-        problems.append(_problem("policy.generation.stop_token_ids", generation.stop_token_ids, "token ids are 0 or more", "correct it"))
+        problems.append(_problem("policy.generation.stop_token_ids", generation.stop_token_ids, "an id is below 0", "use 0 or more"))
     return problems
 
 

@@ -61,7 +61,6 @@ RANGES: dict[str, Range] = {
     "policy.sequence_packing.sequence_length_round": POSITIVE,
     "policy.megatron_cfg.tensor_model_parallel_size": POSITIVE,
     "policy.megatron_cfg.pipeline_model_parallel_size": POSITIVE,
-    "policy.megatron_cfg.context_parallel_size": POSITIVE,
     "policy.megatron_cfg.expert_model_parallel_size": POSITIVE,
     "policy.megatron_cfg.expert_tensor_parallel_size": POSITIVE,
     "policy.megatron_cfg.num_layers_in_first_pipeline_stage": POSITIVE,
@@ -140,7 +139,7 @@ def find_values_out_of_range(config: RunConfig) -> list[str]:
     for key, allowed in RANGES.items():
         value = value_at(config, key)
         if value is not None and value not in allowed:  # type: ignore[operator]  # RANGES names numbers only
-            problems.append(f"{key}={spell(value)}: must be {allowed}; choose such a number")
+            problems.append(f"{key}={spell(value)}: out of range; use a number that is {allowed}")
     for key, (only, reason) in ONLY.items():
         value = value_at(config, key)
         if value != only:

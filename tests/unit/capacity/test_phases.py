@@ -1,0 +1,46 @@
+import pytest
+
+from mrl.capacity.phases import PHASES, TRANSITIONS, enter
+
+
+def test_a_run_walks_through_its_phases():
+    walk = [
+        "load",
+        "refit",
+        "load",
+        "refit",
+        "generate",
+        "logprob",
+        "logprob",
+        "train",
+        "refit",
+        "generate",
+        "checkpoint",
+        "generate",
+        "logprob",
+    ]
+    current = None
+    for phase in walk:
+        assert enter(current, phase) is PHASES[phase]
+        current = phase
+
+
+@pytest.mark.parametrize(("current", "phase"), [(None, "train"), ("train", "generate"), ("generate", "load"), ("logprob", "generate")])
+def test_no_run_skips_a_refit(current: str | None, phase: str):
+    with pytest.raises(ValueError, match=f"phase {phase} entered from"):
+        enter(current, phase)  # type: ignore[arg-type]
+
+
+def test_the_kv_cache_and_the_optimizer_never_share_the_device():
+    for residency in PHASES.values():
+        assert not (residency.kv_cache == "device" and "device" in (residency.optimizer, residency.gradients, residency.activations))
+
+
+def test_weights_are_where_a_phase_needs_them():
+    assert all(PHASES[phase].weights == "device" for phase in ("logprob", "train", "refit", "checkpoint"))
+    assert PHASES["refit"].engine_weights == PHASES["generate"].engine_weights == PHASES["generate"].kv_cache == "device"
+
+
+def test_every_phase_can_be_reached_and_left():
+    assert TRANSITIONS.keys() == PHASES.keys()
+    assert set().union(*TRANSITIONS.values()) == PHASES.keys()

@@ -1,0 +1,193 @@
+import pickle
+from pathlib import Path
+
+import pytest
+
+from mrl.config.errors import ConfigError
+from mrl.config.files import find_config, packaged_configs
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+
+REQUIRED = "policy: {model_name: m}\ndata: {train: {data_path: d}}\n"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def load(folder: Path, text: str, *overrides: str) -> RunConfig:
+    return load_config(write(folder, "config.yaml", text), overrides)
+
+
+def problems(folder: Path, text: str, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    return caught.value.problems
+
+
+def test_packaged_config_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config("grpo_tiny.yaml") == packaged_configs() / "grpo_tiny.yaml"
+    assert load_config("grpo_tiny.yaml").policy.megatron_cfg.tensor_model_parallel_size == 2
+
+
+def test_the_working_directory_comes_before_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "grpo_tiny.yaml", REQUIRED)
+    assert find_config("grpo_tiny.yaml") == tmp_path / "grpo_tiny.yaml"
+
+
+def test_missing_config_lists_the_packaged_ones():
+    with pytest.raises(ConfigError, match=r"config nope\.yaml: no such file .*grpo_tiny\.yaml"):
+        load_config("nope.yaml")
+
+
+def test_every_packaged_config_loads():
+    for path in packaged_configs().glob("*.yaml"):
+        load_config(path)
+
+
+def test_values_are_plain_and_typed(tmp_path: Path):
+    config = load(
+        tmp_path, REQUIRED, "policy.megatron_cfg.optimizer.lr=1e-4", "policy.generation.stop_token_ids=[1, 2]", "policy.max_grad_norm=2"
+    )
+    assert config.policy.megatron_cfg.optimizer.lr == 1e-4
+    assert type(config.policy.generation.stop_token_ids) is list
+    assert type(config.policy.max_grad_norm) is float
+    assert config.policy.megatron_cfg.optimizer.clip_grad == 2.0
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_derived_values_follow(tmp_path: Path):
+    config = load(tmp_path, REQUIRED, "grpo.num_prompts_per_step=3", "grpo.num_generations_per_prompt=5", "policy.model_name=there")
+    assert config.policy.train_global_batch_size == 15
+    assert config.policy.tokenizer.name == "there"
+    assert config.logger.log_dir == "results/grpo/logs"
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("mul:3,4", 12), ("add:3,4", 7), ("div:12,4", 3), ("max:3,4", 4), ("mul:${add:1,2},${grpo.seed}", 126), ("grpo.seed", 42)],
+)
+def test_resolvers(tmp_path: Path, expression: str, value: int):
+    assert load(tmp_path, REQUIRED, f"grpo.max_num_steps=${{{expression}}}").grpo.max_num_steps == value
+
+
+def test_defaults_are_inherited_depth_first(tmp_path: Path):
+    write(tmp_path, "root.yaml", "grpo: {seed: 1, max_num_steps: 1, val_period: 1}\n" + REQUIRED)
+    write(tmp_path, "left.yaml", "defaults: root.yaml\ngrpo: {max_num_steps: 2, val_period: 2}\n")
+    write(tmp_path, "right.yaml", "grpo: {val_period: 3}\n")
+    grpo = load(tmp_path, "defaults: [left.yaml, right.yaml]\ngrpo: {num_prompts_per_step: 4}\n").grpo
+    assert (grpo.seed, grpo.max_num_steps, grpo.val_period, grpo.num_prompts_per_step) == (1, 2, 3, 4)
+
+
+def test_defaults_are_relative_to_their_file_or_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    write(folder, "base.yaml", "defaults: grpo_tiny.yaml\ngrpo: {seed: 7}\n")
+    path = write(folder, "top.yaml", "defaults: base.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(path)
+    assert (config.grpo.seed, config.grpo.max_num_steps) == (7, 140)
+
+
+def test_a_circle_of_defaults_is_named(tmp_path: Path):
+    write(tmp_path, "a.yaml", "defaults: config.yaml\n")
+    assert "config.yaml -> a.yaml -> config.yaml" in problems(tmp_path, "defaults: a.yaml\n")[0]
+
+
+def test_missing_base_is_named(tmp_path: Path):
+    assert "nope.yaml" in problems(tmp_path, "defaults: nope.yaml\n")[0]
+
+
+def test_null_removes_an_optional_section_and_a_later_key_brings_it_back(tmp_path: Path):
+    with_validation = REQUIRED + "grpo: {}\n"
+    assert load(tmp_path, with_validation, "data.validation={data_path: v}", "data.validation=null").data.validation is None
+    validation = load(tmp_path, with_validation, "data.validation=null", "data.validation.data_path=v").data.validation
+    assert validation is not None and validation.data_path == "v"
+
+
+def test_override_signs(tmp_path: Path):
+    text = REQUIRED + "grpo: {seed: 1}\n"
+    assert load(tmp_path, text, "grpo.seed=2").grpo.seed == 2
+    assert load(tmp_path, text, "++grpo.seed=3").grpo.seed == 3
+    assert load(tmp_path, text, "~grpo.seed").grpo.seed == RunConfig().grpo.seed
+    assert load(tmp_path, text, "+grpo.max_num_steps=5").grpo.max_num_steps == 5
+    assert load(tmp_path, text, "~grpo").grpo == RunConfig().grpo
+    kwargs = load(
+        tmp_path, text, "+policy.generation.vllm_kwargs.a.b=1", "++policy.generation.vllm_kwargs.c=[x]"
+    ).policy.generation.vllm_kwargs
+    assert kwargs == {"a": {"b": 1}, "c": ["x"]}
+    assert problems(tmp_path, text, "+grpo.seed=2") == (
+        "override +grpo.seed=2: grpo.seed is already set by config.yaml:3; write grpo.seed=2 to replace it",
+    )
+    assert "nothing to remove" in problems(tmp_path, text, "~grpo.max_num_steps")[0]
+
+
+@pytest.mark.parametrize("override", ["grpo", "=3", "~grpo.seed=3", "grpo..seed=3", "+~grpo.seed", "+++grpo.seed=1", ".=1", "", "~"])
+def test_malformed_overrides(tmp_path: Path, override: str):
+    assert "write key=value" in problems(tmp_path, REQUIRED, override)[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("grpo.num_prompt_per_step", "grpo.num_prompts_per_step"),
+        ("tensor_model_parallel_size", "policy.megatron_cfg.tensor_model_parallel_size"),
+        ("policy.generation.gpu_memory_utilization", "policy.generation.vllm_cfg.gpu_memory_utilization"),
+        ("polcy.precision", "policy"),
+        ("policy.megatron_cfg.optimiser.lr", "policy.megatron_cfg.optimizer"),
+    ],
+)
+def test_unknown_key_fails_with_the_nearest(tmp_path: Path, key: str, nearest: str):
+    assert problems(tmp_path, REQUIRED, f"{key}=1") == (f"{key}=1 (command line): no such key; the nearest is {nearest}",)
+
+
+def test_all_problems_come_at_once_with_file_and_line(tmp_path: Path):
+    write(tmp_path, "base.yaml", "\n\nloss_fn:\n  ratio_clip: 0.2\n")
+    text = "defaults: base.yaml\ngrpo:\n  seed: abc\n  val_at_end: 3\npolicy:\n  precision: fp8\n  tokenizer: 4\n  model_name: {a: b}\n"
+    found = problems(tmp_path, text, "cluster.num_nodes=1.5", "grpo.max_num_steps=${nope}")
+    expected = ["loss_fn.ratio_clip=0.2 (base.yaml:4)", "grpo.seed=abc (config.yaml:3)", "grpo.val_at_end=3 (config.yaml:4)"]
+    expected += ["policy.precision=fp8 (config.yaml:6)", "policy.tokenizer=4 (config.yaml:7)", "policy.model_name.a=b (config.yaml:8)"]
+    expected += ["cluster.num_nodes=1.5 (command line)", "grpo.max_num_steps=${nope} (command line)", "data.train.data_path is required"]
+    for start in expected:
+        assert any(problem.startswith(start) for problem in found), (start, found)
+
+
+@pytest.mark.parametrize("value", ["true", "1.5", "abc", "[1]", "{a: 1}", "''", "null"])
+def test_a_whole_number_takes_nothing_else(tmp_path: Path, value: str):
+    assert problems(tmp_path, REQUIRED, f"grpo.seed={value}")[0].startswith("grpo.seed")
+
+
+@pytest.mark.parametrize("value", ["1", "0", "maybe", "null", "[true]"])
+def test_a_truth_value_takes_nothing_else(tmp_path: Path, value: str):
+    assert problems(tmp_path, REQUIRED, f"grpo.val_at_end={value}")[0].startswith("grpo.val_at_end")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["grpo.seed=${div:1,0}", "grpo.seed=${grpo.seed}", "grpo.seed=${mul:x,y}", "grpo.seed=${mul:1}", "grpo.seed=${oc.env:NO_SUCH_VARIABLE}"]
+    + ["grpo.seed=${nope:1}", "policy.model_name=${unclosed", "grpo.seed=[1,", "policy.train_global_batch_size=${div:3,2}"],
+)
+def test_an_expression_that_cannot_be_resolved_is_one_problem(tmp_path: Path, override: str):
+    found = problems(tmp_path, REQUIRED, override)
+    assert len(found) == 1 and override.partition("=")[0] in found[0]
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [1\n", "just text\n", "a: 1\na: 2\n", "\t: x\n", "grpo: {seed: '${'}\n", "a: &x 1\n<<: 3\n"])
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str):
+    assert "config.yaml" in problems(tmp_path, text)[0]
+
+
+def test_an_unreadable_encoding_is_named(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"\xff\xfe\x00grpo: 1")
+    with pytest.raises(ConfigError, match="config.yaml"):
+        load_config(path)
+
+
+def test_a_config_error_crosses_processes():
+    error = pickle.loads(pickle.dumps(ConfigError(["a", "b"])))
+    assert error.problems == ("a", "b") and str(error) == "a\nb"

@@ -1,0 +1,89 @@
+import copy
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from mrl.config import trace
+from mrl.config.checks import find_problems
+from mrl.config.load import load_config
+from mrl.config.redact import resolved_yaml
+from mrl.config.schema import KEYS, RunConfig
+
+
+@pytest.fixture(autouse=True)
+def nothing_read() -> Iterator[None]:
+    trace.forget_reads()
+    yield
+    trace.forget_reads()
+
+
+def read_seed(config: RunConfig) -> set[str]:
+    assert config.grpo.seed == 42
+    return trace.reads()
+
+
+def test_a_read_is_noted_by_its_dotted_key():
+    config = load_config("grpo_tiny.yaml")
+    assert trace.reads() == set()
+    assert config.policy.megatron_cfg.optimizer.lr == 5e-4
+    assert trace.reads() == {"policy.megatron_cfg.optimizer.lr"}
+
+
+def test_a_property_reads_the_keys_it_is_made_of():
+    assert load_config("grpo_tiny.yaml").data_parallel_size == 2
+    cluster = {"cluster.num_nodes", "cluster.gpus_per_node", "cluster.cpu_units_per_node"}
+    parallel = {f"policy.megatron_cfg.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")}
+    assert trace.reads() == cluster | parallel
+
+
+def test_passing_a_section_on_reads_nothing():
+    config = load_config("grpo_tiny.yaml")
+    assert config.policy.generation.vllm_cfg is not None
+    assert trace.reads() == set()
+
+
+def test_walking_over_a_config_reads_nothing(workplace: Path):
+    config = load_config("grpo_tiny.yaml")
+    assert find_problems(config) == []
+    resolved_yaml(config)
+    repr(config)
+    dataclasses.asdict(config)
+    OmegaConf.structured(config)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == dataclasses.replace(config)
+    assert trace.reads() == set()
+
+
+def test_copies_are_traced_too():
+    config = load_config("grpo_tiny.yaml")
+    read_seed(pickle.loads(pickle.dumps(config)))
+    assert dataclasses.replace(config.loss_fn, ratio_clip_min=0.1).ratio_clip_min == 0.1
+    assert trace.reads() == {"grpo.seed", "loss_fn.ratio_clip_min"}
+
+
+def test_reads_of_another_process_are_merged():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        theirs = pool.submit(read_seed, load_config("grpo_tiny.yaml")).result(timeout=60)
+    assert theirs == {"grpo.seed"} and trace.reads() == set()
+    trace.merge_reads(theirs)
+    assert trace.reads() == {"grpo.seed"}
+
+
+def test_the_report_splits_all_keys():
+    read_seed(load_config("grpo_tiny.yaml"))
+    lines = trace.report().splitlines()
+    assert lines[:3] == [
+        f"Config keys read by this run: 1 of {len(KEYS)}",
+        "  grpo.seed",
+        f"Config keys never read by this run: {len(KEYS) - 1}",
+    ]
+    assert sorted(line.strip() for line in lines if line.startswith("  ")) == sorted(KEYS)
+
+
+def test_a_section_class_stands_at_one_place():
+    assert len(set(KEYS.values())) == len(KEYS)
