@@ -1,4 +1,4 @@
-"""Schedules: which rank copies which box where, so that a set of target layouts is filled from a set of source layouts. Standard library only."""
+"""Schedules: which rank copies which box where, so that target layouts are filled from source layouts. Standard library only."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class Schedule:
         local = sum(_target_bytes(pull) for pulls in self._arena_pulls.values() for pull in pulls)
         num_copies = sum(map(len, self._pulls.values()))
         return (
-            f"{num_copies} copies to {len(self._padding)} engine workers in {self.num_rounds} rounds: {local / 2**20:.1f} MiB from their own "
-            f"units, {sent / 2**20:.1f} MiB between ranks, exchange buffer {self._exchange_bytes / 2**20:.1f} MiB"
+            f"{num_copies} copies to {len(self._padding)} engine workers in {self.num_rounds} rounds: {local / 2**20:.1f} MiB "
+            f"from their own units, {sent / 2**20:.1f} MiB between ranks, exchange buffer {self._exchange_bytes / 2**20:.1f} MiB"
         )
 
 
@@ -356,7 +356,7 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
 
 
 def _prove(pulls: Mapping[tuple[int, int], list[Pull]], targets: Mapping[int, Layout]) -> None:
-    """Raises ScheduleError unless pulls and padding tile every slot of every target. Looks only at the final copies, not at how they arose."""
+    """Raises ScheduleError unless pulls and padding tile every slot of every target. Looks only at the final copies."""
     written: dict[int, dict[Slot, list[Box]]] = {target: defaultdict(list) for target in targets}
     for (target, _), copies in pulls.items():
         for pull in copies:

@@ -1,0 +1,54 @@
+"""Boxes of torch tensors: views, value changes, and tensors of a layout put together out of canonical ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from conversion.boxes import DTYPE_BYTES, Box, SlotLayout
+
+ReadBox = Callable[[str, Box], Tensor]
+"""Reads a box of a canonical tensor, in the dtype that it is stored in."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that a layout calls `name`."""
+    assert name in DTYPE_BYTES, name
+    return getattr(torch, name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a layout calls a dtype.
+
+    Raises:
+        ValueError: layouts have no such dtype.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ValueError(f"dtype {name} of a weight is not supported; use one of {sorted(DTYPE_BYTES)}")
+    return name
+
+
+def box_view(tensor: Tensor, box: Box) -> Tensor:
+    """The elements of `box`, as a view."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def transformed(tensor: Tensor, transform: str | None) -> Tensor:
+    """Canonical values as the holder keeps them, up to its dtype. See `Piece.transform`."""
+    if transform is None:
+        return tensor
+    assert transform == "neg_exp", transform
+    return -torch.exp(tensor.float())
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, content: SlotLayout, read: ReadBox) -> None:
+    """Writes every piece of a slot into its tensor, cast to the tensor's dtype; padding becomes zero."""
+    for box in content.padding:
+        box_view(tensor, box).zero_()
+    for piece in content.pieces:
+        target = box_view(tensor, piece.local)
+        target.copy_(transformed(read(piece.name, piece.box), piece.transform).view(target.shape))
