@@ -1,34 +1,21 @@
 import pytest
 
-from mrl.capacity.phases import PHASES, TRANSITIONS, enter
+from mrl.capacity.phases import PHASES, TRANSITIONS, Phase, enter
 
 
 def test_a_run_walks_through_its_phases():
-    walk = [
-        "load",
-        "refit",
-        "load",
-        "refit",
-        "generate",
-        "logprob",
-        "logprob",
-        "train",
-        "refit",
-        "generate",
-        "checkpoint",
-        "generate",
-        "logprob",
-    ]
-    current = None
-    for phase in walk:
+    start: list[Phase] = ["load", "refit", "load", "refit", "generate"]
+    step: list[Phase] = ["logprob", "logprob", "train", "refit", "generate", "checkpoint", "generate"]
+    current: Phase | None = None
+    for phase in [*start, *step, *step]:
         assert enter(current, phase) is PHASES[phase]
         current = phase
 
 
 @pytest.mark.parametrize(("current", "phase"), [(None, "train"), ("train", "generate"), ("generate", "load"), ("logprob", "generate")])
-def test_no_run_skips_a_refit(current: str | None, phase: str):
+def test_no_run_skips_a_refit(current: Phase | None, phase: Phase):
     with pytest.raises(ValueError, match=f"phase {phase} entered from"):
-        enter(current, phase)  # type: ignore[arg-type]
+        enter(current, phase)
 
 
 def test_the_kv_cache_and_the_optimizer_never_share_the_device():
@@ -37,7 +24,8 @@ def test_the_kv_cache_and_the_optimizer_never_share_the_device():
 
 
 def test_weights_are_where_a_phase_needs_them():
-    assert all(PHASES[phase].weights == "device" for phase in ("logprob", "train", "refit", "checkpoint"))
+    at_work: tuple[Phase, ...] = ("logprob", "train", "refit", "checkpoint")
+    assert all(PHASES[phase].weights == "device" for phase in at_work)
     assert PHASES["refit"].engine_weights == PHASES["generate"].engine_weights == PHASES["generate"].kv_cache == "device"
 
 

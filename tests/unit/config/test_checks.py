@@ -87,7 +87,7 @@ BAD = [
     ([f"{ENGINE}.tensor_parallel_size=4"], f"{ENGINE}.tensor_parallel_size=4", "use 1 or 2"),
     ([f"{ENGINE}.expert_parallel_size=2"], f"{ENGINE}.expert_parallel_size=2", "use one of them"),
     (["policy.generation.num_cpu_engines=5"], "policy.generation.num_cpu_engines=5", "lower it"),
-    (["cluster={num_nodes: 1, gpus_per_node: 8}", f"{ENGINE}.tensor_parallel_size=3"], f"{ENGINE}.tensor_parallel_size=3", "use 1, 2, 4 or 8"),
+    (["cluster.gpus_per_node=8", f"{ENGINE}.tensor_parallel_size=3"], f"{ENGINE}.tensor_parallel_size=3", "use 1, 2, 4 or 8"),
 ]  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_model_config(workplace: Path, text: str):
 
 def test_no_room_for_checkpoints(workplace: Path, monkeypatch: pytest.MonkeyPatch):
     usage = shutil.disk_usage(workplace)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000_000))
     (problem,) = found()
     assert problem.startswith("checkpointing.checkpoint_dir=results/grpo_tiny: 3 checkpoints of ")
     assert found("checkpointing.enabled=false") == []
