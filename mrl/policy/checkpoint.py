@@ -1,0 +1,151 @@
+"""Megatron torch_dist checkpoints: weights, optimizer, schedule and random states of all ranks, loadable at any parallel layout.
+
+Written by every rank in its own process, without helper processes: ranks may live in Ray actors. Making files durable is the store's part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+from torch.distributed import checkpoint as dcp
+
+# NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
+ITERATION_FOLDER = "iter_0000000"
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+
+# Optimizer state by parameter rather than by shard, and the same keys whether or not the model has experts.
+_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """All that a checkpoint holds."""
+
+    chunk: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def save(weights_dir: Path, state: TrainState, *, hf_config: Mapping[str, object], save_optimizer: bool) -> None:
+    """Writes `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled."""
+    folder = weights_dir / ITERATION_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    # No rank may write before rank 0 has looked whether the folder is empty.
+    dist.barrier()
+    sharded = _model_state(state)
+    if save_optimizer:
+        sharded |= {
+            "optimizer": state.optimizer.sharded_state_dict(sharded, is_loading=False, metadata=_metadata()),
+            "opt_param_scheduler": state.scheduler.state_dict(),
+            "rng": _rng_state(),
+        }
+    sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": parallel_sizes()}
+    dist_checkpointing.save(sharded, str(folder), sharded_strategy=_InProcessStrategy("torch_dist", 1), content_metadata=_FORMAT)
+    if dist.get_rank() == 0:
+        (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
+        # JSON is YAML; whoever writes it this way needs no YAML library.
+        (folder / "run_config.yaml").write_text(json.dumps({"model": parallel_sizes()}, indent=2))
+        (weights_dir / LATEST_FILE).write_text("0")
+    dist.barrier()
+
+
+def load(weights_dir: Path, state: TrainState) -> None:
+    """Fills model, optimizer, schedule and, at the layout that saved it, random states. Collective over all ranks.
+
+    A checkpoint without optimizer state leaves schedule and moments as they are; main parameters are taken from the weights.
+
+    Raises:
+        ValueError: there is no checkpoint.
+    """
+    folder = weights_dir / ITERATION_FOLDER
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        raise ValueError(
+            f"{folder} is not a Megatron torch_dist checkpoint: it has no readable metadata.json; name a complete weights folder"
+        )
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    has_optimizer = "optimizer" in common
+    sharded = _model_state(state)
+    if has_optimizer:
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=True, metadata=_metadata())
+        if common["parallel"] == parallel_sizes():
+            sharded["rng"] = _rng_state()
+    loaded = dist_checkpointing.load(sharded, str(folder))
+    unwrap_model(state.chunk).load_state_dict(loaded["model"])
+    if not has_optimizer:
+        state.optimizer.reload_model_params()
+        return
+    state.optimizer.load_state_dict(loaded["optimizer"])
+    # Megatron adds the steps of the checkpoint to those taken so far.
+    state.scheduler.num_steps = 0
+    state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    if "rng" in loaded:
+        _set_rng_state(loaded["rng"])
+
+
+def parallel_sizes() -> dict[str, int]:
+    """Sizes of this run's parallel layout, under Megatron's names."""
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _model_state(state: TrainState) -> ShardedStateDict:
+    return {"model": unwrap_model(state.chunk).sharded_state_dict(metadata=_metadata())}
+
+
+def _metadata() -> dict[str, object]:
+    return {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _rng_state() -> dict[str, ShardedTensor]:
+    """Random states of all ranks, as one tensor per generator with a row for each rank."""
+    states = {"cpu": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    row = (0, dist.get_rank(), dist.get_world_size())
+    return {name: ShardedTensor.from_rank_offsets(f"rng.{name}", value.clone(), row, prepend_axis_num=1) for name, value in states.items()}
+
+
+def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states.pop("cpu"))
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states.pop("cuda"))
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)
+
+
+class _InProcessStrategy(SaveShardedStrategy):
+    """Megatron's torch_dist format by torch's own writer. Megatron's starts processes, which costs seconds and may fail in actors."""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        dcp.save(
+            mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=False, thread_count=1),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )

@@ -1,0 +1,259 @@
+"""One rank of the policy: the model, its optimizer and its weights, behind the verbs of the training loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conversion.boxes import Layout, Slot
+from conversion.families.common import MegatronCoords, MegatronParallel
+from conversion.families.registry import family
+from conversion.reshard import Schedule
+from conversion.safetensors_io import fill_layout
+from mrl.capacity import phases
+from mrl.capacity.phases import Phase
+from mrl.config.schema import PolicyConfig, RunConfig
+from mrl.data.packing import PackedRow
+from mrl.policy import checkpoint, compat, parallel
+from mrl.policy.arena import Arena, buffer_views
+from mrl.policy.checkpoint import TrainState
+from mrl.policy.model import build_model, wrap_ddp
+from mrl.policy.optimizer import build_optimizer, build_scheduler
+from mrl.policy.step import BatchSize, TokenDistribution, TrainRow, compute_logprobs, global_batch_size, train_step
+from mrl.policy.weights import CopyCheck, SettleReport, rank_tensors
+from mrl.refit.exchange import Exchange
+from mrl.refit.unit import UnitHandles
+
+logger = logging.getLogger(__name__)
+
+
+class Policy:
+    """One rank. Runs in an actor, under torchrun or in a test alike. Every method is collective over all ranks unless it says otherwise."""
+
+    def __init__(self, config: RunConfig, *, rank: int, world_size: int, master_address: str, master_port: int, timeout_s: float) -> None:
+        """Builds process groups, model, DDP, arena and optimizer, in this order: the optimizer keeps views into the arena.
+
+        Weights are random until `load_hf` or `load_checkpoint`. `timeout_s` bounds every wait for another rank.
+        """
+        self._config = config
+        self._timeout_s = timeout_s
+        self._rank = rank
+        parallel.initialize(
+            config.policy.megatron_cfg,
+            rank=rank,
+            world_size=world_size,
+            master_address=master_address,
+            master_port=master_port,
+            timeout_s=timeout_s,
+            seed=config.grpo.seed,
+        )
+        self._coordinates = parallel.coordinates()
+        self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
+        self._layout = _rank_layout(config.policy, self._hf_config, self._coordinates)
+        (bare_chunk,) = build_model(config.policy, self._hf_config)
+        (self._chunk,) = wrap_ddp([bare_chunk], config.policy)
+        self._tensors = rank_tensors([self._chunk], self._layout)
+        self._arena = Arena(self._tensors, buffer_views([self._chunk]), name=f"mrl-arena-{rank}")
+        optimizer = build_optimizer([self._chunk], config.policy.megatron_cfg)
+        scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.grpo.max_num_steps)
+        self._state = TrainState(self._chunk, optimizer, scheduler)
+        self._copy_check = CopyCheck(self._tensors, self._layout)
+        self._distribution = TokenDistribution(
+            vocab_size=int(str(self._hf_config["vocab_size"])),
+            temperature=config.policy.generation.temperature,
+        )
+        self._settled: SettleReport | None = None
+        self._reference: dict[Slot, Tensor] | None = None
+        self._batch: _Batch | None = None
+        self._exchange: Exchange | None = None
+        self._phase: Phase | None = None
+        self.enter("load")
+
+    @property
+    def dp_rank(self) -> int:
+        """Which rows of a batch are this rank's. Not collective."""
+        return self._coordinates.dp
+
+    def layout(self) -> Layout:
+        """What this rank holds of which canonical tensor. Not collective."""
+        return self._layout
+
+    def enter(self, phase: Phase) -> None:
+        """Brings every kind of memory where `mrl.capacity.phases` wants it in `phase`. Not collective.
+
+        Raises:
+            ValueError: no run goes from the current phase to `phase`.
+        """
+        # Without a GPU, host and device memory are the same and nothing moves.
+        phases.enter(self._phase, phase)
+        self._phase = phase
+
+    def load_hf(self, folder: Path | str) -> None:
+        """Reads this rank's part of a Hugging Face folder. If the loss has a KL term, these weights are its reference from now on.
+
+        Raises:
+            ValueError: the folder lacks a tensor, or has it in another shape.
+        """
+        fill_layout(folder, self._layout, self._tensors)
+        self._state.optimizer.reload_model_params()
+        self._settled = None
+        if self._config.loss_fn.reference_policy_kl_penalty > 0:
+            self._reference = {slot: tensor.detach().to("cpu", copy=True) for slot, tensor in self.settled_weights().items()}
+
+    def save_checkpoint(self, weights_dir: Path | str) -> None:
+        """Writes `weights_dir/iter_0000000`, optimizer state included if so configured. See `mrl.policy.checkpoint.save`."""
+        self.settled_weights()
+        checkpoint.save(Path(weights_dir), self._state, hf_config=self._hf_config, save_optimizer=self._config.checkpointing.save_optimizer)
+
+    def load_checkpoint(self, weights_dir: Path | str) -> None:
+        """Goes on from a checkpoint of any parallel layout. The reference model stays the one of `load_hf`.
+
+        Raises:
+            ValueError: there is no checkpoint.
+        """
+        checkpoint.load(Path(weights_dir), self._state)
+        self._settled = None
+
+    def settle(self) -> SettleReport:
+        """Makes every copy of every weight current, and proves that the copies are equal.
+
+        With overlap_param_gather the optimizer leaves (dp-1)/dp of each rank's weights old until the next forward pass.
+
+        Raises:
+            RuntimeError: copies differ; names weights and ranks.
+        """
+        if self._settled is None and self._config.policy.megatron_cfg.optimizer.use_distributed_optimizer:
+            self._chunk.start_param_sync(force_sync=True)
+        # Gathered once, a damaged copy must not be overwritten with a good one before it is seen, nor spread.
+        self._settled = None
+        self._arena.check(rank_tensors([self._chunk], self._layout))
+        self._settled = self._copy_check.run()
+        return self._settled
+
+    def settled_weights(self) -> Mapping[Slot, Tensor]:
+        """The live weights by slot, settled if they are not yet. The only way to read weights."""
+        if self._settled is None:
+            self.settle()
+        return self._tensors
+
+    def set_batch(self, rows: list[PackedRow]) -> None:
+        """Sets this rank's rows of the global batch; ranks with the same `dp_rank` pass the same rows.
+
+        Raises:
+            RuntimeError: ranks hold different numbers of rows.
+        """
+        self._batch = _Batch(rows, global_batch_size(rows))
+
+    def compute_old_logprobs(self) -> None:
+        """Log-probabilities of the batch under the current weights, before the update. They stay on the last pipeline stage."""
+        batch = self._current_batch()
+        batch.old_logprobs = self._logprobs(batch.rows)
+
+    def compute_reference_logprobs(self) -> None:
+        """Log-probabilities of the batch under the weights of `load_hf`. The current weights are back afterwards, bit for bit."""
+        batch = self._current_batch()
+        with self._reference_weights():
+            batch.reference_logprobs = self._logprobs(batch.rows)
+
+    def logprobs_of_rows(self, rows: list[PackedRow]) -> list[np.ndarray]:
+        """Log-probability of every label, float32 [T] per row; an empty list on all but the last pipeline stage."""
+        return [logprobs.cpu().numpy() for logprobs in self._logprobs(rows)]
+
+    def train_step(self) -> dict[str, float]:
+        """One optimizer step on the batch, which is then used up; returns metrics `train/*`, the same floats on every rank.
+
+        Raises:
+            RuntimeError: loss or gradient is not finite, on all ranks; no weight was changed.
+        """
+        batch, self._batch = self._current_batch(), None
+        self._settled = None
+        return train_step(
+            self._state.chunk,
+            self._state.optimizer,
+            self._state.scheduler,
+            batch.train_rows(self._coordinates.is_last_stage),
+            size=batch.size,
+            distribution=self._distribution,
+            config=self._config.loss_fn,
+        )
+
+    def prepare_refit(self, schedule: Schedule) -> UnitHandles:
+        """Sets up the exchange; returns what the engine workers of this unit need to pull. Once, before the first `exchange`."""
+        self._exchange = Exchange(self._rank, schedule, self.settled_weights(), self._arena.handle(), timeout_s=self._timeout_s)
+        return self._exchange.handles()
+
+    def exchange(self, round_index: int) -> None:
+        """Runs one round of the exchange, from settled weights. See `mrl.refit.exchange.Exchange.run`."""
+        assert self._exchange is not None, "prepare_refit comes first"
+        self.settled_weights()
+        self._exchange.run(round_index)
+
+    def close(self) -> None:
+        """Leaves the process groups. Not collective; the policy cannot be used afterwards."""
+        parallel.shutdown()
+
+    def _current_batch(self) -> _Batch:
+        if self._batch is None:
+            raise RuntimeError("there is no batch: set_batch comes first, and every train_step uses its batch up")
+        return self._batch
+
+    def _logprobs(self, rows: list[PackedRow]) -> list[Tensor]:
+        self.settled_weights()
+        return compute_logprobs(self._chunk, rows, self._distribution)
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        if self._reference is None:
+            raise RuntimeError("there is no reference model: it is kept by load_hf where loss_fn.reference_policy_kl_penalty > 0")
+        current = {slot: tensor.detach().to("cpu", copy=True) for slot, tensor in self.settled_weights().items()}
+        self._write(self._reference)
+        try:
+            yield
+        finally:
+            self._write(current)
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[Slot, Tensor]) -> None:
+        for slot, tensor in self._tensors.items():
+            tensor.copy_(values[slot])
+
+
+@dataclass
+class _Batch:
+    """This rank's rows of a global batch, and what has been computed for them; logprobs are by row, and empty off the last stage."""
+
+    rows: list[PackedRow]
+    size: BatchSize
+    old_logprobs: list[Tensor] | None = None
+    reference_logprobs: list[Tensor] | None = None
+
+    def train_rows(self, is_last_stage: bool) -> list[TrainRow]:
+        if self.old_logprobs is None:
+            raise RuntimeError("compute_old_logprobs comes before train_step")
+        if not is_last_stage:
+            return [TrainRow(row, None, None) for row in self.rows]
+        references = self.reference_logprobs or [None] * len(self.rows)
+        return [TrainRow(*item) for item in zip(self.rows, self.old_logprobs, references, strict=True)]
+
+
+def _rank_layout(config: PolicyConfig, hf_config: dict[str, object], place: parallel.Coordinates) -> Layout:
+    sizes = config.megatron_cfg
+    layout_sizes = MegatronParallel(
+        tp=sizes.tensor_model_parallel_size,
+        pp=sizes.pipeline_model_parallel_size,
+        ep=sizes.expert_model_parallel_size,
+        etp=sizes.expert_tensor_parallel_size,
+        cp=sizes.context_parallel_size,
+        num_layers_in_first_pipeline_stage=sizes.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=sizes.num_layers_in_last_pipeline_stage,
+    )
+    coords = MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp)
+    return family(hf_config).megatron_layout(hf_config, layout_sizes, coords, config.precision, "te" if compat.HAVE_TE else "local")

@@ -1,0 +1,212 @@
+"""The log-probability pass and the train step of one rank, through megatron's own pipeline schedules.
+
+A packed row is a microbatch. Every function here is collective over all ranks of the policy: all call it, in the same order, with the
+same number of rows. T packed tokens, V vocabulary columns of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, finish_metrics, policy_loss
+from mrl.config.schema import LossConfig
+from mrl.data.packing import PackedRow
+from mrl.policy.logprobs import vocab_parallel_logprobs
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """How logits become the distribution that tokens are drawn from."""
+
+    vocab_size: int
+    """Without the padding of the vocabulary."""
+    temperature: float
+
+    def logprobs(self, logits: Tensor, labels_T: Tensor) -> Tensor:
+        """Log-probability of each label, shape [T], from a row's logits [1, T, V]."""
+        return vocab_parallel_logprobs(
+            logits[0],
+            labels_T,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """A row with the log-probabilities that the loss compares with. They are None on all but the last pipeline stage."""
+
+    row: PackedRow
+    old_logprobs_T: Tensor | None
+    reference_logprobs_T: Tensor | None
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """What the loss of a global batch is divided by."""
+
+    num_valid_tokens: int
+    num_valid_sequences: int
+
+
+def global_batch_size(rows: list[PackedRow]) -> BatchSize:
+    """Valid tokens and sequences of the global batch, from this rank's rows.
+
+    Raises:
+        RuntimeError: ranks hold different numbers of rows; the pipeline schedule would wait for ever.
+    """
+    num_rows = torch.tensor([len(rows), -len(rows)])
+    dist.all_reduce(num_rows, op=dist.ReduceOp.MAX)
+    if num_rows[0] != -num_rows[1]:
+        raise RuntimeError(f"data-parallel ranks hold between {-num_rows[1]} and {num_rows[0]} packed rows; they must hold the same number")
+    counts = torch.tensor([sum(row.num_valid_tokens for row in rows), sum(row.num_valid_sequences for row in rows)])
+    dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+    return BatchSize(*counts.tolist())
+
+
+@torch.no_grad()
+def compute_logprobs(chunk: DistributedDataParallel, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
+    """Log-probability of every label, one float32 [T] per row; an empty list on all but the last pipeline stage."""
+
+    def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Tensor]]:
+        row = next(iterator)
+        return _forward(model, row), lambda logits, non_loss_data: distribution.logprobs(logits, row.labels_T.to(logits.device))
+
+    return _run_schedule(forward_step, rows, chunk, forward_only=True)
+
+
+def train_step(
+    chunk: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    rows: list[TrainRow],
+    *,
+    size: BatchSize,
+    distribution: TokenDistribution,
+    config: LossConfig,
+) -> dict[str, float]:
+    """One optimizer step over the global batch; returns its metrics, the same floats on every rank.
+
+    Raises:
+        RuntimeError: loss or gradient is NaN or infinite. Weights and optimizer state are as before, on all ranks.
+    """
+    chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    row_metrics = _forward_backward(chunk, rows, size, distribution, config)
+    metrics = finish_metrics(_global_metrics(row_metrics), num_valid_tokens=size.num_valid_tokens)
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    _check_finite(metrics[LOSS], grad_norm)
+    lr = max(group["lr"] for group in optimizer.param_groups)
+    # Prepares the gradients once more, which changes nothing, and clips them.
+    is_updated, _, _ = optimizer.step()
+    assert is_updated
+    scheduler.step(increment=1)
+    metrics["mean_abs_dlogp"] = metrics.pop("abs_dlogp")
+    metrics |= {"grad_norm": grad_norm, "lr": lr, "num_valid_tokens": float(size.num_valid_tokens)}
+    return {f"train/{name}": value for name, value in metrics.items()}
+
+
+def _forward_backward(
+    chunk: DistributedDataParallel, rows: list[TrainRow], size: BatchSize, distribution: TokenDistribution, config: LossConfig
+) -> list[dict[str, Tensor]]:
+    def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
+        item = next(iterator)
+        return _forward(model, item.row), lambda logits: loss_of(logits, item)
+
+    def loss_of(logits: Tensor, item: TrainRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        row, device = item.row, logits.device
+        assert item.old_logprobs_T is not None
+        loss, metrics = policy_loss(
+            distribution.logprobs(logits, row.labels_T.to(device)),
+            item.old_logprobs_T,
+            item.reference_logprobs_T,
+            generator_logprobs_T=row.generator_logprobs_T.to(device),
+            advantages_T=row.advantages_T.to(device),
+            loss_mask_T=row.loss_mask_T.to(device),
+            cu_seqlens=row.cu_seqlens.to(device),
+            config=config,
+            num_valid_tokens=size.num_valid_tokens,
+            num_valid_sequences=size.num_valid_sequences,
+        )
+        # The count is what megatron would divide gradients by; `model.sum_gradients` drops it.
+        return loss, torch.ones((), dtype=torch.int, device=device), metrics
+
+    return _run_schedule(forward_step, rows, chunk, forward_only=False)
+
+
+def _forward(model: DistributedDataParallel, row: PackedRow) -> Tensor:
+    """Logits [1, T, V] on the last stage, hidden states for the next stage elsewhere."""
+    device = next(model.parameters()).device
+    cu_seqlens = row.cu_seqlens.to(device)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=row.max_seqlen, max_seqlen_kv=row.max_seqlen
+    )
+    # The log-probabilities make their own float32 copy of the logits, in parts.
+    keep_dtype = {"fp32_output": False} if model.config.bf16 else {}
+    return model(
+        input_ids=row.token_ids_T[None].to(device),
+        position_ids=row.position_ids_T[None].to(device),
+        attention_mask=None,
+        packed_seq_params=packed,
+        **keep_dtype,
+    )
+
+
+def _run_schedule(forward_step: Callable[..., object], rows: list, chunk: DistributedDataParallel, *, forward_only: bool) -> list:
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(rows),
+        model=chunk,
+        num_microbatches=len(rows),
+        # Rows differ in length: the model's variable_seq_lengths makes stages tell each other the shape.
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _global_metrics(row_metrics: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Metrics of all rows of all ranks: combined over dp on the last stage, then handed to every rank."""
+    metrics: dict[str, float] = {}
+    if parallel_state.is_pipeline_last_stage():
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        names = sorted(row_metrics[0])
+        values = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in row_metrics])
+        for reduce, op, chosen in _REDUCTIONS:
+            kind = [name for name in names if chosen(name)]
+            part = reduce(values[:, [names.index(name) for name in kind]])
+            dist.all_reduce(part, op=op, group=group)
+            metrics |= dict(zip(kind, part.tolist(), strict=True))
+    # Ranks are ordered with the pipeline outermost, so the last rank is in the last stage.
+    shared = [metrics]
+    dist.broadcast_object_list(shared, src=dist.get_world_size() - 1)
+    return shared[0]
+
+
+_REDUCTIONS = (
+    (lambda values: values.sum(dim=0), dist.ReduceOp.SUM, lambda name: name not in MIN_METRICS + MAX_METRICS),
+    (lambda values: values.amin(dim=0), dist.ReduceOp.MIN, lambda name: name in MIN_METRICS),
+    (lambda values: values.amax(dim=0), dist.ReduceOp.MAX, lambda name: name in MAX_METRICS),
+)
+
+
+def _check_finite(loss: float, grad_norm: float) -> None:
+    is_bad = torch.tensor(float(not math.isfinite(loss) or not math.isfinite(grad_norm)))
+    dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+    if is_bad:
+        raise RuntimeError(f"the train step gave loss {loss} and gradient norm {grad_norm}: not finite; no weight was changed")
