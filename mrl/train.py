@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mrl.algo.advantages import batch_advantages
 from mrl.cluster.session import Session, start_session
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config import trace
@@ -80,7 +81,10 @@ def train_step(run: Run, state: RunState) -> None:
     groups = sample(run, state, asked, config.grpo.num_generations_per_prompt, clock)
     metrics = rollout_metrics(groups, seconds=clock.seconds("generation"))
 
-    batch = make_batch(groups, config)
+    advantages = batch_advantages(
+        groups, normalize=config.grpo.normalize_rewards, use_leave_one_out_baseline=config.grpo.use_leave_one_out_baseline
+    )
+    batch = make_batch(groups, advantages, config)
     with clock.phase("train"):
         metrics |= update_policy(run, batch)
     folder.ledger.train(step)
@@ -161,6 +165,7 @@ def save_checkpoint(run: Run, state: RunState) -> None:
     run.session.policies.call("save_checkpoint", checkpoint.weights, deadline_s=run.config.deadlines.checkpoint_s)
     run.folder.copy_tokenizer(checkpoint)
     run.folder.checkpoints.commit(checkpoint, state)
+    run.session.policies.call("enter", "generate", deadline_s=run.config.deadlines.checkpoint_s)
 
 
 def resume(run: Run) -> RunState:

@@ -8,6 +8,8 @@ import os
 import signal
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -27,3 +29,4 @@ def start_actor_process(log_file: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logger.info("process %d", os.getpid())

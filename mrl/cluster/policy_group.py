@@ -15,6 +15,7 @@ from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import wait_all
 from mrl.config import trace
 from mrl.config.schema import RunConfig
+from mrl.data.batch import row_multiple
 from mrl.data.packing import pack_row
 from mrl.types import Batch, TrainSequence
 
@@ -60,7 +61,7 @@ class PolicyActor:
         packed = [
             pack_row(
                 [(index, next(payload), sequence.advantage, sequence.is_valid) for index, sequence in row],
-                divisible_by=self.config.policy.make_sequence_length_divisible_by,
+                divisible_by=row_multiple(self.config.policy),
                 pad_token_id=self.pad_token_id,
             )
             for row in rows

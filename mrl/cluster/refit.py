@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.parallel import VllmParallel
+from conversion.families.common import VllmParallel
+from conversion.families.registry import family
 from conversion.reshard import Schedule, reshard
 
-from conversion.families.registry import family
 from mrl.cluster.engine_group import EngineGroup, index_of
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup

@@ -27,6 +27,7 @@ from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
 from mrl.policy.model import build_model, wrap_ddp
 from mrl.policy.optimizer import build_optimizer, build_scheduler
+from mrl.policy.reports import SettleReport
 from mrl.policy.step import BatchSize, TokenDistribution, TrainRow, compute_logprobs, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, SettleReport, rank_tensors
 from mrl.refit.exchange import Exchange

@@ -12,18 +12,9 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from conversion.boxes import Box, Layout, Piece, Slot
+from mrl.policy.reports import SettleReport
 from mrl.refit.checksum import checksum
 from mrl.refit.unit import box_view, live_tensors
-
-
-@dataclass(frozen=True)
-class SettleReport:
-    """What `CopyCheck.run` compared."""
-
-    num_bytes: int
-    """Bytes of this rank that were checked."""
-    num_shared_boxes: int
-    """Boxes of which more than one rank holds a copy, over all ranks."""
 
 
 @dataclass(frozen=True)

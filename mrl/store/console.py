@@ -10,9 +10,7 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
-# Total width of the step line, and of the bar on its left.
 HEADER_WIDTH = 62
-HEADER_LEFT = 25
 # Without a terminal a progress line is written at most this often.
 PLAIN_INTERVAL_S = 15.0
 
@@ -20,7 +18,8 @@ PLAIN_INTERVAL_S = 15.0
 def step_header(step: int, max_num_steps: int) -> str:
     """`========================= Step 1/100 =========================`."""
     title = f" Step {step}/{max_num_steps} "
-    return "=" * HEADER_LEFT + title + "=" * (HEADER_WIDTH - HEADER_LEFT - len(title))
+    num_left = (HEADER_WIDTH - len(title) + 1) // 2
+    return "=" * num_left + title + "=" * (HEADER_WIDTH - num_left - len(title))
 
 
 def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generations: int) -> list[str]:

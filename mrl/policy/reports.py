@@ -1,0 +1,15 @@
+"""What a rank tells the driver besides metrics. Importable without Megatron, because the driver unpickles it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SettleReport:
+    """What settling compared."""
+
+    num_bytes: int
+    """Bytes of this rank that were checked."""
+    num_shared_boxes: int
+    """Boxes of which more than one rank holds a copy, over all ranks."""
