@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from conversion.boxes import Slot
+from mrl.refit.errors import RefitError
+from mrl.refit.zero import digest
+from tests.rollouts import StartEngine, differences, random_requests, run
+from tests.stack.rollout.trainer import Trainer, expected_tensors, vllm_layout
+
+if TYPE_CHECKING:
+    from mrl.rollout.engine import Engine
+
+Checkpoint = Callable[[int], Path]
+
+REQUESTS = random_requests(8)
+
+
+@pytest.fixture(scope="module")
+def trainer(checkpoint: Checkpoint) -> Trainer:
+    return Trainer(checkpoint(0))
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: StartEngine, trainer: Trainer) -> Engine:
+    engine = start_engine(0)
+    engine.prepare_refit(trainer.workers())
+    return engine
+
+
+def refit(engine: Engine, trainer: Trainer, version: int) -> None:
+    for index in range(trainer.schedule.num_rounds):
+        trainer.exchange(index)
+        engine.pull(index)
+        engine.verify(index)
+    engine.set_weight_version(version)
+
+
+def live(engine: Engine, name: str) -> torch.nn.Parameter:
+    return dict(engine._llm.model_executor.driver_worker.get_model().named_parameters())[name]
+
+
+def test_loaded_tensors_are_those_of_the_table(engine: Engine, checkpoint: Checkpoint) -> None:
+    layout = {slot: (slot_layout.shape, slot_layout.dtype) for slot, slot_layout in vllm_layout(checkpoint(0)).items()}
+    assert engine.live_layout() == [layout]
+    assert engine.live_digest() == [digest(expected_tensors(checkpoint(0)))]
+
+
+def test_refit_zero_changes_no_byte(engine: Engine, trainer: Trainer) -> None:
+    before = engine.live_digest()
+    with pytest.raises(RuntimeError, match="nothing was pulled"):
+        engine.set_weight_version(1)
+    refit(engine, trainer, version=1)
+    assert engine.live_digest() == before
+
+
+def test_it_does_not_sample_during_a_refit(engine: Engine, trainer: Trainer) -> None:
+    refit(engine, trainer, version=1)
+    trainer.exchange(0)
+    engine.pull(0)
+    with pytest.raises(RuntimeError, match="is being refitted"):
+        engine.step()
+    refit(engine, trainer, version=2)
+    engine.step()
+
+
+def test_a_changed_byte_is_named_and_stops_sampling(engine: Engine, trainer: Trainer) -> None:
+    name = "model.layers.0.mixer.D"
+    trainer.exchange(0)
+    engine.pull(0)
+    with torch.no_grad():
+        live(engine, name)[3] += 1
+    (report,) = engine.verify(0)
+    assert [name in line for line in report.mismatches] == [True]
+    with pytest.raises(RefitError, match=name):
+        engine.set_weight_version(3)
+    with pytest.raises(RuntimeError, match="is being refitted"):
+        engine.step()
+    refit(engine, trainer, version=3)
+
+
+def test_a_rebound_parameter_is_named(engine: Engine, trainer: Trainer) -> None:
+    parameter = live(engine, "lm_head.weight")
+    ours = parameter.data
+    parameter.data = ours.clone()
+    trainer.exchange(0)
+    with pytest.raises(RefitError, match="lm_head.weight"):
+        engine.pull(0)
+    parameter.data = ours
+    refit(engine, trainer, version=4)
+
+
+def test_a_schedule_that_misses_a_live_tensor_is_refused(engine: Engine, trainer: Trainer) -> None:
+    (worker,) = trainer.workers()
+    missing = Slot("model.layers.1.mixer.gate.e_score_correction_bias")
+    rounds = [[pull for pull in pulls if pull.target != missing] for pulls in worker.rounds]
+    with pytest.raises(RefitError, match="e_score_correction_bias"):
+        engine.prepare_refit([type(worker)(rounds, worker.padding, worker.handles)])
+
+
+def test_after_a_refit_it_equals_a_fresh_engine(
+    engine: Engine, trainer: Trainer, start_engine: StartEngine, checkpoint: Checkpoint
+) -> None:
+    # A Mamba mixer reads its convolution through a second view, which must follow the parameter.
+    refit(engine, trainer, version=5)
+    old = run(engine, REQUESTS)
+    trainer.load(checkpoint(1))
+    refit(engine, trainer, version=6)
+    new = run(engine, REQUESTS)
+    assert {rollout.weight_version for rollout in old.values()} == {5}
+    assert {rollout.weight_version for rollout in new.values()} == {6}
+    digests = engine.live_digest()
+    fresh = start_engine(1)
+    fresh.set_weight_version(0)
+    assert fresh.live_digest() == digests
+    assert differences(run(fresh, REQUESTS), new) == []
+    assert len(differences(old, new)) == len(REQUESTS)

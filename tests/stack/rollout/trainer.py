@@ -1,0 +1,60 @@
+"""A trainer of one rank that holds canonical tensors as they stand in the checkpoint, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
+from conversion.families.common import VllmParallel
+from conversion.families.registry import family
+from conversion.reshard import reshard
+from mrl.policy.arena import Arena
+from mrl.refit.exchange import Exchange
+from mrl.rollout.messages import WorkerRefit
+
+
+class Trainer:
+    """Weights that a test sets, and the trainer side of refits of one TP1 engine."""
+
+    def __init__(self, folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        source: Layout = {
+            Slot(name): SlotLayout(tuple(tensor.shape), "float32", (Piece(name, full(tensor.shape), full(tensor.shape)),))
+            for name, tensor in weights.items()
+        }
+        self.schedule = reshard({0: source}, {0: vllm_layout(folder)}, unit_of={0: 0}, buffer_bytes=1 << 20)
+        self._arena = Arena({Slot(name): tensor for name, tensor in weights.items()}, name="test-arena")
+        self._exchange = Exchange(0, self.schedule, self._arena.tensors(), self._arena.handle(), timeout_s=60)
+
+    def load(self, folder: Path) -> None:
+        """Takes the weights of another checkpoint."""
+        with torch.no_grad():
+            for name, tensor in load_file(folder / "model.safetensors").items():
+                self._arena.tensors()[Slot(name)].copy_(tensor)
+
+    def exchange(self, round_index: int) -> None:
+        """The trainer's part of one round."""
+        self._exchange.run(round_index)
+
+    def workers(self) -> list[WorkerRefit]:
+        """What `Engine.prepare_refit` needs."""
+        rounds = [self.schedule.pulls(0, index) for index in range(self.schedule.num_rounds)]
+        return [WorkerRefit(rounds, self.schedule.padding(0), self._exchange.handles())]
+
+
+def vllm_layout(folder: Path, *, tp: int = 1, worker: int = 0) -> Layout:
+    """The table's layout of an engine worker for a checkpoint."""
+    hf_config = json.loads((folder / "config.json").read_text())
+    return family(hf_config).vllm_layout(hf_config, VllmParallel(tp=tp), worker, "float32")
+
+
+def expected_tensors(folder: Path, *, tp: int = 1, worker: int = 0) -> dict[Slot, Tensor]:
+    """What an engine worker must hold, built directly from the checkpoint by the table."""
+    from tests.stack.refit.children import fill
+
+    return fill(vllm_layout(folder, tp=tp, worker=worker), load_file(folder / "model.safetensors"))

@@ -1,0 +1,16 @@
+import subprocess
+import sys
+
+from mrl.rollout.environment import engine_environment
+
+
+def test_cpu_hosts_need_more_than_gpu_hosts() -> None:
+    gpu, cpu = engine_environment(has_gpu=True), engine_environment(has_gpu=False, num_threads=3)
+    assert gpu.items() <= cpu.items()
+    assert cpu["OMP_NUM_THREADS"] == "3"
+    assert "TORCHDYNAMO_DISABLE" not in gpu
+
+
+def test_the_driver_does_not_import_vllm() -> None:
+    code = "import sys, mrl.rollout.environment, mrl.rollout.messages; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
