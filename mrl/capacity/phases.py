@@ -43,14 +43,15 @@ PHASES: dict[Phase, Residency] = {
 }
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    # Refit zero comes first, also in a resumed run.
-    "load": frozenset({"refit"}),
+    # Refit zero comes first, also in a resumed run; a policy without engines goes straight to work.
+    "load": frozenset({"refit", "logprob", "train"}),
     # After refit zero a resumed run loads its checkpoint.
     "refit": frozenset({"load", "generate", "checkpoint"}),
     # An engine that was restarted is refitted before it goes on.
     "generate": frozenset({"logprob", "train", "refit", "checkpoint"}),
     "logprob": frozenset({"train"}),
-    "train": frozenset({"refit"}),
+    # To generate after an update takes a refit.
+    "train": frozenset({"refit", "logprob"}),
     "checkpoint": frozenset({"generate", "refit"}),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -80,10 +81,12 @@ def _lengths(policy: PolicyConfig) -> list[str]:
         problems.append(
             _problem("policy.generation.vllm_cfg.max_model_len", max_model_len, rule, "leave it out, and it follows the latter")
         )
+    multiple = math.lcm(policy.make_sequence_length_divisible_by, packing.sequence_length_round)
+    longest = math.ceil(total / multiple) * multiple
     for name, tokens in (("train_mb_tokens", packing.train_mb_tokens), ("logprob_mb_tokens", packing.logprob_mb_tokens)):
-        if tokens < total:
-            rule = f"a packed row must hold the longest sequence, policy.max_total_sequence_length={total}"
-            problems.append(_problem(f"policy.sequence_packing.{name}", tokens, rule, f"use at least {total}"))
+        if tokens < longest:
+            rule = f"a packed row must hold policy.max_total_sequence_length={total}, padded to a multiple of {multiple}"
+            problems.append(_problem(f"policy.sequence_packing.{name}", tokens, rule, f"use at least {longest}"))
     return problems
 
 

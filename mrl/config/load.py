@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, get_args, get_type_hints
@@ -10,12 +11,15 @@ from typing import TypeVar, get_args, get_type_hints
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from mrl.config import trace
 from mrl.config.errors import ConfigError
 from mrl.config.files import Key, Setting, Settings, apply_overrides, find_config, read_settings
 from mrl.config.schema import KEYS, RunConfig, section_of
 
 Section = TypeVar("Section")
 Number = int | float
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 # NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
 RESOLVERS: dict[str, Callable[[Number, Number], Number]] = {
@@ -36,6 +40,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     problems = apply_overrides(settings, list(overrides))
     tree = _typed_tree(settings, problems)
     unresolved: dict[Key, str] = {}
+    trace.note_expressions(_expressions(tree))
     config = _build(RunConfig, tree, (), unresolved, problems)
     problems += [f"{_describe(key, settings[key])}: {reason}" for key, reason in unresolved.items() if key in settings]
     if not problems:  # a default fails because it follows a key that failed: news only where nothing else is
@@ -127,6 +132,19 @@ def _build(section: type[Section], tree: DictConfig, key: Key, unresolved: dict[
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
             unresolved[place] = f"{_reason(error)}; correct the expression"
     return section(**values)
+
+
+def _expressions(tree: DictConfig) -> dict[str, frozenset[str]]:
+    """The keys that each key's value is made from, for the keys whose value is an expression."""
+    follows: dict[str, frozenset[str]] = {}
+    content = OmegaConf.to_container(tree, resolve=False)
+    for key in KEYS:
+        value: object = content
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, str):
+            follows[key] = frozenset(_REFERENCE.findall(value)) & KEYS.keys()
+    return {key: others for key, others in follows.items() if others}
 
 
 def _describe(key: Key, setting: Setting) -> str:

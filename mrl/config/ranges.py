@@ -93,7 +93,6 @@ RANGES: dict[str, Range] = {
     "env.math.timeout_s": ABOVE_ZERO,
     "checkpointing.keep_top_k": POSITIVE,
     "checkpointing.save_period": POSITIVE,
-    "logger.num_val_samples_to_print": COUNT,
     "cluster.num_nodes": POSITIVE,
     "cluster.gpus_per_node": COUNT,
     "cluster.cpu_units_per_node": POSITIVE,
@@ -118,6 +117,11 @@ ONLY: dict[str, tuple[object, str]] = {
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "engines with pipeline stages are not supported"),
 }
 """Keys of which mrl has only one value so far, and why."""
+
+FIXED = frozenset(
+    [*ONLY, "policy.train_global_batch_size", "policy.generation.backend", "policy.sequence_packing.algorithm"],
+)
+"""Keys with one possible value, by this table, by their type, or by a rule in `mrl.config.checks`: no code has to read them."""
 
 
 def value_at(config: RunConfig, key: str) -> object:

@@ -114,7 +114,7 @@ class SequencePackingConfig:
     """Tokens of a packed row in training."""
     logprob_mb_tokens: int = _follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
     """Tokens of a packed row in logprob passes."""
-    algorithm: Literal["first_fit_decreasing", "modified_first_fit_decreasing"] = "first_fit_decreasing"
+    algorithm: Literal["first_fit_decreasing"] = "first_fit_decreasing"
     """How sequences are assigned to rows."""
     sequence_length_round: int = 64
     """Row lengths are rounded up to a multiple of this, which bounds the number of different shapes."""
@@ -399,8 +399,6 @@ class LoggerConfig:
     """Folder of TensorBoard logs; each start of a run gets `exp_NNN` below it."""
     tensorboard_enabled: bool = False
     """Write TensorBoard events."""
-    num_val_samples_to_print: int = 0
-    """Validation rollouts printed at each validation."""
 
 
 @traced

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 Section = TypeVar("Section")
@@ -15,6 +15,8 @@ Section = TypeVar("Section")
 _reads: set[tuple[str, str]] = set()
 """(section class, field); a section class stands at one place in the schema, so this names the key."""
 _merged: set[str] = set()
+_follows: dict[str, frozenset[str]] = {}
+"""Keys whose values were made from other keys. Whoever reads one has read the others."""
 
 # These packages walk all fields of an object; that says nothing about whether the run depends on them.
 _WALKERS = frozenset({"copy", "dataclasses", "omegaconf", "pickle", "pprint", "reprlib"})
@@ -46,15 +48,26 @@ def _is_product_code() -> bool:
 
 
 def reads() -> set[str]:
-    """Dotted keys read so far by this process, and by those whose reads were merged."""
+    """Dotted keys read so far by this process and by those whose reads were merged, and the keys that their values were made from."""
     from mrl.config.schema import KEYS
 
-    return {key for key, place in KEYS.items() if place in _reads} | _merged
+    found: set[str] = set()
+    new = {key for key, place in KEYS.items() if place in _reads} | _merged
+    while new:
+        found |= new
+        new = set().union(*(_follows.get(key, frozenset()) for key in new)) - found
+    return found
 
 
 def merge_reads(keys: Iterable[str]) -> None:
     """Adds the `reads()` of another process."""
     _merged.update(keys)
+
+
+def note_expressions(follows: Mapping[str, frozenset[str]]) -> None:
+    """Notes which keys each interpolated value of the loaded config was made from."""
+    _follows.clear()
+    _follows.update(follows)
 
 
 def forget_reads() -> None:
@@ -64,13 +77,17 @@ def forget_reads() -> None:
 
 
 def report() -> str:
-    """The text of `--trace-config`: keys read, then keys never read, one a line."""
+    """The text of `--trace-config`: keys read, keys that a check fixes to one value, keys never read; one a line."""
+    from mrl.config.ranges import FIXED
     from mrl.config.schema import KEYS
 
     read = reads()
-    never = sorted(KEYS.keys() - read)
-    lines = [f"Config keys read by this run: {len(read)} of {len(KEYS)}"]
-    lines += [f"  {key}" for key in sorted(read)]
-    lines += [f"Config keys never read by this run: {len(never)}"]
-    lines += [f"  {key}" for key in never]
+    groups = {
+        "read by this run": read,
+        "fixed by a check": FIXED - read,
+        "never read by this run": KEYS.keys() - read - FIXED,
+    }
+    lines = []
+    for title, keys in groups.items():
+        lines += [f"Config keys {title}: {len(keys)} of {len(KEYS)}", *(f"  {key}" for key in sorted(keys))]
     return "\n".join(lines)

@@ -4,15 +4,17 @@ from mrl.capacity.phases import PHASES, TRANSITIONS, Phase, enter
 
 
 def test_a_run_walks_through_its_phases():
-    start: list[Phase] = ["load", "refit", "load", "refit", "generate"]
     step: list[Phase] = ["logprob", "logprob", "train", "refit", "generate", "checkpoint", "generate"]
+    walk: list[Phase] = ["load", "refit", "load", "refit", "generate", *step, *step]
     current: Phase | None = None
-    for phase in [*start, *step, *step]:
+    for phase in walk:
         assert enter(current, phase) is PHASES[phase]
         current = phase
 
 
-@pytest.mark.parametrize(("current", "phase"), [(None, "train"), ("train", "generate"), ("generate", "load"), ("logprob", "generate")])
+@pytest.mark.parametrize(
+    ("current", "phase"), [(None, "train"), ("load", "generate"), ("train", "generate"), ("generate", "load"), ("logprob", "generate")]
+)
 def test_no_run_skips_a_refit(current: Phase | None, phase: Phase):
     with pytest.raises(ValueError, match=f"phase {phase} entered from"):
         enter(current, phase)

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from mrl.config import trace
 from mrl.config.checks import find_problems
 from mrl.config.load import load_config
+from mrl.config.ranges import FIXED
 from mrl.config.redact import resolved_yaml
 from mrl.config.schema import KEYS, RunConfig
 
@@ -74,14 +75,22 @@ def test_reads_of_another_process_are_merged():
     assert trace.reads() == {"grpo.seed"}
 
 
+def test_reading_a_value_reads_what_it_was_made_from():
+    config = load_config(
+        "grpo_tiny.yaml", ["policy.logprob_batch_size=${add:${grpo.val_period},${max:1,${policy.train_micro_batch_size}}}"]
+    )
+    assert config.policy.generation.vllm_cfg.precision == "float32"
+    assert config.policy.logprob_batch_size == 21
+    expected = {"policy.generation.vllm_cfg.precision", "policy.precision", "policy.logprob_batch_size"}
+    assert trace.reads() == expected | {"grpo.val_period", "policy.train_micro_batch_size"}
+
+
 def test_the_report_splits_all_keys():
     read_seed(load_config("grpo_tiny.yaml"))
     lines = trace.report().splitlines()
-    assert lines[:3] == [
-        f"Config keys read by this run: 1 of {len(KEYS)}",
-        "  grpo.seed",
-        f"Config keys never read by this run: {len(KEYS) - 1}",
-    ]
+    assert lines[:2] == [f"Config keys read by this run: 1 of {len(KEYS)}", "  grpo.seed"]
+    assert lines[2] == f"Config keys fixed by a check: {len(FIXED)} of {len(KEYS)}"
+    assert f"Config keys never read by this run: {len(KEYS) - 1 - len(FIXED)} of {len(KEYS)}" in lines
     assert sorted(line.strip() for line in lines if line.startswith("  ")) == sorted(KEYS)
 
 

@@ -1,0 +1,45 @@
+import ast
+import dataclasses
+import inspect
+import re
+
+from mrl.config import schema
+from mrl.config.ranges import FIXED
+from mrl.config.schema import KEYS, RunConfig
+from tests.sources import ROOT
+
+
+def sections() -> list[type]:
+    return [kind for kind in vars(schema).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+
+
+def manuals(section: type) -> dict[str, str]:
+    """The string below each field."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            found[field.target.id] = str(ast.literal_eval(below.value))
+    return found
+
+
+def test_every_key_has_a_manual():
+    written = {(section.__name__, name) for section in sections() for name in manuals(section)}
+    assert {key for key, place in KEYS.items() if place not in written} == set()
+
+
+def test_every_key_is_read_by_product_code():
+    """By its name, by a property of the schema, as the source of another key's value, or fixed to one value by a check."""
+    files = [path for path in (ROOT / "mrl").rglob("*.py") if "config" not in path.relative_to(ROOT / "mrl").parts]
+    read = {node.attr for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    for section in sections():
+        for member in vars(section).values():
+            if isinstance(member, property) and member.fget is not None:
+                read |= set(re.findall(r"\b\w+", inspect.getsource(member.fget)))
+    read |= set(re.findall(r"\w+", " ".join(re.findall(r"_follows\((.*)\)", inspect.getsource(schema)))))
+    assert {key for key in KEYS if key.rpartition(".")[2] not in read} - FIXED == set()
+
+
+def test_sections_can_be_made_by_hand():
+    assert RunConfig().cluster.num_units == 1
