@@ -60,7 +60,7 @@ def test_a_group_of_one_is_refused():
         group_advantages(torch.tensor([1.0]), normalize=True)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.floats(-3, 3), min_size=2, max_size=16), st.floats(-1, 1))
 def test_advantages_are_bounded_and_sum_to_zero(rewards: list[float], shift: float):
     rewards_G = torch.tensor(rewards, dtype=torch.float64)

@@ -179,7 +179,7 @@ def test_what_is_outside_the_mask_has_no_effect(bad: float):
     loss, metrics = compute({**poisoned, "logprobs_T": logprobs}, config)
     loss.backward()
     clean_loss, clean_metrics = compute(row, config)
-    assert float(loss) == float(clean_loss)
+    assert torch.equal(loss.detach(), clean_loss)
     assert {name: float(value) for name, value in metrics.items()} == {name: float(value) for name, value in clean_metrics.items()}
     assert logprobs.grad is not None
     assert torch.equal(logprobs.grad[outside], torch.zeros(int(outside.sum())).double())
@@ -198,7 +198,7 @@ def test_a_row_without_valid_tokens_adds_nothing(token_level: bool):
     logprobs = row["logprobs_T"].clone().requires_grad_()
     loss, metrics = compute({**row, "logprobs_T": logprobs}, replace(CONFIG, token_level_loss=token_level), 0.0, 0.0)
     loss.backward()
-    assert float(loss) == 0.0
+    assert float(loss.detach()) == 0.0
     assert logprobs.grad is not None and not logprobs.grad.any()
     assert (float(metrics["probs_ratio_min"]), float(metrics["probs_ratio_max"])) == (math.inf, -math.inf)
     assert all(float(value) == 0.0 for name, value in metrics.items() if name not in MIN_METRICS + MAX_METRICS)
@@ -241,7 +241,7 @@ def test_sequence_weights_add_up_means():
     assert weights.tolist() == [0.0, 0.5, 0.5, 0.0, 1.0, 0.0]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.randoms(use_true_random=False), st.sampled_from(VARIANTS))
 def test_any_split_into_rows_gives_the_same_loss_and_metrics(lengths: list[int], rng, config: LossConfig):
     whole = random_row(7, lengths)

@@ -22,9 +22,10 @@ def test_without_shuffle_the_order_of_the_file():
 
 @given(st.integers(1, 20), st.integers(1, 50), st.integers(0, 30), st.integers(0, 30))
 def test_a_position_is_one_number(num_prompts: int, position: int, first: int, second: int):
-    kwargs = {"num_prompts": num_prompts, "seed": 7}
-    together = prompts_at(position, first + second, **kwargs)
-    assert together == prompts_at(position, first, **kwargs) + prompts_at(position + first, second, **kwargs)
+    def at(position: int, count: int) -> list[tuple[int, int]]:
+        return prompts_at(position, count, num_prompts=num_prompts, seed=7)
+
+    assert at(position, first + second) == at(position, first) + at(position + first, second)
 
 
 def test_steps_cross_epochs_without_gap_or_repetition():

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.data.packing import pack_row, plan_rows
@@ -52,7 +52,6 @@ def test_a_full_row_has_no_padding_sequence():
     assert row.cu_seqlens.tolist() == [0, 4]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=6), st.integers(1, 8))
 def test_every_sequence_can_be_read_back(shapes: list[tuple[int, int, bool]], divisible_by: int):
     rollouts = [rollout(list(range(1, p + 1)), list(range(100, 100 + g))) for p, g, _ in shapes]
