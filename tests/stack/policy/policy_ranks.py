@@ -1,0 +1,301 @@
+"""What the tests of step, settling and checkpoints run on the ranks: a whole `Policy`, on random rollouts."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.data.packing import PackedRow, pack_row, plan_rows
+from mrl.types import Rollout, RolloutRequest, SamplingParams
+from tests.stack.ranks import Rank
+
+if TYPE_CHECKING:
+    from mrl.policy.policy import Policy
+
+PAD_TOKEN_ID = 256
+NUM_SEQUENCES = 16
+ROW_TOKENS = 64
+
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2 sp dp2 ep2": (4, dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)),
+    "pp2 dp2 ep2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2, num_layers_in_first_pipeline_stage=4)),
+}
+
+
+def world_size(layout: str) -> int:
+    return LAYOUTS[layout][0]
+
+
+def run_config(folder: Path, layout: str, *overrides: str) -> RunConfig:
+    """The laptop's config on the model in `folder`, at a layout, with an optimizer whose steps do not amplify rounding."""
+    sizes = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False) | LAYOUTS[layout][1]
+    megatron = [f"policy.megatron_cfg.{key}={value}" for key, value in sizes.items()]
+    optimizer = [f"policy.megatron_cfg.optimizer.{item}" for item in ("lr=1e-3", "min_lr=1e-3", "adam_eps=1e-3", "weight_decay=0.01")]
+    return load_config("grpo_tiny.yaml", [f"policy.model_name={folder}", *megatron, *optimizer, *overrides])
+
+
+def rollouts() -> list[tuple[int, Rollout, float, bool]]:
+    """Index, random rollout, advantage and validity; one in seven is not valid. Generator logprobs are arbitrary."""
+    rng = np.random.default_rng(0)
+    result = []
+    for index in range(NUM_SEQUENCES):
+        prompt = tuple(int(token) for token in rng.integers(0, 256, int(rng.integers(3, 12))))
+        length = int(rng.integers(1, 10))
+        request = RolloutRequest(f"p{index}", 0, 0, 1, prompt, SamplingParams(1.0, 1.0, None, 16, (258,)))
+        logprobs = rng.normal(-5.0, 0.3, length).astype(np.float32)
+        rollout = Rollout(request, 1, rng.integers(0, 256, length).astype(np.int32), logprobs, "stop")
+        result.append((index, rollout, float(rng.normal()), index % 7 != 3))
+    return result
+
+
+def packed_rows(dp_rank: int, dp_size: int) -> list[PackedRow]:
+    """The rows of one data-parallel rank."""
+    sequences = rollouts()
+    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for _, rollout, _, _ in sequences]
+    plan = plan_rows(lengths, dp_size=dp_size, row_tokens=ROW_TOKENS)
+    return [pack_row([sequences[index] for index in row], divisible_by=2, pad_token_id=PAD_TOKEN_ID) for row in plan[dp_rank]]
+
+
+@contextmanager
+def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
+    """The rank's policy with its model folder's weights and its rows as the batch."""
+    from mrl.policy.policy import Policy
+
+    torch.set_num_threads(1)
+    policy = Policy(
+        config,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        master_address=rank.master_address,
+        master_port=rank.master_port,
+        timeout_s=60,
+    )
+    try:
+        policy.load_hf(config.policy.model_name)
+        yield policy
+    finally:
+        policy.close()
+
+
+def set_batch(policy: Policy) -> None:
+    from megatron.core import parallel_state
+
+    policy.set_batch(packed_rows(policy.dp_rank, parallel_state.get_data_parallel_world_size()))
+
+
+def train(policy: Policy, num_steps: int) -> list[dict[str, float]]:
+    """Metrics of on-policy steps."""
+    metrics = []
+    for _ in range(num_steps):
+        set_batch(policy)
+        policy.compute_old_logprobs()
+        metrics.append(policy.train_step())
+    return metrics
+
+
+def old_logprobs(labels: np.ndarray, generator_logprobs: np.ndarray) -> np.ndarray:
+    """Made-up old logprobs, far enough from any model's that ratios are clipped on both sides."""
+    return generator_logprobs + np.where(labels % 2 == 0, 0.3, -0.2).astype(np.float32)
+
+
+def raw_checksums(policy: Policy) -> dict[str, int]:
+    """crc32 of every live tensor as it is now, whether settled or not."""
+    return {str(slot): zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy()) for slot, tensor in policy._tensors.items()}
+
+
+# What follows runs on a rank.
+
+
+def off_policy_steps(rank: Rank, config: RunConfig, num_steps: int) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """Metrics of steps with made-up old logprobs and a reference, and the canonical weights at the end. For one rank."""
+    with open_policy(rank, config) as policy:
+        metrics = []
+        for _ in range(num_steps):
+            set_batch(policy)
+            policy.compute_old_logprobs()
+            policy.compute_reference_logprobs()
+            assert policy._batch is not None
+            policy._batch.old_logprobs = [
+                torch.from_numpy(old_logprobs(row.labels_T.numpy(), row.generator_logprobs_T.numpy())) for row in policy._batch.rows
+            ]
+            metrics.append(policy.train_step())
+        return metrics, canonical_weights(policy)
+
+
+def canonical_weights(policy: Policy) -> dict[str, np.ndarray]:
+    """Whole canonical tensors, of a policy of one rank."""
+    from conversion.families.registry import family
+    from conversion.tensors import box_view
+
+    weights = {name: np.full(shape, np.nan, np.float32) for name, shape in family(policy._hf_config).canonical(policy._hf_config).items()}
+    for slot, tensor in policy.settled_weights().items():
+        for piece in policy.layout()[slot].pieces:
+            target = weights[piece.name][tuple(slice(start, stop) for start, stop in piece.box)]
+            target[...] = box_view(tensor.detach(), piece.local).float().numpy().reshape(target.shape)
+    return weights
+
+
+def logprob_gradients(rank: Rank, vocab_size: int, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """Vocabulary-parallel logprobs of `logits_and_labels`, and this rank's columns of the gradient of their weighted sum."""
+    import torch.distributed as dist
+
+    from mrl.policy import logprobs
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rank.master_port}", rank=rank.rank, world_size=rank.world_size)
+    logprobs.CHUNK_TOKENS = 7
+    logits, labels, weights = logits_and_labels(vocab_size)
+    columns = logits.shape[1] // rank.world_size
+    mine = logits[:, rank.rank * columns :][:, :columns].clone().requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    result = logprobs.vocab_parallel_logprobs(mine, labels, vocab_size=vocab_size, temperature=temperature, group=group)
+    (result * weights).sum().backward()
+    dist.destroy_process_group()
+    assert mine.grad is not None
+    return result.detach().numpy(), mine.grad.numpy()
+
+
+def logits_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits over 512 columns (padding gets the largest ones), labels, and a weight per token."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(40, 512, generator=generator) * 5
+    logits[:, vocab_size:] = 50.0
+    return logits, torch.randint(0, vocab_size, (40,), generator=generator), torch.randn(40, generator=generator)
+
+
+def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tuple[str, bool, list[dict[str, float]]]:
+    """Message of a step in which the last rank's advantages are `advantage`; whether it changed no byte of weights and optimizer; a clean step."""
+    with open_policy(rank, config) as policy:
+        train(policy, 1)
+        policy.settle()
+        before = raw_checksums(policy), optimizer_checksum(policy)
+        set_batch(policy)
+        policy.compute_old_logprobs()
+        assert policy._batch is not None
+        if policy.dp_rank == 1:
+            policy._batch.rows = [replace(row, advantages_T=torch.full_like(row.advantages_T, advantage)) for row in policy._batch.rows]
+        message = message_of(policy.train_step)
+        policy.settle()
+        return message, before == (raw_checksums(policy), optimizer_checksum(policy)), train(policy, 1)
+
+
+def optimizer_checksum(policy: Policy) -> int:
+    states = [state for optimizer in policy._state.optimizer.chained_optimizers for state in optimizer.optimizer.state.values()]
+    return zlib.crc32(b"".join(state[key].numpy().tobytes() for state in states for key in ("exp_avg", "exp_avg_sq")))
+
+
+def message_of(function: Callable[[], object]) -> str:
+    """Message of the RuntimeError that `function` raises; empty if it raises none."""
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def metrics_of_steps(rank: Rank, config: RunConfig, num_steps: int) -> list[dict[str, float]]:
+    with open_policy(rank, config) as policy:
+        return train(policy, num_steps)
+
+
+def settle_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, int], dict[str, int], dict[str, np.ndarray], list]:
+    """Checksums right after a step, and after settling; the settled weights (flat, fp32); this rank's shards of the main parameters."""
+    with open_policy(rank, config) as policy:
+        train(policy, 2)
+        raw = raw_checksums(policy)
+        weights = {str(slot): tensor.detach().float().flatten().numpy().copy() for slot, tensor in policy.settled_weights().items()}
+        return raw, raw_checksums(policy), weights, main_shards(policy)
+
+
+def main_shards(policy: Policy) -> list[tuple[str, int, np.ndarray]]:
+    """(slot, first element, values) of every fp32 main parameter shard that this rank's optimizer updates."""
+    names = {id(tensor): str(slot) for slot, tensor in policy._tensors.items()}
+    shards = []
+    for optimizer in policy._state.optimizer.chained_optimizers:
+        model_groups = optimizer.model_float16_groups + optimizer.model_fp32_groups
+        main_groups = optimizer.shard_fp32_from_float16_groups + optimizer.shard_fp32_groups
+        for params, mains in zip(model_groups, main_groups, strict=True):
+            for param, main in zip(params, mains, strict=True):
+                start = optimizer._get_model_param_range_map(param)["param"].start
+                shards.append((names[id(param)], start, main.detach().numpy().copy()))
+    return shards
+
+
+def settle_with_flipped_bytes(rank: Rank, config: RunConfig, slots: Sequence[str]) -> list[str]:
+    """Message of the settle after a byte of a slot was flipped on the last rank, for each slot; every byte is flipped back."""
+    with open_policy(rank, config) as policy:
+        train(policy, 1)
+        policy.settle()
+        messages = []
+        for name in slots:
+            (tensor,) = [tensor for slot, tensor in policy._tensors.items() if str(slot) == name]
+            value = tensor.detach().view(-1).view(torch.uint8)
+            value[5] ^= rank.rank == rank.world_size - 1
+            messages.append(message_of(policy.settle))
+            value[5] ^= rank.rank == rank.world_size - 1
+        policy.settle()
+        return messages
+
+
+def settle_with_unknown_buffer(rank: Rank, config: RunConfig) -> str:
+    """Message of a settle when the live model has a persistent buffer that no conversion table knows."""
+    with open_policy(rank, config) as policy:
+        policy._chunk.module.register_buffer("scale", torch.ones(3))
+        return message_of(policy.settle)
+
+
+def save_after_steps(
+    rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int
+) -> tuple[list[dict[str, float]], dict[str, int], list[str]]:
+    """Saves after `num_steps`; metrics and checksums of the two steps that follow, and processes that the save left behind."""
+    import multiprocessing
+
+    with open_policy(rank, config) as policy:
+        train(policy, num_steps)
+        policy.save_checkpoint(weights_dir)
+        children = [child.name for child in multiprocessing.active_children()]
+        metrics = train(policy, 2)
+        policy.settle()
+        return metrics, raw_checksums(policy), children
+
+
+def load_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[list[dict[str, float]], dict[str, int]]:
+    """Metrics and checksums of the two steps after a checkpoint, loaded into a policy that has taken another number of steps."""
+    with open_policy(rank, config) as policy:
+        train(policy, 1)
+        torch.rand(rank.rank + 3)
+        policy.load_checkpoint(weights_dir)
+        metrics = train(policy, 2)
+        policy.settle()
+        return metrics, raw_checksums(policy)
+
+
+def load_weights_only(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[bool, float]:
+    """Whether the optimizer's main parameters are those of a checkpoint without optimizer state, and the loss after a step."""
+    with open_policy(rank, config) as policy:
+        policy.load_checkpoint(weights_dir)
+        weights = {str(slot): tensor.detach().float().flatten().numpy() for slot, tensor in policy.settled_weights().items()}
+        is_same = all(np.array_equal(values, weights[name][start : start + len(values)]) for name, start, values in main_shards(policy))
+        return is_same, train(policy, 2)[1]["train/loss"]
+
+
+def random_states(rank: Rank, config: RunConfig, weights_dir: Path | None) -> list[bytes]:
+    """Bytes of all random states, after drawing some numbers and saving them or, with a checkpoint given, after loading it."""
+    from megatron.core import tensor_parallel
+
+    with open_policy(rank, config) as policy:
+        if weights_dir is not None:
+            policy.load_checkpoint(weights_dir)
+        states = tensor_parallel.get_cuda_rng_tracker().get_states()
+        return [torch.get_rng_state().numpy().tobytes(), *(states[name].numpy().tobytes() for name in sorted(states))]

@@ -1,0 +1,132 @@
+"""The train step: against transformers and torch's AdamW, and what happens to numbers that are not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mrl.types import Rollout
+from tests import models
+from tests.stack.policy import policy_ranks
+from tests.stack.ranks import RankPool
+
+KL_PENALTY = 0.05
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("vocab_size", [200, 264, 512])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_logprobs_are_those_of_log_softmax_without_the_padding(ranks: RankPool, vocab_size: int, world_size: int):
+    results = ranks.run(policy_ranks.logprob_gradients, vocab_size, 0.7, world_size=world_size)
+    logits, labels, weights = policy_ranks.logits_and_labels(vocab_size)
+    logits = logits.double().requires_grad_()
+    expected = torch.log_softmax(logits[:, :vocab_size] / 0.7, dim=-1).gather(1, labels[:, None])[:, 0]
+    (expected * weights).sum().backward()
+    for logprobs, _ in results:
+        np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=4e-6)
+    assert logits.grad is not None
+    np.testing.assert_allclose(np.concatenate([grad for _, grad in results], axis=1), logits.grad.numpy(), atol=4e-6)
+
+
+def test_two_steps_equal_transformers_and_adamw(ranks: RankPool, folder: Path, tmp_path: Path):
+    config = policy_ranks.run_config(folder, "one", f"loss_fn.reference_policy_kl_penalty={KL_PENALTY}")
+    ((metrics, weights),) = ranks.run(policy_ranks.off_policy_steps, config, 2, world_size=1)
+    losses, grad_norms, clip_fractions = transformers_steps(2, tmp_path)
+    np.testing.assert_allclose([step["train/loss"] for step in metrics], losses, rtol=1e-5)
+    np.testing.assert_allclose([step["train/grad_norm"] for step in metrics], grad_norms, rtol=1e-5)
+    np.testing.assert_allclose([step["train/clip_fraction"] for step in metrics], clip_fractions, atol=1e-6)
+    assert min(clip_fractions) > 0.2
+    assert metrics[0]["train/kl_penalty"] == 0.0
+    assert metrics[1]["train/kl_penalty"] > 1e-6
+    expected = load_file(tmp_path / "model.safetensors")
+    start = load_file(folder / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    for name, value in weights.items():
+        assert relative_error(value, expected[name].numpy()) <= 1e-5, name
+        # The step itself, which is small beside the weights.
+        moved, expected_move = value - start[name].numpy(), (expected[name] - start[name]).numpy()
+        assert relative_error(moved, expected_move) <= 1e-3, name
+
+
+def transformers_steps(num_steps: int, out: Path) -> tuple[list[float], list[float], list[float]]:
+    """Loss, gradient norm and clipped share of steps of a plain implementation, sequence by sequence; saves the model at the end."""
+    model, reference = models.nemotron_h(), models.nemotron_h()
+    parameters = list(model.parameters())
+    decayed = [parameter for parameter in parameters if parameter.ndim > 1]
+    rest = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), eps=1e-3)
+    sequences = [(rollout, advantage) for _, rollout, advantage, is_valid in policy_ranks.rollouts() if is_valid]
+    num_tokens = sum(len(rollout.token_ids) for rollout, _ in sequences)
+    losses, grad_norms, clip_fractions = [], [], []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss, num_clipped = torch.zeros(()), 0
+        for rollout, advantage in sequences:
+            logprobs = sequence_logprobs(model, rollout)
+            with torch.no_grad():
+                reference_logprobs = sequence_logprobs(reference, rollout)
+            old = torch.from_numpy(policy_ranks.old_logprobs(rollout.token_ids, rollout.generator_logprobs))
+            for new, before, frozen, generated in zip(logprobs, old, reference_logprobs, rollout.generator_logprobs, strict=True):
+                ratio = torch.exp(new - before)
+                surrogate, clipped = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
+                num_clipped += bool(clipped < surrogate)
+                kl = torch.exp(frozen - new) - (frozen - new) - 1
+                loss = loss - torch.minimum(surrogate, clipped) * torch.exp(before - float(generated)) + KL_PENALTY * kl
+        loss = loss / num_tokens
+        loss.backward()
+        losses.append(float(loss.detach()))
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
+        clip_fractions.append(num_clipped / num_tokens)
+        optimizer.step()
+    model.save_pretrained(out)
+    return losses, grad_norms, clip_fractions
+
+
+def sequence_logprobs(model: torch.nn.Module, rollout: Rollout) -> torch.Tensor:
+    tokens = torch.tensor([[*rollout.request.token_ids, *rollout.token_ids.tolist()]])
+    logprobs = torch.log_softmax(model(tokens).logits[0, :-1], dim=-1).gather(1, tokens[0, 1:, None])[:, 0]
+    return logprobs[len(rollout.request.token_ids) - 1 :]
+
+
+def relative_error(value: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(value - expected) / (np.linalg.norm(expected) + 1e-12))
+
+
+def test_all_ranks_return_the_same_metrics(ranks: RankPool, folder: Path):
+    layout = "pp2 dp2 ep2"
+    results = ranks.run(
+        policy_ranks.metrics_of_steps, policy_ranks.run_config(folder, layout), 2, world_size=policy_ranks.world_size(layout)
+    )
+    assert all(result == results[0] for result in results)
+    first = results[0][0]
+    assert first["train/probs_ratio_min"] == first["train/probs_ratio_max"] == 1.0
+    num_valid = sum(len(rollout.token_ids) for _, rollout, _, is_valid in policy_ranks.rollouts() if is_valid)
+    assert first["train/num_valid_tokens"] == num_valid
+    assert {
+        "train/loss",
+        "train/grad_norm",
+        "train/lr",
+        "train/gen_kl_error",
+        "train/token_mult_prob_error",
+        "train/mean_abs_dlogp",
+    } <= set(first)
+
+
+# NaN shows in the loss; 1e38 leaves the loss finite, and the gradients overflow.
+@pytest.mark.parametrize("advantage", [float("nan"), 1e38])
+def test_a_step_that_is_not_finite_stops_all_ranks_and_changes_nothing(ranks: RankPool, folder: Path, advantage: float):
+    results = ranks.run(policy_ranks.step_with_advantage, policy_ranks.run_config(folder, "dp2"), advantage, world_size=2)
+    for message, is_unchanged, clean_step in results:
+        assert "not finite" in message
+        assert is_unchanged
+        assert np.isfinite(clean_step[0]["train/loss"])
+    assert results[0][0] == results[1][0]
