@@ -86,7 +86,7 @@ class TorchDistFolder:
         planner.set_up_planner({key: tensor}, self._metadata, is_coordinator=True)
         try:
             plan = self._reader.prepare_local_plan(planner.create_local_plan())
-            self._reader.read_data(plan, planner).wait()
+            self._reader.read_data(plan, planner).value()
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(f"{self._folder}: {key} cannot be read: {error}") from error
         return tensor
