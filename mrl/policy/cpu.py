@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -101,6 +102,8 @@ def _replace_torch_names() -> None:
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
     }.items():
         _replace(f"torch.cuda.{name}", value, current)
+    # `with torch.device(...)` knows factories by identity and lists them on first use: it must list torch's own, not our wrappers.
+    _device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "empty_like", "arange"):
         _replace(f"torch.{name}", _on_cpu(getattr(torch, name)), 'schedules, optimizer and gradient clipping write device="cuda"')
     _replace("torch.Tensor.cuda", lambda self, *_, **__: self, "Megatron moves tensors to the current device")
@@ -155,7 +158,7 @@ def _repair_megatron() -> None:
         "0.16.1 tests it without defining it where there is no Transformer Engine",
     )
 
-    def split_sizes(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    def split_sizes(tensor: Tensor | list[int] | None, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if isinstance(tensor, Tensor) and as_numpy else tensor
 
     _replace(

@@ -7,6 +7,8 @@ S state, M chunks, Q chunk length.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,7 +58,7 @@ def mamba_split_conv1d_scan_combined(
     outputs = []
     for xbcdt_NLC in layout.unpack(xbcdt.flatten(0, 1).float()):
         xbc_NLC, dt_NLH = xbcdt_NLC.split([channels, num_heads], dim=-1)
-        xbc_NLC = F.silu(_causal_conv(xbc_NLC, conv1d_weight.float(), conv1d_bias.float()))
+        xbc_NLC = F.silu(_CausalConv.apply(xbc_NLC, conv1d_weight.float(), conv1d_bias.float()))
         dt_NLH = F.softplus(dt_NLH + dt_bias.float()).clamp(*dt_limit)
         outputs.append(_scan(xbc_NLC, dt_NLH, A.float(), D.float(), num_groups=ngroups, head_dim=headdim, chunk=chunk))
     y = layout.pack(outputs).view(batch, num_tokens, inner)
@@ -70,13 +72,35 @@ def _sequence_lengths(seq_idx: Tensor | None, batch: int, num_tokens: int) -> Te
     return torch.unique_consecutive(seq_idx[0], return_counts=True)[1]
 
 
-def _causal_conv(x_NLC: Tensor, weight_CW: Tensor, bias_C: Tensor) -> Tensor:
-    # Shifted multiply-adds: torch's depthwise conv1d is slower on CPUs, forward and backward.
+class _CausalConv(torch.autograd.Function):
+    """Depthwise causal convolution of [N, L, C] by weights [C, W], plus bias, as shifted multiply-adds in place.
+
+    torch's depthwise conv1d is slower on CPUs, forward and backward, and so is autograd over the shifts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_NLC: Tensor, weight_CW: Tensor, bias_C: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NLC, weight_CW)
+        y_NLC = torch.addcmul(bias_C, x_NLC, weight_CW[:, -1])
+        for shift, weight_C in _shifts(weight_CW):
+            y_NLC[:, shift:].addcmul_(x_NLC[:, :-shift], weight_C)
+        return y_NLC
+
+    @staticmethod
+    def backward(ctx: Any, grad_NLC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_NLC, weight_CW = ctx.saved_tensors
+        grad_x_NLC = grad_NLC * weight_CW[:, -1]
+        grad_taps = [(grad_NLC * x_NLC).sum((0, 1))]
+        for shift, weight_C in _shifts(weight_CW):
+            grad_x_NLC[:, :-shift].addcmul_(grad_NLC[:, shift:], weight_C)
+            grad_taps.append((grad_NLC[:, shift:] * x_NLC[:, :-shift]).sum((0, 1)))
+        return grad_x_NLC, torch.stack(grad_taps[::-1], dim=1), grad_NLC.sum((0, 1))
+
+
+def _shifts(weight_CW: Tensor) -> list[tuple[int, Tensor]]:
+    """Every tap but the last with its distance into the past."""
     width = weight_CW.shape[1]
-    y_NLC = torch.addcmul(bias_C, x_NLC, weight_CW[:, -1])
-    for shift in range(1, min(width, x_NLC.shape[1])):
-        y_NLC = y_NLC + F.pad(x_NLC[:, :-shift], (0, 0, shift, 0)) * weight_CW[:, width - 1 - shift]
-    return y_NLC
+    return [(shift, weight_CW[:, width - 1 - shift]) for shift in range(1, width)]
 
 
 def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_groups: int, head_dim: int, chunk: int) -> Tensor:
@@ -95,7 +119,7 @@ def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_grou
 
     # Decays are differences of sums over a chunk; float64 keeps those of neighbours exact when the sums are large.
     decay_MGKQ = (dt_NLH * A_H).double().view(*chunked, num_groups, heads_per_group).permute(0, 2, 3, 1).cumsum(-1)
-    weights_MGKQQ = _decay_between(decay_MGKQ) * (C_MGQS @ B_MGQS.transpose(-1, -2)).unsqueeze(2)
+    weights_MGKQQ = _DecayBetween.apply(decay_MGKQ) * (C_MGQS @ B_MGQS.transpose(-1, -2)).unsqueeze(2)
     y_MGKQP = weights_MGKQQ @ u_MGKQP
     if num_chunks > 1:
         to_end_MGKQ = torch.exp(decay_MGKQ[..., -1:] - decay_MGKQ).float()
@@ -107,11 +131,23 @@ def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_grou
     return (y_NLHP + x_NLHP * D_H.unsqueeze(-1)).flatten(2)
 
 
-def _decay_between(decay_Q: Tensor) -> Tensor:
-    """exp(decay_i - decay_j) for i >= j and 0 elsewhere, float32, [..., Q, Q], of summed log decays [..., Q]."""
-    size = decay_Q.shape[-1]
-    future = torch.ones(size, size, dtype=torch.bool, device=decay_Q.device).triu(1)
-    return torch.exp((decay_Q.unsqueeze(-1) - decay_Q.unsqueeze(-2)).float().masked_fill(future, float("-inf")))
+class _DecayBetween(torch.autograd.Function):
+    """exp(decay_i - decay_j) for i >= j and 0 elsewhere, float32 [..., Q, Q], of summed log decays [..., Q]; one matrix is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, decay_Q: Tensor) -> Tensor:
+        size = decay_Q.shape[-1]
+        future = torch.ones(size, size, dtype=torch.bool, device=decay_Q.device).triu(1)
+        result_QQ = (decay_Q.unsqueeze(-1) - decay_Q.unsqueeze(-2)).float().masked_fill_(future, float("-inf")).exp_()
+        ctx.save_for_backward(result_QQ)
+        return result_QQ
+
+    @staticmethod
+    def backward(ctx: Any, grad_QQ: Tensor) -> Tensor:
+        (result_QQ,) = ctx.saved_tensors
+        grad_QQ = grad_QQ * result_QQ
+        # The two sums nearly cancel, so float32 would leave few digits.
+        return grad_QQ.sum(-1, dtype=torch.float64) - grad_QQ.sum(-2, dtype=torch.float64)
 
 
 def _entering_states(states_M: Tensor, decay_M: Tensor, num: int) -> Tensor:
@@ -119,7 +155,7 @@ def _entering_states(states_M: Tensor, decay_M: Tensor, num: int) -> Tensor:
     states_NJ = states_M.unflatten(0, (num, -1))
     decay_NJ = decay_M.unflatten(0, (num, -1)).cumsum(1).movedim(1, -1)
     # A chunk begins with what the one before it ended with.
-    ending = torch.einsum("ngkij,njgkps->nigkps", _decay_between(decay_NJ), states_NJ)
+    ending = torch.einsum("ngkij,njgkps->nigkps", _DecayBetween.apply(decay_NJ), states_NJ)
     return F.pad(ending[:, :-1], (0, 0) * 4 + (1, 0)).flatten(0, 1)
 
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RankPool:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._members: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._members: list[tuple[BaseProcess, Connection]] = []
 
     def run(self, function: Callable[..., object], *args: object, world_size: int, timeout_s: float = 120) -> list:
         """`function(rank, *args)` on ranks 0 to world_size - 1, and what each returned, in order of rank.
@@ -61,7 +62,7 @@ class RankPool:
         self._members = []
 
 
-def _start() -> tuple[multiprocessing.process.BaseProcess, Connection]:
+def _start() -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)

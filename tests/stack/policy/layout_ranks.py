@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,15 +14,17 @@ from safetensors.torch import load_file
 from conversion.boxes import Layout, Slot
 from conversion.families.common import MegatronCoords, MegatronParallel
 from conversion.families.registry import family
-from mrl.config.schema import PolicyConfig
+from mrl.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig
 from mrl.data.packing import PackedRow
 from mrl.refit.unit import box_view, live_tensors
 from tests.stack.ranks import Rank
 
 
-def policy_config(**megatron: object) -> PolicyConfig:
-    """A float32 policy with these Megatron settings, and replicated gradients, so that every rank holds whole sums."""
-    config = PolicyConfig(model_name="-", precision="float32", max_total_sequence_length=1280)
+def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **megatron: object) -> PolicyConfig:
+    """A policy with these Megatron settings, and replicated gradients, so that every rank holds whole sums."""
+    config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280)
+    config.megatron_cfg.optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, clip_grad=1.0, bf16=precision == "bfloat16")
+    config.megatron_cfg.scheduler = SchedulerConfig(start_weight_decay=0.01, end_weight_decay=0.01)
     defaults = dict(moe_router_dtype="fp32", freeze_moe_router=False)
     for key, value in {**defaults, **megatron}.items():
         setattr(config.megatron_cfg, key, value)
@@ -58,30 +61,16 @@ def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[li
     The loss is the sum of advantage * logprob over all rows, divided by the number of rows.
     """
     from mrl.policy import parallel
-    from mrl.policy.step import TokenDistribution, _forward, _run_schedule
 
-    (chunk,), layout, tensors = _build(rank, config, folder)
-    place = parallel.coordinates()
-    distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
-
-    def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module):  # type: ignore[no-untyped-def]
-        row = next(iterator)
-
-        def loss_of(logits: torch.Tensor):  # type: ignore[no-untyped-def]
-            loss = (distribution.logprobs(logits, row.labels_T) * row.advantages_T).sum() / len(rows)
-            return loss, torch.ones((), dtype=torch.int), {"loss": loss.detach()}
-
-        return _forward(model, row), loss_of
-
-    mine = [packed_row(row) for row in rows[place.dp :: place.dp_size]]
+    (chunk,), layout, _ = _build(rank, config, folder)
     chunk.zero_grad_buffer()
-    losses = [float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunk, forward_only=False)]
+    loss = _forward_backward(chunk, folder, rows)
     grads = {
         Slot(name.removeprefix("module.")): parameter.main_grad for name, parameter in chunk.named_parameters() if parameter.requires_grad
     }
     result = _canonical(grads, layout, _shapes(folder))
     parallel.shutdown()
-    return sum(losses), result
+    return loss, result
 
 
 def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[np.ndarray]:
@@ -94,6 +83,50 @@ def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[lis
     result = [row.numpy() for row in compute_logprobs(chunk, [packed_row(row) for row in rows], distribution)]
     parallel.shutdown()
     return result
+
+
+def train(
+    rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]], num_steps: int
+) -> tuple[list[tuple[float, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Loss and gradient norm of each of `num_steps` steps on the same rows; the routers' weights and biases before and after."""
+    from mrl.policy import parallel
+    from mrl.policy.optimizer import build_optimizer, build_scheduler
+
+    (chunk,), _, tensors = _build(rank, config, folder)
+    optimizer = build_optimizer([chunk], config.megatron_cfg)
+    scheduler = build_scheduler(optimizer, config.megatron_cfg, num_train_steps=num_steps)
+    routers = {slot.name: tensor for slot, tensor in tensors.items() if ".router." in slot.name}
+    before, steps = _copies(routers), []
+    for _ in range(num_steps):
+        chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = _forward_backward(chunk, folder, rows)
+        _, grad_norm, _ = optimizer.step()
+        scheduler.step(increment=1)
+        steps.append((loss, float(grad_norm)))
+    if config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather:
+        chunk.start_param_sync(force_sync=True)
+    after = _copies(routers)
+    parallel.shutdown()
+    return steps, before, after
+
+
+def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
+
+
+def transformers_beside_megatron(rank: Rank, folder: Path, sequence: list[int]) -> np.ndarray:
+    """Logits of transformers in a process in which `cpu.install` has run."""
+    from mrl.policy import cpu
+
+    cpu.install()
+    from transformers import NemotronHForCausalLM
+
+    from tests import models
+
+    model = models.unclamp_dt(NemotronHForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    with torch.no_grad():
+        return model(torch.tensor([sequence])).logits[0].numpy()
 
 
 def class_origins(rank: Rank, config: PolicyConfig, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -110,6 +143,30 @@ def class_origins(rank: Rank, config: PolicyConfig, folder: Path) -> tuple[dict[
     origins["schedule"] = get_forward_backward_func().__module__
     parallel.shutdown()
     return origins, dict(cpu.REPLACED)
+
+
+def _forward_backward(chunk: torch.nn.Module, folder: Path, rows: list[list[list[int]]]) -> float:
+    """Loss of this rank's rows, 0 on all but the last stage; gradients are in the chunk's buffers."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    from mrl.policy import parallel
+    from mrl.policy.step import TokenDistribution, _forward, _run_schedule
+
+    assert isinstance(chunk, DistributedDataParallel)
+    place = parallel.coordinates()
+    distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
+
+    def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module):  # type: ignore[no-untyped-def]
+        row = next(iterator)
+
+        def loss_of(logits: torch.Tensor):  # type: ignore[no-untyped-def]
+            loss = (distribution.logprobs(logits, row.labels_T) * row.advantages_T).sum() / len(rows)
+            return loss, torch.ones((), dtype=torch.int), {"loss": loss.detach()}
+
+        return _forward(model, row), loss_of
+
+    mine = [packed_row(row) for row in rows[place.dp :: place.dp_size]]
+    return sum(float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunk, forward_only=False))
 
 
 def _build(rank: Rank, config: PolicyConfig, folder: Path):  # type: ignore[no-untyped-def]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests import models
 from tests.stack.policy import layout_ranks
@@ -39,3 +41,13 @@ def test_the_classes_are_those_of_megatron(ranks: RankPool, tmp_path: Path, mega
     for name, reason in sorted(replaced.items()):
         print(f"{name}: {reason}")
     assert not [name for name in replaced if not name.startswith(("torch.", "megatron.core."))]
+
+
+def test_transformers_still_works_in_the_process(ranks: RankPool, tmp_path: Path):
+    model = models.nemotron_h()
+    model.save_pretrained(tmp_path)
+    sequence = list(range(40))
+    (logits,) = ranks.run(layout_ranks.transformers_beside_megatron, tmp_path, sequence, world_size=1)
+    with torch.no_grad():
+        expected = model(torch.tensor([sequence])).logits[0].numpy()
+    assert np.array_equal(logits, expected)
