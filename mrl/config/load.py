@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ from mrl.config.schema import KEYS, RunConfig, section_of
 
 Section = TypeVar("Section")
 Number = int | float
+
+_hints = functools.cache(get_type_hints)
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -52,9 +56,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _typed_tree(settings: Settings, problems: list[str]) -> DictConfig:
     """The schema's defaults with the settings put over them; a setting that does not fit is reported and left out."""
-    for name, resolver in RESOLVERS.items():
-        OmegaConf.register_resolver(name, resolver, replace=True)
-    tree = OmegaConf.structured(RunConfig)
+    tree = copy.deepcopy(_defaults())
     for key, setting in settings.items():
         problem = _misfit(key, setting)
         if problem is None:
@@ -70,11 +72,19 @@ def _typed_tree(settings: Settings, problems: list[str]) -> DictConfig:
     return tree
 
 
+@functools.cache
+def _defaults() -> DictConfig:
+    """The schema as OmegaConf sees it, with our resolvers known. Building it takes longer than all else here."""
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_resolver(name, resolver, replace=True)
+    return OmegaConf.structured(RunConfig)
+
+
 def _misfit(key: Key, setting: Setting) -> str | None:
     """Why a setting cannot go into the schema, as far as its key tells and OmegaConf would be too lenient; None if it can."""
     section: type = RunConfig
     for depth, name in enumerate(key):
-        hints = get_type_hints(section)
+        hints = _hints(section)
         if name not in hints:
             return f"no such key; the nearest is {_nearest(key[:depth], name, hints)}"
         inner = section_of(hints[name])
@@ -84,15 +94,15 @@ def _misfit(key: Key, setting: Setting) -> str | None:
                 return f"{'.'.join(key[: depth + 1])} is a value and has no keys below it"
             return None if is_mapping else _misfit_value(hints[name], setting.value)
         section = inner
-    if setting.value is None and type(None) in get_args(get_type_hints(_parent(key))[key[-1]]):
+    if setting.value is None and type(None) in get_args(_hints(_parent(key))[key[-1]]):
         return None
-    return None if setting.value == {} else f"a section; set one of its keys: {', '.join(get_type_hints(section))}"
+    return None if setting.value == {} else f"a section; set one of its keys: {', '.join(_hints(section))}"
 
 
 def _parent(key: Key) -> type:
     section: type = RunConfig
     for name in key[:-1]:
-        section = section_of(get_type_hints(section)[name]) or section
+        section = section_of(_hints(section)[name]) or section
     return section
 
 
@@ -118,7 +128,7 @@ def _nearest(parents: Key, name: str, siblings: dict[str, object]) -> str:
 def _build(section: type[Section], tree: DictConfig, key: Key, unresolved: dict[Key, str], missing: list[str]) -> Section:
     """The section at `key` as a plain dataclass. What cannot be resolved or is missing is left out and told in the last two arguments."""
     values: dict[str, object] = {}
-    for name, hint in get_type_hints(section).items():
+    for name, hint in _hints(section).items():
         inner, place = section_of(hint), (*key, name)
         dotted = ".".join(place)
         if inner is not None:
