@@ -23,7 +23,9 @@ Item = tuple[str, str]
 MEMORY_BYTES = 2 << 30
 START_TIMEOUT_S = 60.0
 MAX_FAILED_STARTS = 3
-MAX_CACHED_VERDICTS = 100_000
+MAX_CACHED_VERDICTS = 20_000
+# Longer rollouts hardly repeat, and would fill the memory.
+MAX_CACHED_CHARACTERS = 1_000
 
 
 class RewardPool:
@@ -70,7 +72,7 @@ class RewardPool:
         self._workers = []
 
     def score(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Verdict]:
-        """One verdict per item, in order. Equal items are scored once; good verdicts are remembered.
+        """One verdict per item, in order. Equal items are scored once; good verdicts of short texts are remembered.
 
         An item that takes longer than the pool's `timeout_s`, or is not begun `timeout_s` after this call (None: no such limit), gets
         status `timeout`; one that kills its child `crash`; one whose reward function raises, or returns something other than a finite
@@ -161,8 +163,8 @@ class RewardPool:
         self._workers[index] = self._start()
 
     def _remember(self, item: Item, verdict: Verdict) -> None:
-        """Keeps good verdicts only: a timeout or a crash may be the machine's fault."""
-        if verdict.status == "ok":
+        """Keeps good verdicts of short texts: a timeout or a crash may be the machine's fault."""
+        if verdict.status == "ok" and len(verdict.text) <= MAX_CACHED_CHARACTERS:
             self._cache[item] = verdict
             self._cache.move_to_end(item)
             if len(self._cache) > MAX_CACHED_VERDICTS:

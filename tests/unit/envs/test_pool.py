@@ -88,6 +88,13 @@ def test_faults_are_not_remembered(pool: RewardPool):
     assert pool.counts["crash"] == before + 3
 
 
+def test_long_texts_are_not_remembered(pool: RewardPool):
+    before = pool.counts["cached"]
+    for _ in range(2):
+        pool.score([("y" * 1001, "")])
+    assert pool.counts["cached"] == before
+
+
 def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool_module, "MAX_CACHED_VERDICTS", 3)
     with RewardPool(HOSTILE, num_workers=1, timeout_s=5.0) as pool:
