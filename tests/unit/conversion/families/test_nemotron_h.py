@@ -1,0 +1,204 @@
+"""nemotron_h: names, sizes and refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from conversion.boxes import Slot, tiling_fault
+from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
+from conversion.families.nemotron_h import layer_pattern
+from conversion.families.registry import family
+from tests import models
+from tests.unit.conversion.dense import TINY, build_layout, index_arrays
+
+FAMILY = family(TINY)
+
+NANO_30B = TINY | dict(
+    hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    num_hidden_layers=52,
+    vocab_size=131072,
+    hidden_size=2688,
+    num_attention_heads=32,
+    num_key_value_heads=2,
+    head_dim=128,
+    mamba_num_heads=64,
+    mamba_head_dim=64,
+    n_groups=8,
+    ssm_state_size=128,
+    intermediate_size=1856,
+    n_routed_experts=128,
+    num_experts_per_tok=6,
+    moe_intermediate_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+)
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All kinds of layers, saved by transformers."""
+    return models.save_nemotron_h(tmp_path_factory.mktemp("hf"), hybrid_override_pattern="MEM*EM-", num_hidden_layers=7)
+
+
+def test_canonical_tensors_are_those_that_transformers_writes(hf_folder: Path):
+    hf_config = json.loads((hf_folder / "config.json").read_text())
+    with safe_open(hf_folder / "model.safetensors", framework="np") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    assert FAMILY.canonical(hf_config) == stored
+
+
+def test_the_30b_model_has_its_published_size():
+    shapes = FAMILY.canonical(NANO_30B)
+    assert len(shapes) == 6243
+    assert sum(map(math.prod, shapes.values())) == 31_577_940_288
+
+
+def test_both_forms_of_the_layer_list_are_read():
+    kinds = ["linear_attention", "moe", "linear_attention", "full_attention", "moe", "linear_attention", "mlp"]
+    assert layer_pattern({"layers_block_type": kinds}) == "MEM*EM-"
+    assert layer_pattern({"hybrid_override_pattern": "MEM*EM-"}) == "MEM*EM-"
+    for broken in ({}, {"layers_block_type": ["conv"]}, {"hybrid_override_pattern": "MXE"}, {"hybrid_override_pattern": ""}):
+        with pytest.raises(ValueError, match="config.json"):
+            layer_pattern(broken)
+    with pytest.raises(ValueError, match="num_hidden_layers=3, but 2 layers are listed"):
+        layer_pattern({"hybrid_override_pattern": "ME", "num_hidden_layers": 3})
+
+
+def test_megatron_names_of_both_flavours():
+    parallel = MegatronParallel(ep=2)
+    local, te = (
+        {slot.name for slot in FAMILY.megatron_layout(TINY, parallel, MegatronCoords(ep=1), "float32", flavour)} for flavour in FLAVOURS
+    )
+    assert {"decoder.layers.0.norm.weight", "decoder.layers.3.input_layernorm.weight"} <= local - te
+    assert {
+        "decoder.layers.0.mixer.in_proj.layer_norm_weight",
+        "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight",
+    } <= te - local
+    assert "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight" in local
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in te
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in local & te
+    assert len(local) == len(te)
+
+
+FLAVOURS = ("local", "te")
+
+
+def test_a_dense_layer_has_its_own_norm_name():
+    config = TINY | dict(hybrid_override_pattern="M*-", num_hidden_layers=3)
+    layout = FAMILY.megatron_layout(config, MegatronParallel(), MegatronCoords(), "float32", "te")
+    assert layout[Slot("decoder.layers.2.mlp.linear_fc1.layer_norm_weight")].pieces[0].name == "backbone.layers.2.norm.weight"
+    assert layout[Slot("decoder.layers.2.mlp.linear_fc1.weight")].shape == (128, 64)
+    layout = FAMILY.vllm_layout(config, VllmParallel(2), 1, "float32")
+    assert layout[Slot("model.layers.2.mixer.down_proj.weight")].shape == (64, 64)
+
+
+def test_fixed_dtypes_in_a_bfloat16_run():
+    megatron = FAMILY.megatron_layout(TINY, MegatronParallel(), MegatronCoords(), "bfloat16")
+    assert {slot.name.split(".")[-1] for slot, content in megatron.items() if content.dtype == "float32"} == {"expert_bias"}
+    vllm = FAMILY.vllm_layout(TINY, VllmParallel(), 0, "bfloat16")
+    float32 = {slot.name.partition("mixer.")[2] for slot, content in vllm.items() if content.dtype == "float32"}
+    assert float32 == {"A", "gate.weight", "gate.e_score_correction_bias"}
+
+
+def test_vllm_keeps_minus_exp_of_a_log():
+    layout = FAMILY.vllm_layout(TINY, VllmParallel(), 0, "float32")
+    transforms = {piece.transform for content in layout.values() for piece in content.pieces if piece.name.endswith("A_log")}
+    assert transforms == {"neg_exp"}
+    assert {piece.transform for content in layout.values() for piece in content.pieces if not piece.name.endswith("A_log")} == {None}
+
+
+@pytest.mark.parametrize("parallel", [VllmParallel(1), VllmParallel(2), VllmParallel(2, 2)])
+def test_every_layout_tiles_its_slots(parallel: VllmParallel):
+    layouts = [FAMILY.vllm_layout(TINY, parallel, worker, "float32") for worker in range(parallel.tp)]
+    layouts.append(FAMILY.torch_dist_layout(TINY, "float32", 512))
+    for layout in layouts:
+        for content in layout.values():
+            assert tiling_fault(content.shape, [piece.local for piece in content.pieces] + list(content.padding)) is None
+
+
+def test_expert_parallel_workers_hold_whole_experts():
+    canonical = index_arrays(FAMILY.canonical(TINY))
+    workers = [build_layout(FAMILY.vllm_layout(TINY, VllmParallel(2, 2), worker, "float32"), canonical) for worker in range(2)]
+    slot = Slot("model.layers.1.mixer.experts.routed_experts.w13_weight")
+    for worker in range(2):
+        for index in range(4):
+            expert = canonical[f"backbone.layers.1.mixer.experts.{4 * worker + index}.up_proj.weight"]
+            assert (workers[worker][slot][index] == expert).all()
+
+
+def test_checkpoint_keys_are_those_of_megatron():
+    layout = {slot.name: content.shape for slot, content in FAMILY.torch_dist_layout(TINY, "float32").items()}
+    # As megatron-core 0.16.1 saves this model; a part of each kind of layer.
+    for key, shape in {
+        "embedding.word_embeddings.weight": (384, 64),
+        "decoder.layers.0.mixer.in_proj.layer_norm_weight": (64,),
+        "decoder.layers.0.mixer.in_proj.weight.z": (128, 64),
+        "decoder.layers.0.mixer.in_proj.weight.B": (32, 64),
+        "decoder.layers.0.mixer.in_proj.weight.dt": (8, 64),
+        "decoder.layers.0.mixer.conv1d.weight.x": (128, 1, 4),
+        "decoder.layers.0.mixer.conv1d.bias.C": (32,),
+        "decoder.layers.1.mlp.router.expert_bias": (8,),
+        "decoder.layers.1.mlp.experts.experts.linear_fc1.weight": (8, 64, 64),
+        "decoder.layers.3.self_attention.linear_qkv.weight": (256, 64),
+        "output_layer.weight": (384, 64),
+    }.items():
+        assert layout[key] == shape
+    assert len(layout) == 78
+
+
+def test_megatron_arguments_follow_the_config():
+    arguments = FAMILY.megatron_arguments(TINY | dict(layer_norm_epsilon=1e-5, n_group=4, topk_group=2))
+    transformer, model = arguments["transformer"], arguments["model"]
+    assert transformer["moe_router_topk_scaling_factor"] == 2.5
+    assert (transformer["moe_router_num_groups"], transformer["moe_router_group_topk"]) == (4, 2)
+    assert (transformer["num_query_groups"], transformer["kv_channels"], transformer["mamba_num_groups"]) == (2, 32, 2)
+    assert (model["hybrid_override_pattern"], model["vocab_size"], model["position_embedding_type"]) == ("MEM*EME", 264, "none")
+    assert FAMILY.megatron_arguments(TINY)["transformer"]["moe_router_num_groups"] is None
+    assert (
+        "num_moe_experts" not in FAMILY.megatron_arguments(TINY | dict(hybrid_override_pattern="M*-", num_hidden_layers=3))["transformer"]
+    )
+    dense = TINY | dict(hybrid_override_pattern="*-", num_hidden_layers=2, layer_norm_epsilon=1e-6)
+    assert FAMILY.megatron_arguments(dense)["transformer"]["layernorm_epsilon"] == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("conv_kernel", 3),
+        ("mlp_hidden_act", "silu"),
+        ("moe_latent_size", 1024),
+        ("norm_topk_prob", False),
+        ("num_nextn_predict_layers", 1),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("tie_word_embeddings", True),
+        ("layer_norm_epsilon", 1e-6),
+        ("time_step_limit", [0.001, 0.1]),
+        ("hidden_size", None),
+        ("vocab_size", -1),
+    ],
+)
+def test_what_we_do_not_do_is_refused_by_name(key: str, value: object):
+    with pytest.raises(ValueError, match=rf"config.json: {key}="):
+        FAMILY.canonical(TINY | {key: value})
+
+
+@pytest.mark.parametrize("limit", [None, [0.0, math.inf], [0, "Infinity"], [0.0, {"__float__": "Infinity"}]])
+def test_every_spelling_of_no_limit_is_accepted(limit: object):
+    assert FAMILY.canonical(TINY | {"time_step_limit": limit})
+
+
+def test_a_layout_that_does_not_divide_the_model_is_refused():
+    with pytest.raises(
+        ValueError, match="tensor_model_parallel_size=4 does not divide the 2 heads or groups in section B of backbone.layers.0"
+    ):
+        FAMILY.megatron_layout(TINY, MegatronParallel(tp=4), MegatronCoords(), "float32")
+    with pytest.raises(ValueError, match="expert_model_parallel_size=3 does not divide the 8 experts"):
+        FAMILY.megatron_layout(TINY, MegatronParallel(ep=3), MegatronCoords(), "float32")
+    with pytest.raises(ValueError, match=r"vllm_cfg.tensor_parallel_size=3 does not divide"):
+        FAMILY.vllm_layout(TINY, VllmParallel(3), 0, "float32")

@@ -1,0 +1,112 @@
+"""torch_dist checkpoints, written and read without Megatron; tests/stack loads them with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from conversion.boxes import Box, Layout, Piece, Slot, SlotLayout, full
+from conversion.families.registry import family
+from conversion.tensors import box_view
+from conversion.torch_dist_io import TorchDistFolder, canonical_tensors, write_torch_dist
+from tests.unit.conversion.dense import TINY
+
+FAMILY = family(TINY)
+
+
+def random_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in FAMILY.canonical(TINY).items()}
+
+
+def written(folder: Path, layout: Layout, canonical: dict[str, Tensor]) -> Path:
+    def read(name: str, box: Box) -> Tensor:
+        return box_view(canonical[name], box)
+
+    write_torch_dist(folder, layout, read)
+    return folder
+
+
+@pytest.mark.parametrize("padded_vocabulary", [None, 264, 512])
+def test_what_was_written_is_read_bit_for_bit(tmp_path: Path, padded_vocabulary: int | None):
+    canonical = random_tensors()
+    layout = FAMILY.torch_dist_layout(TINY, "float32", padded_vocabulary)
+    source = TorchDistFolder(written(tmp_path, layout, canonical))
+    assert source.shape("output_layer.weight") == (padded_vocabulary or 384, 64)
+    read = dict(canonical_tensors(source, layout))
+    assert list(read) == list(FAMILY.canonical(TINY))
+    for name, tensor in canonical.items():
+        assert torch.equal(read[name], tensor)
+    assert not source.read("output_layer.weight")[264:].any()
+
+
+def test_every_slot_keeps_its_dtype(tmp_path: Path):
+    canonical = {name: tensor.bfloat16() if "bias" not in name else tensor for name, tensor in random_tensors().items()}
+    layout = {
+        slot: SlotLayout(content.shape, "float32" if "bias" in slot.name else "bfloat16", content.pieces, content.padding)
+        for slot, content in FAMILY.torch_dist_layout(TINY, "bfloat16").items()
+    }
+    for name, tensor in canonical_tensors(TorchDistFolder(written(tmp_path, layout, canonical)), layout):
+        assert tensor.dtype == canonical[name].dtype
+        assert torch.equal(tensor, canonical[name])
+
+
+def test_experts_are_stored_one_by_one_and_extra_state_is_there(tmp_path: Path):
+    layout = FAMILY.torch_dist_layout(TINY, "float32")
+    written(tmp_path, layout, random_tensors())
+    entries = TorchDistFolder(tmp_path)._metadata.state_dict_metadata
+    chunks = entries["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].chunks  # type: ignore[union-attr]
+    assert [tuple(chunk.offsets) for chunk in chunks] == [(index, 0, 0) for index in range(8)]
+    assert len(entries["decoder.layers.0.mixer.out_proj.weight"].chunks) == 1  # type: ignore[union-attr]
+    assert {key for key in entries if key.startswith("decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state")} == {
+        f"decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_{index}_8" for index in range(8)
+    }
+    assert "decoder.layers.0.mixer.in_proj._extra_state/shard_0_1" in entries
+    assert json.loads((tmp_path / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def simple(shape: tuple[int, ...], *names: str) -> Layout:
+    return {Slot(f"decoder.{name}"): SlotLayout(shape, "float32", (Piece(name, full(shape), full(shape)),)) for name in names}
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path):
+    source = TorchDistFolder(written(tmp_path, simple((2, 2), "a", "b"), {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}))
+    with pytest.raises(ValueError, match="no tensor decoder.c"):
+        source.check(simple((2, 2), "a", "b", "c"))
+    with pytest.raises(ValueError, match="weights that the model's config does not have: decoder.b"):
+        source.check(simple((2, 2), "a"))
+    with pytest.raises(ValueError, match=r"decoder.a has shape \(2, 2\); by the model's config it must be \(3, 2\)"):
+        source.check(simple((3, 2), "a", "b"))
+
+
+def test_parts_in_several_dtypes_are_refused(tmp_path: Path):
+    layout = {
+        Slot(f"decoder.w.{part}"): SlotLayout((1,), dtype, (Piece("w", ((index, index + 1),), ((0, 1),)),))
+        for index, (part, dtype) in enumerate([("x", "float32"), ("B", "bfloat16")])
+    }
+    source = TorchDistFolder(written(tmp_path, layout, {"w": torch.ones(2)}))
+    with pytest.raises(ValueError, match="parts of w in several dtypes"):
+        list(canonical_tensors(source, layout))
+
+
+def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="not a torch_dist checkpoint, or not a complete one"):
+        TorchDistFolder(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match="not a torch_dist checkpoint, or not a complete one"):
+        TorchDistFolder(tmp_path)
+
+
+def test_a_missing_or_short_file_is_named(tmp_path: Path):
+    source = TorchDistFolder(written(tmp_path, simple((64, 64), "a"), {"a": torch.ones(64, 64)}))
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:200])
+    with pytest.raises(ValueError, match="decoder.a cannot be read"):
+        source.read("decoder.a")
+    data.unlink()
+    with pytest.raises(ValueError, match="decoder.a cannot be read"):
+        source.read("decoder.a")

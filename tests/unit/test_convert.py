@@ -1,0 +1,148 @@
+"""The convert entry, from folder to folder. tests/stack loads what it writes with Megatron, transformers and vLLM."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conversion.families.registry import family
+from mrl.convert import find_checkpoint, main, size_in_bytes
+from tests.unit.conversion.dense import TINY
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random bfloat16 weights with a float32 router bias, and files of a tokenizer."""
+    folder = tmp_path_factory.mktemp("hf")
+    torch.manual_seed(0)
+    shapes = family(TINY).canonical(TINY)
+    tensors = {
+        name: torch.randn(shape).to(torch.float32 if "correction_bias" in name else torch.bfloat16) for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text(json.dumps({"file": name}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mcore_folder(hf_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("mcore") / "out"
+    assert main(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(out)]) == 0
+    return out
+
+
+def as_step(mcore_folder: Path, step: Path) -> Path:
+    """The checkpoint as a run stores it."""
+    shutil.copytree(mcore_folder, step / "policy" / "weights", ignore=shutil.ignore_patterns("tokenizer"))
+    shutil.copytree(mcore_folder / "tokenizer", step / "policy" / "tokenizer")
+    return step
+
+
+def test_a_checkpoint_has_the_layout_that_loaders_look_for(mcore_folder: Path):
+    assert (mcore_folder / "latest_checkpointed_iteration.txt").read_text() == "0"
+    names = {path.name for path in (mcore_folder / "iter_0000000").iterdir()}
+    assert {".metadata", "metadata.json", "common.pt", "hf_config.json", "run_config.yaml"} <= names
+    assert {path.name for path in mcore_folder.iterdir()} == {"iter_0000000", "latest_checkpointed_iteration.txt", "tokenizer"}
+
+
+@pytest.mark.parametrize("inside", ["", "policy/weights", "policy/weights/iter_0000000"])
+def test_there_and_back_is_bit_identical(hf_folder: Path, mcore_folder: Path, tmp_path: Path, inside: str):
+    step = as_step(mcore_folder, tmp_path / "step_3")
+    out = tmp_path / "out"
+    assert main(["mcore-to-hf", "--mcore", str(step / inside), "--out", str(out)]) == 0
+    before, after = load_file(hf_folder / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert torch.equal(tensor, after[name])
+    assert json.loads((out / "config.json").read_text()) == json.loads((hf_folder / "config.json").read_text())
+    companions = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
+    assert {path.name for path in out.iterdir()} == companions | {"config.json", "model.safetensors"}
+    assert (out / "tokenizer.json").read_text() == (hf_folder / "tokenizer.json").read_text()
+
+
+def test_shards_are_bounded(mcore_folder: Path, hf_folder: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    assert main(["mcore-to-hf", "--mcore", str(mcore_folder), "--out", str(out), "--max-shard-size", "0.2MB"]) == 0
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert all(sum(tensor.nbytes for tensor in load_file(shard).values()) <= 200_000 for shard in shards)
+    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weight_map.keys() == load_file(hf_folder / "model.safetensors").keys()
+
+
+def test_config_json_tells_the_dtype_of_the_checkpoint(mcore_folder: Path, tmp_path: Path):
+    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore"))
+    (checkpoint / "iter_0000000" / "hf_config.json").write_text(json.dumps(TINY | {"dtype": "float32"}))
+    assert main(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_iteration_that_the_latest_file_names_is_taken(mcore_folder: Path, tmp_path: Path):
+    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore"))
+    shutil.copytree(checkpoint / "iter_0000000", checkpoint / "iter_0000007")
+    assert find_checkpoint(checkpoint).iteration.name == "iter_0000000"
+    (checkpoint / "latest_checkpointed_iteration.txt").unlink()
+    assert find_checkpoint(checkpoint).iteration.name == "iter_0000007"
+
+
+def refused(arguments: list[str], caplog: pytest.LogCaptureFixture) -> str:
+    """The one message of a command that must end with exit code 2."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert main(arguments) == 2
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    return record.getMessage()
+
+
+def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_folder: Path, tmp_path: Path, monkeypatch, caplog):
+    # The entry replaces the handlers of the root logger, among them the one that captures.
+    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
+    out, empty = str(tmp_path / "out"), tmp_path / "empty"
+    empty.mkdir()
+    assert "is not a folder; name a step_N folder" in refused(["mcore-to-hf", "--mcore", str(tmp_path / "none"), "--out", out], caplog)
+    assert "no complete Megatron checkpoint there" in refused(["mcore-to-hf", "--mcore", str(empty), "--out", out], caplog)
+    assert "has no config.json" in refused(["hf-to-mcore", "--hf", str(empty), "--out", out], caplog)
+    assert "exists; remove it or choose another" in refused(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(empty)], caplog)
+    sized = ["mcore-to-hf", "--mcore", str(mcore_folder), "--out", out, "--max-shard-size", "5"]
+    assert "is not a positive number with one of the units MB, GB" in refused(sized, caplog)
+    (empty / "config.json").write_text("{")
+    assert "is not readable JSON" in refused(["hf-to-mcore", "--hf", str(empty), "--out", out], caplog)
+    (empty / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    assert "model_type='bert' is not supported" in refused(["hf-to-mcore", "--hf", str(empty), "--out", out], caplog)
+    (empty / "config.json").write_text(json.dumps(TINY))
+    assert "no readable model.safetensors.index.json or model.safetensors" in refused(
+        ["hf-to-mcore", "--hf", str(empty), "--out", out], caplog
+    )
+    assert not Path(out).exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_left(mcore_folder: Path, tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
+    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore"))
+    arguments = ["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")]
+    config = checkpoint / "iter_0000000" / "hf_config.json"
+    config.write_text(json.dumps(TINY | {"vocab_size": 500}))
+    assert "has 384 rows, less than vocab_size=500" in refused(arguments, caplog)
+    config.write_text(json.dumps(TINY | {"n_routed_experts": 4}))
+    assert "mlp.router.weight has shape (8, 64); by the model's config it must be (4, 64)" in refused(arguments, caplog)
+    config.unlink()
+    assert "has no hf_config.json" in refused(arguments, caplog)
+    assert {path.name for path in tmp_path.iterdir()} == {"mcore"}
+
+
+def test_sizes():
+    assert size_in_bytes("5GB") == 5 * 10**9
+    assert size_in_bytes("1.5 MiB") == 3 * 2**19
+    for text in ("0GB", "-1GB", "5", "GB", "5 TB"):
+        with pytest.raises(ValueError, match="--max-shard-size"):
+            size_in_bytes(text)
