@@ -50,7 +50,7 @@ ARCHITECTURE = {
 
 # Enough room to learn from rewards, and answers right often enough that most groups have one.
 TARGET_ACCURACY = 0.20
-BATCH_SIZE = 256
+BATCH_SIZE = 128
 LEARNING_RATE = 2e-3
 STEPS_BETWEEN_PROBES = 2
 MAX_STEPS = 1000
@@ -67,6 +67,7 @@ def save_warm_started_model(
     # Sums must not depend on how many cores the machine has.
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     model = build_model(tokenizer, seed=seed)
     train_until_probe(model, tokenizer, warm_start, probe, seed=seed)
     model.generation_config = GenerationConfig(
