@@ -115,7 +115,30 @@ def test_a_request_id_is_unfinished_only_once(engine: Engine) -> None:
     engine.abort(engine.unfinished_ids)
 
 
-def test_same_bits_chunked_and_preempted(start_engine: StartEngine, alone: dict[str, Rollout]) -> None:
+def test_same_bits_when_a_new_version_finds_requests_running(engine: Engine, alone: dict[str, Rollout]) -> None:
+    # The same weights again: what the running requests had cached is dropped and computed anew.
+    engine.add(REQUESTS)
+    early = [rollout for _ in range(5) for rollout in engine.step()]
+    engine.set_weight_version(1)
+    late = run(engine, [])
+    assert early == [] and {rollout.weight_version for rollout in late.values()} == {1}
+    assert differences(alone, late) == []
+
+
+def test_same_bits_after_preemption(engine: Engine, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = random_requests(32, lengths=(120, 120), max_new_tokens=24)
+    reference = run(engine, requests)
+    # Every request outgrows its first block of 128 tokens, and there are too few blocks for all.
+    small = start_engine(0, max_num_seqs=16, kv_cache_memory_mib=2)
+    small.set_weight_version(0)
+    scheduler = small._llm.engine_core.engine_core.scheduler
+    preempted, preempt = [], scheduler._preempt_request
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (preempted.append(a), preempt(*a, **k)))
+    assert differences(reference, run(small, requests)) == []
+    assert preempted
+
+
+def test_same_bits_chunked(start_engine: StartEngine, alone: dict[str, Rollout]) -> None:
     # Prompts of up to 60 tokens in chunks of at most 11, some of them a single token.
     engine = start_engine(0, max_num_seqs=8, max_num_batched_tokens=11)
     engine.set_weight_version(0)
