@@ -16,6 +16,8 @@ from mrl.config.schema import RunConfig
 from mrl.types import Prompt, RolloutInfo, Verdict
 
 NAME = "reward actor"
+# Answers that hang are masked when this share of the driver's deadline is over, so that they never end the run.
+DEADLINE_SHARE = 0.8
 
 
 class RewardActor:
@@ -40,7 +42,9 @@ class RewardActor:
         verdicts: dict[int, Verdict] = {}
         for env_name in dict.fromkeys(prompt.env_name for prompt in prompts):
             indices = [i for i, prompt in enumerate(prompts) if prompt.env_name == env_name]
-            scored = self.environments[env_name].score([(texts[i], prompts[i].expected_answer) for i in indices])
+            scored = self.environments[env_name].score(
+                [(texts[i], prompts[i].expected_answer) for i in indices], timeout_s=DEADLINE_SHARE * self.config.deadlines.reward_s
+            )
             verdicts.update(zip(indices, scored, strict=True))
         return [verdicts[i] for i in range(len(infos))]
 

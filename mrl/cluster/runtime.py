@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
     (folder / OWNER_FILE).write_text(str(os.getpid()))
     options: dict[str, object] = {"address": "auto"}
     if cluster.num_nodes == 1:
+        use_private_token(folder)
         # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
         options = {
             "address": "local",
@@ -45,6 +47,16 @@ def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def use_private_token(folder: Path) -> None:
+    """Lets only processes of this run join its cluster: Ray would otherwise keep one token for all runs in the home folder."""
+    token_file = folder / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(secrets.token_hex(32))
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
+    # It says at every start that token authentication is on, and how to switch it off.
+    logging.getLogger("ray").setLevel(logging.ERROR)
 
 
 def reclaim_dead_owners() -> None:

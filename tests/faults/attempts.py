@@ -1,0 +1,126 @@
+"""Attempts of a real run as child processes, killed at chosen points, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ATTEMPT_TIMEOUT_S = 300.0
+POLL_S = 0.02
+# How long the processes of a killed run may take to notice.
+LEAVE_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Attempt:
+    """One `python -m mrl.train`."""
+
+    run_folder: Path
+    overrides: list[str]
+    log: Path
+    process: subprocess.Popen = field(init=False)
+
+    def __enter__(self) -> Attempt:
+        command = [sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *self.overrides]
+        # A mark that every process of this attempt inherits, so that leftovers can be told from everything else.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MRL_TEST_ATTEMPT": self.mark}
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=LEAVE_TIMEOUT_S)
+
+    @property
+    def mark(self) -> str:
+        return f"{self.run_folder}-{self.log.name}"
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + ATTEMPT_TIMEOUT_S
+        while not condition():
+            assert self.process.poll() is None, f"the attempt ended before {what}:\n{self.text()[-4000:]}"
+            assert time.monotonic() < end, f"no {what} within {ATTEMPT_TIMEOUT_S} s:\n{self.text()[-4000:]}"
+            time.sleep(POLL_S)
+
+    def finish(self) -> int:
+        return self.process.wait(timeout=ATTEMPT_TIMEOUT_S)
+
+    def actor_pid(self, actor: str) -> int:
+        """Process of an actor ("policy-rank-0", "engine-0") of the newest attempt, by the first line of its log."""
+        folder = max((self.run_folder / "logs").glob("exp_*"))
+        found = re.findall(r"process (\d+)", (folder / "actors" / f"{actor}.log").read_text())
+        return int(found[-1])
+
+    def processes(self) -> list[int]:
+        """Processes of this attempt that are alive (zombies that nobody reaps are not)."""
+        alive = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                environment = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except (OSError, IndexError):
+                continue
+            if f"MRL_TEST_ATTEMPT={self.mark}".encode() in environment.split(b"\0") and state != "Z":
+                alive.append(int(entry.name))
+        return alive
+
+    def assert_nothing_survives(self) -> None:
+        end = time.monotonic() + LEAVE_TIMEOUT_S
+        while self.processes() and time.monotonic() < end:
+            time.sleep(0.2)
+        leftovers = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:120] for pid in self.processes()}
+        assert not leftovers, leftovers
+        assert not [path for path in Path("/dev/shm").iterdir() if "mrl" in path.name]
+
+
+def ledger(run_folder: Path) -> list[dict]:
+    path = run_folder / "ledger.jsonl"
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def is_taken(run_folder: Path, step: int) -> bool:
+    """Whether step `step` is being generated."""
+    return bool(events := ledger(run_folder)) and events[-1]["event"] == "taken" and events[-1]["step"] == step
+
+
+def is_trained(run_folder: Path, step: int) -> bool:
+    """Whether step `step` has been trained and the next one not begun: refit, or checkpoint."""
+    return bool(events := ledger(run_folder)) and events[-1]["event"] == "trained" and events[-1]["step"] == step
+
+
+def is_saving(run_folder: Path, step: int) -> bool:
+    """Whether the checkpoint of step `step` is being written."""
+    return (run_folder / f"tmp_step_{step}").exists()
+
+
+def lineage(run_folder: Path) -> dict[int, list]:
+    """Step -> prompts, of the steps that the surviving weights were trained on, by replaying the ledger independently of the product."""
+    trained: dict[int, list] = {}
+    taken: dict[int, list] = {}
+    for event in ledger(run_folder):
+        if event["event"] == "taken":
+            taken[event["step"]] = event["prompts"]
+        elif event["event"] == "trained":
+            assert event["step"] not in trained, f"step {event['step']} trained twice in one lineage"
+            trained[event["step"]] = taken.pop(event["step"])
+        else:
+            trained = {step: prompts for step, prompts in trained.items() if step <= event["to_step"]}
+    return trained

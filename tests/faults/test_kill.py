@@ -1,0 +1,110 @@
+"""kill -9 of driver, rank and engine: nothing is left behind, nothing is lost or trained twice, the weights end as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mrl.store.checkpoints import find_damage
+from tests.faults.attempts import Attempt, is_saving, is_taken, is_trained, lineage
+from tests.stack.loop.conftest import SMALL, write_inputs
+
+STEPS = 6
+SETTINGS = [
+    *SMALL,
+    f"grpo.max_num_steps={STEPS}",
+    "grpo.val_at_start=false",
+    "checkpointing.save_period=2",
+    "checkpointing.keep_top_k=10",
+    "logger.tensorboard_enabled=false",
+    # Two ranks are enough to lose one, and start in half the time.
+    "cluster.cpu_units_per_node=2",
+    "policy.megatron_cfg.tensor_model_parallel_size=1",
+    "policy.megatron_cfg.sequence_parallel=false",
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("faults")
+    return folder, write_inputs(folder)
+
+
+def attempt(inputs: tuple[Path, list[str]], run: str, log: str) -> Attempt:
+    folder, overrides = inputs
+    run_folder = folder / run
+    return Attempt(run_folder, [*overrides, *SETTINGS, f"checkpointing.checkpoint_dir={run_folder}"], folder / f"{run}-{log}.log")
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs: tuple[Path, list[str]]) -> Path:
+    """The run folder of a run that nobody disturbed."""
+    with attempt(inputs, "unbroken", "only") as only:
+        assert only.finish() == 0, only.text()
+    return only.run_folder
+
+
+def rows(run_folder: Path) -> list[dict]:
+    """Metrics by step, without those that are wall time."""
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time/", "refit/seconds", "rollout/tokens_per_s", "refit/weight_version")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
+
+
+def weights(run_folder: Path, tmp_path: Path) -> dict[str, bytes]:
+    """The exported weight files of the last step."""
+    from mrl.convert import main as convert
+
+    out = tmp_path / f"{run_folder.name}-hf"
+    assert convert(["mcore-to-hf", "--mcore", str(run_folder / f"step_{STEPS}"), "--out", str(out)]) == 0
+    return {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+
+
+def assert_same_run(broken: Path, unbroken: Path, tmp_path: Path) -> None:
+    assert lineage(broken) == lineage(unbroken)
+    assert sorted(lineage(broken)) == list(range(1, STEPS + 1))
+    assert rows(broken) == rows(unbroken)
+    assert weights(broken, tmp_path) == weights(unbroken, tmp_path)
+
+
+Moment = Callable[[Path], bool]
+MOMENTS: list[tuple[str, Moment]] = [
+    ("generation of step 2", lambda folder: is_taken(folder, 2)),
+    ("refit of step 3", lambda folder: is_trained(folder, 3)),
+    ("checkpoint of step 4", lambda folder: is_saving(folder, 4)),
+]
+
+
+@pytest.mark.parametrize("victim", ["driver", "policy-rank-1"])
+def test_a_killed_driver_or_rank_costs_time_only(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, victim: str):
+    for number, (name, has_come) in enumerate(MOMENTS):
+        with attempt(inputs, victim, str(number)) as current:
+            current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
+            pid = current.process.pid if victim == "driver" else current.actor_pid(victim)
+            os.kill(pid, signal.SIGKILL)
+            assert current.finish() not in (0, 2)
+            if victim != "driver":
+                assert re.search(r"policy rank 1 died during \w+", current.text()), current.text()[-2000:]
+            current.assert_nothing_survives()
+    with attempt(inputs, victim, "last") as last:
+        assert last.finish() == 0, last.text()
+        assert "Resuming from" in last.text()
+    assert all(find_damage(folder) is None for folder in last.run_folder.glob("step_*"))
+    assert_same_run(last.run_folder, unbroken, tmp_path)
+
+
+def test_a_killed_engine_is_replaced_within_the_run(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path):
+    with attempt(inputs, "engine", "only") as current:
+        for number, (name, has_come) in enumerate(MOMENTS):
+            current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
+            os.kill(current.actor_pid("engine-0"), signal.SIGKILL)
+            current.wait_until(lambda: current.text().count("engine 0 died; starting it again") == number + 1, "restart")  # noqa: B023
+        assert current.finish() == 0, current.text()
+    assert "Resuming" not in current.text()
+    assert_same_run(current.run_folder, unbroken, tmp_path)

@@ -1,0 +1,87 @@
+"""One run for all tests of this folder: Ray, four policy ranks (TP2 x DP2 x EP2), two engines, rewards. Started once."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mrl import prepare_tokenizer
+from mrl.cluster.session import start_session
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.store.run_folder import RunFolder
+from mrl.train import Run, preflight, resume
+from mrl.types import RunState
+from tests import models
+
+DEADLINE_S = 120.0
+
+
+def write_inputs(folder: Path, *, num_rows: int = 64) -> list[str]:
+    """A random tiny model with the byte tokenizer, and rows to train on; returns the overrides that point a config at them."""
+    model = models.save_nemotron_h(folder / "model")
+    prepare_tokenizer.save(model, model_max_length=1280)
+    generation = {"eos_token_id": 258, "pad_token_id": 256, "bos_token_id": 257}
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    rng = random.Random(0)
+    for name in ("train", "validation"):
+        pairs = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(num_rows)]
+        rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"policy.model_name={model}",
+        f"data.train.data_path={folder / 'train.jsonl'}",
+        f"data.validation.data_path={folder / 'validation.jsonl'}",
+        f"checkpointing.checkpoint_dir={folder / 'run'}",
+    ]
+
+
+SMALL = [
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.max_val_samples=8",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "grpo.max_num_steps=100",
+    "policy.generation.max_new_tokens=8",
+]
+
+
+@dataclass
+class LiveRun:
+    """A run between two steps; tests leave it so that the next step works."""
+
+    run: Run
+    state: RunState
+    config: RunConfig
+
+    def on_ranks(self, function, *arguments: object) -> list:
+        return self.run.session.policies.apply(function, *arguments, deadline_s=DEADLINE_S)
+
+    def on_engines(self, function, *arguments: object) -> list:
+        return self.run.session.engines.apply(function, *arguments, deadline_s=DEADLINE_S)
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    folder = tmp_path_factory.mktemp("live")
+    overrides = [
+        *write_inputs(folder),
+        *SMALL,
+        "policy.generation.num_cpu_engines=2",
+        "loss_fn.reference_policy_kl_penalty=0.01",
+        "policy.refit_buffer_size_gb=0.0002",  # several rounds
+    ]
+    config = load_config("grpo_tiny.yaml", overrides)
+    data = preflight(config)
+    run_folder = RunFolder(config)
+    run_folder.open()
+    with run_folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=run_folder.log_folder / "actors") as session:
+        run = Run(config, data, run_folder, session, started=time.monotonic())
+        yield LiveRun(run, resume(run), config)

@@ -1,0 +1,228 @@
+"""Refit in the real loop: complete, bitwise, and every kind of damage caught before a token is sampled."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from conversion.boxes import Slot
+from mrl.cluster.refit import Refit
+from mrl.cluster.waiting import DeadlineExceeded
+from mrl.train import refit, save_checkpoint, train_step
+from tests.stack.loop.conftest import DEADLINE_S, LiveRun
+
+
+def expect_refused(live: LiveRun, pattern: str) -> str:
+    """The message of the refit that fails now; no engine may sample after it, until a clean refit."""
+    with pytest.raises(RuntimeError, match=pattern) as caught:
+        refit(live.run, live.state)
+    assert not isinstance(caught.value, DeadlineExceeded)
+    return str(caught.value)
+
+
+def recover(live: LiveRun) -> None:
+    refit(live.run, live.state)
+
+
+def is_prevented_from_sampling(engine) -> bool:
+    try:
+        engine.step()
+    except RuntimeError:
+        return True
+    return False
+
+
+# Functions that run in a rank or an engine.
+
+
+def flip_byte(policy, rank: int, name: str) -> None:
+    if policy._rank == rank:
+        tensor = policy._tensors[Slot(name)]
+        tensor.detach().view(-1).view(torch.uint8)[3] ^= 1
+
+
+def remember_weights(policy, rank: int) -> None:
+    if policy._rank == rank:
+        policy.remembered = {slot: tensor.detach().clone() for slot, tensor in policy.settled_weights().items()}
+
+
+def go_stale(policy, rank: int) -> None:
+    """This rank's parameter gather never happens: its next settle finds the weights of before the step."""
+    if policy._rank != rank:
+        return
+    sync = policy._chunk.start_param_sync
+
+    def stale_sync(*arguments: object, **options: object) -> None:
+        sync(*arguments, **options)
+        policy._chunk.start_param_sync = sync
+        for slot, tensor in policy.remembered.items():
+            policy._tensors[slot].detach().copy_(tensor)
+
+    policy._chunk.start_param_sync = stale_sync
+
+
+def worker_of(engine):
+    return engine._llm.model_executor.driver_worker.worker
+
+
+def keep_stale(engine, name: str) -> None:
+    """The next pull leaves one tensor of the engine as it was."""
+    puller = worker_of(engine).puller
+    pull, last = puller.pull, len(puller._rounds) - 1
+
+    def pull_but_one(round_index: int) -> int:
+        before = puller._live()[Slot(name)].detach().clone() + 1
+        copied = pull(round_index)
+        puller._live()[Slot(name)].detach().copy_(before)
+        if round_index == last:
+            puller.pull = pull
+        return copied
+
+    puller.pull = pull_but_one
+
+
+def flip_live_byte(engine, name: str) -> None:
+    """The next pull is followed by a flipped bit in the live tensor."""
+    puller = worker_of(engine).puller
+    pull = puller.pull
+
+    def pull_and_flip(round_index: int) -> int:
+        copied = pull(round_index)
+        puller._live()[Slot(name)].detach().view(-1).view(torch.uint8)[0] ^= 1
+        if round_index == len(puller._rounds) - 1:
+            puller.pull = pull
+        return copied
+
+    puller.pull = pull_and_flip
+
+
+def forbid_other_ways(holder) -> None:
+    """Weights may reach an engine by the schedule alone: loaders, files and the object store raise from here on."""
+    import ray
+    import safetensors
+    import safetensors.torch
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("weights took another way than the schedule")
+
+    safetensors.safe_open = safetensors.torch.load_file = safetensors.torch.safe_open = forbidden
+    put = ray.put
+
+    def put_no_weights(value: object, **options: object) -> object:
+        assert not isinstance(value, torch.Tensor), "a tensor in the object store"
+        return put(value, **options)
+
+    ray.put = put_no_weights
+    if hasattr(holder, "_llm"):
+        worker = worker_of(holder)
+        worker.get_model().load_weights = forbidden
+        worker.model_runner.reload_weights = forbidden
+        worker.load_model = forbidden
+
+
+def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
+    report = live.run.session.refit.run()
+    live.state.weight_version = report.weight_version
+    schedule = live.run.session.refit.schedule
+    assert schedule.num_rounds > 1
+    targets = [unit for engine in live.run.session.refit.units for unit in engine.units]
+    assert len(targets) == 2
+    assert report.copied_bytes == sum(schedule.copied_bytes(target) for target in targets) == report.verified_bytes
+    live_bytes = sum(live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values())))
+    assert report.verified_bytes + report.padding_bytes == live_bytes
+
+
+def test_weights_take_no_other_way(live: LiveRun):
+    live.on_ranks(forbid_other_ways)
+    live.on_engines(forbid_other_ways)
+    train_step(live.run, live.state)
+
+
+def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path: Path):
+    import subprocess
+    import sys
+
+    from mrl.convert import main as convert
+    from mrl.rollout.environment import engine_environment
+
+    train_step(live.run, live.state)
+    save_checkpoint(live.run, live.state)
+    step = live.run.folder.path / f"step_{live.state.step}"
+    assert convert(["mcore-to-hf", "--mcore", str(step), "--out", str(tmp_path / "export")]) == 0
+    script = (
+        "import sys, json\nfrom mrl.config.schema import GenerationConfig, VllmConfig\nfrom mrl.rollout.engine import Engine\n"
+        "config = GenerationConfig(max_new_tokens=8, vllm_cfg=VllmConfig(precision='float32', enforce_eager=True, max_model_len=256))\n"
+        "engine = Engine(sys.argv[1], config, seed=0)\n"
+        "print('DIGEST', json.dumps({str(slot): crc for slot, crc in engine.live_digest()[0].items()}))\n"
+    )
+    import json
+    import os
+
+    answer = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "export")],
+        env=os.environ | engine_environment(has_gpu=False),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    (line,) = [line for line in answer.stdout.splitlines() if line.startswith("DIGEST ")]
+    fresh = json.loads(line.removeprefix("DIGEST "))
+    for digest in live.run.session.engines.call("live_digest", deadline_s=DEADLINE_S).values():
+        assert {str(slot): crc for slot, crc in digest[0].items()} == fresh
+
+
+def test_a_flipped_byte_in_one_replica_is_caught_before_the_exchange(live: LiveRun):
+    name = "decoder.layers.0.mixer.in_proj.weight"
+    live.on_ranks(flip_byte, 2, name)
+    message = expect_refused(live, re.escape(name))
+    assert "2" in message
+    live.on_ranks(flip_byte, 2, name)
+    recover(live)
+
+
+def test_a_stale_replica_is_caught(live: LiveRun):
+    live.on_ranks(remember_weights, 3)
+    live.on_ranks(go_stale, 3)
+    with pytest.raises(RuntimeError, match=r"decoder\.layers"):
+        train_step(live.run, live.state)
+    live.on_ranks(resync)
+    recover(live)
+
+
+def resync(policy) -> None:
+    policy._state.optimizer.reload_model_params()
+
+
+@pytest.mark.parametrize("name", ["mixer.D", "mixer.A", "mixer.gate.e_score_correction_bias"])
+def test_a_stale_buffer_is_caught_by_name(live: LiveRun, name: str):
+    layer = 1 if "gate" in name else 0
+    slot = f"model.layers.{layer}.{name}"
+    live.on_engines(keep_stale, slot)
+    expect_refused(live, re.escape(slot))
+    assert all(live.on_engines(is_prevented_from_sampling))
+    recover(live)
+
+
+def test_a_flipped_byte_in_an_engine_is_caught_by_name(live: LiveRun):
+    slot = "model.layers.3.mixer.qkv_proj.weight"
+    live.on_engines(flip_live_byte, slot)
+    message = expect_refused(live, re.escape(slot))
+    assert "rank" in message
+    recover(live)
+
+
+def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
+    moving = live.run.session.refit
+    workers = moving._workers(0)
+    index, pull = next((i, pulls[0]) for i, pulls in enumerate(workers[0].rounds) if pulls)
+    workers[0].rounds[index].remove(pull)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=re.escape(pull.target.name)):
+        live.run.session.engines.call_each("prepare_refit", {0: (workers,)}, deadline_s=DEADLINE_S)
+    workers[0].rounds[index].insert(0, pull)  # type: ignore[attr-defined]
+    assert isinstance(moving, Refit)
+    moving._prepare_engines([0])
+    recover(live)

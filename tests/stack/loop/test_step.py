@@ -1,0 +1,52 @@
+"""Steps of the real loop: what they measure, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mrl.train import train_step
+from tests.stack.loop.conftest import LiveRun
+
+
+def test_on_policy_first_step(live: LiveRun):
+    train_step(live.run, live.state)
+    metrics = live.state.metrics
+    for name in ("train/probs_ratio", "train/probs_ratio_min", "train/probs_ratio_max"):
+        assert metrics[name] == pytest.approx(1.0, abs=1e-5), name
+    # The reference is the starting model, which these are the weights of.
+    assert abs(metrics["train/kl_penalty"]) < 1e-9
+    assert metrics["train/token_mult_prob_error"] <= 1.001
+    assert metrics["train/mean_abs_dlogp"] < 1e-5
+    assert metrics["rollout/failed"] == 0
+
+
+def test_a_second_step_has_moved_away_from_the_reference(live: LiveRun):
+    train_step(live.run, live.state)
+    assert live.state.metrics["train/kl_penalty"] > 1e-9
+    assert live.state.metrics["train/token_mult_prob_error"] <= 1.001
+
+
+def test_every_step_is_one_line_of_metrics_and_two_of_ledger(live: LiveRun):
+    train_step(live.run, live.state)
+    folder = live.run.folder
+    rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, live.state.step + 1))
+    for name in ("train/reward", "train/loss", "train/grad_norm", "train/gen_kl_error", "time/total", "refit/seconds"):
+        assert rows[-1][name] is not None, name
+    events = [json.loads(line) for line in (folder.path / "ledger.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["taken", "trained"] * live.state.step
+    assert list((folder.log_folder / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_payload_does_not_pass_through_the_driver(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
+    from mrl.cluster import payload
+    from mrl.types import Rollout
+
+    def unpickled(*_: object) -> None:
+        raise AssertionError("a rollout's payload arrived in the driver")
+
+    monkeypatch.setattr(payload, "pull", unpickled)
+    monkeypatch.setattr(Rollout, "__setstate__", unpickled, raising=False)
+    train_step(live.run, live.state)
