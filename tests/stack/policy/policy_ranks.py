@@ -175,7 +175,10 @@ def logits_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tuple[str, bool, list[dict[str, float]]]:
-    """Message of a step in which the last rank's advantages are `advantage`; whether it changed no byte of weights and optimizer; a clean step."""
+    """A step in which the last rank's advantages are `advantage`: its message, whether no byte of weights and optimizer changed.
+
+    Last comes the metrics of a clean step after it.
+    """
     with open_policy(rank, config) as policy:
         train(policy, 1)
         policy.settle()
@@ -244,7 +247,7 @@ def settle_with_flipped_bytes(rank: Rank, config: RunConfig, slots: Sequence[str
             value[5] ^= rank.rank == rank.world_size - 1
             messages.append(message_of(policy.settle))
             value[5] ^= rank.rank == rank.world_size - 1
-        policy.settle()
+            policy.settle()
         return messages
 
 
@@ -290,12 +293,24 @@ def load_weights_only(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple
         return is_same, train(policy, 2)[1]["train/loss"]
 
 
-def random_states(rank: Rank, config: RunConfig, weights_dir: Path | None) -> list[bytes]:
-    """Bytes of all random states, after drawing some numbers and saving them or, with a checkpoint given, after loading it."""
+def save_random_states(rank: Rank, config: RunConfig, weights_dir: Path) -> list[bytes]:
+    """Draws numbers, other ones on every rank, and saves."""
+    with open_policy(rank, config) as policy:
+        train(policy, 1)
+        torch.rand(rank.rank + 3)
+        policy.save_checkpoint(weights_dir)
+        return random_states()
+
+
+def load_random_states(rank: Rank, config: RunConfig, weights_dir: Path) -> list[bytes]:
+    with open_policy(rank, config) as policy:
+        policy.load_checkpoint(weights_dir)
+        return random_states()
+
+
+def random_states() -> list[bytes]:
+    """Bytes of the state of every generator of this rank."""
     from megatron.core import tensor_parallel
 
-    with open_policy(rank, config) as policy:
-        if weights_dir is not None:
-            policy.load_checkpoint(weights_dir)
-        states = tensor_parallel.get_cuda_rng_tracker().get_states()
-        return [torch.get_rng_state().numpy().tobytes(), *(states[name].numpy().tobytes() for name in sorted(states))]
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return [torch.get_rng_state().numpy().tobytes(), *(states[name].numpy().tobytes() for name in sorted(states))]

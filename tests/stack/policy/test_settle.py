@@ -1,0 +1,63 @@
+"""Settled weights: current on every replica, equal to the optimizer's main parameters, and every differing copy named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests import models
+from tests.stack.policy import policy_ranks
+from tests.stack.ranks import RankPool
+
+BF16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("precision", [[], BF16], ids=["fp32", "bf16"])
+def test_settled_weights_are_the_main_parameters_cast_down(ranks: RankPool, folder: Path, precision: list[str]):
+    results = ranks.run(policy_ranks.settle_after_steps, policy_ranks.run_config(folder, "dp2", *precision), world_size=2)
+    (raw, settled, weights, _), (other_raw, other_settled, other_weights, _) = results
+    # With overlap_param_gather the optimizer leaves half of each replica as it was before the step.
+    stale = [name for name in raw if raw[name] != other_raw[name]]
+    assert len(stale) > len(raw) / 2
+    assert settled == other_settled
+    dtype = torch.bfloat16 if precision else torch.float32
+    covered = {name: np.zeros(len(values), dtype=bool) for name, values in weights.items()}
+    for _, _, _, shards in results:
+        for name, start, main in shards:
+            cast = torch.from_numpy(main).to(dtype).float().numpy()
+            np.testing.assert_array_equal(weights[name][start : start + len(main)], cast, err_msg=name)
+            covered[name][start : start + len(main)] = True
+    # All but the experts' correction biases, which are no parameters.
+    assert {name for name, part in covered.items() if not part.all()} == {name for name in weights if name.endswith("expert_bias")}
+    assert all(np.array_equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_a_flipped_byte_in_one_copy_is_named_on_all_ranks(ranks: RankPool, folder: Path):
+    # A matrix cut over tp, a norm that all four ranks hold, an expert, and a buffer that is no parameter.
+    slots = {
+        "decoder.layers.0.mixer.in_proj.weight": "ranks [1] / [3]",
+        "decoder.final_norm.weight": "ranks [0, 1, 2] / [3]",
+        "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight": "ranks [1] / [3]",
+        "decoder.layers.4.mlp.router.expert_bias": "ranks [0, 1, 2] / [3]",
+    }
+    layout = "tp2 sp dp2 ep2"
+    config = policy_ranks.run_config(folder, layout)
+    results = ranks.run(policy_ranks.settle_with_flipped_bytes, config, list(slots), world_size=policy_ranks.world_size(layout))
+    for messages in results:
+        assert messages == results[0]
+        for (slot, copies), message in zip(slots.items(), messages, strict=True):
+            assert "copies of 1 weights differ" in message
+            assert slot in message and copies in message, message
+
+
+def test_a_tensor_without_a_conversion_is_an_error(ranks: RankPool, folder: Path):
+    (message,) = ranks.run(policy_ranks.settle_with_unknown_buffer, policy_ranks.run_config(folder, "one"), world_size=1)
+    assert "conversion table lacks: scale" in message
