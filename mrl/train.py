@@ -129,12 +129,12 @@ def sample(run: Run, state: RunState, asked: Sequence[tuple[int, Prompt]], num_g
 def update_policy(run: Run, batch: Batch) -> dict[str, float]:
     """Old and reference logprobs, then one optimizer step on the batch; the ranks pull the payload themselves."""
     policies, deadline_s = run.session.policies, run.config.deadlines.train_s
-    policies.call("enter", "logprob", deadline_s=deadline_s)
+    run.session.enter("logprob", deadline_s=deadline_s)
     policies.set_batch(batch)
     policies.call("compute_old_logprobs", deadline_s=deadline_s)
     if run.config.loss_fn.reference_policy_kl_penalty > 0:
         policies.call("compute_reference_logprobs", deadline_s=deadline_s)
-    policies.call("enter", "train", deadline_s=deadline_s)
+    run.session.enter("train", deadline_s=deadline_s)
     return policies.call("train_step", deadline_s=deadline_s)[0]  # type: ignore[return-value]  # every rank returns the same metrics
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ray
 
+from mrl.capacity.phases import Phase
 from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.payload import PayloadRef
 from mrl.cluster.placement import EngineUnits, Placement
@@ -177,6 +178,14 @@ class EngineGroup:
     def call(self, method: str, *arguments: object, deadline_s: float, only: Sequence[int] | None = None) -> dict[int, object]:
         """`Engine.<method>(*arguments)` on every engine, or on those of `only`; results by engine index."""
         return self.call_each(method, {i: arguments for i in (range(self.num_engines) if only is None else only)}, deadline_s=deadline_s)
+
+    def enter(self, phase: Phase, *, deadline_s: float) -> None:
+        """Brings every engine into `phase`. One that has died meanwhile is left for the next refit, which starts it again."""
+        for index in range(self.num_engines):
+            try:
+                self.call("enter", phase, deadline_s=deadline_s, only=[index])
+            except ActorLost as lost:
+                logger.warning("%s; it is started again at the next refit", lost)
 
     def call_each(self, method: str, arguments: dict[int, tuple[object, ...]], *, deadline_s: float) -> dict[int, object]:
         """`Engine.<method>` with arguments of its own for each engine; results by engine index."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import Schedule, reshard
-
 from mrl.cluster.engine_group import EngineGroup, index_of
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
@@ -110,6 +109,7 @@ class Refit:
         start = time.monotonic()
         copied_bytes = 0
         self.policies.call("enter", "refit", deadline_s=self.deadline_s)
+        self.engines.call("enter", "refit", deadline_s=self.deadline_s, only=engines)
         self.policies.call("settle", deadline_s=self.deadline_s)
         for round_index in range(self.schedule.num_rounds):
             self.policies.call("exchange", round_index, deadline_s=self.deadline_s)
@@ -117,7 +117,9 @@ class Refit:
             self.engines.call("verify", round_index, deadline_s=self.deadline_s, only=engines)
             copied_bytes += sum(copied.values())  # type: ignore[arg-type]
         finished = self.engines.call("set_weight_version", self.weight_version, deadline_s=self.deadline_s, only=engines)
+        # The policy makes room before the engines take their KV caches.
         self.policies.call("enter", "generate", deadline_s=self.deadline_s)
+        self.engines.call("enter", "generate", deadline_s=self.deadline_s, only=engines)
         reports: list[VerifyReport] = [report for workers in finished.values() for report in workers]  # type: ignore[attr-defined]
         return RefitReport(
             weight_version=self.weight_version,

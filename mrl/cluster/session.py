@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.capacity.phases import Phase
 from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
@@ -30,6 +31,11 @@ class Session:
     rewards: Rewards
     refit: Refit
     collector: RolloutCollector
+
+    def enter(self, phase: Phase, *, deadline_s: float) -> None:
+        """Brings engines and policy into a phase in which the policy works and the engines yield their memory."""
+        self.engines.enter(phase, deadline_s=deadline_s)
+        self.policies.call("enter", phase, deadline_s=deadline_s)
 
     def merge_config_reads(self) -> None:
         """Adds the configuration keys that the actors read to this process's record."""

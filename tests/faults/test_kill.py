@@ -1,4 +1,4 @@
-"""kill -9 of driver, rank and engine: nothing is left behind, nothing is lost or trained twice, the weights end as if nothing had happened."""
+"""kill -9 of driver, rank and engine: no process is left behind, no prompt is lost or trained twice, the weights end as undisturbed."""
 
 from __future__ import annotations
 
