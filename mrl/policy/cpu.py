@@ -9,7 +9,8 @@ import contextlib
 import functools
 import importlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,11 +121,7 @@ def _replace_torch_names() -> None:
 
 
 def _repair_megatron() -> None:
-    import torch._dynamo.config
-
-    # Its fused helpers are torch.compile'd on import; compiling them costs seconds and a C++ compiler, and saves nothing on CPUs.
-    torch._dynamo.config.disable = True
-    REPLACED["torch._dynamo.config.disable"] = "megatron.core.jit compiles small helpers: seconds at start, and it needs g++"
+    _replace("torch._dynamo.config.disable", True, "megatron.core compiles small helpers: seconds at start, and it needs a C++ compiler")
 
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -159,7 +156,7 @@ def _repair_megatron() -> None:
     )
 
     def split_sizes(tensor: Tensor | list[int] | None, as_numpy: bool = False, record_stream: bool = False) -> object:
-        return tensor.numpy() if isinstance(tensor, Tensor) and as_numpy else tensor
+        return tensor if tensor is None or isinstance(tensor, list) or not as_numpy else tensor.numpy()
 
     _replace(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
@@ -173,7 +170,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: list[dict[str, object]],
+        params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -92,7 +92,6 @@ def sum_gradients(
 def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) -> TransformerConfig:
     megatron = config.megatron_cfg
     dtype = DTYPES[config.precision]
-    on_cpu = not torch.cuda.is_available()
     arguments = dict(from_model)
     arguments["activation_func"] = ACTIVATIONS[str(arguments["activation_func"])]
     return TransformerConfig(
@@ -117,9 +116,10 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         moe_router_bias_update_rate=megatron.moe_router_bias_update_rate,
         moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
         **_recompute_arguments(megatron),
-        # Megatron's fused kernels, and its grouped GEMM of experts, need a GPU.
-        use_cpu_initialization=on_cpu,
-        moe_grouped_gemm=not on_cpu,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
+        moe_grouped_gemm=compat.HAVE_TE,
+        # Fusions that need Apex or a compiler stay off.
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
