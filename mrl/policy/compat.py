@@ -13,12 +13,8 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 
-STACK_RECOMPUTES_FULLY = False
-"""Whether the hybrid stack honours recompute_granularity="full"; 0.16.1 silently ignores it."""
-
 __all__ = [
     "HAVE_TE",
-    "STACK_RECOMPUTES_FULLY",
     "MLPLayer",
     "MambaLayer",
     "MambaLayerSubmodules",

@@ -108,8 +108,9 @@ def sequences(*lengths: int) -> list[list[int]]:
     return [[draw.randrange(264) for _ in range(length)] for length in lengths]
 
 
-# Even numbers of tokens for sequence parallelism, an even number of rows for data parallelism; rows differ in length.
-ROWS = [sequences(9, 30, 17), sequences(150, 2), sequences(*[12] * 10), sequences(1, 70, 65)]
+# Even numbers of tokens for sequence parallelism, an even number of rows for data parallelism. Rows differ in length; in the shortest most
+# experts get no token.
+ROWS = [sequences(9, 30, 17), sequences(150, 2), sequences(*[12] * 10), sequences(1, 70, 65), sequences(2), sequences(3, 1)]
 
 
 def gradients_of(ranks: RankPool, folder: Path, world_size: int, megatron: dict) -> tuple[float, dict[str, np.ndarray]]:
