@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conversion.boxes import DTYPE_BYTES, Layout, Slot, volume
-from conversion.families.common import HfConfig, MegatronParallel, VllmParallel
+from conversion.families.common import Flavour, HfConfig, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import ALIGNMENT, Schedule, ScheduleError, reshard
 from tests.unit.conversion.dense import PADDING, TINY, UNWRITTEN, build, index_arrays, part
@@ -28,7 +28,7 @@ class Case:
         self.hf_config, self.parallel, world_size = random_trainer(choose)
         found = family(self.hf_config)
         coords = [self.parallel.coords_of(rank, world_size) for rank in range(world_size)]
-        flavour = choose.choice(["local", "te"])
+        flavour: Flavour = "te" if choose.random() < 0.5 else "local"
         by_coords = {key: found.megatron_layout(self.hf_config, self.parallel, key, "bfloat16", flavour) for key in set(coords)}
         self.sources = {rank: by_coords[key] for rank, key in enumerate(coords)}
         self.engine = random_engine(choose, self.hf_config, world_size)

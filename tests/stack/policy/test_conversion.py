@@ -18,7 +18,8 @@ from tests.stack.ranks import RankPool
 @pytest.mark.parametrize("layout", ["tp2 sp dp2 ep2", "pp2 dp2 ep2"])
 def test_hugging_face_to_megatron_and_back_is_bit_identical(ranks: RankPool, tmp_path: Path, layout: str):
     hf_folder = models.save_nemotron_h(tmp_path / "hf")
-    config = policy_ranks.run_config(hf_folder, layout)
+    # Before its first step an optimizer has no state to save.
+    config = policy_ranks.run_config(hf_folder, layout, "checkpointing.save_optimizer=false")
     assert convert(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(tmp_path / "mcore")]) == 0
     arguments = (config, hf_folder, tmp_path / "mcore", tmp_path / "saved")
     differing = ranks.run(conversion_ranks.load_and_save, *arguments, world_size=policy_ranks.world_size(layout))

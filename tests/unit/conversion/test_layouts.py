@@ -12,6 +12,11 @@ from tests.unit.conversion.dense import PADDING, build, index_arrays
 HIDDEN = 6
 
 
+def attention(num_heads: int, num_groups: int, head_dim: int) -> Qkv:
+    key_shape = (num_groups * head_dim, HIDDEN)
+    return Qkv(Canonical("q", (num_heads * head_dim, HIDDEN)), Canonical("k", key_shape), Canonical("v", key_shape), head_dim)
+
+
 def built(cutout: Cutout, canonical: dict[str, np.ndarray]) -> np.ndarray:
     return build(SlotLayout(cutout.shape, "int64", cutout.pieces, cutout.padding), canonical)
 
@@ -25,9 +30,8 @@ def megatron_qkv(query: np.ndarray, key: np.ndarray, value: np.ndarray, num_grou
 @pytest.mark.parametrize(("num_heads", "num_groups", "head_dim"), [(4, 2, 8), (8, 8, 4), (8, 1, 4), (32, 2, 4)])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_megatron_interleaves_query_key_value_by_group(num_heads: int, num_groups: int, head_dim: int, tp: int):
-    shapes = {"q": (num_heads * head_dim, HIDDEN), "k": (num_groups * head_dim, HIDDEN), "v": (num_groups * head_dim, HIDDEN)}
-    canonical = index_arrays(shapes)
-    cut = Qkv(*(Canonical(name, shape) for name, shape in shapes.items()), head_dim)
+    cut = attention(num_heads, num_groups, head_dim)
+    canonical = index_arrays({tensor.name: tensor.shape for tensor in cut.tensors})
     fused = megatron_qkv(canonical["q"], canonical["k"], canonical["v"], num_groups, head_dim)
     for rank, block in enumerate(np.split(fused, tp)):
         assert np.array_equal(built(cut.megatron(Shard(tp, rank)), canonical), block)
@@ -38,9 +42,8 @@ def test_megatron_interleaves_query_key_value_by_group(num_heads: int, num_group
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_vllm_concatenates_query_key_value_and_repeats_key_heads(num_heads: int, num_groups: int, tp: int):
     head_dim = 4
-    shapes = {"q": (num_heads * head_dim, HIDDEN), "k": (num_groups * head_dim, HIDDEN), "v": (num_groups * head_dim, HIDDEN)}
-    canonical = index_arrays(shapes)
-    cut = Qkv(*(Canonical(name, shape) for name, shape in shapes.items()), head_dim)
+    cut = attention(num_heads, num_groups, head_dim)
+    canonical = index_arrays({tensor.name: tensor.shape for tensor in cut.tensors})
     repeats = max(1, tp // num_groups)
     keys, values = (np.repeat(canonical[name].reshape(num_groups, head_dim, HIDDEN), repeats, axis=0).reshape(-1, HIDDEN) for name in "kv")
     blocks = [np.split(array, tp) for array in (canonical["q"], keys, values)]
@@ -49,7 +52,7 @@ def test_vllm_concatenates_query_key_value_and_repeats_key_heads(num_heads: int,
 
 
 def test_a_head_that_cannot_be_cut_is_refused():
-    cut = Qkv(Canonical("q", (24, HIDDEN)), Canonical("k", (8, HIDDEN)), Canonical("v", (8, HIDDEN)), 2)
+    cut = attention(12, 4, 2)
     with pytest.raises(ValueError, match="size=8 does not divide the 12 heads of q"):
         cut.vllm(Shard(8, 0))
     with pytest.raises(ValueError, match="size=6 is no multiple of the 4 heads of k; use a multiple or a divisor"):
@@ -61,7 +64,7 @@ def test_sections_are_cut_one_by_one(tp: int):
     sections = (Section("z", 16, 8), Section("x", 16, 8), Section("B", 8, 4), Section("C", 8, 4), Section("dt", 8, 8))
     canonical = index_arrays({"w": (56, HIDDEN)})
     cut = Sections(Canonical("w", (56, HIDDEN)), sections)
-    whole = dict(zip("z x B C dt".split(), np.split(canonical["w"], [16, 32, 40, 48]), strict=True))
+    whole = dict(zip(["z", "x", "B", "C", "dt"], np.split(canonical["w"], [16, 32, 40, 48]), strict=True))
     for rank in range(tp):
         expected = np.concatenate([np.split(section, tp)[rank] for section in whole.values()])
         assert np.array_equal(built(cut.megatron(Shard(tp, rank)), canonical), expected)
