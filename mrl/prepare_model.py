@@ -14,7 +14,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 from transformers.utils import logging as transformers_logging
 
 from mrl.prepare_arithmetic import Addition
-from mrl.prepare_tokenizer import VOCAB_SIZE
+from mrl.prepare_tokenizer import BOS_ID, END_ID, PAD_ID, VOCAB_SIZE
 
 # B sequences, T tokens, V vocabulary.
 
@@ -68,24 +68,22 @@ def save_warm_started_model(
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    model = build_model(tokenizer, seed=seed)
+    model = build_model(seed=seed)
     train_until_probe(model, tokenizer, warm_start, probe, seed=seed)
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True
-    )
+    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=[END_ID], pad_token_id=PAD_ID, do_sample=True)
     model.save_pretrained(folder)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> NemotronHForCausalLM:
+def build_model(*, seed: int) -> NemotronHForCausalLM:
     """The untrained model in float32, its random numbers drawn from `seed`."""
     torch.manual_seed(seed)
     config = NemotronHConfig(
         **ARCHITECTURE,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=MAX_POSITIONS,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=END_ID,
     )
     model = NemotronHForCausalLM(config).float()
     for module in model.modules():
@@ -125,12 +123,12 @@ def train_until_probe(
 
 def encode(tokenizer: PreTrainedTokenizerFast, additions: Sequence[Addition]) -> tuple[Tensor, int]:
     """Chat-templated token ids int64 [B, T], and how many tokens at their end are the answer and its end-of-turn token."""
-    conversations = [
-        [{"role": "user", "content": addition.question}, {"role": "assistant", "content": addition.answer}] for addition in additions
-    ]
-    rows = [
-        tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"] for turns in conversations
-    ]
+    rows = []
+    for addition in additions:
+        turns = [{"role": "user", "content": addition.question}, {"role": "assistant", "content": addition.answer}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        assert isinstance(text, str)
+        rows.append(tokenizer(text, add_special_tokens=False)["input_ids"])
     return torch.tensor(rows), len(additions[0].answer) + 1
 
 

@@ -12,6 +12,7 @@ PAD, BOS, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|begin|>", "<|end|>", "<|s
 # Two spare tokens round the vocabulary up to a multiple of eight.
 SPECIAL_TOKENS = (PAD, BOS, END, SYSTEM, USER, ASSISTANT, "<|reserved_0|>", "<|reserved_1|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+PAD_ID, BOS_ID, END_ID = 256, 257, 258
 
 # Short, as its tokens are part of every prompt: one marker per message, and an end only where the model must learn to stop.
 CHAT_TEMPLATE = (

@@ -24,7 +24,7 @@ def test_answers_stand_at_the_end():
 
 
 def test_sampled_accuracy_is_the_share_of_right_samples():
-    model = build_model(TOKENIZER, seed=0)
+    model = build_model(seed=0)
     tokens_BT, num_answer_tokens = encode(TOKENIZER, ADDITIONS)
     logits_BTV = model(tokens_BT).logits
     expected = 0.0
@@ -54,4 +54,4 @@ def test_the_saved_folder_is_an_ordinary_checkpoint_and_repeats_bit_for_bit(tmp_
 def test_a_warm_start_that_fails_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prepare_model, "MAX_STEPS", 1)
     with pytest.raises(RuntimeError, match="did not reach accuracy"):
-        prepare_model.train_until_probe(build_model(TOKENIZER, seed=0), TOKENIZER, ADDITIONS, ADDITIONS, seed=0)
+        prepare_model.train_until_probe(build_model(seed=0), TOKENIZER, ADDITIONS, ADDITIONS, seed=0)
