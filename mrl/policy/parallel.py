@@ -54,6 +54,8 @@ def initialize(
         backend = "cpu:gloo,cuda:nccl"
     else:
         cpu.install()
+        # Ranks share the host's cores, and results must not depend on how many there are.
+        torch.set_num_threads(1)
         backend = "gloo"
     dist.init_process_group(
         backend,

@@ -185,7 +185,6 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):  # type: ignore[no-u
         timeout_s=60,
         seed=1,
     )
-    torch.set_num_threads(1)
 
     place = parallel.coordinates()
     layout = family(_hf_config(folder)).megatron_layout(
