@@ -43,6 +43,7 @@ class EngineActor:
         from mrl.rollout.engine import Engine
 
         self.engine = Engine(config.policy.model_name, config.policy.generation, seed=config.grpo.seed)
+        self.engine.enter("load")
 
     def add(self, requests: list[RolloutRequest]) -> None:
         """Queues requests."""

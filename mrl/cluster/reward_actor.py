@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ray
@@ -48,6 +48,10 @@ class RewardActor:
             verdicts.update(zip(indices, scored, strict=True))
         return [verdicts[i] for i in range(len(infos))]
 
+    def apply(self, function: Callable[..., object], *arguments: object) -> object:
+        """`function(self, *arguments)`: tests and diagnostics reach into the actor with it."""
+        return function(self, *arguments)
+
     def config_reads(self) -> set[str]:
         """Configuration keys that this process read."""
         return trace.reads()
@@ -79,6 +83,10 @@ class Rewards:
             scored: list[Verdict] = results[index]  # type: ignore[assignment]
             verdicts.update((info.request_id, verdict) for info, verdict in zip(infos, scored, strict=True))
         return verdicts
+
+    def apply(self, function: Callable[..., object], *arguments: object) -> object:
+        """`function(actor, *arguments)` in the actor's process."""
+        return wait_all({NAME: self.actor.apply.remote(function, *arguments)}, deadline_s=self.deadlines.reward_s, what="apply")[NAME]
 
     def config_reads(self) -> set[str]:
         """Configuration keys that the actor read."""

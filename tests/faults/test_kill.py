@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from mrl.prepare import prepare_tiny
 from mrl.store.checkpoints import find_damage
 from tests.faults.attempts import Attempt, is_saving, is_taken, is_trained, lineage
-from tests.stack.loop.conftest import SMALL, write_inputs
+from tests.sources import ROOT
+from tests.stack.loop.conftest import SMALL
 
 STEPS = 6
 SETTINGS = [
@@ -32,8 +34,15 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    folder = tmp_path_factory.mktemp("faults")
-    return folder, write_inputs(folder)
+    prepared = ROOT / "prepared" / "tiny"
+    # The warm-started model: rewards that differ within a group give every step a gradient.
+    prepare_tiny(prepared, seed=0)
+    overrides = [
+        f"policy.model_name={prepared / 'model'}",
+        f"data.train.data_path={prepared / 'data' / 'train.jsonl'}",
+        f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
+    ]
+    return tmp_path_factory.mktemp("faults"), overrides
 
 
 def attempt(inputs: tuple[Path, list[str]], run: str, log: str) -> Attempt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,15 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.store.run_folder import RunFolder
 from mrl.train import Run, preflight, resume
-from mrl.types import RunState
+from mrl.types import RunState, Verdict
 from tests import models
 
 DEADLINE_S = 120.0
 
 
-def write_inputs(folder: Path, *, num_rows: int = 64) -> list[str]:
+def write_inputs(folder: Path, *, num_rows: int = 64, **model_overrides: object) -> list[str]:
     """A random tiny model with the byte tokenizer, and rows to train on; returns the overrides that point a config at them."""
-    model = models.save_nemotron_h(folder / "model")
+    model = models.save_nemotron_h(folder / "model", **model_overrides)
     prepare_tokenizer.save(model, model_max_length=1280)
     generation = {"eos_token_id": 258, "pad_token_id": 256, "bos_token_id": 257}
     (model / "generation_config.json").write_text(json.dumps(generation))
@@ -68,6 +69,17 @@ class LiveRun:
         return self.run.session.engines.apply(function, *arguments, deadline_s=DEADLINE_S)
 
 
+class CoinToss:
+    """An environment whose reward follows from the text and has nothing to do with the answer: a random model gets a gradient from it."""
+
+    def score(self, items: list[tuple[str, str]], *, timeout_s: float) -> list[Verdict]:
+        return [Verdict(float(zlib.crc32(text.encode()) % 2), True, "ok", "", text) for text, _ in items]
+
+
+def toss_coins(actor) -> None:
+    actor.environments["math"] = CoinToss()
+
+
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     folder = tmp_path_factory.mktemp("live")
@@ -83,5 +95,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     run_folder = RunFolder(config)
     run_folder.open()
     with run_folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=run_folder.log_folder / "actors") as session:
+        session.rewards.apply(toss_coins)
         run = Run(config, data, run_folder, session, started=time.monotonic())
         yield LiveRun(run, resume(run), config)
