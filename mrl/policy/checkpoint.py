@@ -5,6 +5,7 @@ Written by every rank in its own process, without helper processes: ranks may li
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def save(weights_dir: Path, state: TrainState, *, hf_config: Mapping[str, object
     sharded = _model_state(state)
     if save_optimizer:
         sharded |= {
-            "optimizer": state.optimizer.sharded_state_dict(sharded, is_loading=False, metadata=_metadata()),
+            "optimizer": _optimizer_state(state, sharded, is_loading=False),
             "opt_param_scheduler": state.scheduler.state_dict(),
             "rng": _rng_state(),
         }
@@ -83,7 +84,7 @@ def load(weights_dir: Path, state: TrainState) -> None:
     has_optimizer = "optimizer" in common
     sharded = _model_state(state)
     if has_optimizer:
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=True, metadata=_metadata())
+        sharded["optimizer"] = _optimizer_state(state, sharded, is_loading=True)
         if common["parallel"] == parallel_sizes():
             sharded["rng"] = _rng_state()
     loaded = dist_checkpointing.load(sharded, str(folder))
@@ -113,6 +114,15 @@ def parallel_sizes() -> dict[str, int]:
 
 def _model_state(state: TrainState) -> ShardedStateDict:
     return {"model": unwrap_model(state.chunk).sharded_state_dict(metadata=_metadata())}
+
+
+def _optimizer_state(state: TrainState, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
+    # Megatron collects garbage once per optimizer, which takes longer than all the writing; there is none to be found here.
+    gc.freeze()
+    try:
+        return state.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
+    finally:
+        gc.unfreeze()
 
 
 def _metadata() -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,11 +28,9 @@ from mrl.policy.model import build_model, wrap_ddp
 from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.reports import SettleReport
 from mrl.policy.step import BatchSize, TokenDistribution, TrainRow, compute_logprobs, global_batch_size, train_step
-from mrl.policy.weights import CopyCheck, SettleReport, rank_tensors
+from mrl.policy.weights import CopyCheck, rank_tensors
 from mrl.refit.exchange import Exchange
 from mrl.refit.unit import UnitHandles
-
-logger = logging.getLogger(__name__)
 
 
 class Policy:
@@ -55,6 +52,8 @@ class Policy:
             master_port=master_port,
             timeout_s=timeout_s,
             seed=config.grpo.seed,
+            # Ranks are placed node by node, in the order of the devices.
+            device_index=rank % max(config.cluster.gpus_per_node, 1),
         )
         self._coordinates = parallel.coordinates()
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
