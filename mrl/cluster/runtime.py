@@ -41,6 +41,8 @@ def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
             "object_store_memory": OBJECT_STORE_BYTES,
             "_temp_dir": str(folder),
         }
+    # The first failure of a group call is raised with its reason; Ray would print those of all other ranks on top.
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     try:
         ray.init(**options, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
         yield

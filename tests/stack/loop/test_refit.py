@@ -189,12 +189,9 @@ def test_a_stale_replica_is_caught(live: LiveRun):
     live.on_ranks(go_stale, 3)
     with pytest.raises(RuntimeError, match=r"decoder\.layers"):
         train_step(live.run, live.state)
-    live.on_ranks(resync)
+    # The stale rank has lost its shard of the main parameters: the run would resume from a checkpoint, the tests start over.
+    live.run.session.policies.call("load_hf", live.config.policy.model_name, deadline_s=DEADLINE_S)
     recover(live)
-
-
-def resync(policy) -> None:
-    policy._state.optimizer.reload_model_params()
 
 
 @pytest.mark.parametrize("name", ["mixer.D", "mixer.A", "mixer.gate.e_score_correction_bias"])
