@@ -171,7 +171,7 @@ class Policy:
         """One optimizer step on the batch, which is then used up; returns metrics `train/*`, the same floats on every rank.
 
         Raises:
-            RuntimeError: loss or gradient is not finite, on all ranks; no weight was changed.
+            RuntimeError: loss or gradient is not finite, on all ranks; no parameter was changed.
         """
         batch, self._batch = self._current_batch(), None
         self._settled = None

@@ -101,7 +101,7 @@ def train_step(
     """One optimizer step over the global batch; returns its metrics, the same floats on every rank.
 
     Raises:
-        RuntimeError: loss or gradient is NaN or infinite. Weights and optimizer state are as before, on all ranks.
+        RuntimeError: loss or gradient is NaN or infinite. Parameters and optimizer state are as before, on all ranks.
     """
     chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -186,7 +186,7 @@ def _global_metrics(row_metrics: list[dict[str, Tensor]]) -> dict[str, float]:
     if parallel_state.is_pipeline_last_stage():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         names = sorted(row_metrics[0])
-        values = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in row_metrics])
+        values = torch.stack([torch.stack([row[name].double() for name in names]) for row in row_metrics])
         for reduce, op, chosen in _REDUCTIONS:
             kind = [name for name in names if chosen(name)]
             part = reduce(values[:, [names.index(name) for name in kind]])
@@ -209,4 +209,4 @@ def _check_finite(loss: float, grad_norm: float) -> None:
     is_bad = torch.tensor(float(not math.isfinite(loss) or not math.isfinite(grad_norm)))
     dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
     if is_bad:
-        raise RuntimeError(f"the train step gave loss {loss} and gradient norm {grad_norm}: not finite; no weight was changed")
+        raise RuntimeError(f"the train step gave loss {loss} and gradient norm {grad_norm}: not finite; no parameter was changed")
