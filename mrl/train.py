@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from mrl.algo.advantages import batch_advantages
 from mrl.cluster.session import Session, start_session
@@ -135,7 +136,8 @@ def update_policy(run: Run, batch: Batch) -> dict[str, float]:
     if run.config.loss_fn.reference_policy_kl_penalty > 0:
         policies.call("compute_reference_logprobs", deadline_s=deadline_s)
     run.session.enter("train", deadline_s=deadline_s)
-    return policies.call("train_step", deadline_s=deadline_s)[0]  # type: ignore[return-value]  # every rank returns the same metrics
+    # Every rank returns the same metrics.
+    return cast(dict[str, float], policies.call("train_step", deadline_s=deadline_s)[0])
 
 
 def refit(run: Run, state: RunState) -> dict[str, float]:

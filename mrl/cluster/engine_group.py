@@ -10,8 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import ray
+from ray.actor import ActorHandle
 
 from mrl.capacity.phases import Phase
 from mrl.cluster.lifetime import start_actor_process
@@ -144,7 +146,7 @@ class EngineGroup:
                     f"generation: {self.num_unfinished} rollouts unfinished and none arrived within {timeout_s:g} s (deadlines.generate_s)"
                 )
             index, payload = self._polls.pop(ready[0])
-            infos: list[RolloutInfo] = fetch(ready[0], key=name(index), what="generation")  # type: ignore[assignment]
+            infos = cast(list[RolloutInfo], fetch(ready[0], key=name(index), what="generation"))
             for info in infos:
                 del self._unfinished[index][info.request_id]
             if infos:
@@ -202,12 +204,13 @@ class EngineGroup:
     def config_reads(self) -> set[str]:
         """Configuration keys that any engine read."""
         pending = {name(i): actor.config_reads.remote() for i, actor in enumerate(self.actors)}
-        return set().union(*wait_all(pending, deadline_s=self.deadlines.start_s, what="config_reads").values())  # type: ignore[arg-type]
+        reads = wait_all(pending, deadline_s=self.deadlines.start_s, what="config_reads")
+        return set().union(*cast(dict[str, set[str]], reads).values())
 
     def _log_file(self, index: int) -> Path:
         return self.log_folder / f"engine-{index}.log"
 
-    def _start(self, units: EngineUnits) -> ray.actor.ActorHandle:
+    def _start(self, units: EngineUnits) -> ActorHandle:
         environment = engine_environment(has_gpu=self.config.cluster.gpus_per_node > 0)
         options = self.placement.options(units.units[0], environment)
         actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
+from ray.exceptions import RayError
 
 from mrl.types import Rollout, RolloutInfo
 
@@ -27,7 +28,7 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
     references = list(dict.fromkeys(info.payload.reference for info in infos if isinstance(info.payload, PayloadRef)))
     try:
         fetched = dict(zip(references, ray.get(references, timeout=timeout_s), strict=True))
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         raise RuntimeError(f"payload of {len(infos)} rollouts could not be pulled within {timeout_s:g} s: {error}") from error
     rollouts: list[Rollout] = []
     for info in infos:

@@ -57,7 +57,7 @@ class Placement:
         cluster = config.cluster
         self.num_units = cluster.num_units
         self.engines = engine_units(config)
-        bundle = {"CPU": 1, "GPU": 1} if cluster.gpus_per_node else {"CPU": 1}
+        bundle = {"CPU": 1.0, "GPU": 1.0} if cluster.gpus_per_node else {"CPU": 1.0}
         self._group: PlacementGroup = placement_group([bundle] * self.num_units, strategy="PACK")
         if not self._group.wait(timeout_s):
             raise RuntimeError(

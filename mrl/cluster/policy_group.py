@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import ray
 
@@ -100,7 +101,7 @@ class PolicyGroup:
             "build of the model",
             self.deadlines.start_s,
         )
-        self.dp_ranks: list[int] = [int(rank) for rank in dp_ranks]  # type: ignore[call-overload]
+        self.dp_ranks = cast(list[int], dp_ranks)
 
     def call(self, method: str, *arguments: object, deadline_s: float) -> list[object]:
         """`Policy.<method>(*arguments)` on every rank; results by rank."""
@@ -119,7 +120,7 @@ class PolicyGroup:
     def config_reads(self) -> set[str]:
         """Configuration keys that any rank read."""
         reads = self._wait([actor.config_reads.remote() for actor in self.actors], "config_reads", self.deadlines.start_s)
-        return set().union(*reads)  # type: ignore[arg-type]
+        return set().union(*cast(list[set[str]], reads))
 
     def _wait(self, references: Sequence[ray.ObjectRef], what: str, deadline_s: float) -> list[object]:
         pending = {f"policy rank {rank}": reference for rank, reference in enumerate(references)}

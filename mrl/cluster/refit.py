@@ -11,7 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+from conversion.boxes import Layout, Slot
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import Schedule, reshard
@@ -65,7 +67,7 @@ class Refit:
         self.units = placement.engines
         self.weight_version = 0
         self.schedule = build_schedule(config, placement, policies)
-        self._handles: list[UnitHandles] = policies.call("prepare_refit", self.schedule, deadline_s=self.deadline_s)  # type: ignore[assignment]
+        self._handles = cast(list[UnitHandles], policies.call("prepare_refit", self.schedule, deadline_s=self.deadline_s))
         self._prepare_engines(range(engines.num_engines))
 
     def zero(self) -> None:
@@ -74,12 +76,10 @@ class Refit:
         Raises:
             RuntimeError: naming the tensors on which the conversion tables and vLLM's loader disagree.
         """
-        before = self.engines.call("live_digest", deadline_s=self.deadline_s)
+        before = self._digests()
         report = self.run()
-        after = self.engines.call("live_digest", deadline_s=self.deadline_s)
-        for index in before:
-            for worker_before, worker_after in zip(before[index], after[index], strict=True):  # type: ignore[call-overload]
-                check_unchanged(worker_before, worker_after)
+        for worker_before, worker_after in zip(before, self._digests(), strict=True):
+            check_unchanged(worker_before, worker_after)
         logger.info("Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}")
 
     def run(self) -> RefitReport:
@@ -115,12 +115,12 @@ class Refit:
             self.policies.call("exchange", round_index, deadline_s=self.deadline_s)
             copied = self.engines.call("pull", round_index, deadline_s=self.deadline_s, only=engines)
             self.engines.call("verify", round_index, deadline_s=self.deadline_s, only=engines)
-            copied_bytes += sum(copied.values())  # type: ignore[arg-type]
+            copied_bytes += sum(cast(dict[int, int], copied).values())
         finished = self.engines.call("set_weight_version", self.weight_version, deadline_s=self.deadline_s, only=engines)
         # The policy makes room before the engines take their KV caches.
         self.policies.call("enter", "generate", deadline_s=self.deadline_s)
         self.engines.call("enter", "generate", deadline_s=self.deadline_s, only=engines)
-        reports: list[VerifyReport] = [report for workers in finished.values() for report in workers]  # type: ignore[attr-defined]
+        reports = [report for workers in cast(dict[int, list[VerifyReport]], finished).values() for report in workers]
         return RefitReport(
             weight_version=self.weight_version,
             seconds=time.monotonic() - start,
@@ -128,6 +128,11 @@ class Refit:
             padding_bytes=sum(report.padding_bytes for report in reports),
             copied_bytes=copied_bytes,
         )
+
+    def _digests(self) -> list[dict[Slot, int]]:
+        """Checksums of every live tensor of every engine worker, in order."""
+        digests = cast(dict[int, list[dict[Slot, int]]], self.engines.call("live_digest", deadline_s=self.deadline_s))
+        return [digest for workers in digests.values() for digest in workers]
 
     def _prepare_engines(self, engines: Sequence[int]) -> None:
         self.engines.call_each("prepare_refit", {i: (self._workers(i),) for i in engines}, deadline_s=self.deadline_s)
@@ -147,7 +152,7 @@ class Refit:
 def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGroup) -> Schedule:
     """The schedule from all policy ranks to all engine workers. A worker is named by the unit that it shares with a rank."""
     hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
-    sources = policies.call("layout", deadline_s=config.deadlines.start_s)
+    sources = cast(list[Layout], policies.call("layout", deadline_s=config.deadlines.start_s))
     vllm_cfg = config.policy.generation.vllm_cfg
     parallel = VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size)
     targets = {
@@ -156,7 +161,7 @@ def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGrou
         for worker, unit in enumerate(engine.units)
     }
     return reshard(
-        dict(enumerate(sources)),  # type: ignore[arg-type]
+        dict(enumerate(sources)),
         targets,
         unit_of={unit: unit for unit in targets},
         buffer_bytes=int(config.policy.refit_buffer_size_gb * 1e9),

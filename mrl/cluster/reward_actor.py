@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import ray
 
@@ -38,7 +39,7 @@ class RewardActor:
     def score(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> list[Verdict]:
         """One verdict per rollout, in order; `prompts[i]` is the prompt of `infos[i]`."""
         rollouts = pull(infos, timeout_s=self.config.deadlines.reward_s)
-        texts: list[str] = self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
+        texts: list[str] = self.tokenizer.batch_decode([rollout.token_ids.tolist() for rollout in rollouts], skip_special_tokens=True)
         verdicts: dict[int, Verdict] = {}
         for env_name in dict.fromkeys(prompt.env_name for prompt in prompts):
             indices = [i for i, prompt in enumerate(prompts) if prompt.env_name == env_name]
@@ -80,7 +81,7 @@ class Rewards:
         results = wait_all(dict(enumerate(reference for _, reference in pending)), deadline_s=self.deadlines.reward_s, what="rewards")
         verdicts: dict[str, Verdict] = {}
         for index, (infos, _) in enumerate(pending):
-            scored: list[Verdict] = results[index]  # type: ignore[assignment]
+            scored = cast(list[Verdict], results[index])
             verdicts.update((info.request_id, verdict) for info, verdict in zip(infos, scored, strict=True))
         return verdicts
 
@@ -90,4 +91,5 @@ class Rewards:
 
     def config_reads(self) -> set[str]:
         """Configuration keys that the actor read."""
-        return wait_all({NAME: self.actor.config_reads.remote()}, deadline_s=self.deadlines.start_s, what="config_reads")[NAME]  # type: ignore[return-value]
+        reads = wait_all({NAME: self.actor.config_reads.remote()}, deadline_s=self.deadlines.start_s, what="config_reads")
+        return cast(set[str], reads[NAME])

@@ -29,22 +29,24 @@ def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
     reclaim_dead_owners()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     (folder / OWNER_FILE).write_text(str(os.getpid()))
-    options: dict[str, object] = {"address": "auto"}
-    if cluster.num_nodes == 1:
-        use_private_token(folder)
-        # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
-        options = {
-            "address": "local",
-            "num_cpus": cluster.num_units + 2,
-            "num_gpus": cluster.gpus_per_node,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "_temp_dir": str(folder),
-        }
     # The first failure of a group call is raised with its reason; Ray would print those of all other ranks on top.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     try:
-        ray.init(**options, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+        if cluster.num_nodes > 1:
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            use_private_token(folder)
+            # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
+            ray.init(
+                address="local",
+                num_cpus=cluster.num_units + 2,
+                num_gpus=cluster.gpus_per_node,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
         yield
     finally:
         ray.shutdown()

@@ -24,9 +24,9 @@ from tests import models
 DEADLINE_S = 120.0
 
 
-def write_inputs(folder: Path, *, num_rows: int = 64, **model_overrides: object) -> list[str]:
+def write_inputs(folder: Path, *, num_rows: int = 64) -> list[str]:
     """A random tiny model with the byte tokenizer, and rows to train on; returns the overrides that point a config at them."""
-    model = models.save_nemotron_h(folder / "model", **model_overrides)
+    model = models.save_nemotron_h(folder / "model")
     prepare_tokenizer.save(model, model_max_length=1280)
     generation = {"eos_token_id": 258, "pad_token_id": 256, "bos_token_id": 257}
     (model / "generation_config.json").write_text(json.dumps(generation))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -108,14 +109,16 @@ def forbid_other_ways(holder) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("weights took another way than the schedule")
 
-    safetensors.safe_open = safetensors.torch.load_file = safetensors.torch.safe_open = forbidden
+    for module in (safetensors, safetensors.torch):
+        for name in ("safe_open", "load_file"):
+            setattr(module, name, forbidden)
     put = ray.put
 
-    def put_no_weights(value: object, **options: object) -> object:
+    def put_no_weights(value: object) -> object:
         assert not isinstance(value, torch.Tensor), "a tensor in the object store"
-        return put(value, **options)
+        return put(value)
 
-    ray.put = put_no_weights
+    setattr(ray, "put", put_no_weights)  # noqa: B010  a plain assignment is a type error
     if hasattr(holder, "_llm"):
         worker = worker_of(holder)
         worker.get_model().load_weights = forbidden
@@ -171,8 +174,8 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     assert answer.returncode == 0, answer.stderr[-3000:]
     (line,) = [line for line in answer.stdout.splitlines() if line.startswith("DIGEST ")]
     fresh = json.loads(line.removeprefix("DIGEST "))
-    for digest in live.run.session.engines.call("live_digest", deadline_s=DEADLINE_S).values():
-        assert {str(slot): crc for slot, crc in digest[0].items()} == fresh
+    for digest in live.run.session.refit._digests():
+        assert {str(slot): crc for slot, crc in digest.items()} == fresh
 
 
 def test_a_flipped_byte_in_one_replica_is_caught_before_the_exchange(live: LiveRun):
@@ -216,10 +219,11 @@ def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
     moving = live.run.session.refit
     workers = moving._workers(0)
     index, pull = next((i, pulls[0]) for i, pulls in enumerate(workers[0].rounds) if pulls)
-    workers[0].rounds[index].remove(pull)  # type: ignore[attr-defined]
+    rounds = [list(pulls) for pulls in workers[0].rounds]
+    rounds[index].remove(pull)
+    workers[0] = dataclasses.replace(workers[0], rounds=rounds)
     with pytest.raises(RuntimeError, match=re.escape(pull.target.name)):
         live.run.session.engines.call_each("prepare_refit", {0: (workers,)}, deadline_s=DEADLINE_S)
-    workers[0].rounds[index].insert(0, pull)  # type: ignore[attr-defined]
     assert isinstance(moving, Refit)
     moving._prepare_engines([0])
     recover(live)
