@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import cast
 
 import ray
-from ray.actor import ActorHandle
 
 from mrl.capacity.phases import Phase
 from mrl.cluster.lifetime import start_actor_process
@@ -210,7 +209,7 @@ class EngineGroup:
     def _log_file(self, index: int) -> Path:
         return self.log_folder / f"engine-{index}.log"
 
-    def _start(self, units: EngineUnits) -> ActorHandle:
+    def _start(self, units: EngineUnits):  # the handle type is private to Ray
         environment = engine_environment(has_gpu=self.config.cluster.gpus_per_node > 0)
         options = self.placement.options(units.units[0], environment)
         actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index))
@@ -226,7 +225,8 @@ class EngineGroup:
         polled = {index for index, _ in self._polls.values()}
         for index, actor in enumerate(self.actors):
             if self._unfinished[index] and index not in polled:
-                infos, payload = actor.poll.options(num_returns=2).remote(POLL_BUDGET_S)
+                poll = actor.poll.options(num_returns=2).remote(POLL_BUDGET_S)
+                infos, payload = cast(tuple[ray.ObjectRef, ray.ObjectRef], poll)
                 self._polls[infos] = (index, payload)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -73,13 +73,19 @@ class Refit:
     def zero(self) -> None:
         """The witness: refits weights that have not changed since vLLM's own loader read them, and every byte must stay as it was.
 
+        Otherwise no engine gets a weight version, so none can sample.
+
         Raises:
             RuntimeError: naming the tensors on which the conversion tables and vLLM's loader disagree.
         """
         before = self._digests()
-        report = self.run()
-        for worker_before, worker_after in zip(before, self._digests(), strict=True):
-            check_unchanged(worker_before, worker_after)
+
+        def check() -> None:
+            for worker_before, worker_after in zip(before, self._digests(), strict=True):
+                check_unchanged(worker_before, worker_after)
+
+        self.weight_version += 1
+        report = self._refit(range(self.engines.num_engines), check)
         logger.info("Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}")
 
     def run(self) -> RefitReport:
@@ -96,16 +102,16 @@ class Refit:
         self._prepare_engines([index])
         self._refit([index])
 
-    def _refit(self, engines: Sequence[int]) -> RefitReport:
+    def _refit(self, engines: Sequence[int], check: Callable[[], None] | None = None) -> RefitReport:
         while True:
             try:
-                return self._attempt(engines)
+                return self._attempt(engines, check)
             except ActorLost as lost:
                 index = index_of(lost)
                 self.engines.restart(index)
                 self._prepare_engines([index])
 
-    def _attempt(self, engines: Sequence[int]) -> RefitReport:
+    def _attempt(self, engines: Sequence[int], check: Callable[[], None] | None) -> RefitReport:
         start = time.monotonic()
         copied_bytes = 0
         self.policies.call("enter", "refit", deadline_s=self.deadline_s)
@@ -116,6 +122,8 @@ class Refit:
             copied = self.engines.call("pull", round_index, deadline_s=self.deadline_s, only=engines)
             self.engines.call("verify", round_index, deadline_s=self.deadline_s, only=engines)
             copied_bytes += sum(cast(dict[int, int], copied).values())
+        if check is not None:
+            check()
         finished = self.engines.call("set_weight_version", self.weight_version, deadline_s=self.deadline_s, only=engines)
         # The policy makes room before the engines take their KV caches.
         self.policies.call("enter", "generate", deadline_s=self.deadline_s)

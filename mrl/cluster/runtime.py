@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ray
 
+from mrl.cluster.reaper import start_reaper
 from mrl.config.schema import ClusterConfig
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ FOLDER_PREFIX = "mrl-ray-"
 OWNER_FILE = "owner.pid"
 # Weights never travel through the object store and payloads are a few bytes a token, so a small store is enough on a laptop.
 OBJECT_STORE_BYTES = 256 * 2**20
+REAPER_TIMEOUT_S = 30.0
 
 
 @contextmanager
@@ -29,6 +31,7 @@ def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
     reclaim_dead_owners()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     (folder / OWNER_FILE).write_text(str(os.getpid()))
+    reaper = start_reaper(folder)
     # The first failure of a group call is raised with its reason; Ray would print those of all other ranks on top.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     try:
@@ -50,7 +53,7 @@ def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        reaper.communicate(timeout=REAPER_TIMEOUT_S)
 
 
 def use_private_token(folder: Path) -> None:
@@ -64,7 +67,7 @@ def use_private_token(folder: Path) -> None:
 
 
 def reclaim_dead_owners() -> None:
-    """Removes session folders whose driver is gone (a killed driver cannot remove its own)."""
+    """Removes session folders of runs whose driver and reaper are both gone, as after a power loss."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         try:
             pid = int((folder / OWNER_FILE).read_text())
