@@ -15,7 +15,7 @@ MAX_MODEL_LEN = 256
 """Context of the engines of tests/stack/rollout."""
 
 StartEngine = Callable[..., "Engine"]
-"""Starts an engine on the tiny checkpoint with a seed, with fields of `VllmConfig` by name."""
+"""Starts an engine on a folder or on the tiny checkpoint with a seed, with fields of `VllmConfig` by name."""
 
 
 def request(

@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path
 
 @pytest.fixture(scope="module")
 def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
-    """Starts an engine on the checkpoint with a seed; ends the one before it."""
+    """Starts an engine on a folder, or on the checkpoint with a seed; ends the one before it."""
     alive: list[Engine] = []
 
     def stop() -> None:
@@ -50,13 +50,14 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
             alive.pop().shutdown()
         gc.collect()
 
-    def start(model_seed: int = 0, **vllm_cfg: int) -> Engine:
+    def start(model: int | Path = 0, **vllm_cfg: int) -> Engine:
         from mrl.rollout.engine import Engine
 
         stop()
         limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 2048} | vllm_cfg
         settings = dataclasses.replace(VllmConfig(precision="float32", enforce_eager=True), **limits)
-        alive.append(Engine(str(checkpoint(model_seed)), GenerationConfig(max_new_tokens=16, vllm_cfg=settings), seed=1))
+        folder = checkpoint(model) if isinstance(model, int) else model
+        alive.append(Engine(str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=settings), seed=1))
         return alive[0]
 
     yield start

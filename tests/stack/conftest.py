@@ -1,4 +1,4 @@
-"""What the policy's stack tests share."""
+"""What the stack tests share."""
 
 from __future__ import annotations
 

@@ -1,0 +1,144 @@
+"""A rule that is wrong on both sides alike: no checksum can see it, vLLM's own loader does, before a token is sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from conversion.boxes import Layout
+from conversion.families import nemotron_h, registry
+from conversion.families.common import HfConfig, MegatronCoords, MegatronParallel, Model
+from conversion.layouts import Qkv
+from conversion.reshard import Schedule, ScheduleError
+from conversion.safetensors_io import read_layout
+from mrl.cluster.engine_group import EngineGroup
+from mrl.cluster.placement import EngineUnits, Placement
+from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.refit import Refit, build_schedule
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.policy.arena import Arena
+from mrl.refit.errors import RefitError
+from mrl.refit.exchange import Exchange
+from mrl.refit.unit import UnitHandles
+from tests import models
+from tests.rollouts import StartEngine, random_requests, run
+
+if TYPE_CHECKING:
+    from mrl.rollout.engine import Engine
+
+ATTENTION_LAYER = str(models.TINY_NEMOTRON_H["hybrid_override_pattern"]).index("*")
+
+
+def swapped(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
+    """The model's rules with query and key exchanged, for every holder."""
+    right = nemotron_h.model(hf_config, padded_vocabulary)
+    layers = []
+    for rules in right.layers:
+        cuts = [
+            dataclasses.replace(rule.cut, query=rule.cut.key, key=rule.cut.query) if isinstance(rule.cut, Qkv) else rule.cut
+            for rule in rules
+        ]
+        layers.append(tuple(dataclasses.replace(rule, cut=cut) for rule, cut in zip(rules, cuts, strict=True)))
+    return dataclasses.replace(right, layers=tuple(layers))
+
+
+@pytest.fixture
+def swap_query_and_key(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    wrong = dataclasses.replace(nemotron_h.FAMILY, model=swapped)
+    return lambda: monkeypatch.setitem(registry.FAMILIES, "nemotron_h", wrong)
+
+
+class OneRank:
+    """The policy's part of a refit on one rank, which has read the folder by the table of this moment."""
+
+    def __init__(self, folder: Path) -> None:
+        hf_config = json.loads((folder / "config.json").read_text())
+        self._layout = registry.family(hf_config).megatron_layout(hf_config, MegatronParallel(), MegatronCoords(), "float32")
+        self._arena = Arena(read_layout(folder, self._layout), name="test-arena")
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def prepare_refit(self, schedule: Schedule) -> UnitHandles:
+        self._exchange = Exchange(0, schedule, self._arena.tensors(), self._arena.handle(), timeout_s=60)
+        return self._exchange.handles()
+
+    def exchange(self, round_index: int) -> None:
+        self._exchange.run(round_index)
+
+    def enter(self, phase: str) -> None:
+        """Nothing moves on CPU."""
+
+    def settle(self) -> None:
+        """One rank has no copies."""
+
+
+class Here:
+    """Calls that the groups of actors make, on an object of this process. Engines answer by index, ranks in a list."""
+
+    num_engines = 1
+
+    def __init__(self, target: object, answer: Callable[[object], object]) -> None:
+        self._target = target
+        self._answer = answer
+
+    def call(self, method: str, *arguments: object, deadline_s: float, only: object = None) -> object:
+        return self._answer(getattr(self._target, method)(*arguments))
+
+    def call_each(self, method: str, arguments: dict[int, tuple[object, ...]], *, deadline_s: float) -> object:
+        return self.call(method, *arguments[0], deadline_s=deadline_s)
+
+
+def refit_between(folder: Path, engine: Engine) -> Refit:
+    """The run's own refit, between one rank and one engine of this process."""
+    engine.enter("load")
+    return Refit(*one_unit(folder), cast(EngineGroup, Here(engine, lambda value: {0: value})))
+
+
+def one_unit(folder: Path) -> tuple[RunConfig, Placement, PolicyGroup]:
+    config = load_config("grpo_tiny.yaml", [f"policy.model_name={folder}"])
+    placement = SimpleNamespace(engines=(EngineUnits(0, (0,)),))
+    return config, cast(Placement, placement), cast(PolicyGroup, Here(OneRank(folder), lambda value: [value]))
+
+
+@pytest.fixture(scope="module")
+def multi_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many key heads as query heads: exchanged, they have each other's shapes."""
+    return models.save_nemotron_h(tmp_path_factory.mktemp("multi_head"), num_key_value_heads=models.TINY_NEMOTRON_H["num_attention_heads"])
+
+
+def test_refit_zero_passes_with_the_right_rule(start_engine: StartEngine, multi_head: Path) -> None:
+    engine = start_engine(multi_head)
+    refit_between(multi_head, engine).zero()
+    assert engine.weight_version == 1
+    assert run(engine, random_requests(2))
+
+
+def test_a_wrong_but_consistent_rule_is_caught_before_sampling(
+    start_engine: StartEngine, multi_head: Path, swap_query_and_key: Callable[[], None]
+) -> None:
+    engine = start_engine(multi_head)
+    swap_query_and_key()
+    refit = refit_between(multi_head, engine)
+    slot = f"model.layers.{ATTENTION_LAYER}.mixer.qkv_proj.weight"
+    with pytest.raises(RefitError, match=rf"changed 1 of \d+ tensors of the engine.* {slot}$"):
+        refit.zero()
+    engine.add(random_requests(1))
+    with pytest.raises(RuntimeError, match="must not sample"):
+        engine.step()
+    # Checksums agree with it: only refit zero stands between this rule and a run.
+    assert refit.run().verified_bytes > 0
+
+
+def test_with_grouped_queries_the_schedule_refuses_it(checkpoint: Callable[[int], Path], swap_query_and_key: Callable[[], None]) -> None:
+    build_schedule(*one_unit(checkpoint(0)))
+    swap_query_and_key()
+    with pytest.raises(ScheduleError, match="qkv_proj.weight"):
+        build_schedule(*one_unit(checkpoint(0)))
