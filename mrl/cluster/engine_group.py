@@ -99,7 +99,7 @@ class EngineGroup:
         self._unfinished: list[dict[str, RolloutRequest]] = [{} for _ in placement.engines]
         self._polls: dict[ray.ObjectRef, tuple[int, ray.ObjectRef]] = {}
         self._building: dict[str, ray.ObjectRef] = {}
-        self.actors = [self._start(units) for units in placement.engines]
+        self.actors: list = [self._start(units) for units in placement.engines]
 
     @property
     def num_engines(self) -> int:

@@ -90,6 +90,7 @@ MOMENTS: list[tuple[str, Moment]] = [
 ]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("victim", ["driver", "policy-rank-1"])
 def test_a_killed_driver_or_rank_costs_time_only(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, victim: str):
     for number, (name, has_come) in enumerate(MOMENTS):
@@ -108,6 +109,7 @@ def test_a_killed_driver_or_rank_costs_time_only(inputs: tuple[Path, list[str]],
     assert_same_run(last.run_folder, unbroken, tmp_path)
 
 
+@pytest.mark.timeout(1200)
 def test_a_killed_engine_is_replaced_within_the_run(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path):
     with attempt(inputs, "engine", "only") as current:
         for number, (name, has_come) in enumerate(MOMENTS):
