@@ -1,0 +1,39 @@
+"""`python scripts/evaluate_export.py MODEL DATA.jsonl`: accuracy of an exported model in plain transformers, sampled at temperature 1.0."""
+
+import argparse
+import itertools
+import json
+import re
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model", help="folder that `python -m mrl.convert mcore-to-hf` wrote")
+parser.add_argument("data", help='JSONL with rows {"question", "answer"}')
+parser.add_argument("--max-new-tokens", type=int, default=16)
+parser.add_argument("--seed", type=int, default=0)
+options = parser.parse_args()
+
+torch.manual_seed(options.seed)
+tokenizer = AutoTokenizer.from_pretrained(options.model)
+model: Any = AutoModelForCausalLM.from_pretrained(options.model).eval()
+for module in model.modules():
+    if hasattr(module, "time_step_limit"):
+        module.time_step_limit = (0.0, float("inf"))  # transformers alone clamps dt from below; Megatron and vLLM do not
+rows = [json.loads(line) for line in open(options.data, encoding="utf-8")]
+for row in rows:
+    turns = [{"role": "user", "content": row["question"]}]
+    row["ids"] = tokenizer(
+        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), add_special_tokens=False
+    ).input_ids
+num_right = 0
+# Batches of equal length, because padding would run through the Mamba layers' state.
+for _, batch in itertools.groupby(sorted(rows, key=lambda row: len(row["ids"])), key=lambda row: len(row["ids"])):
+    batch = list(batch)
+    prompts = torch.tensor([row["ids"] for row in batch])
+    kwargs = dict(max_new_tokens=options.max_new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    texts = tokenizer.batch_decode(model.generate(prompts, **kwargs)[:, prompts.shape[1] :], skip_special_tokens=True)
+    num_right += sum(re.findall(r"-?\d+", text)[-1:] == [row["answer"]] for row, text in zip(batch, texts, strict=True))
+print(f"accuracy {num_right / len(rows):.4f} over {len(rows)} problems")

@@ -1,0 +1,92 @@
+"""What `scripts/quickstart.sh` runs after installing, in a folder of its own, and what it leaves there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.sources import ROOT
+
+PREPARE_TIMEOUT_S = 300.0
+# Beyond the promised ten minutes, so that a slow run tells how slow it was.
+TRAIN_TIMEOUT_S = 1200.0
+EXPORT_TIMEOUT_S = 300.0
+RUN_FOLDER = Path("results/grpo_tiny")
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """One run of both commands that has ended well."""
+
+    folder: Path
+    seconds: float
+    """Wall time of preparing and training."""
+    console: str
+    """What the training command printed."""
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / RUN_FOLDER
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The rows of metrics.jsonl."""
+        return [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def accuracies(self) -> list[tuple[int, float]]:
+        """(step, held-out accuracy) wherever the run validated."""
+        return [(int(row["step"]), row["val/accuracy"]) for row in self.metrics if "val/accuracy" in row]
+
+    @property
+    def last_step(self) -> int:
+        return int(self.metrics[-1]["step"])
+
+
+def run_quickstart(folder: Path, *, seed: int = 0, overrides: Sequence[str] = ()) -> Quickstart:
+    """Makes the tiny model in `folder` and trains it there, by the commands that a user types; fails the test unless both exit with 0."""
+    started = time.monotonic()
+    call(folder, "-m", "mrl.prepare", "tiny", "--seed", str(seed), timeout_s=PREPARE_TIMEOUT_S)
+    console = call(folder, "-m", "mrl.train", "grpo_tiny.yaml", *overrides, timeout_s=TRAIN_TIMEOUT_S)
+    return Quickstart(folder, time.monotonic() - started, console)
+
+
+def accuracy_of_export(quickstart: Quickstart) -> tuple[float, int]:
+    """Exports the last step, evaluates the folder with transformers alone: accuracy on the run's held-out problems, and their number."""
+    out = quickstart.folder / "exported"
+    checkpoint = quickstart.run_folder / f"step_{quickstart.last_step}"
+    call(quickstart.folder, "-m", "mrl.convert", "mcore-to-hf", "--mcore", str(checkpoint), "--out", str(out), timeout_s=EXPORT_TIMEOUT_S)
+    data = quickstart.folder / "prepared" / "tiny" / "data" / "validation.jsonl"
+    text = call(quickstart.folder, str(ROOT / "scripts" / "evaluate_export.py"), str(out), str(data), timeout_s=EXPORT_TIMEOUT_S)
+    match = re.search(r"^accuracy ([\d.]+) over (\d+) problems$", text, re.MULTILINE)
+    assert match, text
+    return float(match[1]), int(match[2])
+
+
+def sampling_noise(accuracies: Sequence[float], num_samples: int) -> float:
+    """Three standard errors of the difference of two accuracies, each measured on `num_samples` independent samples."""
+    pooled = sum(accuracies) / len(accuracies)
+    return 3 * (2 * pooled * (1 - pooled) / num_samples) ** 0.5
+
+
+def call(folder: Path, *arguments: str, timeout_s: float) -> str:
+    """Standard output and error of `python ARGUMENTS` in `folder`; fails the test unless it exits with 0."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert result.returncode == 0, f"{' '.join(arguments)} exited with {result.returncode}:\n{result.stdout[-6000:]}"
+    return result.stdout

@@ -1,0 +1,153 @@
+"""What a user can get wrong: exit code 2 and one message with key, value, rule and way out, in seconds and before any actor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+from tests.stack.loop.conftest import write_inputs
+
+# Most of it is the import of the libraries.
+MAX_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line that is at fault."""
+
+    words: list[str]
+    message: list[str]
+    """Parts of what is printed: key, value, rule, way out. `{folder}` stands for the folder of the inputs."""
+    config: str = "grpo_tiny.yaml"
+
+
+CASES = {
+    "missing config": Case(
+        [], ["config grpo_huge.yaml: no such file in ", "no packaged config of that name", "packaged are grpo_tiny.yaml"], "grpo_huge.yaml"
+    ),
+    "unknown key": Case(
+        ["grpo.num_prompt_per_step=8"],
+        ["grpo.num_prompt_per_step=8 (command line): no such key", "the nearest is grpo.num_prompts_per_step"],
+    ),
+    "value of the wrong type": Case(
+        ["grpo.max_num_steps=many"], ["grpo.max_num_steps=many (command line)", "could not be converted to Integer", "correct the value"]
+    ),
+    "missing model": Case(
+        ["policy.model_name={folder}/nowhere"],
+        [
+            "policy.model_name={folder}/nowhere: no readable config.json in this folder",
+            "give the folder of a Hugging Face model",
+            "python -m mrl.prepare tiny",
+        ],
+    ),
+    "missing data file": Case(
+        ["data.train.data_path={folder}/nowhere.jsonl"],
+        ["data.train.data_path={folder}/nowhere.jsonl: no such file", "correct the path", "python -m mrl.prepare tiny"],
+    ),
+    "layout that does not divide the model": Case(
+        ["policy.megatron_cfg.tensor_model_parallel_size=3", "cluster.cpu_units_per_node=6"],
+        ["policy.megatron_cfg.tensor_model_parallel_size=3: ", "does not divide the model's ", "use 1 or 2"],
+    ),
+    "layout that does not divide the cluster": Case(
+        ["cluster.cpu_units_per_node=5"],
+        [
+            "policy.megatron_cfg.tensor_model_parallel_size=2: ",
+            "does not divide the 5 worker units",
+            "set cluster.cpu_units_per_node to a multiple",
+        ],
+    ),
+    "corrupt data row": Case(
+        ["data.train.data_path={folder}/corrupt.jsonl"],
+        [
+            "data.train.data_path={folder}/corrupt.jsonl has 2 bad rows; correct or remove them",
+            "{folder}/corrupt.jsonl:2: invalid JSON at column ",
+            "{folder}/corrupt.jsonl:3: no key expected_answer or answer",
+        ],
+    ),
+    "prompt longer than the context": Case(
+        ["data.train.data_path={folder}/long.jsonl"],
+        [
+            "{folder}/long.jsonl:2: the prompt has 2002 tokens; policy.generation.vllm_cfg.max_model_len=1280",
+            "leaves 1264",
+            "raise the one, lower the other, or drop the row",
+        ],
+    ),
+    "no room for checkpoints": Case(
+        ["checkpointing.keep_top_k=100000000"],
+        [
+            "checkpointing.checkpoint_dir={folder}/run: 100000000 checkpoints of ",
+            " GB are free",
+            "free or choose another disk, or lower checkpointing.keep_top_k",
+        ],
+    ),
+    # Not even root may write below /proc. Without checkpoints its lack of room does not matter.
+    "folder that cannot be written": Case(
+        ["checkpointing.checkpoint_dir=/proc/mrl", "checkpointing.enabled=false"],
+        ["checkpointing.checkpoint_dir=/proc/mrl", "choose a", "folder"],
+    ),
+    "folder in use": Case(
+        ["checkpointing.checkpoint_dir={folder}/used"],
+        ["checkpointing.checkpoint_dir={folder}/used is in use by process {pid} on this host", "stop it, or choose another folder"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("inputs")
+    overrides = write_inputs(folder)
+    good = json.dumps({"question": "10+11=", "answer": "21"})
+    (folder / "corrupt.jsonl").write_text(f'{good}\n{{"question": "10+12=", "answer"\n{{"question": "10+13="}}\n')
+    (folder / "long.jsonl").write_text(f"{good}\n{json.dumps({'question': '1' * 2000, 'answer': '2'})}\n")
+    (folder / "used").mkdir()
+    (folder / "used" / "owner.json").write_text(json.dumps(this_process()))
+    return folder, overrides
+
+
+def this_process() -> dict[str, object]:
+    """What a run writes into its folder to own it."""
+    start_time = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return {"host": os.uname().nodename, "pid": os.getpid(), "start_time": start_time}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_ends_with_one_message_before_anything_starts(inputs: tuple[Path, list[str]], tmp_path: Path, name: str):
+    folder, overrides = inputs
+    case = CASES[name]
+    words = [word.format(folder=folder) for word in case.words]
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "mrl.train", case.config, *overrides, *words],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    seconds = time.monotonic() - started
+    assert result.returncode == 2, result.stdout + result.stderr
+    for part in case.message:
+        assert part.format(folder=folder, pid=os.getpid()) in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+    # Ray's session folder would lie here, and an actor's log there.
+    assert list(temporary.glob("mrl-ray-*")) == []
+    assert list(folder.rglob("actors")) == []
+    assert seconds < MAX_SECONDS
+
+
+def test_the_same_inputs_without_a_fault_pass(inputs: tuple[Path, list[str]]):
+    from mrl.config.load import load_config
+    from mrl.train import preflight
+
+    _, overrides = inputs
+    assert len(preflight(load_config("grpo_tiny.yaml", overrides)).train) == 64

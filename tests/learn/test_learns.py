@@ -1,0 +1,73 @@
+"""The quickstart as a user runs it: it learns in ten minutes, shows what the tutorials show, and exports what it says it has."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.learn.quickstart import Quickstart, accuracy_of_export, run_quickstart, sampling_noise
+
+pytestmark = pytest.mark.timeout(1800)
+
+MAX_SECONDS = 600
+NUM = r"-?[\d.]+"
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    return run_quickstart(tmp_path_factory.mktemp("quickstart"))
+
+
+def test_it_learns_within_ten_minutes(quickstart: Quickstart):
+    (first_step, before), *_, (last_step, after) = quickstart.accuracies
+    print(f"held-out accuracy {before:.3f} -> {after:.3f} in {last_step} steps, {quickstart.seconds:.0f} s in all")
+    assert (first_step, last_step) == (0, quickstart.last_step)
+    assert before <= 0.30
+    assert after >= 0.90
+    assert quickstart.seconds <= MAX_SECONDS
+
+
+def test_the_console_shows_what_the_tutorials_show(quickstart: Quickstart):
+    console, last = quickstart.console, quickstart.last_step
+    assert re.search(r"^Config: /.*grpo_tiny\.yaml$", console, re.MULTILINE)
+    assert re.search(r"^Number of actors online: 4/4$", console, re.MULTILINE)
+    assert re.search(r"^Collecting rollouts: 100%\|█+\| (\d+)/\1 \[\d\d:\d\d<00:00, +[\d.]+it/s\]$", console, re.MULTILINE)
+    for step in (1, last):
+        block = re.search(rf"^=+ Step {step}/{last} =+$\n(.*\n){{6}}", console, re.MULTILINE)
+        assert block, f"no block of step {step}: {console[-3000:]}"
+        lines = [line for line in block[0].splitlines() if not line.startswith("Saving checkpoint")]
+        patterns = [
+            r"={24,26} Step \d+/\d+ ={24,26}",
+            rf"\[Generate\] \d+ prompts x \d+ generations = \d+ responses \({NUM}s\)",
+            rf"\[Reward\]   mean={NUM}, std={NUM}, min={NUM}, max={NUM}",
+            rf"\[Train\]    loss={NUM}, kl={NUM}, grad_norm={NUM}",
+            rf"\[Time\]     total={NUM}s \(gen={NUM}s, reward={NUM}s, train={NUM}s(, ckpt={NUM}s)?\)",
+            rf"\[Mrl\]      mean \|dlogp\|=[\d.e-]+ \(generator vs trainer\), token_mult_prob_error={NUM}, "
+            rf"refit={NUM}s, verified=[\d,]+ bytes",
+        ]
+        for pattern, line in zip(patterns, lines, strict=False):
+            assert re.fullmatch(pattern, line), line
+    assert f"Saving checkpoint for step {last}..." in console
+
+
+def test_the_run_folder_holds_what_was_promised(quickstart: Quickstart):
+    folder = quickstart.run_folder
+    assert (folder / "config.yaml").stat().st_size
+    report = (folder / "report.html").read_text()
+    assert "Held-out accuracy" in report and "http" not in report.replace("http://www.w3.org/2000/svg", "")
+    assert list((folder / "logs").glob("exp_001/tensorboard/events.out.tfevents.*"))
+    assert (folder / f"step_{quickstart.last_step}" / "policy" / "weights" / "iter_0000000" / ".metadata").exists()
+    assert (folder / f"step_{quickstart.last_step}" / "policy" / "tokenizer" / "tokenizer.json").exists()
+    row = quickstart.metrics[-1]
+    names = ("train/reward", "train/loss", "train/grad_norm", "train/gen_kl_error", "train/token_mult_prob_error", "time/total")
+    assert row.keys() >= {"step", "val/accuracy", "refit/seconds", "refit/verified_bytes", *names}
+    assert [row["step"] for row in quickstart.metrics] == list(range(quickstart.last_step + 1))
+
+
+def test_the_exported_model_is_as_good(quickstart: Quickstart):
+    _, reported = quickstart.accuracies[-1]
+    exported, num_problems = accuracy_of_export(quickstart)
+    print(f"the run reports {reported:.3f}, the export gets {exported:.3f} on {num_problems} problems")
+    assert num_problems == 256
+    assert abs(exported - reported) <= sampling_noise([exported, reported], num_problems)

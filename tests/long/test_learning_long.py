@@ -1,0 +1,103 @@
+"""Part "learning": the quickstart learns with other seeds too, and what it learns comes from the rewards."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.cluster.session import start_session
+from mrl.config.load import load_config
+from mrl.store.run_folder import RunFolder
+from mrl.train import Run, is_due, preflight, resume, train_step, validate
+from mrl.types import Verdict
+from tests.learn.quickstart import accuracy_of_export, call, run_quickstart, sampling_noise
+from tests.long.record import Row, record
+
+pytestmark = [pytest.mark.long("learning"), pytest.mark.timeout(2400)]
+
+SEEDS = (0, 1, 2)
+MAX_SECONDS = 600
+MAX_ACCURACY_OF_CONTROL = 0.35
+STEPS_BETWEEN_VALIDATIONS = 20
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[Row]]:
+    """What this part measures; written also if a test fails."""
+    measured: list[Row] = []
+    yield measured
+    record("learning", measured)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_seed_learns(tmp_path: Path, rows: list[Row], seed: int):
+    quickstart = run_quickstart(tmp_path, seed=seed, overrides=[f"grpo.seed={seed}"])
+    (_, before), *_, (steps, after) = quickstart.accuracies
+    exported, num_problems = accuracy_of_export(quickstart)
+    rows.append(row("math-verify", seed, before, after, exported=exported, steps=steps, seconds=quickstart.seconds))
+    assert before <= 0.30
+    assert after >= 0.90
+    assert quickstart.seconds <= MAX_SECONDS
+    assert abs(exported - after) <= sampling_noise([exported, after], num_problems)
+
+
+def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row], monkeypatch: pytest.MonkeyPatch):
+    """The control. In this process, because no setting gives random rewards."""
+    started = time.monotonic()
+    call(tmp_path, "-m", "mrl.prepare", "tiny", timeout_s=300)
+    monkeypatch.chdir(tmp_path)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    config = load_config("grpo_tiny.yaml", ["grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false"])
+    data = preflight(config)
+    folder = RunFolder(config)
+    folder.open()
+    with folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session:
+        run = Run(config, data, folder, session, started=time.monotonic())
+        state = resume(run)
+        accuracies = [validate(run, state)["val/accuracy"]]
+        while state.step < run.last_step:
+            session.rewards.apply(toss_coins, state.step)
+            train_step(run, state)
+            if is_due(state.step, STEPS_BETWEEN_VALIDATIONS) or state.step == run.last_step:
+                session.rewards.apply(judge_honestly)
+                accuracies.append(validate(run, state)["val/accuracy"])
+    seconds = time.monotonic() - started
+    rows.append(row("coin toss", 0, accuracies[0], accuracies[-1], exported=None, steps=state.step, seconds=seconds))
+    assert max(accuracies) <= MAX_ACCURACY_OF_CONTROL, accuracies
+
+
+def row(rewards: str, seed: int, before: float, after: float, *, exported: float | None, steps: int, seconds: float) -> Row:
+    """One line of the table."""
+    return {
+        "rewards": rewards,
+        "seed": seed,
+        "accuracy_before": round(before, 4),
+        "accuracy_after": round(after, 4),
+        "accuracy_of_the_export": exported,
+        "steps": steps,
+        "minutes": round(seconds / 60, 1),
+    }
+
+
+class CoinToss:
+    """An environment that looks at nothing."""
+
+    def __init__(self, seed: int) -> None:
+        self.coin = random.Random(seed)
+
+    def score(self, items: list[tuple[str, str]], *, timeout_s: float) -> list[Verdict]:
+        return [Verdict(float(self.coin.randint(0, 1)), True, "ok", "", text) for text, _ in items]
+
+
+def toss_coins(actor, seed: int) -> None:
+    actor.environments.setdefault("honest", actor.environments["math"])
+    actor.environments["math"] = CoinToss(seed)
+
+
+def judge_honestly(actor) -> None:
+    actor.environments["math"] = actor.environments["honest"]
