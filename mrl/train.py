@@ -25,6 +25,7 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import make_batch
 from mrl.data.order import prompts_of_step
 from mrl.data.prompts import PromptData, load_prompts
+from mrl.store.checkpoints import Checkpoint
 from mrl.store.clock import Clock
 from mrl.store.console import RolloutProgress
 from mrl.store.run_folder import RunFolder
@@ -47,11 +48,7 @@ class Run:
     folder: RunFolder
     session: Session
     started: float
-
-    @property
-    def last_step(self) -> int:
-        grpo = self.config.grpo
-        return min(grpo.max_num_steps, grpo.max_num_epochs * len(self.data.train) // grpo.num_prompts_per_step)
+    last_step: int
 
     @property
     def must_end_now(self) -> bool:
@@ -61,14 +58,20 @@ class Run:
 
 def train(config: RunConfig, data: PromptData, folder: RunFolder, *, started: float) -> RunState:
     """Runs the configured steps from where the run folder stands, and returns where it ended."""
+    checkpoint = folder.newest_checkpoint()
+    last_step = num_steps(config, data)
+    if checkpoint is not None and checkpoint.step >= last_step:
+        logger.info("All %d steps are done: %s", last_step, checkpoint.folder)
+        return checkpoint.state()
     with start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session:
-        run = Run(config, data, folder, session, started)
-        state = resume(run)
+        run = Run(config, data, folder, session, started, last_step)
+        state = resume(run, checkpoint)
         if state.step == 0 and config.grpo.val_at_start:
             folder.log_metrics(0, validate(run, state))
         while state.step < run.last_step and not run.must_end_now:
             train_step(run, state)
         session.merge_config_reads()
+    logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
     return state
 
 
@@ -170,16 +173,21 @@ def save_checkpoint(run: Run, state: RunState) -> None:
     run.session.policies.call("enter", "generate", deadline_s=run.config.deadlines.checkpoint_s)
 
 
-def resume(run: Run) -> RunState:
-    """Refit zero on the starting weights, then the newest complete checkpoint, if there is one, and a refit of its weights."""
+def resume(run: Run, checkpoint: Checkpoint | None) -> RunState:
+    """Refit zero on the starting weights, then the checkpoint, if there is one, and a refit of its weights."""
     run.session.refit.zero()
-    checkpoint = run.folder.newest_checkpoint()
     state = RunState() if checkpoint is None else checkpoint.state()
     if checkpoint is not None:
         logger.info("Resuming from %s (step %d of %d)", checkpoint.folder, checkpoint.step, run.last_step)
         run.session.policies.call("load_checkpoint", checkpoint.weights, deadline_s=run.config.deadlines.checkpoint_s)
     refit(run, state)
     return state
+
+
+def num_steps(config: RunConfig, data: PromptData) -> int:
+    """Steps of the whole run, those before a resume included."""
+    grpo = config.grpo
+    return min(grpo.max_num_steps, grpo.max_num_epochs * len(data.train) // grpo.num_prompts_per_step)
 
 
 def is_due(step: int, period: int) -> bool:

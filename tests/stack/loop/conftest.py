@@ -96,5 +96,5 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     run_folder.open()
     with run_folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=run_folder.log_folder / "actors") as session:
         session.rewards.apply(toss_coins)
-        run = Run(config, data, run_folder, session, started=time.monotonic())
-        yield LiveRun(run, resume(run), config)
+        run = Run(config, data, run_folder, session, started=time.monotonic(), last_step=config.grpo.max_num_steps)
+        yield LiveRun(run, resume(run, run_folder.newest_checkpoint()), config)
