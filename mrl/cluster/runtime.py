@@ -34,6 +34,8 @@ def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
     reaper = start_reaper(folder)
     # The first failure of a group call is raised with its reason; Ray would print those of all other ranks on top.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+    # Ray gives its workers niceness 15: beside any other work on the host, ranks would miss each other's deadlines.
+    os.environ["RAY_worker_niceness"] = "0"
     try:
         if cluster.num_nodes > 1:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
