@@ -1,4 +1,4 @@
-"""One run for all tests of this folder: Ray, four policy ranks (TP2 x DP2 x EP2), two engines, rewards. Started once."""
+"""One run for all tests of this folder: Ray, four policy ranks (TP2 x DP2 x EP2), two engines, rewards. Started once, and ended before other folders run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def toss_coins(actor) -> None:
     actor.environments["math"] = CoinToss()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     folder = tmp_path_factory.mktemp("live")
     overrides = [
