@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 MAX_POSITIONS = 4096
 ARCHITECTURE = {
-    "hybrid_override_pattern": "MEM*EME",
-    "num_hidden_layers": 7,
+    # An even number of layers, so that two pipeline stages divide it.
+    "hybrid_override_pattern": "ME*EME",
+    "num_hidden_layers": 6,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
