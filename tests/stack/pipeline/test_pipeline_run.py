@@ -1,0 +1,69 @@
+"""The whole run with two pipeline stages: PP2 x DP2 x EP2, as its command, from the warm-started model to a resumed checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mrl.prepare import prepare_tiny
+from mrl.store.checkpoints import find_damage
+from tests.sources import ROOT
+from tests.stack.loop.conftest import SMALL
+
+TIMEOUT_S = 240
+# Seven layers over two stages.
+LAYOUT = [
+    f"policy.megatron_cfg.{setting}"
+    for setting in (
+        "tensor_model_parallel_size=1",
+        "sequence_parallel=false",
+        "pipeline_model_parallel_size=2",
+        "num_layers_in_first_pipeline_stage=4",
+        "num_layers_in_last_pipeline_stage=3",
+        "expert_model_parallel_size=2",
+    )
+]
+
+
+def train(folder: Path, *overrides: str) -> str:
+    """What a run prints that ends well."""
+    prepared = ROOT / "prepared" / "tiny"
+    prepare_tiny(prepared, seed=0)
+    inputs = [
+        f"policy.model_name={prepared / 'model'}",
+        f"data.train.data_path={prepared / 'data' / 'train.jsonl'}",
+        f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
+        f"checkpointing.checkpoint_dir={folder}",
+    ]
+    command = [sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *inputs, *SMALL, *LAYOUT, *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_over_two_stages_trains_saves_and_resumes(tmp_path: Path):
+    folder = tmp_path / "run"
+    train(folder, "grpo.max_num_steps=2")
+    assert [row["step"] for row in rows(folder)] == [0, 1, 2]
+    assert find_damage(folder / "step_2") is None
+    printed = train(folder, "grpo.max_num_steps=3")
+    assert "Resuming from" in printed and "(step 2 of 3)" in printed
+    *_, before, after = rows(folder)
+    assert (before["step"], after["step"]) == (2, 3)
+    assert find_damage(folder / "step_3") is None
+    for row in rows(folder):
+        # What was not finite is written as null.
+        assert None not in row.values(), row
+    for row in rows(folder)[1:]:
+        assert row["train/token_mult_prob_error"] <= 1.001
+        assert row["train/grad_norm"] > 0
+        assert row["rollout/failed"] == 0
+    assert {path.name for path in (folder / "step_3" / "policy").iterdir()} == {"weights", "tokenizer"}
