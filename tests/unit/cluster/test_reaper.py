@@ -1,0 +1,68 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mrl.cluster.reaper import processes_of
+
+DRIVER = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from mrl.cluster.reaper import start_reaper
+reaper = start_reaper(Path(sys.argv[1]))
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+print(child.pid, flush=True)
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+reaper.communicate(timeout=20)
+"""
+TIMEOUT_S = 20.0
+
+
+def start_driver(folder: Path, end: str) -> tuple[subprocess.Popen[str], int]:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(folder), end], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    return driver, int(driver.stdout.readline())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, folder: Path) -> bool:
+    end = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end and (is_alive(pid) or folder.exists()):
+        time.sleep(0.05)
+    return not is_alive(pid) and not folder.exists()
+
+
+def test_a_killed_driver_leaves_no_process_and_no_folder(tmp_path: Path):
+    folder = tmp_path / "session"
+    folder.mkdir()
+    driver, child = start_driver(folder, "killed")
+    assert driver.wait(timeout=TIMEOUT_S) == -signal.SIGKILL
+    assert wait_until_gone(child, folder)
+    assert not processes_of(str(folder))
+
+
+def test_a_clean_end_waits_until_everything_is_gone(tmp_path: Path):
+    folder = tmp_path / "session"
+    folder.mkdir()
+    driver, child = start_driver(folder, "clean")
+    assert driver.wait(timeout=TIMEOUT_S) == 0
+    assert not is_alive(child) and not folder.exists()
+
+
+def test_processes_of_another_run_are_left_alone(tmp_path: Path):
+    other = subprocess.Popen(["sleep", "60"], env=os.environ | {"MRL_RUN_FOLDER": str(tmp_path / "other")})
+    try:
+        assert processes_of(str(tmp_path / "mine")) == []
+        assert other.pid in processes_of(str(tmp_path / "other"))
+    finally:
+        other.kill()
+        other.wait(timeout=TIMEOUT_S)
