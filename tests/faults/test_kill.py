@@ -25,6 +25,8 @@ SETTINGS = [
     "checkpointing.save_period=2",
     "checkpointing.keep_top_k=10",
     "logger.tensorboard_enabled=false",
+    # A host under load must not turn a slow verdict into a masked rollout, which would change the run.
+    "env.math.timeout_s=60",
     # Two ranks are enough to lose one, and start in half the time.
     "cluster.cpu_units_per_node=2",
     "policy.megatron_cfg.tensor_model_parallel_size=1",
