@@ -1,4 +1,4 @@
-"""What the conversion test runs on the ranks."""
+"""What the conversion tests run on the ranks."""
 
 from __future__ import annotations
 
@@ -28,3 +28,9 @@ def load_and_save(rank: Rank, config: RunConfig, hf_folder: Path, source: Path, 
                 differing.append(str(slot))
         policy.save_checkpoint(out)
         return differing
+
+
+def save_loaded_folder(rank: Rank, config: RunConfig, out: Path) -> None:
+    """Saves the weights of the policy's model folder."""
+    with open_policy(rank, config) as policy:
+        policy.save_checkpoint(out)

@@ -129,22 +129,6 @@ def transformers_beside_megatron(rank: Rank, folder: Path, sequence: list[int]) 
         return model(torch.tensor([sequence])).logits[0].numpy()
 
 
-def class_origins(rank: Rank, config: PolicyConfig, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Module of the class of every part of the live model and optimizer, and what `cpu.install` replaced."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from mrl.policy import cpu, parallel
-    from mrl.policy.optimizer import build_optimizer
-
-    (chunk,), _, _ = _build(rank, config, folder)
-    optimizer = build_optimizer([chunk], config.megatron_cfg)
-    origins = {f"{type(module).__name__}": type(module).__module__ for module in chunk.modules()}
-    origins[type(optimizer).__name__] = type(optimizer).__module__
-    origins["schedule"] = get_forward_backward_func().__module__
-    parallel.shutdown()
-    return origins, dict(cpu.REPLACED)
-
-
 def _forward_backward(chunk: torch.nn.Module, folder: Path, rows: list[list[list[int]]]) -> float:
     """Loss of this rank's rows, 0 on all but the last stage; gradients are in the chunk's buffers."""
     from megatron.core.distributed import DistributedDataParallel

@@ -314,3 +314,55 @@ def random_states() -> list[bytes]:
 
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
     return [torch.get_rng_state().numpy().tobytes(), *(states[name].numpy().tobytes() for name in sorted(states))]
+
+
+def class_origins(rank: Rank, config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
+    """Module of the class of every part of the live policy and of its schedule, and what `cpu.install` replaced."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from mrl.policy import cpu, step
+
+    with open_policy(rank, config) as policy:
+        parts = [*policy._chunk.modules(), policy._state.scheduler, policy._state.optimizer, *policy._state.optimizer.chained_optimizers]
+        parts += [part.optimizer for part in policy._state.optimizer.chained_optimizers]
+        origins = {type(part).__name__: type(part).__module__ for part in parts}
+        assert step.get_forward_backward_func is get_forward_backward_func
+        schedule = get_forward_backward_func()
+        return origins | {schedule.__name__: schedule.__module__}, dict(cpu.REPLACED)
+
+
+def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarray], list[tuple[str, int, np.ndarray]]]:
+    """The first refit after steps, into tensors of an engine with one worker, on the unit of rank 0.
+
+    Returns these tensors on rank 0, float32 by slot, and this rank's shards of the main parameters.
+    """
+    import torch.distributed as dist
+
+    from conversion.boxes import Layout
+    from conversion.families.common import VllmParallel
+    from conversion.families.registry import family
+    from conversion.reshard import reshard
+    from conversion.tensors import torch_dtype
+    from mrl.refit.pull import Puller
+
+    with open_policy(rank, config) as policy:
+        hf_config, vllm_cfg = policy._hf_config, config.policy.generation.vllm_cfg
+        target = family(hf_config).vllm_layout(hf_config, VllmParallel(), 0, vllm_cfg.precision)
+        layouts: list[Layout] = [{}] * rank.world_size
+        dist.all_gather_object(layouts, policy.layout())
+        schedule = reshard(dict(enumerate(layouts)), {0: target}, unit_of={0: 0}, buffer_bytes=100_000)
+        handles = policy.prepare_refit(schedule)
+        live = {slot: torch.full(content.shape, 7, dtype=torch_dtype(content.dtype)) for slot, content in target.items()}
+        is_host = rank.rank == 0
+        rounds = [schedule.pulls(0, index) for index in range(schedule.num_rounds)]
+        puller = Puller(lambda: live, rounds, schedule.padding(0), handles) if is_host else None
+        train(policy, 2)
+        for index in range(schedule.num_rounds):
+            policy.exchange(index)
+            if puller:
+                puller.pull(index)
+                puller.verify(index)
+            dist.barrier()
+        if puller:
+            puller.finish()
+        return ({str(slot): tensor.float().numpy() for slot, tensor in live.items()} if is_host else {}), main_shards(policy)

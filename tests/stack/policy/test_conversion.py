@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from mrl.convert import main as convert
 from tests import models
+from tests.sources import ROOT
 from tests.stack.policy import conversion_ranks, policy_ranks
 from tests.stack.ranks import RankPool
 
+LAYOUTS = ["tp2 sp dp2 ep2", "pp2 dp2 ep2"]
 
-@pytest.mark.parametrize("layout", ["tp2 sp dp2 ep2", "pp2 dp2 ep2"])
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_hugging_face_to_megatron_and_back_is_bit_identical(ranks: RankPool, tmp_path: Path, layout: str):
     hf_folder = models.save_nemotron_h(tmp_path / "hf")
     # Before its first step an optimizer has no state to save.
@@ -24,8 +29,36 @@ def test_hugging_face_to_megatron_and_back_is_bit_identical(ranks: RankPool, tmp
     arguments = (config, hf_folder, tmp_path / "mcore", tmp_path / "saved")
     differing = ranks.run(conversion_ranks.load_and_save, *arguments, world_size=policy_ranks.world_size(layout))
     assert differing == [[]] * policy_ranks.world_size(layout)
-    assert convert(["mcore-to-hf", "--mcore", str(tmp_path / "saved"), "--out", str(tmp_path / "back")]) == 0
-    before, after = (load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back"))
+    assert_back_unchanged(hf_folder, tmp_path / "saved", tmp_path / "back")
+    # Without ranks in between.
+    assert_back_unchanged(hf_folder, tmp_path / "mcore", tmp_path / "straight")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_folder_that_the_policy_has_loaded_is_saved_without_a_changed_bit(ranks: RankPool, tmp_path: Path, layout: str):
+    hf_folder = models.save_nemotron_h(tmp_path / "hf")
+    config = policy_ranks.run_config(hf_folder, layout, "checkpointing.save_optimizer=false")
+    ranks.run(conversion_ranks.save_loaded_folder, config, tmp_path / "saved", world_size=policy_ranks.world_size(layout))
+    assert_back_unchanged(hf_folder, tmp_path / "saved", tmp_path / "back")
+
+
+def test_the_command_ends_with_exit_code_2_and_one_message(tmp_path: Path):
+    command = [sys.executable, "-m", "mrl.convert", "mcore-to-hf", "--mcore", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (2, "")
+    (message,) = ended.stdout.splitlines()
+    assert "is not a folder; name a step_N folder" in message
+    assert not (tmp_path / "out").exists()
+
+
+def assert_back_unchanged(hf_folder: Path, mcore: Path, out: Path) -> None:
+    """`mcore` exported to `out` is `hf_folder`, bit for bit, and transformers loads it."""
+    assert convert(["mcore-to-hf", "--mcore", str(mcore), "--out", str(out)]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (hf_folder, out))
     assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == torch.float32
+    assert [name for name in before if not same_bits(before[name], after[name])] == []
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (first.dtype, first.shape, first.numpy().tobytes()) == (second.dtype, second.shape, second.numpy().tobytes())

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
+from conversion.families.registry import family
+from conversion.safetensors_io import read_layout
+from mrl.refit.unit import box_view
 from tests import models
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import RankPool
+from tests.stack.refit.children import fill
 
 BF16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
 
@@ -38,6 +44,32 @@ def test_settled_weights_are_the_main_parameters_cast_down(ranks: RankPool, fold
     # All but the experts' correction biases, which are no parameters.
     assert {name for name, part in covered.items() if not part.all()} == {name for name in weights if name.endswith("expert_bias")}
     assert all(np.array_equal(weights[name], other_weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("precision", [[], BF16], ids=["fp32", "bf16"])
+def test_the_first_refit_after_a_step_brings_the_main_parameters_cast_down(ranks: RankPool, folder: Path, precision: list[str]):
+    config = policy_ranks.run_config(folder, "dp2", *precision)
+    (live, shards), (_, other_shards) = ranks.run(policy_ranks.refit_after_steps, config, world_size=2)
+    dtype = "bfloat16" if precision else "float32"
+    hf_config = json.loads((folder / "config.json").read_text())
+    # Both ranks hold the whole model, so a slot of theirs is cut out of whole tensors.
+    trainer = family(hf_config).megatron_layout(hf_config, MegatronParallel(), MegatronCoords(), dtype)
+    mains = read_layout(folder, trainer)
+    moved = {slot: torch.zeros_like(tensor, dtype=torch.bool) for slot, tensor in mains.items()}
+    by_name = {str(slot): slot for slot in trainer}
+    for name, start, main in [*shards, *other_shards]:
+        mains[by_name[name]].view(-1)[start : start + len(main)] = torch.from_numpy(main).to(mains[by_name[name]].dtype)
+        moved[by_name[name]].view(-1)[start : start + len(main)] = True
+    assert all(part.all() for slot, part in moved.items() if not slot.name.endswith("expert_bias"))
+    canonical: dict[str, torch.Tensor] = {}
+    for slot, content in trainer.items():
+        for piece in content.pieces:
+            shape = family(hf_config).canonical(hf_config)[piece.name]
+            whole = canonical.setdefault(piece.name, torch.full(shape, torch.nan, dtype=mains[slot].dtype))
+            box_view(whole, piece.box).copy_(box_view(mains[slot], piece.local))
+    expected = fill(family(hf_config).vllm_layout(hf_config, VllmParallel(), 0, dtype), canonical)
+    assert live.keys() == {str(slot) for slot in expected}
+    assert [str(slot) for slot, tensor in expected.items() if not np.array_equal(live[str(slot)], tensor.float().numpy())] == []
 
 
 def test_a_flipped_byte_in_one_copy_is_named_on_all_ranks(ranks: RankPool, folder: Path):

@@ -39,13 +39,18 @@ def test_the_engine_is_vllms_and_the_replaced_names_are_listed(engine: Engine) -
 
     from mrl.rollout import cpu
 
-    model = engine._llm.model_executor.driver_worker.get_model()
+    core = engine._llm.engine_core.engine_core
+    worker = engine._llm.model_executor.driver_worker.worker
+    model = worker.get_model()
     assert type(engine._llm) is vllm.LLMEngine
-    classes = {type(module) for module in model.modules()}
-    ours = {cls for cls in classes if cls.__module__.startswith("mrl")}
+    for part in (core, core.scheduler, worker.model_runner, worker.model_runner.sampler):
+        assert type(part).__module__.startswith("vllm.v1."), part
+    origins = {type(module).__name__: type(module).__module__ for module in model.modules()}
     print("\n".join(f"replaced: {name}: {reason}" for name, reason in cpu.REPLACED.items()))
-    assert type(model).__module__ == "vllm.model_executor.models.nemotron_h"
-    assert not ours
+    assert origins["NemotronHForCausalLM"] == "vllm.model_executor.models.nemotron_h"
+    assert {"MambaMixer2", "NemotronHMoE", "NemotronHAttention", "Attention", "RoutedExperts"} <= origins.keys()
+    assert not [name for name, module in origins.items() if not module.startswith(("vllm.", "torch.nn."))]
+    assert all(name.startswith(("vllm.", "torch.")) for name in cpu.REPLACED)
 
 
 def test_same_bits_again(engine: Engine, alone: dict[str, Rollout]) -> None:
