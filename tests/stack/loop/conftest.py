@@ -1,4 +1,4 @@
-"""One run for all tests of this folder: Ray, four policy ranks (TP2 x DP2 x EP2), two engines, rewards. Started once, and ended before other folders run."""
+"""One run for all tests of this folder: Ray, four policy ranks (TP2 x DP2 x EP2), two engines, rewards. Ended before other folders run."""
 
 from __future__ import annotations
 
