@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
     parser.add_argument("--trace-config", action="store_true", help="print at the end which config keys were read, and which never")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     name = options.config or (options.words.pop(0) if options.words else None)
     if name is None:

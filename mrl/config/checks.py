@@ -121,9 +121,9 @@ def _optimizer(config: RunConfig) -> list[str]:
     if scheduler.lr_warmup_init > optimizer.lr:
         rule = f"must be at most {prefix}.optimizer.lr={optimizer.lr:g}"
         problems.append(_problem(f"{prefix}.scheduler.lr_warmup_init", scheduler.lr_warmup_init, rule, "lower it"))
-    decay = config.grpo.max_num_steps if scheduler.lr_decay_iters is None else scheduler.lr_decay_iters
-    if scheduler.lr_warmup_iters >= decay:
-        rule = f"the warmup must end before the decay, at {prefix}.scheduler.lr_decay_iters (null: grpo.max_num_steps) = {decay}"
+    decay = scheduler.lr_decay_iters
+    if decay is not None and scheduler.lr_warmup_iters >= decay:
+        rule = f"the warmup must end before the decay, at {prefix}.scheduler.lr_decay_iters={decay}"
         problems.append(_problem(f"{prefix}.scheduler.lr_warmup_iters", scheduler.lr_warmup_iters, rule, f"use at most {decay - 1}"))
     start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
     if end < start or (end != start and scheduler.weight_decay_incr_style == "constant"):

@@ -40,13 +40,15 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
 def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num_train_steps: int) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay over a run; call `.step(increment=1)` after every optimizer step."""
     settings = config.scheduler
+    # A run may end within its warmup; Megatron wants the decay to end later.
+    num_decay_steps = max(num_train_steps, settings.lr_warmup_iters + 1) if settings.lr_decay_iters is None else settings.lr_decay_iters
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr_warmup_init,
         max_lr=config.optimizer.lr,
         min_lr=config.optimizer.min_lr,
         lr_warmup_steps=settings.lr_warmup_iters,
-        lr_decay_steps=num_train_steps if settings.lr_decay_iters is None else settings.lr_decay_iters,
+        lr_decay_steps=num_decay_steps,
         lr_decay_style=settings.lr_decay_style,
         start_wd=settings.start_weight_decay,
         end_wd=settings.end_weight_decay,

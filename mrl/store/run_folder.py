@@ -47,9 +47,9 @@ class RunFolder:
             ValueError: a living process owns the folder, it cannot be written, or its ledger is damaged.
         """
         try:
-            self.log_folder.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_ownership()
+            self.log_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; choose another folder") from error
         self.checkpoints.remove_unfinished()

@@ -14,18 +14,13 @@ from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL
 
 TIMEOUT_S = 240
-# Seven layers over two stages.
 LAYOUT = [
     f"policy.megatron_cfg.{setting}"
     for setting in (
         "tensor_model_parallel_size=1",
         "sequence_parallel=false",
         "pipeline_model_parallel_size=2",
-        "num_layers_in_first_pipeline_stage=4",
-        "num_layers_in_last_pipeline_stage=3",
         "expert_model_parallel_size=2",
-        # The config warms up for longer than these runs last.
-        "scheduler.lr_warmup_iters=0",
     )
 ]
 

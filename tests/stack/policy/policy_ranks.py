@@ -19,6 +19,8 @@ from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
+    from megatron.core.optimizer import DistributedOptimizer
+
     from mrl.policy.policy import Policy
 
 PAD_TOKEN_ID = 256
@@ -193,8 +195,16 @@ def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tupl
         return message, before == (raw_checksums(policy), optimizer_checksum(policy)), train(policy, 1)
 
 
+def optimizers(policy: Policy) -> list[DistributedOptimizer]:
+    """The optimizers of dense layers and of experts."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    assert isinstance(policy._state.optimizer, ChainedOptimizer)
+    return policy._state.optimizer.chained_optimizers
+
+
 def optimizer_checksum(policy: Policy) -> int:
-    states = [state for optimizer in policy._state.optimizer.chained_optimizers for state in optimizer.optimizer.state.values()]
+    states = [state for optimizer in optimizers(policy) for state in optimizer.optimizer.state.values()]
     return zlib.crc32(b"".join(state[key].numpy().tobytes() for state in states for key in ("exp_avg", "exp_avg_sq")))
 
 
@@ -225,7 +235,7 @@ def main_shards(policy: Policy) -> list[tuple[str, int, np.ndarray]]:
     """(slot, first element, values) of every fp32 main parameter shard that this rank's optimizer updates."""
     names = {id(tensor): str(slot) for slot, tensor in policy._tensors.items()}
     shards = []
-    for optimizer in policy._state.optimizer.chained_optimizers:
+    for optimizer in optimizers(policy):
         model_groups = optimizer.model_float16_groups + optimizer.model_fp32_groups
         main_groups = optimizer.shard_fp32_from_float16_groups + optimizer.shard_fp32_groups
         for params, mains in zip(model_groups, main_groups, strict=True):
@@ -323,8 +333,8 @@ def class_origins(rank: Rank, config: RunConfig) -> tuple[dict[str, str], dict[s
     from mrl.policy import cpu, step
 
     with open_policy(rank, config) as policy:
-        parts = [*policy._chunk.modules(), policy._state.scheduler, policy._state.optimizer, *policy._state.optimizer.chained_optimizers]
-        parts += [part.optimizer for part in policy._state.optimizer.chained_optimizers]
+        parts = [*policy._chunk.modules(), policy._state.scheduler, policy._state.optimizer, *optimizers(policy)]
+        parts += [part.optimizer for part in optimizers(policy)]
         origins = {type(part).__name__: type(part).__module__ for part in parts}
         assert step.get_forward_backward_func is get_forward_backward_func
         schedule = get_forward_backward_func()

@@ -11,6 +11,8 @@ from tests.parity import Parity, hf_scores
 from tests.rollouts import MAX_MODEL_LEN, StartEngine, differences, random_requests, request, run
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
     from mrl.rollout.engine import Engine
     from mrl.types import Rollout
 
@@ -34,12 +36,19 @@ def alone(engine: Engine) -> dict[str, Rollout]:
     return rollouts
 
 
+def core_of(engine: Engine) -> EngineCore:
+    from vllm.v1.engine.core_client import InprocClient
+
+    assert isinstance(engine._llm.engine_core, InprocClient)
+    return engine._llm.engine_core.engine_core
+
+
 def test_the_engine_is_vllms_and_the_replaced_names_are_listed(engine: Engine) -> None:
     import vllm
 
     from mrl.rollout import cpu
 
-    core = engine._llm.engine_core.engine_core
+    core = core_of(engine)
     worker = engine._llm.model_executor.driver_worker.worker
     model = worker.get_model()
     assert type(engine._llm) is vllm.LLMEngine
@@ -136,7 +145,7 @@ def test_same_bits_after_preemption(engine: Engine, start_engine: StartEngine, m
     # Every request outgrows its first block of 128 tokens, and there are too few blocks for all.
     small = start_engine(0, max_num_seqs=16, kv_cache_memory_mib=2)
     small.set_weight_version(0)
-    scheduler = small._llm.engine_core.engine_core.scheduler
+    scheduler = core_of(small).scheduler
     preempted, preempt = [], scheduler._preempt_request
     monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (preempted.append(a), preempt(*a, **k)))
     assert differences(reference, run(small, requests)) == []

@@ -30,11 +30,12 @@ CONTEXT = 1024
 MIN_TOKENS = 2000
 ROW_SEQUENCES = 32
 
-# Seven layers over two stages.
-STAGES = dict(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=4, num_layers_in_last_pipeline_stage=3)
 LAYOUTS = {
     "one rank": (1, {}),
-    "tp2 sp pp2 ep2": (4, dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, **STAGES)),
+    "tp2 sp pp2 ep2": (
+        4,
+        dict(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+    ),
 }
 
 

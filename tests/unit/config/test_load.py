@@ -90,7 +90,7 @@ def test_defaults_are_relative_to_their_file_or_packaged(tmp_path: Path, monkeyp
     path = write(folder, "top.yaml", "defaults: base.yaml\n")
     monkeypatch.chdir(tmp_path)
     config = load_config(path)
-    assert (config.grpo.seed, config.grpo.max_num_steps) == (7, 140)
+    assert (config.grpo.seed, config.grpo.max_num_steps) == (7, 160)
 
 
 def test_a_circle_of_defaults_is_named(tmp_path: Path):

@@ -32,7 +32,7 @@ def read_seed(config: RunConfig) -> set[str]:
 def test_a_read_is_noted_by_its_dotted_key():
     config = load_config("grpo_tiny.yaml")
     assert trace.reads() == set()
-    assert config.policy.megatron_cfg.optimizer.lr == 5e-4
+    assert config.policy.megatron_cfg.optimizer.lr == 1e-3
     assert trace.reads() == {"policy.megatron_cfg.optimizer.lr"}
 
 
