@@ -51,6 +51,8 @@ SMALL = [
     "grpo.val_at_end=false",
     "grpo.max_num_steps=100",
     "policy.generation.max_new_tokens=8",
+    # A warmup begins with a step of learning rate 0.
+    "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
 ]
 
 

@@ -44,6 +44,8 @@ def run_config(folder: Path, layout: str, *overrides: str) -> RunConfig:
     sizes = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False) | LAYOUTS[layout][1]
     megatron = [f"policy.megatron_cfg.{key}={value}" for key, value in sizes.items()]
     optimizer = [f"policy.megatron_cfg.optimizer.{item}" for item in ("lr=1e-3", "min_lr=1e-3", "adam_eps=1e-3", "weight_decay=0.01")]
+    # A warmup begins with a step of learning rate 0.
+    optimizer.append("policy.megatron_cfg.scheduler.lr_warmup_iters=0")
     return load_config("grpo_tiny.yaml", [f"policy.model_name={folder}", *megatron, *optimizer, *overrides])
 
 
@@ -197,10 +199,10 @@ def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tupl
 
 def optimizers(policy: Policy) -> list[DistributedOptimizer]:
     """The optimizers of dense layers and of experts."""
-    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
     assert isinstance(policy._state.optimizer, ChainedOptimizer)
-    return policy._state.optimizer.chained_optimizers
+    return [optimizer for optimizer in policy._state.optimizer.chained_optimizers if isinstance(optimizer, DistributedOptimizer)]
 
 
 def optimizer_checksum(policy: Policy) -> int:
