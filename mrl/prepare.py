@@ -15,7 +15,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 # Raised when the same arguments would give other files.
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
