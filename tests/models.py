@@ -57,7 +57,7 @@ def unclamp_dt(model: NemotronHForCausalLM) -> NemotronHForCausalLM:
     """Removes transformers' lower clamp of dt, which no other implementation has."""
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, float("inf"))
+            setattr(module, "time_step_limit", (0.0, float("inf")))  # noqa: B010  torch types attributes of modules as tensors
     return model
 
 

@@ -30,7 +30,7 @@ def hf_scores(model: NemotronHForCausalLM, prompt: Sequence[int], generated: Seq
 
     def note_margin(router: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         hidden = arguments[0].reshape(-1, arguments[0].shape[-1]).float()
-        scores = torch.sigmoid(hidden @ router.weight.float().T) + router.e_score_correction_bias
+        scores = torch.sigmoid(hidden @ router.get_parameter("weight").float().T) + router.get_buffer("e_score_correction_bias")
         best = scores.topk(model.config.num_experts_per_tok + 1, dim=-1).values
         margins.append(best[:, -2] - best[:, -1])
 

@@ -78,7 +78,7 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(factory)
     def wrapped(*args: object, **kwargs: object) -> Tensor:
         device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":  # type: ignore[arg-type]
+        if device is not None and torch.device(device).type == "cuda":  # type: ignore[arg-type]  # whatever torch takes
             kwargs["device"] = CPU
             kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -114,7 +114,7 @@ def _replace_torch_names() -> None:
 
     def type_on_cuda(self: Tensor, *args: object, **kwargs: object) -> str | Tensor:
         if args or kwargs:
-            return real_type(self, *args, **kwargs)  # type: ignore[call-overload]
+            return real_type(self, *args, **kwargs)  # type: ignore[call-overload]  # passed through
         return real_type(self).replace("torch.", "torch.cuda.", 1)
 
     _replace("torch.Tensor.type", type_on_cuda, "the optimizers compare parameter types with 'torch.cuda.FloatTensor' and the like")
@@ -181,7 +181,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         """Updates the parameters that have a gradient, in place."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1

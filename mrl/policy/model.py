@@ -47,7 +47,7 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
-        **model_arguments,  # type: ignore[arg-type]
+        **model_arguments,
     )
     _check_layers(model, config.megatron_cfg)
     _mark_parameters(model, config.megatron_cfg)
@@ -95,7 +95,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
     arguments = dict(from_model)
     arguments["activation_func"] = ACTIVATIONS[str(arguments["activation_func"])]
     return TransformerConfig(
-        **arguments,  # type: ignore[arg-type]
+        **arguments,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -154,6 +154,6 @@ def _mark_parameters(model: MegatronModule, config: MegatronConfig) -> None:
         if ".experts." in name:
             # Megatron marks experts only where EP > 1, so that at TP 2, EP 1 their gradients would stay unsummed over tp,
             # and optimizer checkpoints would differ in form between EP 1 and EP 2.
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.allreduce = False
         if name.endswith("mlp.router.weight") and config.freeze_moe_router:
             parameter.requires_grad_(False)

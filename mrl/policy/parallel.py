@@ -71,7 +71,7 @@ def initialize(
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         # Passed on to timedelta(minutes=...), which takes fractions.
-        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
+        distributed_timeout_minutes=timeout_s / 60,
     )
     random.seed(seed)
     torch.manual_seed(seed)

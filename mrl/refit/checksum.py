@@ -14,4 +14,4 @@ except ImportError:
 
 def checksum(tensor: Tensor) -> int:
     """crc32 over the tensor's elements in C order, whatever its strides. CPU tensors only."""
-    return crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

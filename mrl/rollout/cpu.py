@@ -65,7 +65,7 @@ def _pad_rows(x: Tensor) -> Tensor:
 
 def _plain_linear(original: Callable[..., None]) -> Callable[..., None]:
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = linear
+        setattr(layer, "cpu_linear", linear)  # noqa: B010  torch types attributes of modules as tensors
 
     return dispatch
 
@@ -108,9 +108,9 @@ class PlainExperts(CPUUnquantizedExperts):
     ACTIVATIONS = (MoEActivation.SILU, MoEActivation.RELU2_NO_MUL)
 
     @staticmethod
-    def is_supported_config(cls: type, *configuration: object) -> tuple[bool, str | None]:  # type: ignore[override]
+    def is_supported_config(cls: type, *configuration: object) -> tuple[bool, str | None]:  # type: ignore[override]  # passed through
         """Whether these experts fit. Sizes do not matter, unlike for vLLM's packed kernel."""
-        return modular_kernel.FusedMoEExperts.is_supported_config(cls, *configuration)  # type: ignore[arg-type]
+        return modular_kernel.FusedMoEExperts.is_supported_config(cls, *configuration)  # type: ignore[arg-type]  # the same
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:

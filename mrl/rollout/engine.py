@@ -192,7 +192,7 @@ def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int) -> 
         "async_scheduling": False,
         "disable_log_stats": True,
     }
-    return EngineArgs(**(arguments | _platform_arguments(config) | dict(config.vllm_kwargs)))  # type: ignore[arg-type]
+    return EngineArgs(**(arguments | _platform_arguments(config) | dict(config.vllm_kwargs)))  # type: ignore[arg-type]  # vLLM checks
 
 
 def _platform_arguments(config: GenerationConfig) -> Mapping[str, object]:

@@ -74,7 +74,7 @@ def live_tensors(model: nn.Module) -> dict[Slot, Tensor]:
         RefitError: two tensors overlap, so that a refit would write some bytes twice; or a constant buffer is not 1.
     """
     persistent = model.state_dict(keep_vars=True).keys()
-    tensors = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
     for name, buffer in model.named_buffers():
         if name.rpartition(".")[2] in CONSTANT_BUFFERS:
             if buffer.item() != 1.0:

@@ -140,10 +140,10 @@ def _forward_backward(chunk: torch.nn.Module, folder: Path, rows: list[list[list
     place = parallel.coordinates()
     distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
 
-    def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module):  # type: ignore[no-untyped-def]
+    def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module):
         row = next(iterator)
 
-        def loss_of(logits: torch.Tensor):  # type: ignore[no-untyped-def]
+        def loss_of(logits: torch.Tensor):
             loss = (distribution.logprobs(logits, row.labels_T) * row.advantages_T).sum() / len(rows)
             return loss, torch.ones((), dtype=torch.int), {"loss": loss.detach()}
 
@@ -153,7 +153,7 @@ def _forward_backward(chunk: torch.nn.Module, folder: Path, rows: list[list[list
     return sum(float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunk, forward_only=False))
 
 
-def _build(rank: Rank, config: PolicyConfig, folder: Path):  # type: ignore[no-untyped-def]
+def _build(rank: Rank, config: PolicyConfig, folder: Path):
     from megatron.core.utils import unwrap_model
 
     from mrl.policy import parallel

@@ -115,7 +115,7 @@ def old_logprobs(labels: np.ndarray, generator_logprobs: np.ndarray) -> np.ndarr
 
 def raw_checksums(policy: Policy) -> dict[str, int]:
     """crc32 of every live tensor as it is now, whether settled or not."""
-    return {str(slot): zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy()) for slot, tensor in policy._tensors.items()}
+    return {str(slot): zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().data) for slot, tensor in policy._tensors.items()}
 
 
 # What follows runs on a rank.

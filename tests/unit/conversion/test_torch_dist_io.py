@@ -59,9 +59,9 @@ def test_experts_are_stored_one_by_one_and_extra_state_is_there(tmp_path: Path):
     layout = FAMILY.torch_dist_layout(TINY, "float32")
     written(tmp_path, layout, random_tensors())
     entries = TorchDistFolder(tmp_path)._metadata.state_dict_metadata
-    chunks = entries["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].chunks  # type: ignore[union-attr]
+    chunks = entries["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].chunks  # type: ignore[union-attr]  # a tensor
     assert [tuple(chunk.offsets) for chunk in chunks] == [(index, 0, 0) for index in range(8)]
-    assert len(entries["decoder.layers.0.mixer.out_proj.weight"].chunks) == 1  # type: ignore[union-attr]
+    assert len(entries["decoder.layers.0.mixer.out_proj.weight"].chunks) == 1  # type: ignore[union-attr]  # a tensor
     assert {key for key in entries if key.startswith("decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state")} == {
         f"decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_{index}_8" for index in range(8)
     }

@@ -19,7 +19,7 @@ def run_config(row_tokens: int = 32) -> RunConfig:
 
 def group(name: str, lengths: list[int], statuses: list[str]) -> RolloutGroup:
     infos = [RolloutInfo(f"0/{name}/{i}", name, i, 1, 4, length, "stop", None) for i, length in enumerate(lengths)]
-    verdicts = [Verdict(1.0, status == "ok", status, "", "") for status in statuses]  # type: ignore[arg-type]
+    verdicts = [Verdict(1.0, status == "ok", status, "", "") for status in statuses]  # type: ignore[arg-type]  # literals
     return RolloutGroup(Prompt(name, (1, 2, 3, 4), "q", "a", "math"), tuple(infos), tuple(verdicts))
 
 

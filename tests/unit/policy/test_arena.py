@@ -53,7 +53,7 @@ def test_everything_moves_and_nothing_changes():
     for slot, tensor in live.items():
         assert torch.equal(tensor, before[slot]) and id(tensor) == objects[slot] and inside(tensor, arena)
     assert model.linear.weight.requires_grad and model.linear.weight.is_leaf and not model.frozen.requires_grad
-    assert not inside(model.counts, arena)
+    assert not inside(model.get_buffer("counts"), arena)
     arena.check(live)
 
 
@@ -94,7 +94,7 @@ def test_tied_weights_move_once():
 def test_rebound_added_and_lost_weights_are_named():
     model = Model()
     arena = Arena(live_tensors(model), name="test")
-    model.expert_bias = model.expert_bias + 1
+    model.expert_bias = model.get_buffer("expert_bias") + 1
     with pytest.raises(RuntimeError, match="outside of the arena.*expert_bias"):
         arena.check(live_tensors(model))
     model = Model()
