@@ -22,12 +22,9 @@ class Logger(Protocol):
 
 
 class JsonlLogger:
-    """One line per step, flushed at once. After a resume, lines of steps beyond the checkpoint are dropped: they are run again."""
+    """One line per step, flushed at once."""
 
-    def __init__(self, path: Path, *, resume_step: int) -> None:
-        if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= resume_step]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -39,6 +36,14 @@ class JsonlLogger:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def drop_later_steps(path: Path, step: int) -> bool:
+    """Drops lines of steps after `step` from a file of JSON lines: they are run again. Returns whether `step` itself has a line."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if _step_of(line) <= step]
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    return any(_step_of(line) == step for line in kept)
 
 
 def _step_of(line: str) -> float:

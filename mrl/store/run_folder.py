@@ -15,7 +15,7 @@ from mrl.store.checkpoints import Checkpoint, CheckpointStore
 from mrl.store.console import step_header, step_lines
 from mrl.store.files import write_atomic
 from mrl.store.ledger import Ledger
-from mrl.store.metrics import JsonlLogger, Logger, TensorBoardLogger
+from mrl.store.metrics import JsonlLogger, Logger, TensorBoardLogger, drop_later_steps
 from mrl.store.report import write_report
 from mrl.types import RolloutGroup
 
@@ -68,10 +68,14 @@ class RunFolder:
     def newest_checkpoint(self) -> Checkpoint | None:
         """The newest complete checkpoint; what it supersedes leaves ledger and metrics, and metrics are open afterwards."""
         newest = self.checkpoints.newest()
-        step = newest.step if newest else 0
-        self.ledger.roll_back(step)
-        self._loggers.append(JsonlLogger(self.path / METRICS, resume_step=step if newest else -1))
-        JsonlLogger(self.path / SAMPLES, resume_step=step if newest else -1).close()
+        self.ledger.roll_back(newest.step if newest else 0)
+        # Without a checkpoint, step 0 is validated again too.
+        last_step = newest.step if newest else -1
+        drop_later_steps(self.path / SAMPLES, last_step)
+        has_metrics = drop_later_steps(self.path / METRICS, last_step)
+        self._loggers.append(JsonlLogger(self.path / METRICS))
+        if newest is not None and not has_metrics:  # killed between the checkpoint and its line
+            self._loggers[0].log(newest.state().metrics, newest.step)
         if self.config.logger.tensorboard_enabled:
             self._loggers.append(TensorBoardLogger(self.log_folder))
         return newest

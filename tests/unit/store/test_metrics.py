@@ -1,13 +1,13 @@
 import json
 from pathlib import Path
 
-from mrl.store.metrics import JsonlLogger
+from mrl.store.metrics import JsonlLogger, drop_later_steps
 from mrl.store.report import write_report
 
 
 def test_one_object_a_step_and_no_nan_in_json(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlLogger(path, resume_step=-1)
+    sink = JsonlLogger(path)
     sink.log({"train/loss": float("nan"), "train/reward": 0.5}, 1)
     sink.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "train/loss": None, "train/reward": 0.5}]
@@ -16,10 +16,18 @@ def test_one_object_a_step_and_no_nan_in_json(tmp_path: Path):
 def test_lines_beyond_the_checkpoint_and_torn_lines_are_dropped(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 3, "a": 3}\n{"step": 4, "a"')
-    sink = JsonlLogger(path, resume_step=2)
+    assert drop_later_steps(path, 2)
+    sink = JsonlLogger(path)
     sink.log({"a": 9.0}, 3)
     sink.close()
     assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2, 9.0]
+
+
+def test_a_step_without_a_line_is_noticed(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    assert not drop_later_steps(path, 2)
+    path.write_text('{"step": 1}\n')
+    assert not drop_later_steps(path, 2)
 
 
 def test_the_report_is_self_contained_and_escapes_what_models_write(tmp_path: Path):
