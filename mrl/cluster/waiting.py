@@ -13,6 +13,8 @@ Key = TypeVar("Key")
 
 # A reference that ray.wait calls ready is fetched from local memory; this only bounds a broken store.
 FETCH_TIMEOUT_S = 60.0
+# Peers of a dead rank may report a broken connection seconds before Ray reports the death.
+BLAME_WINDOW_S = 10.0
 
 
 class DeadlineExceeded(RuntimeError):
@@ -28,7 +30,7 @@ class ActorLost(RuntimeError):
 
 
 def wait_all(pending: Mapping[Key, ray.ObjectRef], *, deadline_s: float, what: str) -> dict[Key, object]:
-    """Results by key. Raises as soon as one fails: `ActorLost`, `DeadlineExceeded`, or the actor's own error with its key in front."""
+    """Results by key. Raises soon after one fails: `ActorLost`, `DeadlineExceeded`, or the actor's own error with its key in front."""
     keys = {reference: key for key, reference in pending.items()}
     results: dict[Key, object] = {}
     end = time.monotonic() + deadline_s
@@ -38,8 +40,32 @@ def wait_all(pending: Mapping[Key, ray.ObjectRef], *, deadline_s: float, what: s
             missing = ", ".join(str(key) for key in keys.values())
             raise DeadlineExceeded(f"{what}: no answer from {missing} within {deadline_s:g} s (the limits are set in section `deadlines`)")
         key = keys.pop(ready[0])
-        results[key] = fetch(ready[0], key=key, what=what)
+        try:
+            results[key] = fetch(ready[0], key=key, what=what)
+        except (RuntimeError, ValueError) as error:
+            cause = first_cause(keys, error, what=what)
+            if cause is error:
+                raise
+            raise cause from error
     return {key: results[key] for key in pending}
+
+
+def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:
+    """What to blame for `error`: an actor that died meanwhile, whose peers only lost their connection to it; otherwise `error` itself."""
+    if isinstance(error, ActorLost):
+        return error
+    waiting = dict(pending)
+    end = time.monotonic() + BLAME_WINDOW_S
+    while waiting and time.monotonic() < end:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        for reference in ready:
+            try:
+                fetch(reference, key=waiting.pop(reference), what=what)
+            except ActorLost as lost:
+                return lost
+            except (RuntimeError, ValueError):
+                continue
+    return error
 
 
 def fetch(reference: ray.ObjectRef, *, key: object, what: str) -> object:
