@@ -52,6 +52,6 @@ part pyright 180 "$PYTHON" -m pyright --pythonpath "$PYTHON"
 part unit 240 "$PYTHON" -m pytest tests/unit --durations=5
 part proof 60 "$PYTHON" -m pytest tests/proof --durations=5
 part stack 660 "$PYTHON" -m pytest tests/stack --durations=10
-part learn 840 "$PYTHON" -m pytest tests/learn --durations=5
-part faults 360 "$PYTHON" -m pytest tests/faults --durations=5
+part learn 720 "$PYTHON" -m pytest tests/learn --durations=5
+part faults 480 "$PYTHON" -m pytest tests/faults --durations=5
 report
