@@ -14,8 +14,13 @@ ReadBox = Callable[[str, Box], Tensor]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that a layout calls `name`."""
-    assert name in DTYPE_BYTES, name
+    """The dtype that a layout calls `name`.
+
+    Raises:
+        ValueError: layouts have no such dtype.
+    """
+    if name not in DTYPE_BYTES:
+        raise ValueError(f"dtype {name} of a weight is not supported; use one of {sorted(DTYPE_BYTES)}")
     return getattr(torch, name)
 
 
@@ -37,10 +42,17 @@ def box_view(tensor: Tensor, box: Box) -> Tensor:
 
 
 def transformed(tensor: Tensor, transform: str | None) -> Tensor:
-    """Canonical values as the holder keeps them, up to its dtype. See `Piece.transform`."""
+    """Canonical values as the holder keeps them, up to its dtype; `tensor` itself without a transform. See `Piece.transform`.
+
+    `neg_exp` gives vLLM's Mamba decay A = -exp(A_log), computed in float32 as vLLM's loader does.
+
+    Raises:
+        ValueError: unknown transform.
+    """
     if transform is None:
         return tensor
-    assert transform == "neg_exp", transform
+    if transform != "neg_exp":
+        raise ValueError(f"unknown transform {transform!r}; known: neg_exp")
     return -torch.exp(tensor.float())
 
 

@@ -83,7 +83,7 @@ def train_step(run: Run, state: RunState) -> None:
     asked = prompts_of(run, step)
     folder.ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in asked])
     groups = sample(run, state, asked, config.grpo.num_generations_per_prompt, clock)
-    metrics = rollout_metrics(groups, seconds=clock.seconds("generation"))
+    metrics = rollout_metrics(groups, seconds=clock.seconds("generation"), num_engine_restarts=run.session.engines.num_restarts)
 
     advantages = batch_advantages(
         groups, normalize=config.grpo.normalize_rewards, use_leave_one_out_baseline=config.grpo.use_leave_one_out_baseline

@@ -109,10 +109,6 @@ class EngineGroup:
     def num_unfinished(self) -> int:
         return sum(len(requests) for requests in self._unfinished)
 
-    def num_unfinished_of(self, index: int) -> int:
-        """Requests of one engine that have no rollout yet."""
-        return len(self._unfinished[index])
-
     def wait_until_built(self) -> None:
         """Waits for the engines that the constructor started."""
         wait_all(self._building, deadline_s=self.deadlines.start_s, what="start")

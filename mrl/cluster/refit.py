@@ -67,6 +67,7 @@ class Refit:
         self.units = placement.engines
         self.weight_version = 0
         self.schedule = build_schedule(config, placement, policies)
+        logger.info("Refit schedule: %s", self.schedule.summary)
         self._handles = cast(list[UnitHandles], policies.call("prepare_refit", self.schedule, deadline_s=self.deadline_s))
         self._prepare_engines(range(engines.num_engines))
 

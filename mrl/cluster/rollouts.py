@@ -21,8 +21,6 @@ class Generated:
     prompts: list[Prompt]
     groups: list[list[RolloutInfo]]
     """groups[i] = rollouts of prompts[i], in order of `rollout_index`."""
-    num_asked_again: int
-    """Requests that were asked again because their engine died."""
 
 
 class RolloutCollector:
@@ -55,13 +53,12 @@ class RolloutCollector:
         requests = [self._request(prompt, sampling, epoch, index) for epoch, prompt in asked for index in range(num_generations)]
         by_id = {prompt.prompt_id: prompt for _, prompt in asked}
         infos: dict[str, RolloutInfo] = {}
-        num_asked_again = 0
         self.engines.submit(requests)
         while self.engines.num_unfinished:
             try:
                 finished = self.engines.collect(self.deadline_s)
             except ActorLost as lost:
-                num_asked_again += self._recover(index_of(lost))
+                self._recover(index_of(lost))
                 continue
             for info in finished:
                 if info.weight_version != weight_version:
@@ -71,7 +68,7 @@ class RolloutCollector:
             on_progress(len(finished))
         rollouts = [infos[request.request_id] for request in requests]
         groups = [rollouts[first : first + num_generations] for first in range(0, len(rollouts), num_generations)]
-        return Generated([prompt for _, prompt in asked], groups, num_asked_again)
+        return Generated([prompt for _, prompt in asked], groups)
 
     def judge(self, generated: Generated) -> list[RolloutGroup]:
         """The groups of one `generate`, in the order in which their prompts were asked, once the last verdict is in."""
@@ -85,9 +82,7 @@ class RolloutCollector:
         seed = request_seed(self.run_seed, epoch, prompt.prompt_id, index)
         return RolloutRequest(prompt.prompt_id, index, epoch, seed, prompt.token_ids, sampling)
 
-    def _recover(self, index: int) -> int:
-        num_lost = self.engines.num_unfinished_of(index)
+    def _recover(self, index: int) -> None:
         self.engines.restart(index)
         self.refit_engine(index)
         self.engines.resubmit(index)
-        return num_lost

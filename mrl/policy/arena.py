@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Slot
+from conversion.tensors import dtype_name
 from mrl.refit.memory import SharedMemory, align
-from mrl.refit.transforms import dtype_name
 from mrl.refit.unit import ArenaHandle, ArenaRow
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from conversion.boxes import Box, Slot, lengths
 from conversion.reshard import Schedule, Transfer
+from conversion.tensors import torch_dtype
 from mrl.refit.checksum import checksum
 from mrl.refit.errors import RefitError
 from mrl.refit.memory import SharedMemory, align
-from mrl.refit.transforms import apply, torch_dtype
+from mrl.refit.transforms import apply
 from mrl.refit.unit import NO_ROUND, ArenaHandle, ExchangeMemory, UnitHandles, box_view, bytes_as
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from conversion.boxes import Box, Slot, lengths, tiling_fault
 from conversion.reshard import Pull
+from conversion.tensors import torch_dtype
 from mrl.refit.checksum import checksum
 from mrl.refit.errors import RefitError
 from mrl.refit.memory import open_handle
-from mrl.refit.transforms import apply, torch_dtype
+from mrl.refit.transforms import apply
 from mrl.refit.unit import ExchangeMemory, UnitHandles, box_view, bytes_as
 
 # Enough to see a pattern; a wrong layout makes thousands.

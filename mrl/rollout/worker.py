@@ -36,17 +36,17 @@ class RefitWorker:
 
     def live_layout(self) -> dict[Slot, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each live tensor."""
-        tensors = live_tensors(self.get_model())
+        tensors = engine_tensors(self.get_model())
         return {slot: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items()}
 
     def live_digest(self) -> dict[Slot, int]:
         """Checksum of each live tensor."""
-        return digest(live_tensors(self.get_model()))
+        return digest(engine_tensors(self.get_model()))
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Maps the trainer's memory and prepares this worker's copies; see `Puller`."""
         mine = workers[self.rank]
-        self.puller = Puller(lambda: live_tensors(self.get_model()), mine.rounds, mine.padding, mine.handles)
+        self.puller = Puller(lambda: engine_tensors(self.get_model()), mine.rounds, mine.padding, mine.handles)
 
     def pull_round(self, round_index: int) -> int:
         """Copies one round into the live tensors; the bytes written."""
@@ -65,7 +65,7 @@ class RefitWorker:
         return self.puller
 
 
-def live_tensors(model: nn.Module) -> dict[Slot, Tensor]:
+def engine_tensors(model: nn.Module) -> dict[Slot, Tensor]:
     """All that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
 
     A tied parameter counts under its first name. Buffers that are views of a parameter (`conv_weights` of a Mamba mixer) follow it.

@@ -9,8 +9,8 @@ import numpy as np
 from mrl.types import RolloutGroup
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> dict[str, float]:
-    """Rewards over valid rollouts, lengths and rates. `seconds` is the time that generation took."""
+def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float, num_engine_restarts: int) -> dict[str, float]:
+    """Rewards over valid rollouts, lengths and rates. `seconds` is the time that generation took, restarts count since the run's start."""
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array([verdict.reward for verdict in verdicts if verdict.is_valid] or [0.0])
@@ -26,6 +26,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> dict[s
         "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         "rollout/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "rollout/groups_without_signal": float(sum(len(set(group.rewards)) == 1 for group in groups)),
+        "rollout/engine_restarts": float(num_engine_restarts),
         "rollout/tokens_per_s": float(lengths.sum() / seconds),
     }
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot
 from conversion.reshard import Pull, Schedule
+from conversion.tensors import torch_dtype
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
 from mrl.refit.pull import Puller, VerifyReport
-from mrl.refit.transforms import apply, torch_dtype
+from mrl.refit.transforms import apply
 from mrl.refit.unit import UnitHandles, box_view
 
 # Starts of processes on a busy machine take most of it.

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from mrl.refit.transforms import apply, dtype_name, torch_dtype
+from conversion.tensors import dtype_name, torch_dtype
+from mrl.refit.transforms import apply
 
 
 def test_neg_exp_is_minus_exp_in_float32():
