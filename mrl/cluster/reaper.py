@@ -17,9 +17,11 @@ MARK = "MRL_RUN_FOLDER"
 """Environment variable that all processes of a run inherit from its driver."""
 # After a clean shutdown processes are about to leave by themselves.
 GRACE_S = 1.0
-# A process that is being killed may have started another one meanwhile.
-MAX_SWEEPS = 20
 SWEEP_INTERVAL_S = 0.1
+# A process that is being killed may have started another one meanwhile, which cannot be read while it changes its program:
+# only after this many sweeps in a row that found nothing is nothing left.
+QUIET_SWEEPS = 10
+MAX_SWEEPS = 200
 
 
 def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
@@ -40,8 +42,9 @@ def processes_of(folder: str) -> list[int]:
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 is_marked = mark in (entry / "environ").read_bytes().split(b"\0")
-                is_zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                is_zombie = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"Z"]
+            except OSError:
+                # It ended while it was read, or belongs to somebody else.
                 continue
             if is_marked and not is_zombie:
                 found.append(int(entry.name))
@@ -51,9 +54,11 @@ def processes_of(folder: str) -> list[int]:
 def reap(folder: str) -> None:
     """Kills what is left of the run and removes its folder."""
     time.sleep(GRACE_S)
+    num_quiet = 0
     for _ in range(MAX_SWEEPS):
         remaining = processes_of(folder)
-        if not remaining:
+        num_quiet = 0 if remaining else num_quiet + 1
+        if num_quiet == QUIET_SWEEPS:
             break
         for pid in remaining:
             try:

@@ -84,7 +84,7 @@ class Attempt:
         while self.processes() and time.monotonic() < end:
             time.sleep(0.2)
         leftovers = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:120] for pid in self.processes()}
-        assert not leftovers, leftovers
+        assert not leftovers, f"{leftovers}\n{self.text()[-4000:]}"
         assert not [path for path in Path("/dev/shm").iterdir() if "mrl" in path.name]
 
 
