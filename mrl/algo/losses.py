@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mrl.config.schema import LossConfig
+    from mrl.config.schema_algo import LossConfig
 
 # vLLM and Megatron run different kernels, so log-ratios drift; exp(10) is past any honest update.
 MAX_LOG_RATIO = 10.0

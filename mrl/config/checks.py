@@ -13,7 +13,11 @@ from mrl.config.errors import ConfigError
 from mrl.config.layout import find_layout_problems
 from mrl.config.model import read_model
 from mrl.config.ranges import find_values_out_of_range, spell
-from mrl.config.schema import CheckpointingConfig, EnvConfig, GenerationConfig, MegatronConfig, PolicyConfig, RunConfig
+from mrl.config.schema import CheckpointingConfig, RunConfig
+from mrl.config.schema_data import EnvConfig
+from mrl.config.schema_generation import GenerationConfig
+from mrl.config.schema_megatron import MegatronConfig
+from mrl.config.schema_policy import PolicyConfig
 
 
 def check_config(config: RunConfig) -> None:

@@ -6,7 +6,8 @@ import math
 
 from mrl.config.model import ModelSizes
 from mrl.config.ranges import spell
-from mrl.config.schema import MegatronConfig, RunConfig
+from mrl.config.schema import RunConfig
+from mrl.config.schema_megatron import MegatronConfig
 
 MAX_SUGGESTED_SIZE = 1024
 

@@ -39,7 +39,7 @@ def traced(cls: type[Section]) -> type[Section]:
 def _is_product_code() -> bool:
     """Whether the read two frames up was asked for by code outside `mrl.config`; a property of the schema counts as its caller."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") in ("mrl.config.schema", __name__):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("mrl.config.schema", __name__)):
         if frame.f_code.co_filename == "<string>":  # __repr__, __eq__: compiled from text by dataclasses
             return False
         frame = frame.f_back

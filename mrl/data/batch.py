@@ -9,7 +9,8 @@ from mrl.data.packing import plan_rows
 from mrl.types import Batch, RolloutGroup, TrainSequence
 
 if TYPE_CHECKING:
-    from mrl.config.schema import PolicyConfig, RunConfig
+    from mrl.config.schema import RunConfig
+    from mrl.config.schema_policy import PolicyConfig
 
 
 def make_batch(groups: list[RolloutGroup], advantages: list[list[float]], config: RunConfig) -> Batch:

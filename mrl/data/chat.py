@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mrl.config.schema import DataDefaultConfig
+    from mrl.config.schema_data import DataDefaultConfig
 
 
 @dataclass(frozen=True)

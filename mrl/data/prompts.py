@@ -15,7 +15,8 @@ from mrl.types import Prompt, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mrl.config.schema import PolicyConfig, RunConfig
+    from mrl.config.schema import RunConfig
+    from mrl.config.schema_policy import PolicyConfig
 
 PROCESSORS = ("math_data_processor", "math_hf_data_processor")
 """NeMo RL's names for what `mrl.data.jsonl` and `mrl.data.chat` do."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mrl.envs.pool import RewardPool
 
 if TYPE_CHECKING:
-    from mrl.config.schema import EnvConfig
+    from mrl.config.schema_data import EnvConfig
 
 MATH_VERIFIERS = {"hf_math_verify": "mrl.envs.math:score"}
 

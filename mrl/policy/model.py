@@ -21,7 +21,8 @@ from mrl.policy import compat
 from mrl.policy.specs import hybrid_stack_spec
 
 if TYPE_CHECKING:
-    from mrl.config.schema import MegatronConfig, PolicyConfig
+    from mrl.config.schema_megatron import MegatronConfig
+    from mrl.config.schema_policy import PolicyConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ACTIVATIONS = {"squared_relu": squared_relu}

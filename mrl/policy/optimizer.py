@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from mrl.policy.model import DTYPES
 
 if TYPE_CHECKING:
-    from mrl.config.schema import MegatronConfig
+    from mrl.config.schema_megatron import MegatronConfig
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfig) -> MegatronOptimizer:

@@ -19,7 +19,8 @@ from conversion.reshard import Schedule
 from conversion.safetensors_io import fill_layout
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
-from mrl.config.schema import PolicyConfig, RunConfig
+from mrl.config.schema import RunConfig
+from mrl.config.schema_policy import PolicyConfig
 from mrl.data.packing import PackedRow
 from mrl.policy import checkpoint, compat, parallel
 from mrl.policy.arena import Arena, buffer_views

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, finish_metrics, policy_loss
-from mrl.config.schema import LossConfig
+from mrl.config.schema_algo import LossConfig
 from mrl.data.packing import PackedRow
 from mrl.policy.logprobs import vocab_parallel_logprobs
 

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from conversion.boxes import Slot
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
-from mrl.config.schema import GenerationConfig
+from mrl.config.schema_generation import GenerationConfig
 from mrl.refit.pull import VerifyReport
 from mrl.rollout import sampler
 from mrl.rollout.messages import WorkerRefit

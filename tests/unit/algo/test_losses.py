@@ -16,7 +16,7 @@ from mrl.algo.losses import (
     policy_loss,
     sequence_mean_weights,
 )
-from mrl.config.schema import LossConfig
+from mrl.config.schema_algo import LossConfig
 
 CONFIG = LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_min=0.2, ratio_clip_max=0.3, use_importance_sampling_correction=True)
 LENGTHS = [5, 1, 7, 4]

@@ -1,6 +1,8 @@
 import pytest
 
-from mrl.config.schema import ClusterConfig, MegatronConfig, PolicyConfig, RunConfig, SequencePackingConfig
+from mrl.config.schema import ClusterConfig, RunConfig
+from mrl.config.schema_megatron import MegatronConfig
+from mrl.config.schema_policy import PolicyConfig, SequencePackingConfig
 from mrl.data.batch import make_batch, max_row_tokens, row_multiple
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
 

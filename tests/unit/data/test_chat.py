@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema import DataDefaultConfig
+from mrl.config.schema_data import DataDefaultConfig
 from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, render_prompts
 from mrl.prepare_tokenizer import byte_tokenizer
 

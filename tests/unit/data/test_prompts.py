@@ -4,18 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema import (
-    DataConfig,
-    DataDefaultConfig,
-    GenerationConfig,
-    GrpoConfig,
-    PolicyConfig,
-    RunConfig,
-    TokenizerConfig,
-    TrainDataConfig,
-    ValidationDataConfig,
-    VllmConfig,
-)
+from mrl.config.schema import RunConfig
+from mrl.config.schema_algo import GrpoConfig
+from mrl.config.schema_data import DataConfig, DataDefaultConfig, TrainDataConfig, ValidationDataConfig
+from mrl.config.schema_generation import GenerationConfig, VllmConfig
+from mrl.config.schema_policy import PolicyConfig, TokenizerConfig
 from mrl.data.prompts import PromptLimits, load_prompts
 from mrl.prepare_tokenizer import byte_tokenizer
 

@@ -1,6 +1,6 @@
 from dataclasses import fields
 
-from mrl.config.schema import EnvConfig, MathEnvConfig
+from mrl.config.schema_data import EnvConfig, MathEnvConfig
 from mrl.envs.registry import build_environments
 
 

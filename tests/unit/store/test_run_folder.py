@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema import CheckpointingConfig, DataConfig, LoggerConfig, PolicyConfig, RunConfig, TokenizerConfig, TrainDataConfig
+from mrl.config.schema import CheckpointingConfig, LoggerConfig, RunConfig
+from mrl.config.schema_data import DataConfig, TrainDataConfig
+from mrl.config.schema_policy import PolicyConfig, TokenizerConfig
 from mrl.store.run_folder import RunFolder
 
 

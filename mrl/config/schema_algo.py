@@ -1,0 +1,80 @@
+"""Sections of the algorithm: `grpo`, `loss_fn`. See `mrl.config.schema`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class AsyncGrpoConfig:
+    enabled: bool = False
+    """Generate with weights that may be older than the ones being trained. Not supported yet: must be false."""
+    max_trajectory_age_steps: int = 1
+    """How many steps old a rollout may be when it is trained on; used only if `enabled`."""
+
+    @property
+    def max_lag_steps(self) -> int:
+        """Steps by which generation may run ahead; 0 is synchronous."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
+
+@traced
+@dataclass
+class GrpoConfig:
+    num_prompts_per_step: int = 32
+    """Prompts per step."""
+    num_generations_per_prompt: int = 16
+    """Rollouts of each prompt: the group whose members are compared with each other. At least 2."""
+    max_num_steps: int = 1_000_000
+    """The run ends after this many steps in all, those before a resume included."""
+    max_num_epochs: int = 1
+    """The run ends after this many passes over the training prompts."""
+    max_rollout_turns: int = 1
+    """Turns of a rollout. Only 1 is supported."""
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of the group's rewards."""
+    use_leave_one_out_baseline: bool = True
+    """Baseline of a rollout: mean reward of the others of its group; false: of the whole group."""
+    val_period: int = 10
+    """Validate every this many steps; 0 = never."""
+    val_at_start: bool = False
+    """Validate before the first update (step 0)."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    max_val_samples: int | None = 256
+    """Validation prompts used, the first ones of the file; null = all."""
+    seed: int = 42
+    """Seed of the run: data order, sampling, dropout-free training. Config and seed fix the run bit for bit on CPU."""
+    async_grpo: AsyncGrpoConfig = field(default_factory=AsyncGrpoConfig)
+
+    @property
+    def num_rollouts_per_step(self) -> int:
+        """Rollouts per step, all prompts together."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+
+@traced
+@dataclass
+class LossConfig:
+    reference_policy_kl_penalty: float = 0.01
+    """Weight of the KL term to the frozen starting model; 0 = no reference model is kept."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL (http://joschu.net/blog/kl-approx.html)."""
+    kl_input_clamp_value: float | None = 20.0
+    """Log-ratios of the KL term are clamped to +- this before exp; null = not clamped."""
+    kl_output_clamp_value: float | None = 10.0
+    """KL per token is clamped to +- this; null = not clamped."""
+    ratio_clip_min: float = 0.2
+    """The policy ratio is clipped below at 1 - this."""
+    ratio_clip_max: float = 0.2
+    """The policy ratio is clipped above at 1 + this."""
+    use_importance_sampling_correction: bool = False
+    """Weight each token by exp(old_logprobs - generator_logprobs), to correct for differences between trainer and generator."""
+    truncated_importance_sampling_ratio: float | None = None
+    """Upper bound of that weight; null = no bound."""
+    token_level_loss: bool = True
+    """Mean over the valid tokens of the global batch; false: mean over sequences of each sequence's token mean."""

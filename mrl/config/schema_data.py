@@ -1,0 +1,66 @@
+"""Sections `data` and `env`: rows, and who scores their rollouts. See `mrl.config.schema`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mrl.config.fields import required
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class DataDefaultConfig:
+    processor: str = "math_data_processor"
+    """How a row becomes a prompt."""
+    env_name: str = "math"
+    """The environment that scores rollouts of rows that name none."""
+    prompt_file: str | None = None
+    """Text file with `{}` in place of the question; null = the question alone."""
+    system_prompt_file: str | None = None
+    """Text file with the system message; null = none."""
+
+
+@traced
+@dataclass
+class TrainDataConfig:
+    data_path: str = required()
+    """JSONL file of training rows."""
+
+
+@traced
+@dataclass
+class ValidationDataConfig:
+    data_path: str = required()
+    """JSONL file of validation rows."""
+
+
+@traced
+@dataclass
+class DataConfig:
+    max_input_seq_length: int | None = None
+    """Longest prompt in tokens; null = what the context leaves beside `max_new_tokens`."""
+    shuffle: bool = True
+    """Shuffle training rows in each epoch, by the run's seed."""
+    default: DataDefaultConfig = field(default_factory=DataDefaultConfig)
+    train: TrainDataConfig = field(default_factory=TrainDataConfig)
+    validation: ValidationDataConfig | None = None
+    """null = no validation."""
+
+
+@traced
+@dataclass
+class MathEnvConfig:
+    num_workers: int = 1
+    """Child processes that score rollouts."""
+    math_verify_impl: Literal["hf_math_verify"] = "hf_math_verify"
+    """How an answer is compared with the expected one."""
+    timeout_s: float = 2.0
+    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+
+
+@traced
+@dataclass
+class EnvConfig:
+    math: MathEnvConfig = field(default_factory=MathEnvConfig)

@@ -1,0 +1,66 @@
+"""Section `policy.generation`: the engines and how they sample. See `mrl.config.schema`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mrl.config.fields import Precision, follows
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class ColocatedConfig:
+    enabled: bool = True
+    """Engines share the policy ranks' units. Must be true."""
+
+
+@traced
+@dataclass
+class VllmConfig:
+    tensor_parallel_size: int = 1
+    """TP of an engine, within one node."""
+    pipeline_parallel_size: int = 1
+    """Must be 1."""
+    expert_parallel_size: int = 1
+    """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine."""
+    precision: Precision = follows("policy.precision")
+    """Type of the engine's weights."""
+    gpu_memory_utilization: float = 0.6
+    """Share of a GPU's memory that the engine may use; hosts without GPUs use `kv_cache_memory_mib`."""
+    kv_cache_memory_mib: int = 64
+    """KV cache of an engine on a host without GPUs, in MiB."""
+    max_model_len: int = follows("policy.max_total_sequence_length")
+    """Longest prompt plus rollout, in tokens."""
+    max_num_seqs: int = 128
+    """Rollouts that an engine samples at the same time."""
+    max_num_batched_tokens: int = 4096
+    """Tokens of one engine step."""
+    enforce_eager: bool = False
+    """No CUDA graphs. Must be true on hosts without GPUs."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """How an engine gets its first weights; the first refit must find or leave them right in any case."""
+
+
+@traced
+@dataclass
+class GenerationConfig:
+    backend: Literal["vllm"] = "vllm"
+    """The generator."""
+    max_new_tokens: int = 256
+    """Longest rollout in tokens, the stop token included."""
+    temperature: float = 1.0
+    """Sampling temperature, above 0."""
+    top_p: float = 1.0
+    """Nucleus sampling. Only 1.0 is supported, because logprobs of the trainer are over the whole vocabulary."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens. Only null is supported, for the same reason."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a rollout; null = the model's end-of-sequence tokens."""
+    num_cpu_engines: int = 1
+    """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
+    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
+    vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further engine arguments, passed to vLLM by name."""

@@ -1,0 +1,111 @@
+"""Section `policy.megatron_cfg`: parallel sizes, optimizer, learning-rate schedule of the trainer. See `mrl.config.schema`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mrl.config.fields import Precision, follows
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class OptimizerConfig:
+    optimizer: Literal["adam"] = "adam"
+    """Megatron's optimizer."""
+    lr: float = 5.0e-6
+    """Peak learning rate."""
+    min_lr: float = 5.0e-7
+    """Learning rate at the end of the decay."""
+    weight_decay: float = 0.01
+    """AdamW's decay."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1.0e-8
+    """Added to the root of the second moment."""
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+    clip_grad: float = follows("policy.max_grad_norm")
+    """Global gradient norm above which gradients are scaled down; 0 = never."""
+    params_dtype: Precision = "float32"
+    """Type of the optimizer's main parameters."""
+    bf16: bool = False
+    """Weights and activations in bfloat16; must agree with `policy.precision`."""
+    fp16: bool = False
+    """Weights and activations in float16. Not supported: must be false."""
+
+
+@traced
+@dataclass
+class SchedulerConfig:
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    """Shape of the decay from `lr` to `min_lr`."""
+    lr_decay_iters: int | None = None
+    """Steps until `min_lr`; null = grpo.max_num_steps."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warmup."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of the warmup."""
+    start_weight_decay: float = follows("policy.megatron_cfg.optimizer.weight_decay")
+    """Weight decay at the first step."""
+    end_weight_decay: float = follows("policy.megatron_cfg.optimizer.weight_decay")
+    """Weight decay at the last step."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape between the two."""
+
+
+@traced
+@dataclass
+class DdpConfig:
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in float32."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients during the backward pass."""
+    overlap_param_gather: bool = True
+    """Gather updated parameters during the next forward pass; needs `use_distributed_optimizer`."""
+
+
+@traced
+@dataclass
+class MegatronConfig:
+    enabled: bool = True
+    """Train with Megatron-Core, the only backend: must be true."""
+    tensor_model_parallel_size: int = 1
+    """TP: ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: int = 1
+    """PP: stages of consecutive layers."""
+    context_parallel_size: int = 1
+    """CP: ranks that share each sequence. Only 1 is supported."""
+    expert_model_parallel_size: int = 1
+    """EP: ranks over which the experts of a layer are spread."""
+    expert_tensor_parallel_size: int = 1
+    """ETP: ranks that share each expert's matrices."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage; null = as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage; null = as many as the others."""
+    sequence_parallel: bool = False
+    """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    freeze_moe_router: bool = True
+    """Do not train the routers' weights."""
+    moe_router_dtype: Literal["fp32", "fp64"] = "fp64"
+    """Type in which routing scores are computed."""
+    moe_router_load_balancing_type: Literal["none"] = "none"
+    """Auxiliary balancing loss."""
+    moe_router_bias_update_rate: float = 0.0
+    """Step of the expert-bias update after each train step; 0 = biases stay."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    distributed_data_parallel_config: DdpConfig = field(default_factory=DdpConfig)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the dense layers: TP x PP x CP."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

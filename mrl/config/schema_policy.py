@@ -1,0 +1,62 @@
+"""Section `policy`: the model, its batches, and the two libraries that run it. See `mrl.config.schema`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mrl.config.fields import Precision, follows, required
+from mrl.config.schema_generation import GenerationConfig
+from mrl.config.schema_megatron import MegatronConfig
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class TokenizerConfig:
+    name: str = follows("policy.model_name")
+    """Folder of the tokenizer."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to `apply_chat_template`; null = nothing."""
+
+
+@traced
+@dataclass
+class SequencePackingConfig:
+    enabled: bool = True
+    """Pack sequences into rows. Packed rows are the only batch format: must be true."""
+    train_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
+    """Tokens of a packed row in training."""
+    logprob_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
+    """Tokens of a packed row in logprob passes."""
+    algorithm: Literal["first_fit_decreasing"] = "first_fit_decreasing"
+    """How sequences are assigned to rows."""
+    sequence_length_round: int = 64
+    """Row lengths are rounded up to a multiple of this, which bounds the number of different shapes."""
+
+
+@traced
+@dataclass
+class PolicyConfig:
+    model_name: str = required()
+    """Folder of the starting model in Hugging Face format."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train_global_batch_size: int = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
+    """Sequences per optimizer step. Must equal the rollouts per step."""
+    train_micro_batch_size: int = 1
+    """Longest sequences that fit into a packed row in training."""
+    logprob_batch_size: int = follows("policy.train_micro_batch_size")
+    """Longest sequences that fit into a packed row in logprob passes."""
+    max_total_sequence_length: int = 512
+    """Longest prompt plus rollout, in tokens."""
+    make_sequence_length_divisible_by: int = follows("policy.megatron_cfg.tensor_model_parallel_size")
+    """Packed rows are padded to a multiple of this; sequence parallelism needs a multiple of TP."""
+    precision: Precision = "float32"
+    """Type of weights and activations."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 = never."""
+    refit_buffer_size_gb: float = 0.25
+    """Exchange buffer of a unit during a refit, in GB (10^9 bytes). Smaller = more rounds."""
+    sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
