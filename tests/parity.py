@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import NemotronHForCausalLM
+from transformers import PreTrainedModel
 
 # DESIGN: a token counts where no router choice of its position could flip from rounding alone.
 MIN_ROUTER_MARGIN = 1e-5
@@ -24,13 +24,15 @@ class Scores:
     """float32 [L]: over the MoE layers, the smallest lead of the last chosen expert, at the position that predicts the token."""
 
 
-def hf_scores(model: NemotronHForCausalLM, prompt: Sequence[int], generated: Sequence[int]) -> Scores:
-    """Scores of `generated` after `prompt`. The model must have been through `models.unclamp_dt`."""
+def hf_scores(model: PreTrainedModel, prompt: Sequence[int], generated: Sequence[int]) -> Scores:
+    """Scores of `generated` after `prompt`. A nemotron_h must have been through `models.unclamp_dt`."""
     margins: list[torch.Tensor] = []
 
     def note_margin(router: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         hidden = arguments[0].reshape(-1, arguments[0].shape[-1]).float()
-        scores = torch.sigmoid(hidden @ router.get_parameter("weight").float().T) + router.get_buffer("e_score_correction_bias")
+        logits = hidden @ router.get_parameter("weight").float().T
+        bias = dict(router.named_buffers()).get("e_score_correction_bias")
+        scores = logits.softmax(dim=-1) if bias is None else torch.sigmoid(logits) + bias
         best = scores.topk(model.config.num_experts_per_tok + 1, dim=-1).values
         margins.append(best[:, -2] - best[:, -1])
 
@@ -42,11 +44,13 @@ def hf_scores(model: NemotronHForCausalLM, prompt: Sequence[int], generated: Seq
     finally:
         for handle in handles:
             handle.remove()
-    assert len(margins) == len(routers) > 0
+    assert len(margins) == len(routers)
     positions = slice(len(prompt) - 1, len(prompt) + len(generated) - 1)
     targets = torch.tensor(generated).unsqueeze(-1)
     logprobs = logits[positions].log_softmax(dim=-1).gather(-1, targets).squeeze(-1)
-    return Scores(logprobs.numpy(), torch.stack(margins).amin(dim=0)[positions].numpy())
+    # Without routers, no choice can flip.
+    margin = torch.stack(margins).amin(dim=0)[positions] if margins else torch.full_like(logprobs, torch.inf)
+    return Scores(logprobs.numpy(), margin.numpy())
 
 
 @dataclass
