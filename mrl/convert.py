@@ -6,30 +6,21 @@ import argparse
 import json
 import logging
 import re
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.boxes import Layout
+from conversion.checkpoint_folder import HF_CONFIG_FILE, Checkpoint, copy_companions, find_checkpoint
 from conversion.families.registry import family
-from conversion.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsFolder, write_safetensors
+from conversion.safetensors_io import write_safetensors
 from conversion.tensors import dtype_name
-from conversion.torch_dist_io import EMBEDDING_KEY, TorchDistFolder, canonical_tensors, write_torch_dist
+from conversion.to_megatron import convert_hf_to_mcore, write_aside
+from conversion.torch_dist_io import EMBEDDING_KEY, TorchDistFolder, canonical_tensors
 
 logger = logging.getLogger(__name__)
 
-ITERATION_FOLDER = "iter_0000000"
-LATEST_FILE = "latest_checkpointed_iteration.txt"
-HF_CONFIG_FILE = "hf_config.json"
-
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
-# Files of a Hugging Face folder that describe weights; everything else next to them is tokenizer, template or generation settings.
-_WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "config.json")
-_COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.direction == "mcore-to-hf":
             mcore_to_hf(options.mcore, options.out, max_shard_bytes=size_in_bytes(options.max_shard_size))
         else:
-            hf_to_mcore(options.hf, options.out)
+            convert_hf_to_mcore(options.hf, options.out)
     except ValueError as error:
         logger.error("%s", error)
         return 2
@@ -76,56 +67,6 @@ def size_in_bytes(text: str) -> int:
     return max(1, int(float(match[1]) * _UNITS[match[2]]))
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Where the parts of a Megatron checkpoint lie."""
-
-    iteration: Path
-    hf_config: dict[str, object]
-    tokenizer: Path | None
-
-
-def find_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a step folder, a weights folder or an iter_ folder.
-
-    Raises:
-        ValueError: there is none, or no copy of the model's config.json beside it.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"--mcore {folder} is not a folder; name a step_N folder, its policy/weights, or an iter_ folder")
-    weights = folder / "policy" / "weights" if (folder / "policy" / "weights").is_dir() else folder
-    iteration = weights if (weights / ".metadata").exists() else _latest_iteration(weights)
-    configs = [path for path in (iteration / HF_CONFIG_FILE, iteration.parent / HF_CONFIG_FILE) if path.exists()]
-    if not configs:
-        raise ValueError(f"--mcore {folder}: {iteration} has no {HF_CONFIG_FILE}, a copy of the Hugging Face config.json; put one there")
-    tokenizers = [path for path in (iteration.parent / "tokenizer", iteration.parent.parent / "tokenizer") if path.is_dir()]
-    return Checkpoint(iteration, _read_config(configs[0]), tokenizers[0] if tokenizers else None)
-
-
-def _latest_iteration(weights: Path) -> Path:
-    latest = weights / LATEST_FILE
-    if latest.exists():
-        number = latest.read_text(encoding="utf-8").strip()
-        found = [weights / f"iter_{int(number):07d}"] if number.isdigit() else []
-    else:
-        found = sorted(weights.glob("iter_*"))
-    if not found or not (found[-1] / ".metadata").exists():
-        raise ValueError(
-            f"--mcore {weights}: no complete Megatron checkpoint there; name a step_N folder, its policy/weights, or an iter_ folder"
-        )
-    return found[-1]
-
-
-def _read_config(path: Path) -> dict[str, object]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable JSON: {error}; it must be a model's config.json") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a JSON object; it must be a model's config.json")
-    return config
-
-
 def mcore_to_hf(mcore: Path, out: Path, *, max_shard_bytes: int) -> None:
     """Writes the Hugging Face folder of a Megatron checkpoint: weights in the checkpoint's dtype, config.json, tokenizer files.
 
@@ -145,9 +86,9 @@ def mcore_to_hf(mcore: Path, out: Path, *, max_shard_bytes: int) -> None:
         if checkpoint.tokenizer is None:
             logger.warning("no tokenizer folder beside %s: the export has none", checkpoint.iteration.parent)
         else:
-            _copy_companions(checkpoint.tokenizer, folder)
+            copy_companions(checkpoint.tokenizer, folder)
 
-    _write_aside(out, write)
+    write_aside(out, write)
 
 
 def _padded_vocabulary(source: TorchDistFolder, checkpoint: Checkpoint) -> int:
@@ -155,70 +96,6 @@ def _padded_vocabulary(source: TorchDistFolder, checkpoint: Checkpoint) -> int:
     if not isinstance(vocabulary, int) or rows < vocabulary:
         raise ValueError(f"{checkpoint.iteration}: {EMBEDDING_KEY} has {rows} rows, less than vocab_size={vocabulary} of {HF_CONFIG_FILE}")
     return rows
-
-
-def hf_to_mcore(hf: Path, out: Path) -> None:
-    """Writes the Megatron checkpoint of a Hugging Face folder, loadable at any parallel layout, in the dtypes of the folder.
-
-    Raises:
-        ValueError: the folder is missing or incomplete, its model is not supported; or `out` exists.
-    """
-    if not (hf / "config.json").exists():
-        raise ValueError(f"--hf {hf} has no config.json; name the folder of a Hugging Face model")
-    hf_config = _read_config(hf / "config.json")
-    model = family(hf_config)
-    with SafetensorsFolder(hf) as source:
-        source.check(model.canonical(hf_config))
-        layout = _with_stored_dtypes(model.torch_dist_layout(hf_config, "float32"), source)
-
-        def write(folder: Path) -> None:
-            iteration = folder / ITERATION_FOLDER
-            iteration.mkdir()
-            write_torch_dist(iteration, layout, source.read)
-            (iteration / HF_CONFIG_FILE).write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
-            # JSON is YAML too. NeMo RL's loader looks for this file.
-            (iteration / "run_config.yaml").write_text(
-                json.dumps({"model": model.megatron_arguments(hf_config)}, indent=2), encoding="utf-8"
-            )
-            (folder / "tokenizer").mkdir()
-            _copy_companions(hf, folder / "tokenizer")
-            (folder / LATEST_FILE).write_text("0", encoding="utf-8")
-
-        _write_aside(out, write)
-
-
-def _with_stored_dtypes(layout: Layout, source: SafetensorsFolder) -> Layout:
-    """The layout in the dtypes of the source, so that nothing is cast on the way and back."""
-    stored: Layout = {}
-    for slot, content in layout.items():
-        dtypes = {dtype_name(source.dtype(piece.name)) for piece in content.pieces}
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"tensors of {slot} have several dtypes ({sorted(dtypes)}): {content.pieces[0].name} and others; store them in one"
-            )
-        stored[slot] = replace(content, dtype=dtypes.pop())
-    return stored
-
-
-def _copy_companions(source: Path, folder: Path) -> None:
-    for pattern in _COMPANIONS:
-        for path in sorted(source.glob(pattern)):
-            if path.is_file() and path.name not in _WEIGHT_FILES:
-                shutil.copyfile(path, folder / path.name)
-
-
-def _write_aside(out: Path, write: Callable[[Path], None]) -> None:
-    """Makes the folder `out` by `write`, all of it or nothing."""
-    if out.exists():
-        raise ValueError(f"--out {out} exists; remove it or choose another")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        write(aside)
-        aside.chmod(0o755)
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 if __name__ == "__main__":

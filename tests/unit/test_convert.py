@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conversion.checkpoint_folder import find_checkpoint
 from conversion.families.registry import family
-from mrl.convert import find_checkpoint, main, size_in_bytes
+from conversion.manifest import read_manifest, verify_manifest
+from mrl.convert import main, size_in_bytes
 from tests.unit.conversion.dense import TINY
 
 
@@ -51,7 +53,12 @@ def test_a_checkpoint_has_the_layout_that_loaders_look_for(mcore_folder: Path):
     assert (mcore_folder / "latest_checkpointed_iteration.txt").read_text() == "0"
     names = {path.name for path in (mcore_folder / "iter_0000000").iterdir()}
     assert {".metadata", "metadata.json", "common.pt", "hf_config.json", "run_config.yaml"} <= names
-    assert {path.name for path in mcore_folder.iterdir()} == {"iter_0000000", "latest_checkpointed_iteration.txt", "tokenizer"}
+    assert {path.name for path in mcore_folder.iterdir()} == {
+        "iter_0000000",
+        "latest_checkpointed_iteration.txt",
+        "manifest.json",
+        "tokenizer",
+    }
 
 
 @pytest.mark.parametrize("inside", ["", "policy/weights", "policy/weights/iter_0000000"])
@@ -146,3 +153,19 @@ def test_sizes():
     for text in ("0GB", "-1GB", "5", "GB", "5 TB"):
         with pytest.raises(ValueError, match="--max-shard-size"):
             size_in_bytes(text)
+
+
+def test_the_manifest_finds_a_flipped_byte_in_every_file(mcore_folder: Path, tmp_path: Path):
+    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore"))
+    verify_manifest(checkpoint)
+    for name, record in read_manifest(checkpoint).files.items():
+        content = (checkpoint / name).read_bytes()
+        assert len(content) == record.size
+        for position in {0, len(content) // 3, len(content) - 1}:
+            (checkpoint / name).write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+            with pytest.raises(ValueError, match=f"{name}: its checksum differs"):
+                verify_manifest(checkpoint)
+        (checkpoint / name).write_bytes(content)
+    (checkpoint / "stray").write_text("")
+    with pytest.raises(ValueError, match="stray: not in the manifest"):
+        verify_manifest(checkpoint)

@@ -33,7 +33,13 @@ ALLOWED_BESIDE = {("mrl.config", "conversion"), ("mrl.config", "mrl.env")}
 
 HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 # The files of conversion/ that touch bytes; all others are tables and need the standard library only.
-BYTE_MODULES = {"conversion.safetensors_io", "conversion.tensors", "conversion.torch_dist_io"}
+BYTE_MODULES = {
+    "conversion.manifest",
+    "conversion.safetensors_io",
+    "conversion.tensors",
+    "conversion.to_megatron",
+    "conversion.torch_dist_io",
+}
 # What a bare GPU machine has: enough to try the policy and the refit without the rest.
 BARE_LIBRARIES = {"isal", "megatron", "numpy", "safetensors", "torch"}
 HEAVY_LIBRARIES = {"megatron", "ray", "safetensors", "tokenizers", "torch", "transformers", "vllm"}

@@ -1,0 +1,156 @@
+"""manifest.json of a folder that a conversion wrote: checksums of every tensor and every file, and where they came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from isal import isal_zlib
+
+MANIFEST = "manifest.json"
+# Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
+TABLE_VERSION = 1
+
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A canonical tensor as it is stored."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+    """Of its content in `dtype`, row by row, little-endian."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of the folder."""
+
+    size: int
+    sha256: str
+    crc32: int
+    """Much faster than sha256: what loading checks."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds."""
+
+    source: Mapping[str, object]
+    """What it was made of, for people; the tensors' checksums are what identifies it."""
+    tensors: Mapping[str, TensorRecord]
+    files: Mapping[str, FileRecord]
+    """By path relative to the folder; every file but the manifest itself."""
+    table_version: int = TABLE_VERSION
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest of a folder."""
+    content = {
+        "table_version": manifest.table_version,
+        "source": dict(manifest.source),
+        "tensors": {name: asdict(record) for name, record in manifest.tensors.items()},
+        "files": {name: asdict(record) for name, record in manifest.files.items()},
+    }
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Manifest(
+            source=dict(content["source"]),
+            tensors={
+                str(name): TensorRecord(str(record["dtype"]), tuple(map(int, record["shape"])), str(record["sha256"]))
+                for name, record in content["tensors"].items()
+            },
+            files={
+                str(name): FileRecord(int(record["size"]), str(record["sha256"]), int(record["crc32"]))
+                for name, record in content["files"].items()
+            },
+            table_version=int(content["table_version"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is missing or damaged ({error!r}); convert again with python -m mrl.convert") from error
+
+
+def file_record(path: Path) -> FileRecord:
+    """Checksums of a file, which is read once."""
+    sha256, crc32, size = hashlib.sha256(), 0, 0
+    buffer = bytearray(_BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            block = memoryview(buffer)[:num_bytes]
+            sha256.update(block)
+            crc32 = isal_zlib.crc32(block, crc32)
+            size += num_bytes
+    return FileRecord(size, sha256.hexdigest(), crc32)
+
+
+def file_names(folder: Path) -> list[str]:
+    """Every file below a folder but its manifest, by relative path."""
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in paths if path != MANIFEST)
+
+
+def verify_manifest(folder: Path) -> None:
+    """Returns if every file of a folder is as its manifest says, and there is no other. Reads all bytes once.
+
+    Raises:
+        ValueError: a file is missing, differs, or is not listed; or there is no manifest.
+    """
+    manifest = read_manifest(folder)
+    faults = [f"{name}: not in the manifest" for name in file_names(folder) if name not in manifest.files]
+    faults += [fault for name, record in manifest.files.items() if (fault := _fault(folder / name, name, record, with_sha256=True))]
+    _refuse(folder, faults)
+
+
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Returns if these files of a folder, by relative path, are as its manifest says. Meant for loading: reads them once, by crc32.
+
+    Raises:
+        ValueError: a file is missing, differs, or is not listed; or there is no manifest.
+    """
+    manifest = read_manifest(folder)
+    faults = []
+    for name in names:
+        record = manifest.files.get(name)
+        fault = f"{name}: not in the manifest" if record is None else _fault(folder / name, name, record, with_sha256=False)
+        faults += [fault] if fault else []
+    _refuse(folder, faults)
+
+
+def _fault(path: Path, name: str, record: FileRecord, *, with_sha256: bool) -> str | None:
+    if not path.is_file():
+        return f"{name}: missing"
+    size = path.stat().st_size
+    if size != record.size:
+        return f"{name}: {size} bytes instead of {record.size}"
+    found = file_record(path) if with_sha256 else FileRecord(size, record.sha256, file_crc32(path))
+    return None if found == record else f"{name}: its checksum differs, so the file is damaged"
+
+
+def file_crc32(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc32, buffer = 0, bytearray(_BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            crc32 = isal_zlib.crc32(memoryview(buffer)[:num_bytes], crc32)
+    return crc32
+
+
+def _refuse(folder: Path, faults: list[str]) -> None:
+    if faults:
+        more = f" and {len(faults) - 6} more" if len(faults) > 6 else ""
+        raise ValueError(f"{folder} is not what its {MANIFEST} says: {'; '.join(faults[:6])}{more}; remove the folder and convert again")
