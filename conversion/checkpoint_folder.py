@@ -7,12 +7,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from conversion.files import INDEX_FILE, SINGLE_FILE
+
 ITERATION_FOLDER = "iter_0000000"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 HF_CONFIG_FILE = "hf_config.json"
 
 # Files of a Hugging Face folder that describe weights; everything else next to them is tokenizer, template or generation settings.
-_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "config.json", "manifest.json")
+_WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "config.json", "manifest.json")
 _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 

@@ -14,10 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot
+from conversion.files import INDEX_FILE, SINGLE_FILE
 from conversion.tensors import fill, torch_dtype
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _DTYPES = {
     "F64": torch.float64,

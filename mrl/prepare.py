@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from conversion.files import publish
+
 logger = logging.getLogger(__name__)
 
 # Raised when the same arguments would give other files.
@@ -41,11 +43,9 @@ def prepare_tiny(out: Path, *, seed: int) -> None:
     Raises:
         ValueError: `out` exists and was not made with these arguments.
     """
-    recipe = {"kind": "tiny", "seed": seed, "recipe_version": RECIPE_VERSION}
+    recipe: dict[str, object] = {"kind": "tiny", "seed": seed, "recipe_version": RECIPE_VERSION}
     if out.exists():
-        if _recipe_of(out) != recipe:
-            raise ValueError(f"--out {out} exists and was not made by this version with --seed {seed}; remove it or choose another --out")
-        logger.info("%s is already there", out)
+        _accept(out, recipe)
         return
     started = time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -54,10 +54,21 @@ def prepare_tiny(out: Path, *, seed: int) -> None:
         _write_tiny(aside, seed=seed)
         (aside / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
         aside.chmod(0o755)
-        aside.rename(out)
+        is_ours = publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    logger.info("%s made in %.0f s", out, time.monotonic() - started)
+    if is_ours:
+        logger.info("%s made in %.0f s", out, time.monotonic() - started)
+    else:
+        _accept(out, recipe)
+
+
+def _accept(out: Path, recipe: dict[str, object]) -> None:
+    if _recipe_of(out) != recipe:
+        raise ValueError(
+            f"--out {out} exists and was not made by this version with --seed {recipe['seed']}; remove it or choose another --out"
+        )
+    logger.info("%s is already there", out)
 
 
 def _write_tiny(folder: Path, *, seed: int) -> None:

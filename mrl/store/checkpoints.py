@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.store.files import sha256_file, sync_file, sync_folder, write_atomic
+from conversion.files import sha256_file, sync_file, sync_folder, write_atomic
 from mrl.types import RunState
 
 logger = logging.getLogger(__name__)

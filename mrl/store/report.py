@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from conversion.files import write_atomic
 from mrl.store.charts import Series, line_chart, stacked_chart
-from mrl.store.files import write_atomic
 
 PHASES = ("generation", "reward", "train", "refit", "validation", "checkpoint")
 NUM_SAMPLES = 24

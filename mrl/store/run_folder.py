@@ -9,11 +9,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from conversion.files import write_atomic
 from mrl.config.redact import resolved_yaml
 from mrl.config.schema import RunConfig
 from mrl.store.checkpoints import Checkpoint, CheckpointStore
 from mrl.store.console import step_header, step_lines
-from mrl.store.files import write_atomic
 from mrl.store.ledger import Ledger
 from mrl.store.metrics import JsonlLogger, Logger, TensorBoardLogger, drop_later_steps
 from mrl.store.report import write_report

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout
-from conversion.safetensors_io import INDEX_FILE, SafetensorsFolder, fill_layout, read_layout, write_safetensors
+from conversion.files import INDEX_FILE
+from conversion.safetensors_io import SafetensorsFolder, fill_layout, read_layout, write_safetensors
 
 TENSORS = {
     "a": torch.arange(24, dtype=torch.float32).reshape(6, 4),

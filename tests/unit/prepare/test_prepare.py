@@ -51,6 +51,25 @@ def test_a_failure_leaves_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("winner_seed", "exit_code"), [(0, 0), (1, 2)])
+def test_the_loser_of_a_race_takes_the_winners_folder_if_it_is_what_it_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, winner_seed: int, exit_code: int
+):
+    writes = []
+
+    def write(folder: Path, *, seed: int) -> None:
+        writes.append(folder)
+        (folder / "model").write_text(str(len(writes)))
+        if len(writes) == 1:
+            # While the first is at work, another one starts and finishes.
+            assert prepare.main(["tiny", "--out", str(tmp_path / "tiny"), "--seed", str(winner_seed)]) == 0
+
+    monkeypatch.setattr(prepare, "_write_tiny", write)
+    assert prepare.main(["tiny", "--out", str(tmp_path / "tiny")]) == exit_code
+    assert (tmp_path / "tiny" / "model").read_text() == "2"
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
 @pytest.mark.usefixtures("fake_work")
 def test_finding_it_there_imports_nothing_heavy(tmp_path: Path):
     prepare.main(["tiny", "--out", str(tmp_path / "tiny")])
