@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from conversion.boxes import Box, Piece, full
 
@@ -251,37 +251,49 @@ class Qkv(Cut):
 
 
 @dataclass(frozen=True)
-class Experts:
-    """One linear layer of all experts. A Megatron rank keeps a tensor for each of its experts; checkpoint and vLLM stack them."""
+class Gated(Cut):
+    """Gate and up projection of a gated MLP: every rank and worker holds its gate rows above its up rows."""
 
-    experts: Sequence[Canonical]
-    cut: type[Column] | type[Row]
-    _cuts: tuple[Column | Row, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_cuts", tuple(self.cut(tensor) for tensor in self.experts))
+    gate: Canonical
+    up: Canonical
 
     @property
     def tensors(self) -> tuple[Canonical, ...]:
-        return tuple(self.experts)
+        return self.gate, self.up
+
+    def megatron(self, shard: Shard) -> Cutout:
+        start, stop = shard.part(self.gate.shape[0], f"rows of {self.gate.name}")
+        return _concatenate([(self.gate, start, stop), (self.up, start, stop)])
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One linear layer of all experts. A Megatron rank keeps a tensor for each of its experts; checkpoint and vLLM stack them."""
+
+    cuts: tuple[Cut, ...]
+    """By expert."""
+
+    @property
+    def tensors(self) -> tuple[Canonical, ...]:
+        return tuple(tensor for cut in self.cuts for tensor in cut.tensors)
 
     def megatron(self, expert_shard: Shard, shard: Shard) -> list[Cutout]:
         """The tensors of a rank, by local expert."""
-        start, stop = expert_shard.part(len(self.experts), "experts")
-        return [cut.megatron(shard) for cut in self._cuts[start:stop]]
+        start, stop = expert_shard.part(len(self.cuts), "experts")
+        return [cut.megatron(shard) for cut in self.cuts[start:stop]]
 
     def checkpoint(self) -> Cutout:
         """The global tensor [experts, ...] of a Megatron checkpoint."""
-        return _stack_experts([cut.megatron(WHOLE) for cut in self._cuts])
+        return _stack_experts([cut.megatron(WHOLE) for cut in self.cuts])
 
     def vllm(self, expert_shard: Shard, shard: Shard) -> Cutout:
         """The tensor [local experts, ...] of a worker under vLLM's linear placement, where the first workers may hold one expert more."""
-        if expert_shard.size > len(self.experts):
-            raise ValueError(f"{expert_shard.axis}={expert_shard.size} is more than the {len(self.experts)} experts")
-        base, remainder = divmod(len(self.experts), expert_shard.size)
+        if expert_shard.size > len(self.cuts):
+            raise ValueError(f"{expert_shard.axis}={expert_shard.size} is more than the {len(self.cuts)} experts")
+        base, remainder = divmod(len(self.cuts), expert_shard.size)
         start = expert_shard.rank * base + min(expert_shard.rank, remainder)
         stop = start + base + (expert_shard.rank < remainder)
-        return _stack_experts([cut.vllm(shard) for cut in self._cuts[start:stop]])
+        return _stack_experts([cut.vllm(shard) for cut in self.cuts[start:stop]])
 
 
 def _round_up(value: int, multiple: int) -> int:

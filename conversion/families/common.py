@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from conversion.boxes import Layout, Slot, SlotLayout
-from conversion.layouts import Canonical, Cut, Cutout, Experts, Shard
+from conversion.families.settings import HfConfig
+from conversion.layouts import Cut, Cutout, Experts, Shard
 
-HfConfig = Mapping[str, object]
-"""The contents of a config.json."""
 Flavour = Literal["local", "te"]
 """Megatron's layer specs: of plain torch modules, or of Transformer Engine's."""
 
@@ -36,6 +37,8 @@ class MegatronParallel:
     cp: int = 1
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
+    vpp: int = 1
+    """Virtual pipeline chunks of each stage, interleaved over the stages."""
 
     def coords_of(self, rank: int, world_size: int) -> MegatronCoords:
         """Coordinates of a global rank in Megatron's default order tp-cp-dp-pp, for experts etp-ep-dp-pp, fastest first.
@@ -56,12 +59,18 @@ class MegatronParallel:
             etp=rank % self.etp,
         )
 
-    def layers_of(self, pp_rank: int, num_layers: int) -> range:
-        """Global indices of the layers of a stage.
+    def layers_of(self, pp_rank: int, num_layers: int, chunk: int = 0) -> range:
+        """Global indices of the layers of a chunk of a stage; without virtual stages, of the whole stage.
 
         Raises:
-            ValueError: the layers cannot be spread evenly over the stages whose number of layers is not given.
+            ValueError: the layers cannot be spread evenly over the stages whose number of layers is not given, or over the chunks.
         """
+        sizes = self._stage_sizes(num_layers)
+        self._check_chunks(sizes)
+        start = (chunk * num_layers + sum(sizes[:pp_rank])) // self.vpp
+        return range(start, start + sizes[pp_rank] // self.vpp)
+
+    def _stage_sizes(self, num_layers: int) -> list[int]:
         fixed = {}
         if self.num_layers_in_first_pipeline_stage is not None:
             fixed[0] = self.num_layers_in_first_pipeline_stage
@@ -74,9 +83,20 @@ class MegatronParallel:
                 f"{self.num_layers_in_last_pipeline_stage} leaves {rest} of {num_layers} layers for {num_even} equal stages; "
                 "set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides"
             )
-        sizes = [fixed.get(stage, rest // max(num_even, 1)) for stage in range(self.pp)]
-        start = sum(sizes[:pp_rank])
-        return range(start, start + sizes[pp_rank])
+        return [fixed.get(stage, rest // max(num_even, 1)) for stage in range(self.pp)]
+
+    def _check_chunks(self, sizes: list[int]) -> None:
+        if self.vpp == 1:
+            return
+        setting = f"virtual_pipeline_model_parallel_size={self.vpp}"
+        if self.pp == 1:
+            # Megatron would build every layer in every chunk.
+            raise ValueError(f"{setting} needs pipeline_model_parallel_size of at least 2; leave it out")
+        if self.num_layers_in_first_pipeline_stage and self.num_layers_in_last_pipeline_stage and self.pp == 2:
+            # Megatron divides by the number of stages between them.
+            raise ValueError(f"{setting} with both stages' layers given needs a third stage; give one of them")
+        if any(size % self.vpp for size in sizes):
+            raise ValueError(f"{setting} does not divide the layers of each stage {sizes}; use a common divisor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +137,8 @@ class Model:
     first: tuple[Rule, ...]
     layers: tuple[tuple[Rule, ...], ...]
     last: tuple[Rule, ...]
+    tied_output: Rule | None = None
+    """Of tied embeddings: the copy that the last one of several stages holds. Other holders have the embedding only."""
 
     def all(self) -> Iterator[tuple[int | None, Rule]]:
         """Every rule with the index of its layer, None outside of the layers."""
@@ -124,76 +146,116 @@ class Model:
         yield from ((index, rule) for index, rules in enumerate(self.layers) for rule in rules)
         yield from ((None, rule) for rule in self.last)
 
-    def stage(self, parallel: MegatronParallel, pp_rank: int) -> Iterator[tuple[int | None, Rule]]:
-        """Every rule of a pipeline stage with the local index of its layer."""
+    def stage(self, parallel: MegatronParallel, pp_rank: int) -> Iterator[tuple[int, int | None, Rule]]:
+        """Every rule of a pipeline stage with its chunk and the local index of its layer."""
         if pp_rank == 0:
-            yield from ((None, rule) for rule in self.first)
-        for local_index, index in enumerate(parallel.layers_of(pp_rank, len(self.layers))):
-            yield from ((local_index, rule) for rule in self.layers[index])
+            yield from ((0, None, rule) for rule in self.first)
+        for chunk in range(parallel.vpp):
+            for local_index, index in enumerate(parallel.layers_of(pp_rank, len(self.layers), chunk)):
+                yield from ((chunk, local_index, rule) for rule in self.layers[index])
         if pp_rank == parallel.pp - 1:
-            yield from ((None, rule) for rule in self.last)
+            yield from ((parallel.vpp - 1, None, rule) for rule in self.last)
+            if parallel.pp > 1 and self.tied_output is not None:
+                yield parallel.vpp - 1, None, self.tied_output
 
 
 @dataclass(frozen=True)
 class Family:
-    """All that this project knows of one Hugging Face model_type. Every method raises ValueError for a config that it cannot convert."""
+    """All that this project knows of one Hugging Face model_type. Every method raises ValueError for a config that it cannot convert.
+
+    Layouts are remembered: equal arguments give the same object. Nobody changes a layout.
+    """
 
     model: Callable[[HfConfig, int | None], Model]
     """Rules of a config; the second argument is the padded vocabulary size of a checkpoint."""
     megatron_arguments: Callable[[HfConfig], dict[str, dict[str, object]]]
     """Arguments that follow from config.json, as plain values: "transformer" for TransformerConfig, "model" for the model class."""
-    megatron_layers: str
-    """Prefix of the layers in Megatron's names, with "{layer}"."""
-    vllm_layers: str
+    model_class: Literal["mamba", "gpt"]
+    """MambaModel or GPTModel."""
+    vllm_layers: str | None
+    """Prefix of the layers in vLLM's names, with "{layer}"; None for a model that vLLM gets no layout of."""
+    can_train: bool = True
 
     def canonical(self, hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the Hugging Face checkpoint."""
-        return {tensor.name: tensor.shape for tensor in self._tensors(hf_config)}
+        return {tensor.name: tensor.shape for _, rule in self.model(hf_config, None).all() for tensor in rule.cut.tensors}
 
     def megatron_layout(
         self, hf_config: HfConfig, parallel: MegatronParallel, coords: MegatronCoords, dtype: str, flavour: Flavour = "local"
     ) -> Layout:
-        """Every parameter and persistent buffer of one rank's live model, by its name there (layers counted within the stage)."""
-        dense, experts = Shard(parallel.tp, coords.tp), Shard(parallel.etp, coords.etp, "expert_tensor_parallel_size")
-        placement = Shard(parallel.ep, coords.ep, "expert_model_parallel_size")
-        layout: Layout = {}
-        for layer, rule in self.model(hf_config, None).stage(parallel, coords.pp):
-            name = _name(self.megatron_layers, layer, rule.local if flavour == "local" and rule.local else rule.megatron)
-            if isinstance(rule.cut, Experts):
-                for index, cutout in enumerate(rule.cut.megatron(placement, experts)):
-                    layout[Slot(name.replace("{expert}", str(index)))] = _slot(cutout, rule.dtype or dtype)
-            else:
-                layout[Slot(name)] = _slot(rule.cut.megatron(dense), rule.dtype or dtype)
-        return layout
+        """Every parameter and persistent buffer of one rank's live model, by chunk and name there (layers counted within the chunk)."""
+        return _megatron_layout(self, _key(hf_config), parallel, coords, dtype, flavour)
 
     def vllm_layout(self, hf_config: HfConfig, parallel: VllmParallel, worker: int, dtype: str) -> Layout:
         """Every parameter and persistent buffer of one worker of an engine."""
-        dense = Shard(parallel.tp, worker, "vllm_cfg.tensor_parallel_size")
-        experts = dense if parallel.ep == 1 else Shard(1, 0)
-        placement = Shard(parallel.ep, worker if parallel.ep > 1 else 0, "vllm_cfg.expert_parallel_size")
-        layout: Layout = {}
-        for layer, rule in self.model(hf_config, None).all():
-            cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(dense)
-            layout[Slot(_name(self.vllm_layers, layer, rule.vllm))] = _slot(cutout, rule.vllm_dtype or dtype)
-        return layout
+        return _vllm_layout(self, _key(hf_config), parallel, worker, dtype)
 
     def torch_dist_layout(self, hf_config: HfConfig, dtype: str, padded_vocabulary: int | None = None) -> Layout:
         """The global tensors of a Megatron torch_dist checkpoint, by key. Names are those of Transformer Engine's specs.
 
-        The vocabulary is padded to `padded_vocabulary` rows, by default as Megatron does at tp 1; sizes in checkpoints depend on the tp
-        that wrote them.
+        Each layer has keys of its own, as Megatron writes with the metadata non_homogeneous_layers. The vocabulary is padded to
+        `padded_vocabulary` rows, by default as Megatron does at tp 1; sizes in checkpoints depend on the tp that wrote them.
         """
-        layout: Layout = {}
-        for layer, rule in self.model(hf_config, padded_vocabulary).all():
-            key = _name(self.megatron_layers, layer, rule.checkpoint or rule.megatron)
-            cutouts = {"": rule.cut.checkpoint()} if isinstance(rule.cut, Experts) else rule.cut.checkpoint()
-            for suffix, cutout in cutouts.items():
-                layout[Slot(key + suffix)] = _slot(cutout, rule.dtype or dtype)
-        return layout
+        return _torch_dist_layout(self, _key(hf_config), dtype, padded_vocabulary)
 
-    def _tensors(self, hf_config: HfConfig) -> Iterator[Canonical]:
-        for _, rule in self.model(hf_config, None).all():
-            yield from rule.cut.tensors
+
+# Enough for the ranks of a large run; beyond it, equal coordinates get equal layouts that are not the same object.
+_NUM_LAYOUTS = 1024
+
+
+def _key(hf_config: HfConfig) -> str:
+    return json.dumps(hf_config, sort_keys=True)
+
+
+@lru_cache(maxsize=16)
+def _model(family: Family, config_key: str, padded_vocabulary: int | None = None) -> Model:
+    return family.model(json.loads(config_key), padded_vocabulary)
+
+
+@lru_cache(maxsize=_NUM_LAYOUTS)
+def _megatron_layout(
+    family: Family, config_key: str, parallel: MegatronParallel, coords: MegatronCoords, dtype: str, flavour: Flavour
+) -> Layout:
+    if parallel.vpp > 1 and family.model_class == "mamba":
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size={parallel.vpp}: Megatron's hybrid models have no virtual stages; leave it out"
+        )
+    dense, experts = Shard(parallel.tp, coords.tp), Shard(parallel.etp, coords.etp, "expert_tensor_parallel_size")
+    placement = Shard(parallel.ep, coords.ep, "expert_model_parallel_size")
+    layout: Layout = {}
+    for chunk, layer, rule in _model(family, config_key).stage(parallel, coords.pp):
+        name = _name("decoder.layers.{layer}.", layer, rule.local if flavour == "local" and rule.local else rule.megatron)
+        if isinstance(rule.cut, Experts):
+            for index, cutout in enumerate(rule.cut.megatron(placement, experts)):
+                layout[Slot(name.replace("{expert}", str(index)), chunk)] = _slot(cutout, rule.dtype or dtype)
+        else:
+            layout[Slot(name, chunk)] = _slot(rule.cut.megatron(dense), rule.dtype or dtype)
+    return layout
+
+
+@lru_cache(maxsize=_NUM_LAYOUTS)
+def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker: int, dtype: str) -> Layout:
+    if family.vllm_layers is None:
+        raise ValueError(f"config.json: model_type={json.loads(config_key).get('model_type')!r} is converted only; it has no vLLM layout")
+    dense = Shard(parallel.tp, worker, "vllm_cfg.tensor_parallel_size")
+    experts = dense if parallel.ep == 1 else Shard(1, 0)
+    placement = Shard(parallel.ep, worker if parallel.ep > 1 else 0, "vllm_cfg.expert_parallel_size")
+    layout: Layout = {}
+    for layer, rule in _model(family, config_key).all():
+        cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(dense)
+        layout[Slot(_name(family.vllm_layers, layer, rule.vllm))] = _slot(cutout, rule.vllm_dtype or dtype)
+    return layout
+
+
+@lru_cache(maxsize=16)
+def _torch_dist_layout(family: Family, config_key: str, dtype: str, padded_vocabulary: int | None) -> Layout:
+    layout: Layout = {}
+    for layer, rule in _model(family, config_key, padded_vocabulary).all():
+        key = _name("decoder.layers.{layer}.", layer, rule.checkpoint or rule.megatron)
+        cutouts = {"": rule.cut.checkpoint()} if isinstance(rule.cut, Experts) else rule.cut.checkpoint()
+        for suffix, cutout in cutouts.items():
+            layout[Slot(key + suffix)] = _slot(cutout, rule.dtype or dtype)
+    return layout
 
 
 def _name(layer_prefix: str, layer: int | None, name: str) -> str:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from conversion.families.common import Family, HfConfig, Model, Rule
+from conversion.families.settings import check_settings, positive_integer, positive_number
 from conversion.layouts import Canonical, Column, Experts, Qkv, Replicated, Row, Section, Sections, Vocabulary
 
 # Names of transformers 5 (`layers_block_type`) and letters of NVIDIA's files (`hybrid_override_pattern`).
@@ -65,20 +66,20 @@ class Sizes:
         _check_supported(hf_config)
         return cls(
             pattern=layer_pattern(hf_config),
-            vocabulary=_integer(hf_config, "vocab_size"),
-            hidden=_integer(hf_config, "hidden_size"),
-            num_heads=_integer(hf_config, "num_attention_heads"),
-            num_kv_heads=_integer(hf_config, "num_key_value_heads"),
-            head_dim=_integer(hf_config, "head_dim"),
-            mamba_heads=_integer(hf_config, "mamba_num_heads"),
-            mamba_head_dim=_integer(hf_config, "mamba_head_dim"),
-            num_groups=_integer(hf_config, "n_groups"),
-            state=_integer(hf_config, "ssm_state_size"),
-            conv_kernel=_integer(hf_config, "conv_kernel"),
-            mlp=_integer(hf_config, "intermediate_size"),
-            num_experts=_integer(hf_config, "n_routed_experts"),
-            expert=_integer(hf_config, "moe_intermediate_size"),
-            shared_expert=_integer(hf_config, "moe_shared_expert_intermediate_size"),
+            vocabulary=positive_integer(hf_config, "vocab_size"),
+            hidden=positive_integer(hf_config, "hidden_size"),
+            num_heads=positive_integer(hf_config, "num_attention_heads"),
+            num_kv_heads=positive_integer(hf_config, "num_key_value_heads"),
+            head_dim=positive_integer(hf_config, "head_dim"),
+            mamba_heads=positive_integer(hf_config, "mamba_num_heads"),
+            mamba_head_dim=positive_integer(hf_config, "mamba_head_dim"),
+            num_groups=positive_integer(hf_config, "n_groups"),
+            state=positive_integer(hf_config, "ssm_state_size"),
+            conv_kernel=positive_integer(hf_config, "conv_kernel"),
+            mlp=positive_integer(hf_config, "intermediate_size"),
+            num_experts=positive_integer(hf_config, "n_routed_experts"),
+            expert=positive_integer(hf_config, "moe_intermediate_size"),
+            shared_expert=positive_integer(hf_config, "moe_shared_expert_intermediate_size"),
         )
 
 
@@ -177,9 +178,9 @@ def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
 
 def _experts(prefix: str, sizes: Sizes, hf: str, megatron: str, vllm: str) -> Rule:
     shape = (sizes.expert, sizes.hidden) if hf == "up_proj" else (sizes.hidden, sizes.expert)
-    experts = tuple(Canonical(f"{prefix}mixer.experts.{index}.{hf}.weight", shape) for index in range(sizes.num_experts))
+    cut = Column if hf == "up_proj" else Row
     return Rule(
-        Experts(experts, Column if hf == "up_proj" else Row),
+        Experts(tuple(cut(Canonical(f"{prefix}mixer.experts.{index}.{hf}.weight", shape)) for index in range(sizes.num_experts))),
         f"mlp.experts.{megatron}.weight{{expert}}",
         f"mixer.experts.routed_experts.{vllm}",
         local=f"mlp.experts.local_experts.{{expert}}.{megatron}.weight",
@@ -208,7 +209,7 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
     `activation_func` is a name: "squared_relu" of megatron.core.activations. `vocab_size` is unpadded.
     """
     sizes = Sizes.of(hf_config)
-    groups = _integer(hf_config, "n_group", 1)
+    groups = positive_integer(hf_config, "n_group", 1)
     transformer: dict[str, object] = dict(
         num_layers=len(sizes.pattern),
         hidden_size=sizes.hidden,
@@ -235,18 +236,18 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
             num_moe_experts=sizes.num_experts,
             moe_ffn_hidden_size=sizes.expert,
             moe_shared_expert_intermediate_size=sizes.shared_expert,
-            moe_router_topk=_integer(hf_config, "num_experts_per_tok"),
+            moe_router_topk=positive_integer(hf_config, "num_experts_per_tok"),
             moe_router_score_function="sigmoid",
             moe_router_enable_expert_bias=True,
             moe_router_pre_softmax=False,
-            moe_router_topk_scaling_factor=float(str(hf_config.get("routed_scaling_factor", 1.0))),
+            moe_router_topk_scaling_factor=positive_number(hf_config, "routed_scaling_factor", 1.0),
             # Group-limited routing with one group is routing without groups; Megatron takes None for that.
             moe_router_num_groups=None if groups == 1 else groups,
-            moe_router_group_topk=None if groups == 1 else _integer(hf_config, "topk_group", 1),
+            moe_router_group_topk=None if groups == 1 else positive_integer(hf_config, "topk_group", 1),
         )
     arguments: dict[str, object] = dict(
         vocab_size=sizes.vocabulary,
-        max_sequence_length=_integer(hf_config, "max_position_embeddings"),
+        max_sequence_length=positive_integer(hf_config, "max_position_embeddings"),
         hybrid_override_pattern=sizes.pattern,
         position_embedding_type="none",
         share_embeddings_and_output_weights=False,
@@ -255,24 +256,11 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
 
 
 def _epsilon(hf_config: HfConfig) -> float:
-    value = hf_config.get("layer_norm_epsilon", _MAMBA_NORM_EPSILON)
-    if not isinstance(value, float) or value <= 0:
-        raise ValueError(f"config.json: layer_norm_epsilon={value!r} is not a positive number")
-    return value
-
-
-def _integer(hf_config: HfConfig, key: str, default: int | None = None) -> int:
-    value = hf_config.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config.json: {key}={value!r} must be a positive integer")
-    return value
+    return positive_number(hf_config, "layer_norm_epsilon", _MAMBA_NORM_EPSILON)
 
 
 def _check_supported(hf_config: HfConfig) -> None:
-    for key, values in _SUPPORTED.items():
-        value = hf_config.get(key, values[0])
-        if value not in values:
-            raise ValueError(f"config.json: {key}={value!r} is not supported for nemotron_h; only {values[0]!r} is")
+    check_settings(hf_config, _SUPPORTED)
     if "M" in layer_pattern(hf_config) and _epsilon(hf_config) != _MAMBA_NORM_EPSILON:
         raise ValueError(f"config.json: layer_norm_epsilon={_epsilon(hf_config)}: Megatron's Mamba norm only has {_MAMBA_NORM_EPSILON}")
     limit = hf_config.get("time_step_limit")
@@ -288,4 +276,4 @@ def _is_unlimited(limit: object) -> bool:
     return low == 0 and (high in (math.inf, "Infinity") or high == {"__float__": "Infinity"})
 
 
-FAMILY = Family(model, megatron_arguments, megatron_layers="decoder.layers.{layer}.", vllm_layers="model.layers.{layer}.")
+FAMILY = Family(model, megatron_arguments, model_class="mamba", vllm_layers="model.layers.{layer}.")

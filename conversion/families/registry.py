@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from conversion.families import nemotron_h
+from conversion.families import nemotron_h, qwen3, qwen3_moe
 from conversion.families.common import Family, HfConfig
 
-FAMILIES = {"nemotron_h": nemotron_h.FAMILY}
+FAMILIES = {
+    "nemotron_h": nemotron_h.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+}
 
 
 def family(hf_config: HfConfig) -> Family:

@@ -1,0 +1,303 @@
+"""What transformer decoders (GPTModel) have in common: attention with rotary positions, gated MLPs, gated experts, and their tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conversion.families.common import Model, Rule
+from conversion.families.settings import HfConfig, choice, positive_integer, positive_number
+from conversion.layouts import Canonical, Cut, Experts, Gated, Qkv, Replicated, Row, Vocabulary
+
+# What no family has that we convert, by the only values that mean "without"; the first is the default.
+COMMON_SUPPORTED: dict[str, tuple[object, ...]] = {
+    "attention_bias": (False, None),
+    "attention_dropout": (0.0, 0, None),
+    "hidden_act": ("silu",),
+    "partial_rotary_factor": (1.0, 1, None),
+    "quantization_config": (None,),
+}
+
+# Megatron's llama3 scaling has these numbers in its code; only the factor is an argument.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions. `llama3_factor` is None without scaling."""
+
+    base: float
+    llama3_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Experts of a model: which layers have them, their sizes, and their names."""
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    width: int
+    topk: int
+    block: str = "mlp."
+    """Name of the block within a layer, for Hugging Face and vLLM."""
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What rules and arguments need of a config.json."""
+
+    num_layers: int
+    vocabulary: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp: int
+    epsilon: float
+    max_positions: int
+    rope: Rope
+    tied: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    moe: Moe | None = None
+
+    @classmethod
+    def of(
+        cls,
+        hf_config: HfConfig,
+        *,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        moe: Moe | None = None,
+    ) -> Decoder:
+        """Sizes of a config.json. `head_dim` is the family's default; None for hidden_size / num_attention_heads.
+
+        Raises:
+            ValueError: a key is missing or not what it must be, or the model has a sliding window or unknown rotary positions.
+        """
+        check_no_window(hf_config)
+        hidden, num_heads = positive_integer(hf_config, "hidden_size"), positive_integer(hf_config, "num_attention_heads")
+        return cls(
+            num_layers=positive_integer(hf_config, "num_hidden_layers"),
+            vocabulary=positive_integer(hf_config, "vocab_size"),
+            hidden=hidden,
+            num_heads=num_heads,
+            num_kv_heads=positive_integer(hf_config, "num_key_value_heads", num_heads),
+            head_dim=positive_integer(hf_config, "head_dim", head_dim or hidden // num_heads),
+            mlp=positive_integer(hf_config, "intermediate_size"),
+            epsilon=positive_number(hf_config, "rms_norm_eps"),
+            max_positions=positive_integer(hf_config, "max_position_embeddings"),
+            rope=read_rope(hf_config),
+            tied=choice(hf_config, "tie_word_embeddings", default=False),
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            moe=moe,
+        )
+
+
+def check_no_window(hf_config: HfConfig) -> None:
+    """Refuses sliding windows that limit attention; settings of a window that is switched off are ignored.
+
+    Raises:
+        ValueError: a window is in use.
+    """
+    kinds = hf_config.get("layer_types")
+    if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
+        raise ValueError(f"config.json: layer_types={sorted(set(map(str, kinds)))}: only full_attention is supported")
+    window = hf_config.get("sliding_window")
+    if not isinstance(window, int) or hf_config.get("use_sliding_window") is False:
+        return
+    # Models whose config has this switch are without a window unless it is on.
+    switched = "use_sliding_window" in hf_config or "max_window_layers" in hf_config
+    if hf_config.get("use_sliding_window") or (not switched and window < positive_integer(hf_config, "max_position_embeddings")):
+        raise ValueError(f"config.json: sliding_window={window} is in use, which is not supported; only full attention is")
+
+
+def read_rope(hf_config: HfConfig) -> Rope:
+    """Rotary positions in either spelling: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`.
+
+    Raises:
+        ValueError: no base, or a kind of scaling that Megatron and vLLM do not share with us.
+    """
+    key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
+    given = hf_config.get(key) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"config.json: {key}={given!r} must be a mapping")
+    base = positive_number({"rope_theta": given.get("rope_theta", hf_config.get("rope_theta"))}, "rope_theta")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"config.json: {key}.partial_rotary_factor={given['partial_rotary_factor']!r} is not supported; only 1.0 is")
+    if kind == "default":
+        return Rope(base)
+    if kind != "llama3":
+        raise ValueError(f"config.json: {key}.rope_type={kind!r} is not supported; only default and llama3 are")
+    for name, value in _LLAMA3.items():
+        if given.get(name) != value:
+            raise ValueError(f"config.json: {key}.{name}={given.get(name)!r} is not supported; Megatron's llama3 scaling only has {value}")
+    return Rope(base, positive_number(given, "factor"))
+
+
+def build_model(decoder: Decoder, padded_vocabulary: int | None = None) -> Model:
+    """The rules of a decoder whose layers are `decoder_layer`s."""
+    layers = tuple(decoder_layer(f"model.layers.{index}.", decoder, index) for index in range(decoder.num_layers))
+    return with_ends(layers, decoder, padded_vocabulary)
+
+
+def with_ends(layers: tuple[tuple[Rule, ...], ...], decoder: Decoder, padded_vocabulary: int | None) -> Model:
+    """The layers between embedding, final norm and output."""
+    shape = (decoder.vocabulary, decoder.hidden)
+    embedding = Vocabulary(Canonical("model.embed_tokens.weight", shape), padded_vocabulary)
+    output = Vocabulary(Canonical("lm_head.weight", shape), padded_vocabulary)
+    final_norm = _replicated("model.norm.weight", decoder.hidden)
+    rule = Rule(embedding if decoder.tied else output, "output_layer.weight", "lm_head.weight")
+    norm_rule = Rule(final_norm, "decoder.final_layernorm.weight", "model.norm.weight")
+    return Model(
+        first=(Rule(embedding, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),),
+        layers=layers,
+        last=(norm_rule,) if decoder.tied else (norm_rule, rule),
+        tied_output=rule if decoder.tied else None,
+    )
+
+
+def decoder_layer(prefix: str, decoder: Decoder, index: int) -> tuple[Rule, ...]:
+    """The rules of one layer: grouped-query attention, then experts or a gated MLP."""
+    if decoder.moe is not None and decoder.moe.layers[index]:
+        return (*attention(prefix, decoder), *moe_norm(prefix, decoder.hidden), *gated_experts(prefix, decoder.hidden, decoder.moe))
+    return (*attention(prefix, decoder), *dense_mlp(prefix, decoder))
+
+
+def attention(prefix: str, decoder: Decoder) -> tuple[Rule, ...]:
+    """Input norm and grouped-query attention."""
+    rows, kv_rows = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
+    tails = {"weight": (decoder.hidden,)} | ({"bias": ()} if decoder.qkv_bias else {})
+    rules = [
+        Rule(
+            _replicated(prefix + "input_layernorm.weight", decoder.hidden),
+            "self_attention.linear_qkv.layer_norm_weight",
+            "input_layernorm.weight",
+            local="input_layernorm.weight",
+        )
+    ]
+    for kind, tail in tails.items():
+        sizes = {"q": rows, "k": kv_rows, "v": kv_rows}
+        query, key, value = (Canonical(f"{prefix}self_attn.{name}_proj.{kind}", (size, *tail)) for name, size in sizes.items())
+        rules.append(Rule(Qkv(query, key, value, decoder.head_dim), f"self_attention.linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}"))
+    if decoder.qk_norm:
+        rules += [
+            Rule(
+                _replicated(f"{prefix}self_attn.{name}_norm.weight", decoder.head_dim),
+                f"self_attention.{name}_layernorm.weight",
+                f"self_attn.{name}_norm.weight",
+            )
+            for name in "qk"
+        ]
+    output = Row(Canonical(prefix + "self_attn.o_proj.weight", (decoder.hidden, rows)))
+    return (*rules, Rule(output, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
+
+
+def dense_mlp(prefix: str, decoder: Decoder) -> tuple[Rule, ...]:
+    """Norm and gated MLP of a layer without experts."""
+    norm = _replicated(prefix + "post_attention_layernorm.weight", decoder.hidden)
+    return (
+        Rule(norm, "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", local="pre_mlp_layernorm.weight"),
+        *gated_mlp(prefix + "mlp.", decoder.hidden, decoder.mlp, "mlp.", "mlp."),
+    )
+
+
+def gated_mlp(hf: str, hidden: int, width: int, megatron: str, vllm: str) -> tuple[Rule, ...]:
+    """Both linear layers of a gated MLP; prefixes for each holder."""
+    return (
+        Rule(_gated(hf, ("gate_proj", "up_proj"), width, hidden), megatron + "linear_fc1.weight", vllm + "gate_up_proj.weight"),
+        Rule(Row(Canonical(hf + "down_proj.weight", (hidden, width))), megatron + "linear_fc2.weight", vllm + "down_proj.weight"),
+    )
+
+
+def moe_norm(prefix: str, hidden: int) -> tuple[Rule, ...]:
+    """Norm before experts, which Megatron never fuses into a linear layer."""
+    norm = _replicated(prefix + "post_attention_layernorm.weight", hidden)
+    return (Rule(norm, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),)
+
+
+def gated_experts(prefix: str, hidden: int, moe: Moe) -> tuple[Rule, ...]:
+    """Router and gated experts of a layer."""
+    block = prefix + moe.block
+    gate, up, down = moe.names
+    experts = [f"{block}experts.{index}." for index in range(moe.num_experts)]
+    first = tuple(_gated(expert, (gate, up), moe.width, hidden) for expert in experts)
+    second = tuple(Row(Canonical(f"{expert}{down}.weight", (hidden, moe.width))) for expert in experts)
+    return (
+        Rule(_replicated(block + "gate.weight", moe.num_experts, hidden), "mlp.router.weight", moe.block + "gate.weight"),
+        _experts(first, "linear_fc1", moe.block + "experts.routed_experts.w13_weight"),
+        _experts(second, "linear_fc2", moe.block + "experts.routed_experts.w2_weight"),
+    )
+
+
+def _experts(cuts: tuple[Cut, ...], megatron: str, vllm: str) -> Rule:
+    return Rule(
+        Experts(cuts),
+        f"mlp.experts.{megatron}.weight{{expert}}",
+        vllm,
+        local=f"mlp.experts.local_experts.{{expert}}.{megatron}.weight",
+        checkpoint=f"mlp.experts.experts.{megatron}.weight",
+    )
+
+
+def _gated(hf: str, names: tuple[str, str], width: int, hidden: int) -> Gated:
+    gate, up = (Canonical(f"{hf}{name}.weight", (width, hidden)) for name in names)
+    return Gated(gate, up)
+
+
+def _replicated(name: str, *shape: int) -> Replicated:
+    return Replicated(Canonical(name, shape))
+
+
+def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dict[str, object]]:
+    """Arguments of TransformerConfig ("transformer") and GPTModel ("model"); plain values. `transformer` are the family's own.
+
+    `activation_func` is a name: "silu" of torch. `vocab_size` is unpadded.
+    """
+    arguments: dict[str, object] = dict(
+        num_layers=decoder.num_layers,
+        hidden_size=decoder.hidden,
+        ffn_hidden_size=decoder.mlp,
+        num_attention_heads=decoder.num_heads,
+        num_query_groups=decoder.num_kv_heads,
+        kv_channels=decoder.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=decoder.epsilon,
+        add_bias_linear=False,
+        add_qkv_bias=decoder.qkv_bias,
+        qk_layernorm=decoder.qk_norm,
+        gated_linear_unit=True,
+        activation_func="silu",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    moe = decoder.moe
+    if moe is not None:
+        arguments |= dict(num_moe_experts=moe.num_experts, moe_ffn_hidden_size=moe.width, moe_router_topk=moe.topk)
+        if not all(moe.layers):
+            arguments["moe_layer_freq"] = [int(has_experts) for has_experts in moe.layers]
+    model: dict[str, object] = dict(
+        vocab_size=decoder.vocabulary,
+        max_sequence_length=decoder.max_positions,
+        position_embedding_type="rope",
+        rotary_base=decoder.rope.base,
+        rotary_percent=1.0,
+        share_embeddings_and_output_weights=decoder.tied,
+    )
+    if decoder.rope.llama3_factor is not None:
+        model |= dict(rope_scaling=True, rope_scaling_factor=decoder.rope.llama3_factor)
+    return {"transformer": arguments | transformer, "model": model}
+
+
+def softmax_router(moe: Moe, *, normalised: bool) -> dict[str, object]:
+    """Megatron's arguments of a softmax router; `normalised` where the chosen experts' weights sum to one.
+
+    Raises:
+        ValueError: one expert per token with normalised weights, which Megatron does not have.
+    """
+    if moe.topk == 1 and normalised:
+        raise ValueError("config.json: num_experts_per_tok=1 with normalised weights: Megatron's router has no such thing")
+    return dict(moe_router_score_function="softmax", moe_router_pre_softmax=not normalised)
