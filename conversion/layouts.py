@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from conversion.boxes import Box, Piece, full
 
@@ -270,30 +271,48 @@ class Gated(Cut):
 class Experts:
     """One linear layer of all experts. A Megatron rank keeps a tensor for each of its experts; checkpoint and vLLM stack them."""
 
-    cuts: tuple[Cut, ...]
-    """By expert."""
+    cut: Cut
+    """Of any expert; in the names of its tensors, "{expert}" stands for the expert's index."""
+    num_experts: int
 
     @property
     def tensors(self) -> tuple[Canonical, ...]:
-        return tuple(tensor for cut in self.cuts for tensor in cut.tensors)
+        shapes = [tensor.shape for tensor in self.cut.tensors]
+        names = zip(*(self._names[tensor.name] for tensor in self.cut.tensors), strict=True)
+        return tuple(Canonical(name, shape) for expert in names for name, shape in zip(expert, shapes, strict=True))
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        return {
+            tensor.name: [tensor.name.replace("{expert}", str(index)) for index in range(self.num_experts)] for tensor in self.cut.tensors
+        }
 
     def megatron(self, expert_shard: Shard, shard: Shard) -> list[Cutout]:
         """The tensors of a rank, by local expert."""
-        start, stop = expert_shard.part(len(self.cuts), "experts")
-        return [cut.megatron(shard) for cut in self.cuts[start:stop]]
+        cut = self.cut.megatron(shard)
+        pieces = [(self._names[piece.name], piece.box, piece.local, piece.transform) for piece in cut.pieces]
+        return [
+            Cutout(cut.shape, tuple(Piece(names[index], box, local, transform) for names, box, local, transform in pieces), cut.padding)
+            for index in range(*expert_shard.part(self.num_experts, "experts"))
+        ]
 
     def checkpoint(self) -> Cutout:
         """The global tensor [experts, ...] of a Megatron checkpoint."""
-        return _stack_experts([cut.megatron(WHOLE) for cut in self.cuts])
+        return self._stacked(self.cut.megatron(WHOLE), range(self.num_experts))
 
     def vllm(self, expert_shard: Shard, shard: Shard) -> Cutout:
         """The tensor [local experts, ...] of a worker under vLLM's linear placement, where the first workers may hold one expert more."""
-        if expert_shard.size > len(self.cuts):
-            raise ValueError(f"{expert_shard.axis}={expert_shard.size} is more than the {len(self.cuts)} experts")
-        base, remainder = divmod(len(self.cuts), expert_shard.size)
+        if expert_shard.size > self.num_experts:
+            raise ValueError(f"{expert_shard.axis}={expert_shard.size} is more than the {self.num_experts} experts")
+        base, remainder = divmod(self.num_experts, expert_shard.size)
         start = expert_shard.rank * base + min(expert_shard.rank, remainder)
-        stop = start + base + (expert_shard.rank < remainder)
-        return _stack_experts([cut.vllm(shard) for cut in self.cuts[start:stop]])
+        return self._stacked(self.cut.vllm(shard), range(start, start + base + (expert_shard.rank < remainder)))
+
+    def _stacked(self, cut: Cutout, experts: range) -> Cutout:
+        rows = [(index, ((place, place + 1),)) for place, index in enumerate(experts)]
+        parts = [(self._names[piece.name], piece.box, piece.local, piece.transform) for piece in cut.pieces]
+        pieces = [Piece(names[index], box, row + local, transform) for index, row in rows for names, box, local, transform in parts]
+        return Cutout((len(experts), *cut.shape), tuple(pieces))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -312,12 +331,3 @@ def _concatenate(parts: Sequence[tuple[Canonical, int, int]]) -> Cutout:
         pieces.append(Piece(tensor.name, ((start, stop), *full(tail)), ((offset, offset + stop - start), *full(tail))))
         offset += stop - start
     return Cutout((offset, *tail), tuple(pieces))
-
-
-def _stack_experts(cuts: Sequence[Cutout]) -> Cutout:
-    pieces = tuple(
-        Piece(piece.name, piece.box, ((index, index + 1), *piece.local), piece.transform)
-        for index, cut in enumerate(cuts)
-        for piece in cut.pieces
-    )
-    return Cutout((len(cuts), *cuts[0].shape), pieces)

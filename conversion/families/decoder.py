@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from conversion.families.common import Model, Rule
 from conversion.families.settings import HfConfig, choice, positive_integer, positive_number
-from conversion.layouts import Canonical, Cut, Experts, Gated, Qkv, Replicated, Row, Vocabulary
+from conversion.layouts import Canonical, Experts, Gated, Qkv, Replicated, Row, Vocabulary
 
 # What no family has that we convert, by the only values that mean "without"; the first is the default.
 COMMON_SUPPORTED: dict[str, tuple[object, ...]] = {
@@ -223,9 +223,9 @@ def gated_experts(prefix: str, hidden: int, moe: Moe) -> tuple[Rule, ...]:
     """Router and gated experts of a layer."""
     block = prefix + moe.block
     gate, up, down = moe.names
-    experts = [f"{block}experts.{index}." for index in range(moe.num_experts)]
-    first = tuple(_gated(expert, (gate, up), moe.width, hidden) for expert in experts)
-    second = tuple(Row(Canonical(f"{expert}{down}.weight", (hidden, moe.width))) for expert in experts)
+    expert = block + "experts.{expert}."
+    first = Experts(_gated(expert, (gate, up), moe.width, hidden), moe.num_experts)
+    second = Experts(Row(Canonical(f"{expert}{down}.weight", (hidden, moe.width))), moe.num_experts)
     return (
         Rule(_replicated(block + "gate.weight", moe.num_experts, hidden), "mlp.router.weight", moe.block + "gate.weight"),
         _experts(first, "linear_fc1", moe.block + "experts.routed_experts.w13_weight"),
@@ -233,9 +233,9 @@ def gated_experts(prefix: str, hidden: int, moe: Moe) -> tuple[Rule, ...]:
     )
 
 
-def _experts(cuts: tuple[Cut, ...], megatron: str, vllm: str) -> Rule:
+def _experts(cut: Experts, megatron: str, vllm: str) -> Rule:
     return Rule(
-        Experts(cuts),
+        cut,
         f"mlp.experts.{megatron}.weight{{expert}}",
         vllm,
         local=f"mlp.experts.local_experts.{{expert}}.{megatron}.weight",

@@ -180,7 +180,7 @@ def _experts(prefix: str, sizes: Sizes, hf: str, megatron: str, vllm: str) -> Ru
     shape = (sizes.expert, sizes.hidden) if hf == "up_proj" else (sizes.hidden, sizes.expert)
     cut = Column if hf == "up_proj" else Row
     return Rule(
-        Experts(tuple(cut(Canonical(f"{prefix}mixer.experts.{index}.{hf}.weight", shape)) for index in range(sizes.num_experts))),
+        Experts(cut(Canonical(f"{prefix}mixer.experts.{{expert}}.{hf}.weight", shape)), sizes.num_experts),
         f"mlp.experts.{megatron}.weight{{expert}}",
         f"mixer.experts.routed_experts.{vllm}",
         local=f"mlp.experts.local_experts.{{expert}}.{megatron}.weight",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from conversion.families import nemotron_h, qwen3, qwen3_moe
+from conversion.families import llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
 from conversion.families.common import Family, HfConfig
 
 FAMILIES = {
+    "llama": llama.FAMILY,
+    "mixtral": mixtral.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
+    "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
 }

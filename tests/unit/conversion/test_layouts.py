@@ -122,7 +122,7 @@ def test_a_checkpoint_keeps_the_padding_of_the_layout_that_wrote_it():
 def test_experts_are_placed_then_cut(kind: type[Column] | type[Row]):
     shapes = {f"e{index}": (4, 6) for index in range(8)}
     canonical = index_arrays(shapes)
-    experts = Experts(tuple(kind(Canonical(name, shape)) for name, shape in shapes.items()))
+    experts = Experts(kind(Canonical("e{expert}", (4, 6))), 8)
     stacked = np.stack(list(canonical.values()))
     axis = 1 if kind is Column else 2
     assert np.array_equal(built(experts.checkpoint(), canonical), stacked)
@@ -137,6 +137,6 @@ def test_experts_are_placed_then_cut(kind: type[Column] | type[Row]):
 
 
 def test_more_workers_than_experts_are_refused():
-    experts = Experts((Column(Canonical("e0", (2, 2))),))
+    experts = Experts(Column(Canonical("e{expert}", (2, 2))), 1)
     with pytest.raises(ValueError, match="ep=2 is more than the 1 experts"):
         experts.vllm(Shard(2, 0, "ep"), Shard(1, 0))
