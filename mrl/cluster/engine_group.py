@@ -17,7 +17,8 @@ import ray
 from mrl.capacity.phases import Phase
 from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.payload import PayloadRef
-from mrl.cluster.placement import EngineUnits, Placement
+from mrl.cluster.placement import Placement
+from mrl.cluster.units import EngineUnits
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded, fetch, wait_all
 from mrl.config import trace
 from mrl.config.schema import RunConfig

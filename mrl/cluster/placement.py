@@ -1,73 +1,55 @@
-"""Which worker unit holds which policy rank and which engine worker.
-
-A worker unit is a GPU, or on hosts without GPUs a policy rank. Every unit has one policy rank; a TP group of consecutive
-units of one node has one engine, placed with its first unit.
-"""
+"""Where the worker units of a run are: one Ray placement group, one bundle per unit (a GPU, or a process on hosts without GPUs)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from mrl.cluster.units import engine_units, find_engine_across_nodes, unit_table
 from mrl.config.schema import RunConfig
 
 
-@dataclass(frozen=True)
-class EngineUnits:
-    """Worker units of one engine; engine worker `i` shares its unit with policy rank `units[i]`."""
-
-    engine_index: int
-    units: tuple[int, ...]
-
-
-def engine_units(config: RunConfig) -> tuple[EngineUnits, ...]:
-    """The units of every engine, spread evenly over all units; on GPU hosts every unit serves.
-
-    Raises:
-        ValueError: an engine would not fit into one node, or there are more engine workers than units.
-    """
-    tp = config.policy.generation.vllm_cfg.tensor_parallel_size
-    num_units, per_node, num_engines = config.cluster.num_units, config.cluster.units_per_node, config.num_engines
-    if per_node % tp:
-        raise ValueError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size={tp} does not divide the {per_node} worker units of a node: "
-            "an engine must fit into one node; choose a divisor"
-        )
-    if num_engines * tp > num_units:
-        raise ValueError(
-            f"policy.generation.num_cpu_engines={num_engines} engines of {tp} workers need {num_engines * tp} worker units, "
-            f"but the cluster has {num_units}; lower it, or raise cluster.cpu_units_per_node"
-        )
-    stride = num_units // num_engines // tp * tp
-    return tuple(EngineUnits(index, tuple(range(index * stride, index * stride + tp))) for index in range(num_engines))
-
-
 class Placement:
-    """The placement group of a run: one bundle per worker unit, and the actor options that put an actor on a unit."""
+    """The placement group of a run, and the actor options that put an actor on a unit."""
 
     def __init__(self, config: RunConfig, *, timeout_s: float) -> None:
         """Reserves the units.
 
         Raises:
-            RuntimeError: the cluster cannot hold them within `timeout_s`.
+            RuntimeError: the cluster cannot hold them within `timeout_s`, or only with an engine across two nodes.
         """
-        cluster = config.cluster
-        self.num_units = cluster.num_units
+        self.num_units = config.num_units
+        self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_units(config)
-        bundle = {"CPU": 1.0, "GPU": 1.0} if cluster.gpus_per_node else {"CPU": 1.0}
+        bundle = {"CPU": 1.0, "GPU": 1.0} if config.cluster.gpus_per_node else {"CPU": 1.0}
         self._group: PlacementGroup = placement_group([bundle] * self.num_units, strategy="PACK")
         if not self._group.wait(timeout_s):
             raise RuntimeError(
                 f"{self.num_units} worker units could not be placed within {timeout_s:g} s; the cluster has {ray.cluster_resources()}; "
                 "check cluster.num_nodes and cluster.gpus_per_node"
             )
+        names: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        nodes = {name: node for node, name in enumerate(dict.fromkeys(names[bundle] for bundle in range(self.num_units)))}
+        # Units are numbered node by node, whichever order Ray has filled the nodes in.
+        self._bundles = sorted(range(self.num_units), key=lambda bundle: nodes[names[bundle]])
+        self.node_of: dict[int, int] = {unit: nodes[names[bundle]] for unit, bundle in enumerate(self._bundles)}
+        hosts = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in ray.nodes()}
+        self._hosts = [hosts[names[bundle]] for bundle in self._bundles]
+        if (engine := find_engine_across_nodes(self.node_of, self.engines)) is not None:
+            raise RuntimeError(
+                f"units {engine.units} of engine {engine.engine_index} came to lie on several nodes, but an engine fits into one; "
+                "check that every node offers the same number of units"
+            )
+
+    @property
+    def num_dedicated_units(self) -> int:
+        """Units with an engine worker and no policy rank."""
+        return self.num_units - self.num_policy_ranks
 
     def options(self, unit: int, environment: dict[str, str]) -> dict[str, object]:
         """Options of an actor on `unit`. Actors take no Ray resources of their own and see all devices: the device index is ours."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=unit)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[unit])
         return {
             "num_cpus": 0,
             "num_gpus": 0,
@@ -77,11 +59,5 @@ class Placement:
         }
 
     def table(self) -> list[str]:
-        """One line per unit: node, policy rank, engine and its worker."""
-        nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        served = {unit: f"{engine.engine_index}.{worker}" for engine in self.engines for worker, unit in enumerate(engine.units)}
-        lines = ["unit  node      rank  engine.worker"]
-        for unit in range(self.num_units):
-            engine = served.get(unit, "-")
-            lines.append(f"{unit:<5} {nodes[unit][:8]}  {unit:<5} {engine}")
-        return lines
+        """One line per unit, see `mrl.cluster.units.unit_table`."""
+        return unit_table(self._hosts, self.num_policy_ranks, self.engines)

@@ -88,7 +88,7 @@ class PolicyGroup:
 
     def __init__(self, config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> None:
         self.deadlines = config.deadlines
-        self.world_size = placement.num_units
+        self.world_size = placement.num_policy_ranks
         actor_class = ray.remote(PolicyActor)
         self.actors = [
             actor_class.options(**placement.options(rank, POLICY_ENVIRONMENT)).remote(log_folder / f"policy-rank-{rank}.log")

@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 
 from mrl.cluster.reaper import start_reaper
-from mrl.config.schema import ClusterConfig
+from mrl.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ REAPER_TIMEOUT_S = 30.0
 
 
 @contextmanager
-def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
+def ray_runtime(config: RunConfig) -> Iterator[None]:
     """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several."""
     reclaim_dead_owners()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
@@ -37,15 +37,15 @@ def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
     # Ray gives its workers niceness 15: beside any other work on the host, ranks would miss each other's deadlines.
     os.environ["RAY_worker_niceness"] = "0"
     try:
-        if cluster.num_nodes > 1:
+        if config.cluster.num_nodes > 1:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         else:
             use_private_token(folder)
             # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
             ray.init(
                 address="local",
-                num_cpus=cluster.num_units + 2,
-                num_gpus=cluster.gpus_per_node,
+                num_cpus=config.num_units + 2,
+                num_gpus=config.cluster.gpus_per_node,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,

@@ -46,15 +46,15 @@ class Session:
 @contextmanager
 def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[Session]:
     """All actors of a run, inside the `with` block; policy and engines have each loaded the model folder by their own loader."""
-    with ray_runtime(config.cluster):
+    with ray_runtime(config):
         placement = Placement(config, timeout_s=config.deadlines.start_s)
         for line in placement.table():
             logger.info("%s", line)
         engines = EngineGroup(config, placement, log_folder=log_folder)
         rewards = Rewards(config, placement, log_folder=log_folder)
         policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
-        logger.info("Number of actors online: %d/%d", policies.world_size, placement.num_units)
         engines.wait_until_built()
+        logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_units, placement.num_units)
         rewards.wait_until_built()
         refit = Refit(config, placement, policies, engines)
         collector = RolloutCollector(

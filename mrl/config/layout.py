@@ -14,6 +14,8 @@ MAX_SUGGESTED_SIZE = 1024
 
 def find_layout_problems(config: RunConfig, model: ModelSizes) -> list[str]:
     """A problem for every size that a parallel size does not divide; all numbers are in range."""
+    if problems := _dedicated(config):
+        return problems  # how many units trainer and engines have is not known
     return (
         _world(config) + _trainer(config.policy.megatron_cfg, model) + _stages(config.policy.megatron_cfg, model) + _engines(config, model)
     )
@@ -38,13 +40,12 @@ def _divisors(*totals: int) -> str:
 def _world(config: RunConfig) -> list[str]:
     megatron, cluster, policy = config.policy.megatron_cfg, config.cluster, config.policy
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    units, dense = cluster.num_units, megatron.model_parallel_size
+    units, dense = config.num_policy_ranks, megatron.model_parallel_size
     unit_key = "cluster.gpus_per_node" if cluster.gpus_per_node else "cluster.cpu_units_per_node"
+    product = f"cluster.num_nodes x {unit_key}" + (" less those of dedicated engines" if units < cluster.num_units else "")
     problems = []
     if not divides(dense, units):
-        rule = (
-            f"tensor x pipeline x context parallel size = {dense} does not divide the {units} worker units (cluster.num_nodes x {unit_key})"
-        )
+        rule = f"tensor x pipeline x context parallel size = {dense} does not divide the {units} worker units ({product})"
         problems.append(
             _problem("megatron_cfg.tensor_model_parallel_size", tp, rule, f"lower one of the sizes, or set {unit_key} to a multiple")
         )
@@ -57,6 +58,30 @@ def _world(config: RunConfig) -> list[str]:
         rule = f"sequence parallelism cuts rows into policy.megatron_cfg.tensor_model_parallel_size={tp} parts"
         way_out = f"use a multiple of {tp}"
         problems.append(_problem("make_sequence_length_divisible_by", policy.make_sequence_length_divisible_by, rule, way_out))
+    return problems
+
+
+def _dedicated(config: RunConfig) -> list[str]:
+    """Which units engines take from the policy: nothing where they are colocated or no unit is a GPU; GPUs of one node; or whole nodes."""
+    colocated, cluster = config.policy.generation.colocated, config.cluster
+    given = {"gpus_per_node": colocated.resources.gpus_per_node, "num_nodes": colocated.resources.num_nodes}
+    prefix = "generation.colocated.resources"
+    if colocated.enabled or cluster.gpus_per_node == 0:
+        rule = "policy.generation.colocated.enabled=true, so that engines have no units of their own"
+        if not colocated.enabled:
+            rule = "cluster.gpus_per_node=0, where dedicated engines add policy.generation.num_cpu_engines x tensor_parallel_size units"
+        return [_problem(f"{prefix}.{name}", value, rule, "set it to null") for name, value in given.items() if value is not None]
+    name = "gpus_per_node" if cluster.num_nodes == 1 else "num_nodes"
+    available, value = (cluster.gpus_per_node, given[name]) if cluster.num_nodes == 1 else (cluster.num_nodes, given[name])
+    problems = []
+    if value is None or value >= available:
+        rule = f"dedicated engines need some of cluster.{name}={available}, and the policy the rest"
+        way_out = f"use 1 to {available - 1}" if available > 1 else "set policy.generation.colocated.enabled=true"
+        problems.append(_problem(f"{prefix}.{name}", value, rule, way_out))
+    other, whole = ("num_nodes", 1) if name == "gpus_per_node" else ("gpus_per_node", cluster.gpus_per_node)
+    if given[other] not in (None, whole):
+        rule = f"with cluster.num_nodes={cluster.num_nodes} it can only be {whole}"
+        problems.append(_problem(f"{prefix}.{other}", given[other], rule, "set it to null"))
     return problems
 
 
@@ -119,8 +144,15 @@ def _stages(megatron: MegatronConfig, model: ModelSizes) -> list[str]:
     return []
 
 
+def _engine_units_per_node(config: RunConfig) -> int:
+    """Worker units that serve engines on each node that has any."""
+    if config.num_dedicated_units and (config.cluster.gpus_per_node == 0 or config.cluster.num_nodes == 1):
+        return config.num_dedicated_units
+    return config.cluster.units_per_node
+
+
 def _engines(config: RunConfig, model: ModelSizes) -> list[str]:
-    generation, cluster = config.policy.generation, config.cluster
+    generation = config.policy.generation
     vllm, prefix = generation.vllm_cfg, "generation.vllm_cfg"
     tp, ep = vllm.tensor_parallel_size, vllm.expert_parallel_size
     problems = _tensor_parallel(f"{prefix}.tensor_parallel_size", tp, model, has_replicated_groups=True)
@@ -130,11 +162,12 @@ def _engines(config: RunConfig, model: ModelSizes) -> list[str]:
     if ep == 1 and not divides(tp, model.moe_ffn_size):
         rule = f"does not divide the experts' width {model.moe_ffn_size}"
         problems.append(_problem(f"{prefix}.tensor_parallel_size", tp, rule, f"use a divisor, or set expert_parallel_size={tp}"))
-    if not divides(tp, cluster.units_per_node):
-        rule = f"does not divide the {cluster.units_per_node} worker units of a node, and an engine fits into one"
-        problems.append(_problem(f"{prefix}.tensor_parallel_size", tp, rule, _divisors(cluster.units_per_node)))
-    elif config.num_engines * tp > cluster.num_units:
-        rule = f"engines of {tp} workers need {config.num_engines * tp} of the {cluster.num_units} worker units"
+    per_node = _engine_units_per_node(config)
+    if not divides(tp, per_node):
+        rule = f"does not divide the {per_node} worker units of a node, and an engine fits into one"
+        problems.append(_problem(f"{prefix}.tensor_parallel_size", tp, rule, _divisors(per_node)))
+    elif config.num_engines * tp > config.num_units:
+        rule = f"engines of {tp} workers need {config.num_engines * tp} of the {config.num_units} worker units"
         way_out = "lower it, or raise cluster.cpu_units_per_node"
         problems.append(_problem("generation.num_cpu_engines", generation.num_cpu_engines, rule, way_out))
     if vllm.max_model_len > model.max_sequence_length:

@@ -72,7 +72,7 @@ class ClusterConfig:
 
     @property
     def num_units(self) -> int:
-        """Worker units in all, which is the number of policy ranks."""
+        """Worker units of all nodes. On hosts without GPUs dedicated engines add theirs (`RunConfig.num_units`)."""
         return self.num_nodes * self.units_per_node
 
 
@@ -109,16 +109,39 @@ class RunConfig:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
     @property
+    def num_dedicated_units(self) -> int:
+        """Worker units that carry an engine worker and no policy rank; 0 where engines are colocated."""
+        generation = self.policy.generation
+        if generation.colocated.enabled:
+            return 0
+        if self.cluster.gpus_per_node == 0:
+            return generation.num_cpu_engines * generation.vllm_cfg.tensor_parallel_size
+        resources = generation.colocated.resources
+        if self.cluster.num_nodes == 1:
+            return resources.gpus_per_node or 0
+        return (resources.num_nodes or 0) * self.cluster.gpus_per_node
+
+    @property
+    def num_policy_ranks(self) -> int:
+        """Worker units that carry a policy rank: the world size of the trainer."""
+        return self.cluster.num_units - (self.num_dedicated_units if self.cluster.gpus_per_node else 0)
+
+    @property
+    def num_units(self) -> int:
+        """Worker units in all."""
+        return self.num_policy_ranks + self.num_dedicated_units
+
+    @property
     def data_parallel_size(self) -> int:
         """DP: replicas of the dense layers."""
-        return self.cluster.num_units // self.policy.megatron_cfg.model_parallel_size
+        return self.num_policy_ranks // self.policy.megatron_cfg.model_parallel_size
 
     @property
     def num_engines(self) -> int:
         """Engines in all."""
         if self.cluster.gpus_per_node == 0:
             return self.policy.generation.num_cpu_engines
-        return self.cluster.num_units // self.policy.generation.vllm_cfg.tensor_parallel_size
+        return (self.num_dedicated_units or self.num_policy_ranks) // self.policy.generation.vllm_cfg.tensor_parallel_size
 
 
 def section_of(hint: object) -> type | None:

@@ -11,9 +11,21 @@ from mrl.config.trace import traced
 
 @traced
 @dataclass
+class EngineResourcesConfig:
+    gpus_per_node: int | None = None
+    """GPUs taken from the policy for engines alone. Needed if cluster.num_nodes is 1; else whole nodes are taken, and it stays null."""
+    num_nodes: int | None = None
+    """Nodes taken from the policy for engines alone: needed if cluster.num_nodes is above 1."""
+
+
+@traced
+@dataclass
 class ColocatedConfig:
     enabled: bool = True
-    """Engines share the policy ranks' units. Must be true."""
+    """Engines share the policy ranks' units; false: engines have units of their own, and both keep their memory in all phases."""
+    resources: EngineResourcesConfig = field(default_factory=EngineResourcesConfig)
+    """Units of the engines if not `enabled`, out of the cluster's GPUs. On hosts without GPUs both stay null: there the engines' units
+    are further processes, `num_cpu_engines` times the engine's TP."""
 
 
 @traced

@@ -33,6 +33,7 @@ class Engine:
     def __init__(self, model_dir: str, config: GenerationConfig, *, seed: int) -> None:
         """Starts the engine with the weights of `model_dir`, read by vLLM's own loader."""
         self._max_model_len = config.vllm_cfg.max_model_len
+        self._is_colocated = config.colocated.enabled
         self._llm = LLMEngine.from_engine_args(engine_arguments(model_dir, config, seed=seed))
         self._requests: dict[str, RolloutRequest] = {}
         self._phase: Phase | None = None
@@ -141,14 +142,14 @@ class Engine:
         return reports
 
     def enter(self, phase: Phase) -> None:
-        """Gives back or takes GPU memory as the phase table says. On CPU hosts nothing moves.
+        """Gives back or takes GPU memory as the phase table says. On CPU hosts and in dedicated engines nothing moves.
 
         Raises:
             ValueError: no run goes from the current phase to this one.
         """
         place = phases.enter(self._phase, phase)
         self._phase = phase
-        if current_platform.is_cpu():
+        if current_platform.is_cpu() or not self._is_colocated:
             return
         wanted = {tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"}
         if self._awake - wanted:
@@ -200,4 +201,8 @@ def _platform_arguments(config: GenerationConfig) -> Mapping[str, object]:
         # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
         return {"kv_cache_memory_bytes": config.vllm_cfg.kv_cache_memory_mib << 20, "enable_prefix_caching": False}
     # Other expert kernels reorder the weights at load time, which a refit in place cannot follow.
-    return {"gpu_memory_utilization": config.vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": True, "moe_backend": "triton"}
+    return {
+        "gpu_memory_utilization": config.vllm_cfg.gpu_memory_utilization,
+        "enable_sleep_mode": config.colocated.enabled,
+        "moe_backend": "triton",
+    }

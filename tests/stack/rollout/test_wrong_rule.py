@@ -18,9 +18,10 @@ from conversion.layouts import Qkv
 from conversion.reshard import Schedule, ScheduleError
 from conversion.safetensors_io import read_layout
 from mrl.cluster.engine_group import EngineGroup
-from mrl.cluster.placement import EngineUnits, Placement
+from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.refit import Refit, build_schedule
+from mrl.cluster.units import EngineUnits
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.policy.arena import Arena

@@ -11,7 +11,7 @@ from mrl.config.load import load_config
 from mrl.config.ranges import ONLY, RANGES, find_values_out_of_range, value_at
 from mrl.config.schema import KEYS, RunConfig
 
-MEGATRON, ENGINE = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+MEGATRON, ENGINE, DEDICATED = "policy.megatron_cfg", "policy.generation.vllm_cfg", "policy.generation.colocated"
 
 
 def found(*overrides: str) -> list[str]:
@@ -32,6 +32,29 @@ def test_layouts_that_fit(workplace: Path, tp: int, pp: int, ep: int, units: int
     sizes += [f"{MEGATRON}.sequence_parallel={tp > 1}"]
     sizes += [f"{MEGATRON}.num_layers_in_first_pipeline_stage=3"] if pp == 2 else []
     assert found(*sizes) == []
+
+
+def dedicated(**resources: int) -> str:
+    return f"{DEDICATED}={{enabled: false, resources: {resources}}}"
+
+
+# overrides; policy ranks, units, engines
+DEDICATED_LAYOUTS = [
+    ([dedicated()], 4, 5, 1),
+    ([dedicated(), f"{ENGINE}.tensor_parallel_size=2", "policy.generation.num_cpu_engines=3"], 4, 10, 3),
+    (["cluster.gpus_per_node=8", dedicated(gpus_per_node=4)], 4, 8, 4),
+    (["cluster.gpus_per_node=8", dedicated(gpus_per_node=4, num_nodes=1), f"{ENGINE}.tensor_parallel_size=2"], 4, 8, 2),
+    (["cluster.gpus_per_node=8", "cluster.num_nodes=4", dedicated(num_nodes=1), f"{ENGINE}.tensor_parallel_size=2"], 24, 32, 4),
+    (["cluster.gpus_per_node=8", "cluster.num_nodes=4", dedicated(num_nodes=3, gpus_per_node=8)], 8, 32, 24),
+]
+
+
+@pytest.mark.parametrize(("overrides", "num_policy_ranks", "num_units", "num_engines"), DEDICATED_LAYOUTS)
+def test_dedicated_engines_that_fit(workplace: Path, overrides: list[str], num_policy_ranks: int, num_units: int, num_engines: int):
+    config = load_config("grpo_tiny.yaml", [*overrides, "grpo.num_generations_per_prompt=24"])
+    assert find_problems(config) == []
+    assert (config.num_policy_ranks, config.num_units, config.num_engines) == (num_policy_ranks, num_units, num_engines)
+    assert config.data_parallel_size == num_policy_ranks // 2
 
 
 BAD = [
@@ -93,6 +116,22 @@ BAD = [
     ([f"{ENGINE}.tensor_parallel_size=4"], f"{ENGINE}.tensor_parallel_size=4", "use 1 or 2"),
     ([f"{ENGINE}.expert_parallel_size=2"], f"{ENGINE}.expert_parallel_size=2", "use one of them"),
     (["policy.generation.num_cpu_engines=5"], "policy.generation.num_cpu_engines=5", "lower it"),
+    ([f"{DEDICATED}.resources.gpus_per_node=2"], f"{DEDICATED}.resources.gpus_per_node=2", "set it to null"),
+    ([f"{DEDICATED}.enabled=false", f"{DEDICATED}.resources.num_nodes=1"], f"{DEDICATED}.resources.num_nodes=1", "set it to null"),
+    (["cluster.gpus_per_node=8", f"{DEDICATED}.enabled=false"], f"{DEDICATED}.resources.gpus_per_node=null", "use 1 to 7"),
+    (["cluster.gpus_per_node=8", f"{DEDICATED}={{enabled: false, resources: {{gpus_per_node: 8}}}}"],
+     f"{DEDICATED}.resources.gpus_per_node=8", "use 1 to 7"),
+    (["cluster.gpus_per_node=1", f"{DEDICATED}.enabled=false"], f"{DEDICATED}.resources.gpus_per_node=null", "enabled=true"),
+    (["cluster.gpus_per_node=8", f"{DEDICATED}={{enabled: false, resources: {{gpus_per_node: 4, num_nodes: 2}}}}"],
+     f"{DEDICATED}.resources.num_nodes=2", "set it to null"),
+    (["cluster.num_nodes=4", "cluster.gpus_per_node=8", f"{DEDICATED}={{enabled: false, resources: {{num_nodes: 4}}}}"],
+     f"{DEDICATED}.resources.num_nodes=4", "use 1 to 3"),
+    (["cluster.num_nodes=4", "cluster.gpus_per_node=8", f"{DEDICATED}={{enabled: false, resources: {{gpus_per_node: 4, num_nodes: 1}}}}"],
+     f"{DEDICATED}.resources.gpus_per_node=4", "set it to null"),
+    (["cluster.gpus_per_node=8", f"{DEDICATED}={{enabled: false, resources: {{gpus_per_node: 6}}}}", f"{ENGINE}.tensor_parallel_size=4"],
+     f"{ENGINE}.tensor_parallel_size=4", "use 1, 2, 3 or 6"),
+    (["cluster.gpus_per_node=8", f"{DEDICATED}={{enabled: false, resources: {{gpus_per_node: 1}}}}"],
+     f"{MEGATRON}.tensor_model_parallel_size=2", "a multiple"),
     (["cluster.gpus_per_node=8", f"{ENGINE}.tensor_parallel_size=3"], f"{ENGINE}.tensor_parallel_size=3", "use 1, 2, 4 or 8"),
 ]  # fmt: skip
 

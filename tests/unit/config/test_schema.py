@@ -44,4 +44,4 @@ def test_every_key_is_read_by_product_code():
 
 
 def test_sections_can_be_made_by_hand():
-    assert RunConfig().cluster.num_units == 1
+    assert RunConfig().num_units == 1

@@ -1,0 +1,47 @@
+"""Which worker units carry policy ranks and which carry engine workers. Pure arithmetic on the config; `placement.py` finds them nodes.
+
+Units 0 to num_policy_ranks - 1 carry the policy rank of the same number. Colocated engines share those units; dedicated engines have
+the units that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mrl.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class EngineUnits:
+    """Worker units of one engine; `units[i]` carries its worker `i`."""
+
+    engine_index: int
+    units: tuple[int, ...]
+
+
+def engine_units(config: RunConfig) -> tuple[EngineUnits, ...]:
+    """The units of every engine: consecutive, and spread evenly over those that may serve; on GPU hosts all of these do."""
+    tp, num_engines = config.policy.generation.vllm_cfg.tensor_parallel_size, config.num_engines
+    num_serving = config.num_dedicated_units or config.num_policy_ranks
+    first = config.num_units - num_serving
+    stride = num_serving // num_engines // tp * tp
+    assert stride >= tp, "mrl.config.layout refuses more engine workers than units"
+    starts = (first + index * stride for index in range(num_engines))
+    return tuple(EngineUnits(index, tuple(range(start, start + tp))) for index, start in enumerate(starts))
+
+
+def unit_table(hosts: Sequence[str], num_policy_ranks: int, engines: Sequence[EngineUnits]) -> list[str]:
+    """One line per unit: its host (`hosts[unit]`), policy rank, engine and its worker."""
+    served = {unit: f"{engine.engine_index}.{worker}" for engine in engines for worker, unit in enumerate(engine.units)}
+    width = max(map(len, (*hosts, "node")))
+    lines = [f"unit  {'node':<{width}}  rank  engine.worker"]
+    for unit, host in enumerate(hosts):
+        rank = str(unit) if unit < num_policy_ranks else "-"
+        lines.append(f"{unit:<5} {host:<{width}}  {rank:<5} {served.get(unit, '-')}")
+    return lines
+
+
+def find_engine_across_nodes(node_of: Mapping[int, int], engines: Sequence[EngineUnits]) -> EngineUnits | None:
+    """An engine whose workers would be on several nodes; None if there is none."""
+    return next((engine for engine in engines if len({node_of[unit] for unit in engine.units}) > 1), None)
