@@ -1,11 +1,18 @@
-"""Tiny random Hugging Face checkpoints for tests. Weights are sharper than at initialisation, so that a wrong mapping shows."""
+"""Tiny random Hugging Face checkpoints for tests. Weights are sharper than at initialisation, so that a wrong mapping shows.
+
+Vocabularies are no multiple of what Megatron and vLLM pad to; key heads are fewer than query heads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from transformers import NemotronHConfig, NemotronHForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, NemotronHConfig, NemotronHForCausalLM, PreTrainedModel
+
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 TINY_NEMOTRON_H = dict(
     vocab_size=264,
@@ -39,18 +46,94 @@ TINY_NEMOTRON_H = dict(
     tie_word_embeddings=False,
 )
 
+_TINY_DECODER = dict(
+    vocab_size=264,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=4096,
+    pad_token_id=256,
+    bos_token_id=257,
+    eos_token_id=258,
+    tie_word_embeddings=False,
+)
+
+TINY: Mapping[str, Mapping[str, object]] = {
+    "llama": _TINY_DECODER
+    | dict(
+        max_position_embeddings=16384,
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=500000.0,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
+    "mixtral": _TINY_DECODER | dict(num_local_experts=8, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "nemotron_h": TINY_NEMOTRON_H,
+    # head_dim is no setting of qwen2; vLLM has kernels for 32 and up.
+    "qwen2": {name: value for name, value in _TINY_DECODER.items() if name != "head_dim"} | dict(hidden_size=128),
+    "qwen3": _TINY_DECODER | dict(tie_word_embeddings=True),
+    "qwen3_moe": _TINY_DECODER
+    | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+    "deepseek_v3": {name: value for name, value in _TINY_DECODER.items() if name not in ("head_dim", "num_key_value_heads")}
+    | dict(
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=0,
+    ),
+}
+"""Settings of a tiny model by model_type."""
+
+
+def tiny_model(model_type: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A tiny random float32 model of any family; nemotron_h as `nemotron_h` makes it."""
+    if model_type == "nemotron_h":
+        return nemotron_h(seed, **overrides)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**TINY[model_type], **overrides})
+    return _sharpen(AutoModelForCausalLM.from_config(config).float().eval())
+
+
+def save_model(folder: Path, model_type: str, seed: int = 0, **overrides: object) -> Path:
+    """Writes `tiny_model` as an ordinary Hugging Face folder and returns the folder."""
+    tiny_model(model_type, seed, **overrides).save_pretrained(folder)
+    return folder
+
 
 def nemotron_h(seed: int = 0, **overrides: object) -> NemotronHForCausalLM:
     """A tiny random float32 nemotron_h with Megatron's and vLLM's dt limits (transformers clamps dt at time_step_min)."""
     torch.manual_seed(seed)
     model = NemotronHForCausalLM(NemotronHConfig(**{**TINY_NEMOTRON_H, **overrides})).float().eval()
+    return unclamp_dt(_sharpen(model))
+
+
+def _sharpen(model: Model) -> Model:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.ndim >= 2 else parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
-    return unclamp_dt(model)
+    return model
 
 
 def unclamp_dt(model: NemotronHForCausalLM) -> NemotronHForCausalLM:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from conversion.boxes import Layout, Slot, SlotLayout
+from conversion.boxes import Layout, Piece, Slot, SlotLayout
 from conversion.families.settings import HfConfig
 from conversion.layouts import Cut, Cutout, Experts, Shard
 
@@ -121,9 +121,13 @@ class Rule:
     cut: Cut | Experts
     megatron: str
     """Name under Transformer Engine's specs; also the key in checkpoints, unless `checkpoint` names another."""
-    vllm: str
+    vllm: str = ""
     local: str | None = None
     """Name under the local specs, where it differs."""
+    local_cut: Cut | None = None
+    """Cut under the local specs, where it differs."""
+    no_local: str | None = None
+    """Why the local specs have no such tensor."""
     checkpoint: str | None = None
     dtype: str | None = None
     """Of the trainer's tensor."""
@@ -190,13 +194,16 @@ class Family:
         """Every parameter and persistent buffer of one worker of an engine."""
         return _vllm_layout(self, _key(hf_config), parallel, worker, dtype)
 
-    def torch_dist_layout(self, hf_config: HfConfig, dtype: str, padded_vocabulary: int | None = None) -> Layout:
+    def torch_dist_layout(
+        self, hf_config: HfConfig, dtype: str, padded_vocabulary: int | None = None, *, stacked_layers: bool = False
+    ) -> Layout:
         """The global tensors of a Megatron torch_dist checkpoint, by key. Names are those of Transformer Engine's specs.
 
-        Each layer has keys of its own, as Megatron writes with the metadata non_homogeneous_layers. The vocabulary is padded to
-        `padded_vocabulary` rows, by default as Megatron does at tp 1; sizes in checkpoints depend on the tp that wrote them.
+        Each layer has keys of its own, as Megatron writes with the metadata non_homogeneous_layers. With `stacked_layers`, as it writes
+        without: the equal layers of a GPTModel are one tensor [layers, ...] each. The vocabulary is padded to `padded_vocabulary` rows,
+        by default as Megatron does at tp 1; sizes in checkpoints depend on the tp that wrote them.
         """
-        return _torch_dist_layout(self, _key(hf_config), dtype, padded_vocabulary)
+        return _torch_dist_layout(self, _key(hf_config), dtype, padded_vocabulary, stacked_layers and self.model_class == "gpt")
 
 
 # Enough for the ranks of a large run; beyond it, equal coordinates get equal layouts that are not the same object.
@@ -224,12 +231,17 @@ def _megatron_layout(
     placement = Shard(parallel.ep, coords.ep, "expert_model_parallel_size")
     layout: Layout = {}
     for chunk, layer, rule in _model(family, config_key).stage(parallel, coords.pp):
-        name = _name("decoder.layers.{layer}.", layer, rule.local if flavour == "local" and rule.local else rule.megatron)
-        if isinstance(rule.cut, Experts):
-            for index, cutout in enumerate(rule.cut.megatron(placement, experts)):
+        local_name, cut = rule.megatron, rule.cut
+        if flavour == "local":
+            if rule.no_local is not None:
+                raise ValueError(rule.no_local)
+            local_name, cut = rule.local or local_name, rule.local_cut or cut
+        name = _name("decoder.layers.{layer}.", layer, local_name)
+        if isinstance(cut, Experts):
+            for index, cutout in enumerate(cut.megatron(placement, experts)):
                 layout[Slot(name.replace("{expert}", str(index)), chunk)] = _slot(cutout, rule.dtype or dtype)
         else:
-            layout[Slot(name, chunk)] = _slot(rule.cut.megatron(dense), rule.dtype or dtype)
+            layout[Slot(name, chunk)] = _slot(cut.megatron(dense), rule.dtype or dtype)
     return layout
 
 
@@ -248,14 +260,37 @@ def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker
 
 
 @lru_cache(maxsize=16)
-def _torch_dist_layout(family: Family, config_key: str, dtype: str, padded_vocabulary: int | None) -> Layout:
+def _torch_dist_layout(family: Family, config_key: str, dtype: str, padded_vocabulary: int | None, stacked_layers: bool) -> Layout:
+    model = _model(family, config_key, padded_vocabulary)
+    if stacked_layers and len({tuple(rule.megatron for rule in rules) for rules in model.layers}) == 1:
+        return _stacked_layers(model, dtype)
     layout: Layout = {}
-    for layer, rule in _model(family, config_key, padded_vocabulary).all():
-        key = _name("decoder.layers.{layer}.", layer, rule.checkpoint or rule.megatron)
-        cutouts = {"": rule.cut.checkpoint()} if isinstance(rule.cut, Experts) else rule.cut.checkpoint()
-        for suffix, cutout in cutouts.items():
-            layout[Slot(key + suffix)] = _slot(cutout, rule.dtype or dtype)
+    for layer, rule in model.all():
+        for suffix, cutout in _global_tensors(rule).items():
+            layout[Slot(_name("decoder.layers.{layer}.", layer, rule.checkpoint or rule.megatron) + suffix)] = _slot(
+                cutout, rule.dtype or dtype
+            )
     return layout
+
+
+def _stacked_layers(model: Model, dtype: str) -> Layout:
+    layout: Layout = {}
+    for rule in (*model.first, *model.last):
+        layout[Slot(rule.checkpoint or rule.megatron)] = _slot(_global_tensors(rule)[""], rule.dtype or dtype)
+    for rules in zip(*model.layers, strict=True):
+        key, num_layers = rules[0].checkpoint or rules[0].megatron, len(rules)
+        cutouts = [_global_tensors(rule)[""] for rule in rules]
+        pieces = tuple(
+            Piece(piece.name, piece.box, ((layer, layer + 1), *piece.local), piece.transform)
+            for layer, cutout in enumerate(cutouts)
+            for piece in cutout.pieces
+        )
+        layout[Slot("decoder.layers." + key)] = SlotLayout((num_layers, *cutouts[0].shape), rules[0].dtype or dtype, pieces)
+    return layout
+
+
+def _global_tensors(rule: Rule) -> dict[str, Cutout]:
+    return {"": rule.cut.checkpoint()} if isinstance(rule.cut, Experts) else rule.cut.checkpoint()
 
 
 def _name(layer_prefix: str, layer: int | None, name: str) -> str:

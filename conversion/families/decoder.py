@@ -114,27 +114,38 @@ def check_no_window(hf_config: HfConfig) -> None:
         raise ValueError(f"config.json: sliding_window={window} is in use, which is not supported; only full attention is")
 
 
-def read_rope(hf_config: HfConfig) -> Rope:
-    """Rotary positions in either spelling: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`.
+def rope_settings(hf_config: HfConfig) -> tuple[float, str, dict[str, object]]:
+    """Base, kind and other numbers of the rotary positions, from `rope_parameters` of transformers 5 or `rope_theta` and `rope_scaling`.
 
     Raises:
-        ValueError: no base, or a kind of scaling that Megatron and vLLM do not share with us.
+        ValueError: no base, or positions that turn a part of each head only.
     """
     key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
     given = hf_config.get(key) or {}
     if not isinstance(given, dict):
         raise ValueError(f"config.json: {key}={given!r} must be a mapping")
-    base = positive_number({"rope_theta": given.get("rope_theta", hf_config.get("rope_theta"))}, "rope_theta")
-    kind = given.get("rope_type", given.get("type", "default"))
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"config.json: {key}.partial_rotary_factor={given['partial_rotary_factor']!r} is not supported; only 1.0 is")
+    base = positive_number({"rope_theta": given.get("rope_theta", hf_config.get("rope_theta"))}, "rope_theta")
+    return base, str(given.get("rope_type", given.get("type", "default"))), given
+
+
+def read_rope(hf_config: HfConfig) -> Rope:
+    """Rotary positions of a family with none but Llama 3's scaling.
+
+    Raises:
+        ValueError: another kind, or numbers that Megatron has otherwise.
+    """
+    base, kind, given = rope_settings(hf_config)
     if kind == "default":
         return Rope(base)
     if kind != "llama3":
-        raise ValueError(f"config.json: {key}.rope_type={kind!r} is not supported; only default and llama3 are")
+        raise ValueError(f"config.json: rope_type={kind!r} is not supported; only default and llama3 are")
     for name, value in _LLAMA3.items():
         if given.get(name) != value:
-            raise ValueError(f"config.json: {key}.{name}={given.get(name)!r} is not supported; Megatron's llama3 scaling only has {value}")
+            raise ValueError(
+                f"config.json: rope scaling {name}={given.get(name)!r} is not supported; Megatron's llama3 scaling only has {value}"
+            )
     return Rope(base, positive_number(given, "factor"))
 
 
@@ -290,14 +301,3 @@ def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dic
     if decoder.rope.llama3_factor is not None:
         model |= dict(rope_scaling=True, rope_scaling_factor=decoder.rope.llama3_factor)
     return {"transformer": arguments | transformer, "model": model}
-
-
-def softmax_router(moe: Moe, *, normalised: bool) -> dict[str, object]:
-    """Megatron's arguments of a softmax router; `normalised` where the chosen experts' weights sum to one.
-
-    Raises:
-        ValueError: one expert per token with normalised weights, which Megatron does not have.
-    """
-    if moe.topk == 1 and normalised:
-        raise ValueError("config.json: num_experts_per_tok=1 with normalised weights: Megatron's router has no such thing")
-    return dict(moe_router_score_function="softmax", moe_router_pre_softmax=not normalised)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model
+from conversion.families.routers import softmax_router
 from conversion.families.settings import check_settings, positive_integer
 
 _SUPPORTED = decoder.COMMON_SUPPORTED | {"router_jitter_noise": (0.0, 0, None)}
@@ -31,7 +32,7 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
     """Arguments of TransformerConfig and GPTModel that follow from config.json."""
     found = _decoder(hf_config)
     assert found.moe is not None
-    return decoder.megatron_arguments(found, **decoder.softmax_router(found.moe, normalised=True))
+    return decoder.megatron_arguments(found, **softmax_router(found.moe.topk, normalised=True))
 
 
 FAMILY = Family(model, megatron_arguments, model_class="gpt", vllm_layers="model.layers.{layer}.")

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from conversion.families.common import Family, HfConfig, Model, Rule
+from conversion.families.routers import sigmoid_router
 from conversion.families.settings import check_settings, positive_integer, positive_number
 from conversion.layouts import Canonical, Column, Experts, Qkv, Replicated, Row, Section, Sections, Vocabulary
 
@@ -22,13 +23,13 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "conv_kernel": (4,),
     "mamba_hidden_act": ("silu",),
     "mlp_hidden_act": ("relu2",),
-    "moe_latent_size": (None,),
     "n_shared_experts": (1,),
     "norm_topk_prob": (True,),
     "num_nextn_predict_layers": (0, None),
     "quantization_config": (None,),
     "residual_in_fp32": (False,),
     "sliding_window": (None,),
+    # vLLM's model has no tied form.
     "tie_word_embeddings": (False,),
 }
 
@@ -55,6 +56,8 @@ class Sizes:
     num_experts: int
     expert: int
     shared_expert: int
+    latent: int | None
+    """Width that routed experts work in; None for the hidden size."""
 
     @classmethod
     def of(cls, hf_config: HfConfig) -> Sizes:
@@ -80,6 +83,7 @@ class Sizes:
             num_experts=positive_integer(hf_config, "n_routed_experts"),
             expert=positive_integer(hf_config, "moe_intermediate_size"),
             shared_expert=positive_integer(hf_config, "moe_shared_expert_intermediate_size"),
+            latent=None if hf_config.get("moe_latent_size") is None else positive_integer(hf_config, "moe_latent_size"),
         )
 
 
@@ -173,11 +177,25 @@ def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
         _experts(prefix, sizes, "up_proj", "linear_fc1", "w13_weight"),
         _experts(prefix, sizes, "down_proj", "linear_fc2", "w2_weight"),
         *_dense(f"{prefix}mixer.shared_experts.", sizes.hidden, sizes.shared_expert, "mlp.shared_experts.", "mixer.shared_experts."),
+        *(_latent_projections(prefix, sizes.hidden, sizes.latent) if sizes.latent is not None else ()),
+    )
+
+
+def _latent_projections(prefix: str, hidden: int, latent: int) -> tuple[Rule, ...]:
+    down, up = (
+        Canonical(f"{prefix}mixer.{name}_latent_proj.weight", shape)
+        for name, shape in (("fc1", (latent, hidden)), ("fc2", (hidden, latent)))
+    )
+    reason = f"config.json: moe_latent_size={latent}: Megatron builds latent projections with Transformer Engine only, which is a GPU's"
+    return tuple(
+        Rule(Replicated(tensor), f"mlp.{name}.weight", f"mixer.{name}.weight", no_local=reason)
+        for name, tensor in (("fc1_latent_proj", down), ("fc2_latent_proj", up))
     )
 
 
 def _experts(prefix: str, sizes: Sizes, hf: str, megatron: str, vllm: str) -> Rule:
-    shape = (sizes.expert, sizes.hidden) if hf == "up_proj" else (sizes.hidden, sizes.expert)
+    width = sizes.latent or sizes.hidden
+    shape = (sizes.expert, width) if hf == "up_proj" else (width, sizes.expert)
     cut = Column if hf == "up_proj" else Row
     return Rule(
         Experts(cut(Canonical(f"{prefix}mixer.experts.{{expert}}.{hf}.weight", shape)), sizes.num_experts),
@@ -209,7 +227,6 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
     `activation_func` is a name: "squared_relu" of megatron.core.activations. `vocab_size` is unpadded.
     """
     sizes = Sizes.of(hf_config)
-    groups = positive_integer(hf_config, "n_group", 1)
     transformer: dict[str, object] = dict(
         num_layers=len(sizes.pattern),
         hidden_size=sizes.hidden,
@@ -237,14 +254,12 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
             moe_ffn_hidden_size=sizes.expert,
             moe_shared_expert_intermediate_size=sizes.shared_expert,
             moe_router_topk=positive_integer(hf_config, "num_experts_per_tok"),
-            moe_router_score_function="sigmoid",
-            moe_router_enable_expert_bias=True,
-            moe_router_pre_softmax=False,
-            moe_router_topk_scaling_factor=positive_number(hf_config, "routed_scaling_factor", 1.0),
-            # Group-limited routing with one group is routing without groups; Megatron takes None for that.
-            moe_router_num_groups=None if groups == 1 else groups,
-            moe_router_group_topk=None if groups == 1 else positive_integer(hf_config, "topk_group", 1),
         )
+        scaling = positive_number(hf_config, "routed_scaling_factor", 1.0)
+        groups, chosen = positive_integer(hf_config, "n_group", 1), positive_integer(hf_config, "topk_group", 1)
+        transformer |= sigmoid_router(scaling, groups, chosen)
+        if sizes.latent is not None:
+            transformer["moe_latent_size"] = sizes.latent
     arguments: dict[str, object] = dict(
         vocab_size=sizes.vocabulary,
         max_sequence_length=positive_integer(hf_config, "max_position_embeddings"),

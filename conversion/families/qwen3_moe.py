@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model
+from conversion.families.routers import softmax_router
 from conversion.families.settings import check_settings, choice, positive_integer
 
 
@@ -37,7 +38,7 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
     found = _decoder(hf_config)
     assert found.moe is not None
     normalised = choice(hf_config, "norm_topk_prob", default=False)
-    return decoder.megatron_arguments(found, **decoder.softmax_router(found.moe, normalised=normalised))
+    return decoder.megatron_arguments(found, **softmax_router(found.moe.topk, normalised=normalised))
 
 
 FAMILY = Family(model, megatron_arguments, model_class="gpt", vllm_layers="model.layers.{layer}.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from conversion.families import llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
+from conversion.families import deepseek_v3, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
 from conversion.families.common import Family, HfConfig
 
 FAMILIES = {
+    "deepseek_v3": deepseek_v3.FAMILY,
     "llama": llama.FAMILY,
     "mixtral": mixtral.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,

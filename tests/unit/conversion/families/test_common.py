@@ -87,5 +87,5 @@ def test_engine_expert_parallelism_is_none_or_tp():
 
 
 def test_an_unknown_model_type_is_refused():
-    with pytest.raises(ValueError, match=r"model_type='bert' is not supported; use one of \['llama', "):
+    with pytest.raises(ValueError, match=r"model_type='bert' is not supported; use one of \['deepseek_v3', "):
         family({"model_type": "bert"})

@@ -172,7 +172,7 @@ def test_megatron_arguments_follow_the_config():
         ("mlp_bias", True),
         ("conv_kernel", 3),
         ("mlp_hidden_act", "silu"),
-        ("moe_latent_size", 1024),
+        ("moe_latent_size", 0),
         ("norm_topk_prob", False),
         ("num_nextn_predict_layers", 1),
         ("quantization_config", {"quant_method": "fp8"}),
