@@ -20,7 +20,7 @@ GRACE_S = 1.0
 SWEEP_INTERVAL_S = 0.1
 # A process that is being killed may have started another one meanwhile, which cannot be read while it changes its program:
 # only after this many sweeps in a row that found nothing is nothing left.
-QUIET_SWEEPS = 10
+QUIET_SWEEPS = 3
 MAX_SWEEPS = 200
 
 
@@ -28,6 +28,8 @@ def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
     """A reaper of the processes that this process starts from now on; closing its stdin, or dying, sets it to work."""
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     os.environ[MARK] = str(folder)
+    # Ray's agents rename themselves; setproctitle would write the new name over their environment, and with it over the mark.
+    os.environ["SPT_NOENV"] = "1"
     # A session of its own: Ctrl-C in the driver's terminal must not end it.
     return subprocess.Popen(
         [sys.executable, "-m", "mrl.cluster.reaper", str(folder)], stdin=subprocess.PIPE, env=environment, start_new_session=True

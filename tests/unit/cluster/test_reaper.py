@@ -18,6 +18,19 @@ if sys.argv[2] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 reaper.communicate(timeout=20)
 """
+# As Ray's agents do. The mark stands first in the environment, where a new name would overwrite it first.
+RENAMED = """
+import os, subprocess, sys
+from pathlib import Path
+from mrl.cluster.reaper import MARK, processes_of, start_reaper
+reaper = start_reaper(Path(sys.argv[1]))
+command = [sys.executable, "-c", "import setproctitle, time; setproctitle.setproctitle('renamed'); print(flush=True); time.sleep(60)"]
+child = subprocess.Popen(command, env={MARK: os.environ[MARK], **os.environ}, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(Path(f"/proc/{child.pid}/cmdline").read_text().strip("\\0"), child.pid in processes_of(sys.argv[1]))
+child.kill()
+reaper.communicate(timeout=20)
+"""
 TIMEOUT_S = 20.0
 
 
@@ -56,6 +69,13 @@ def test_a_clean_end_waits_until_everything_is_gone(tmp_path: Path):
     driver, child = start_driver(folder, "clean")
     assert driver.wait(timeout=TIMEOUT_S) == 0
     assert not is_alive(child) and not folder.exists()
+
+
+def test_a_process_that_renames_itself_is_still_found(tmp_path: Path):
+    folder = tmp_path / "session"
+    folder.mkdir()
+    output = subprocess.run([sys.executable, "-c", RENAMED, str(folder)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    assert output.stdout.split() == ["renamed", "True"]
 
 
 def test_processes_of_another_run_are_left_alone(tmp_path: Path):
