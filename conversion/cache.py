@@ -1,0 +1,284 @@
+"""The cache of converted models that all nodes and runs share. `ROOT/entries/KEY/mcore` is a Megatron checkpoint as hf-to-mcore writes it.
+
+Nothing here needs a lock to be right: an entry is built aside under a name of its builder's, and rename(2) publishes it whole, once.
+That others wait for a builder at work only spares them the same work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from conversion.file_hashes import file_hashes
+from conversion.files import INDEX_FILE, publish, sha256_file, sync_tree, weight_files, write_atomic
+from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, read_manifest
+from conversion.owners import heartbeat, is_alive, owned, owned_name, owner_of
+
+logger = logging.getLogger(__name__)
+
+MARKER = "entry.json"
+CHECKPOINT_FOLDER = "mcore"
+# What lies below the root of the cache.
+ENTRIES, BUILDING, LEASES, HASHES = "entries", "building", "leases", "hashes"
+
+POLL_S = 0.2
+# A builder that did not touch its folder for this long, by the clock of who waits for it, is not waited for any longer.
+STALLED_S = 60.0
+# Builders who find each other before either has begun step back for a moment.
+MAX_BACKOFF_S = 0.2
+REPORT_S = 30.0
+
+Build = Callable[[Path], None]
+"""Makes the checkpoint folder, whole or not at all. Files beside it may be left by an interrupted call, to go on from."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the marker of an entry tells; the marker is written last."""
+
+    model: str
+    """Folder of the model that it was made of, for people."""
+    dtype: str | None
+    num_bytes: int
+    created: float
+    """Seconds since the epoch."""
+    manifest_sha256: str
+
+
+def entry_key(hf: Path, root: Path, *, dtype: str | None) -> str:
+    """Name of the entry of a Hugging Face folder: sha256 over those of its weight files and config.json, `dtype` and the table version.
+
+    Raises:
+        ValueError: the folder has no weights or no config.json.
+    """
+    files = [*weight_files(hf), hf / "config.json"]
+    files += [hf / INDEX_FILE] if (hf / INDEX_FILE).exists() else []
+    content = {"files": file_hashes(files, root / HASHES), "dtype": dtype, "table_version": TABLE_VERSION}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def cached_mcore(hf: Path, root: Path, *, dtype: str | None = None, build: Build | None = None) -> Path:
+    """The Megatron checkpoint of a Hugging Face folder in the cache at `root`, converted now if it is not there.
+
+    Tensors keep their dtypes unless `dtype` names one for all. `build` replaces the conversion.
+
+    Raises:
+        ValueError: the folder cannot be converted, or the cache cannot be written.
+    """
+    with mcore_in_use(hf, root, dtype=dtype, build=build) as folder:
+        return folder
+
+
+@contextmanager
+def mcore_in_use(hf: Path, root: Path, *, dtype: str | None = None, build: Build | None = None) -> Iterator[Path]:
+    """`cached_mcore`, and inside the `with` block nobody's gc removes the entry.
+
+    Raises:
+        ValueError: as `cached_mcore`.
+    """
+    with _usable(root):
+        for name in (ENTRIES, BUILDING, LEASES, HASHES):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        key = entry_key(hf, root, dtype=dtype)
+        lease = root / LEASES / owned_name(key)
+        lease.touch()
+    try:
+        with heartbeat(lease):
+            with _usable(root):
+                _fill(hf, root, key, dtype=dtype, build=build or _conversion(hf, dtype))
+                _mark_used(root / ENTRIES / key)
+            yield root / ENTRIES / key / CHECKPOINT_FOLDER
+    finally:
+        lease.unlink(missing_ok=True)
+
+
+def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
+    """Returns if a checkpoint in the cache is, byte for byte, what its builder wrote. The parts may be checked by as many processes.
+
+    Raises:
+        ValueError: names the files that differ.
+    """
+    entry = read_entry(folder.parent)
+    if entry is None or not (folder / MANIFEST).exists() or sha256_file(folder / MANIFEST) != entry.manifest_sha256:
+        raise ValueError(f"{folder / MANIFEST} is not the one that was published; remove {folder.parent}: it will be converted again")
+    files = read_manifest(folder).files
+    # Large ones first, so that every part has its share of them.
+    names = sorted(files, key=lambda name: (-files[name].size, name))
+    check_files(folder, names[part::num_parts])
+
+
+def discard(folder: Path) -> None:
+    """Takes a damaged checkpoint out of the cache. One that replaced it meanwhile may go too, and is made again when it is asked for."""
+    entry = folder.parent
+    aside = take_out(entry, entry.parent.parent)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def take_out(entry: Path, root: Path) -> Path | None:
+    """Where an entry lies now that nobody finds it any more, to be removed; None if it was not there."""
+    # Not under the name of a builder: what is half removed must not be inherited.
+    aside = root / BUILDING / owned_name(f"removed-{entry.name}")
+    try:
+        entry.rename(aside)
+    except FileNotFoundError:
+        return None
+    return aside
+
+
+def read_entry(folder: Path) -> Entry | None:
+    """What an entry's marker tells; None if the entry is not complete."""
+    try:
+        return Entry(**json.loads((folder / MARKER).read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        return None
+
+
+def _mark_used(entry: Path) -> None:
+    # gc removes first what was not used for longest. Only the owner of a file may touch it.
+    with suppress(PermissionError):
+        os.utime(entry / MARKER)
+
+
+def _conversion(hf: Path, dtype: str | None) -> Build:
+    def build(out: Path) -> None:
+        # Finding an entry must not cost the import of torch.
+        from conversion.to_megatron import convert_hf_to_mcore
+
+        convert_hf_to_mcore(hf, out, dtype=dtype, progress=_log_progress())
+
+    return build
+
+
+def _log_progress() -> Callable[[int, int], None]:
+    started = reported = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if now - reported > REPORT_S:
+            reported = now
+            rate = done / (now - started)
+            left_s = (total - done) / max(rate, 1)
+            logger.info("converted %.1f of %.1f GB at %.2f GB/s, %.0f s left", done / 1e9, total / 1e9, rate / 1e9, left_s)
+
+    return report
+
+
+def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) -> None:
+    """Returns when the entry is there and complete, whoever made it."""
+    final = root / ENTRIES / key
+    watch = _Watch(root / BUILDING, key)
+    while read_entry(final) is None:
+        if final.exists():
+            logger.warning("%s has no readable %s: it is made again", final, MARKER)
+            discard(final / CHECKPOINT_FOLDER)
+        if watch.others_at_work():
+            time.sleep(POLL_S)
+            continue
+        aside = root / BUILDING / owned_name(key)
+        aside.mkdir()
+        try:
+            # Whoever sees itself alone is seen by all who come later. Where new names show late two may build; one publishes.
+            if watch.others_at_work(besides=aside):
+                aside.rmdir()
+                time.sleep(random.uniform(0, MAX_BACKOFF_S))
+                continue
+            with heartbeat(aside):
+                _build(hf, aside, final, watch.dead(), dtype=dtype, build=build)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _build(hf: Path, aside: Path, final: Path, dead: list[Path], *, dtype: str | None, build: Build) -> None:
+    started = time.monotonic()
+    logger.info("First use of %s: converting it into the cache, %s", hf, final)
+    _inherit(aside, dead)
+    folder = aside / CHECKPOINT_FOLDER
+    if not folder.exists():
+        build(folder)
+    for path in aside.iterdir():
+        if path != folder:
+            # What an interrupted builder left, and this one had no use for.
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    sync_tree(aside)
+    num_bytes = sum(record.size for record in read_manifest(folder).files.values())
+    entry = Entry(str(hf.absolute()), dtype, num_bytes, time.time(), sha256_file(folder / MANIFEST))
+    write_atomic(aside / MARKER, json.dumps(asdict(entry), indent=1))
+    if publish(aside, final):
+        logger.info("%s is in the cache (%.2f GB, %.1f s)", hf, num_bytes / 1e9, time.monotonic() - started)
+    else:
+        logger.info("another process has put %s into the cache meanwhile", hf)
+
+
+def _inherit(aside: Path, dead: list[Path]) -> None:
+    """Takes over what a builder that was killed has done so far, and removes what others like it left."""
+    is_empty = True
+    for leftover in dead:
+        parsed = owner_of(leftover.name)
+        if is_empty and parsed is not None and parsed[1].is_visible():
+            # Only of this boot of this host: after a power loss files may have their length and not their content.
+            try:
+                leftover.rename(aside)
+                is_empty = False
+                continue
+            except FileNotFoundError:
+                pass
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+class _Watch:
+    """Who else is building an entry. Remembers since when nobody has touched a builder's folder."""
+
+    def __init__(self, building: Path, key: str) -> None:
+        self._building = building
+        self._key = key
+        self._touched: dict[Path, tuple[float, float]] = {}
+        self._reported = time.monotonic()
+
+    def others_at_work(self, *, besides: Path | None = None) -> bool:
+        """Whether any other process is building the entry, as far as can be told."""
+        others = [path for path in owned(self._building, self._key) if path != besides and self._is_at_work(path)]
+        if others and time.monotonic() - self._reported > REPORT_S:
+            self._reported = time.monotonic()
+            logger.info("waiting for another process to convert the model: %s", others[0])
+        return bool(others)
+
+    def dead(self) -> list[Path]:
+        """What builders of this entry that are no more have left."""
+        return [path for path in owned(self._building, self._key) if not is_alive(path)]
+
+    def _is_at_work(self, path: Path) -> bool:
+        parsed = owner_of(path.name)
+        if parsed is None or (parsed[1].is_visible() and not parsed[1].is_running()):
+            return False
+        try:
+            touched = path.stat().st_mtime
+        except FileNotFoundError:
+            return False
+        before, since = self._touched.get(path, (None, 0.0))
+        if before != touched:
+            self._touched[path] = (touched, time.monotonic())
+            since = time.monotonic()
+        return time.monotonic() - since <= STALLED_S
+
+
+@contextmanager
+def _usable(root: Path) -> Iterator[None]:
+    """Gives errors of the file system the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the cache of converted models at {root} cannot be used: {error}; set MRL_CACHE to a writable folder with room that all nodes "
+            "share, or MRL_CACHE=off to read the Hugging Face files directly"
+        ) from error

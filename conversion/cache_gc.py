@@ -1,0 +1,115 @@
+"""What is in the cache of converted models, and removing what the dead left or nobody used for long; never what is in use."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.cache import BUILDING, ENTRIES, HASHES, LEASES, MARKER, Entry, read_entry, take_out
+from conversion.files import publish
+from conversion.owners import is_alive, owned, owner_of
+
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Item:
+    """An entry of the cache, or what a builder has written so far or left behind."""
+
+    path: Path
+    key: str
+    entry: Entry | None
+    """None if it is not a complete entry."""
+    num_bytes: int
+    used: float
+    """When it was last used or touched, in seconds since the epoch."""
+    is_live: bool
+    """Whether somebody uses or builds it now."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What gc removed."""
+
+    item: Item
+    reason: str
+
+
+def cache_items(root: Path) -> list[Item]:
+    """Everything in the cache at `root`: entries, the longest unused first, then what is or was being built."""
+    entries = [_item(path, path.name) for path in (root / ENTRIES).glob("*")]
+    leftovers = []
+    for path in owned(root / BUILDING):
+        parsed = owner_of(path.name)
+        assert parsed is not None, "owned lists only such names"
+        leftovers.append(_item(path, parsed[0]))
+    return sorted(filter(None, entries), key=lambda item: (item.used, item.key)) + [item for item in leftovers if item is not None]
+
+
+def collect_garbage(root: Path, *, now: float, older_than_days: float | None = None, max_bytes: int | None = None) -> list[Removal]:
+    """Removes what dead processes left, entries not used for `older_than_days`, and of the others the longest unused beyond `max_bytes`.
+
+    Entries in use stay, whatever their age and size.
+    """
+    removals = [Removal(item, "left by a process that is gone") for item in cache_items(root) if item.path.parent.name == BUILDING]
+    removals = [removal for removal in removals if not removal.item.is_live and _remove_leftover(removal.item.path)]
+    for path in owned(root / LEASES):
+        if not is_alive(path):
+            path.unlink(missing_ok=True)
+    _forget_hashes(root / HASHES, now=now, older_than_days=older_than_days)
+    entries = [item for item in cache_items(root) if item.path.parent.name == ENTRIES]
+    num_bytes = sum(item.num_bytes for item in entries)
+    for item in entries:
+        reason = None
+        if item.entry is None:
+            reason = "not complete"
+        elif older_than_days is not None and now - item.used > older_than_days * DAY_S:
+            reason = f"not used for {(now - item.used) / DAY_S:.1f} days"
+        elif max_bytes is not None and num_bytes > max_bytes:
+            reason = "longest unused, and the cache is larger than asked for"
+        if reason is not None and not item.is_live and _remove_entry(item, root):
+            removals.append(Removal(item, reason))
+            num_bytes -= item.num_bytes
+    return removals
+
+
+def _item(path: Path, key: str) -> Item | None:
+    """None if it is removed while it is looked at."""
+    entry = read_entry(path) if path.parent.name == ENTRIES else None
+    try:
+        used = (path / MARKER if entry else path).stat().st_mtime
+        num_bytes = entry.num_bytes if entry else sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    except FileNotFoundError:
+        return None
+    is_live = _is_leased(path, key) if path.parent.name == ENTRIES else is_alive(path)
+    return Item(path, key, entry, num_bytes, used, is_live)
+
+
+def _is_leased(entry: Path, key: str) -> bool:
+    return any(is_alive(lease) for lease in owned(entry.parent.parent / LEASES, key))
+
+
+def _remove_entry(item: Item, root: Path) -> bool:
+    """Whether it is gone. Who takes a lease looks for the entry afterwards; here it is the other way round."""
+    aside = take_out(item.path, root)
+    if aside is None:
+        return False
+    is_unused = not _is_leased(item.path, item.key)
+    if is_unused or not publish(aside, item.path):
+        shutil.rmtree(aside)
+    return is_unused
+
+
+def _remove_leftover(path: Path) -> bool:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+    return not path.exists()
+
+
+def _forget_hashes(folder: Path, *, now: float, older_than_days: float | None) -> None:
+    for path in folder.glob("*"):
+        if older_than_days is not None and now - path.stat().st_mtime > older_than_days * DAY_S:
+            path.unlink(missing_ok=True)

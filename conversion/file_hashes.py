@@ -1,0 +1,68 @@
+"""sha256 of the files of a model, each read once: what was computed is remembered by what identifies a file's content."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from conversion.files import sha256_file, write_atomic
+
+# A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
+SETTLED_S = 2.0
+MAX_THREADS = 8
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def file_hashes(paths: Iterable[Path], memory: Path) -> dict[str, str]:
+    """sha256 of every file, by its name. `memory` is the folder of what is remembered.
+
+    Raises:
+        ValueError: a file is missing, or changes while it is read.
+    """
+    found = list(paths)
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return dict(zip((path.name for path in found), pool.map(lambda path: file_hash(path, memory), found), strict=True))
+
+
+def file_hash(path: Path, memory: Path) -> str:
+    """sha256 of a file: the Hub's own where it names the file, else a remembered one, else computed.
+
+    Raises:
+        ValueError: the file is missing, or changes while it is read.
+    """
+    try:
+        given = _hash_of_hub_blob(path)
+        if given is not None:
+            return given
+        identity = _identity(path)
+        record = memory / "-".join(map(str, identity))
+        if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")):
+            return remembered
+        digest = sha256_file(path)
+        has_changed = _identity(path) != identity
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing: the folder is not a complete model; download it again") from error
+    if has_changed:
+        raise ValueError(f"{path} changed while it was read; wait until its writer is done, and start again")
+    if time.time() - max(identity[3:]) / 1e9 > SETTLED_S:
+        memory.mkdir(parents=True, exist_ok=True)
+        write_atomic(record, digest)
+    return digest
+
+
+def _identity(path: Path) -> tuple[int, int, int, int, int]:
+    """Changes when the content does. The time of the last change of the inode is there because tools can set the time of the content."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _hash_of_hub_blob(path: Path) -> str | None:
+    """huggingface_hub keeps large files as `models--NAME/blobs/<sha256>` and links to them from `snapshots/`."""
+    blob = path.resolve(strict=True)
+    is_blob = blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--")
+    return blob.name if is_blob and _SHA256.fullmatch(blob.name) else None

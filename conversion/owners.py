@@ -1,0 +1,136 @@
+"""Whose a file or folder is, told by its name, and whether that owner still lives. For folders that several hosts share; no locks.
+
+On the host of the owner its process decides. Elsewhere only time can tell: owners touch what they own, and what was not touched for long
+is abandoned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+HEARTBEAT_S = 10.0
+# A host may be suspended, its network down, its clock or the file server's wrong: none of them for this long.
+ABANDONED_S = 3600.0
+
+_NAME = re.compile(r"(?P<what>.+)@(?P<host>[^@]*)\.(?P<boot>[0-9a-f]+)\.(?P<namespace>\d+)\.(?P<pid>\d+)\.(?P<start>\d+)\.[0-9a-f]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, unlike any other on any host."""
+
+    host: str
+    """For people; names of hosts are not unique."""
+    boot: str
+    namespace: int
+    """Of process ids: containers of one host count their processes separately."""
+    pid: int
+    start: int
+    """In clock ticks since the boot; process ids are used again."""
+
+    def is_visible(self) -> bool:
+        """Whether /proc of this process shows the owner's processes."""
+        return (self.boot, self.namespace) == (_boot_id(), _pid_namespace())
+
+    def is_running(self) -> bool:
+        """Whether the process is there. Only for owners that are visible."""
+        return _start_of(self.pid) == self.start
+
+
+def this_process() -> Owner:
+    """The calling process."""
+    start = _start_of(os.getpid())
+    assert start is not None, "/proc shows the calling process"
+    return Owner(socket.gethostname(), _boot_id(), _pid_namespace(), os.getpid(), start)
+
+
+def owned_name(what: str) -> str:
+    """A file name that nobody else uses, of which `owner_of` tells `what` and the calling process."""
+    owner = this_process()
+    host = re.sub(r"[^A-Za-z0-9-]", "_", owner.host)[:40]
+    return f"{what}@{host}.{owner.boot}.{owner.namespace}.{owner.pid}.{owner.start}.{secrets.token_hex(4)}"
+
+
+def owner_of(name: str) -> tuple[str, Owner] | None:
+    """What `owned_name` put into a file name; None for other names."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    return match["what"], Owner(match["host"], match["boot"], int(match["namespace"]), int(match["pid"]), int(match["start"]))
+
+
+def owned(folder: Path, what: str | None = None) -> list[Path]:
+    """The files and folders in `folder` that are somebody's, in order of name; only those of one thing if `what` names it."""
+    found = [(path, owner_of(path.name)) for path in sorted(folder.glob("*@*"))]
+    return [path for path, parsed in found if parsed is not None and what in (None, parsed[0])]
+
+
+def is_alive(path: Path) -> bool:
+    """Whether the owner of what lies at `path`, with a name of `owned_name`, may still be at work on it."""
+    parsed = owner_of(path.name)
+    assert parsed is not None, f"{path} has a name of owned_name"
+    owner = parsed[1]
+    if owner.is_visible():
+        return owner.is_running()
+    try:
+        touched = path.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return _time_of_folder(path.parent) - touched < ABANDONED_S
+
+
+@contextmanager
+def heartbeat(path: Path) -> Iterator[None]:
+    """Touches `path` every `HEARTBEAT_S` inside the `with` block, until it is renamed or removed."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(HEARTBEAT_S):
+            try:
+                os.utime(path)
+            except FileNotFoundError:
+                return
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _time_of_folder(folder: Path) -> float:
+    """Now, by the clock that stamps the files of `folder`: a file server's clock may differ from ours."""
+    probe = folder / owned_name("clock")
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink()
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "").strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _start_of(pid: int) -> int | None:
+    """When the process `pid` started; None if there is none, or only its exit code is left."""
+    try:
+        # The name of the program, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,54 @@
+"""A random model to put into a cache, and what processes of the cache tests run: they are forked from one that has imported torch."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from conversion import cache
+from conversion.families.registry import family
+from conversion.to_megatron import convert_hf_to_mcore
+from tests.unit.conversion.dense import TINY
+
+
+def save_model(folder: Path, *, seed: int = 0, **overrides: object) -> Path:
+    """Random weights of a tiny nemotron_h."""
+    config = {**TINY, **overrides, "torch_dtype": "float32"}
+    torch.manual_seed(seed)
+    folder.mkdir(parents=True)
+    tensors = {name: torch.randn(shape) for name, shape in family(config).canonical(config).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def light_processes() -> ForkServerContext:
+    """Processes that start in milliseconds and have what a conversion needs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def fill(hf: Path, root: Path, log: Path) -> str:
+    """The cached checkpoint of `hf`; every conversion that is begun is a line of `log`."""
+    # A forked child must not wait for threads that only its parent has.
+    torch.set_num_threads(1)
+
+    def build(out: Path) -> None:
+        with log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        convert_hf_to_mcore(hf, out)
+
+    return str(cache.cached_mcore(hf, root, build=build))
+
+
+def fill_unseeing(hf: Path, root: Path, log: Path) -> str:
+    """`fill` on a file system where nobody ever sees that somebody else is at work."""
+    cache._Watch.others_at_work = lambda self, *, besides=None: False
+    return fill(hf, root, log)

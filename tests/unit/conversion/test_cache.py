@@ -1,0 +1,208 @@
+"""What an entry of the cache is called, that it is made once, and that a damaged one is found. Races are tested next door."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from conversion import cache, file_hashes
+from conversion.cache import cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
+from conversion.manifest import verify_manifest
+from conversion.owners import owned, owned_name
+from tests.unit.conversion.cached_models import save_model
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def never(out: Path) -> None:
+    raise AssertionError("must be found")
+
+
+def elsewhere(name: str) -> str:
+    """The name as a process of another host would make it."""
+    fields = name.split(".")
+    fields[1] = "123"
+    return ".".join(fields)
+
+
+def test_the_first_use_converts_and_the_second_finds(hf: Path, root: Path):
+    folder = cached_mcore(hf, root)
+    verify_manifest(folder)
+    check_entry(folder)
+    entry = read_entry(folder.parent)
+    assert entry is not None and entry.model == str(hf)
+    assert entry.num_bytes == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+    assert cached_mcore(hf, root, build=never) == folder
+    assert sorted(os.listdir(root)) == ["building", "entries", "hashes", "leases"]
+    assert os.listdir(root / "building") == os.listdir(root / "leases") == []
+
+
+def test_the_key_follows_from_content_alone(hf: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(file_hashes, "SETTLED_S", -1.0)
+    key = entry_key(hf, root, dtype=None)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (copy / name).write_bytes((hf / name).read_bytes())
+    (copy / "tokenizer.json").write_text("{}")
+    assert entry_key(copy, tmp_path / "other", dtype=None) == key
+
+    keys = {key, entry_key(hf, root, dtype="bfloat16")}
+    weights = (copy / "model.safetensors").read_bytes()
+    # Same names, shapes, dtypes and length: one bit of one value, in place.
+    (copy / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    keys.add(entry_key(copy, root, dtype=None))
+    (copy / "model.safetensors").write_bytes(weights)
+    (copy / "config.json").write_text(json.dumps({**json.loads((hf / "config.json").read_text()), "rope_theta": 5}))
+    keys.add(entry_key(copy, root, dtype=None))
+    monkeypatch.setattr(cache, "TABLE_VERSION", cache.TABLE_VERSION + 1)
+    keys.add(entry_key(hf, root, dtype=None))
+    assert len(keys) == 5
+
+
+def test_other_weights_of_the_same_headers_are_not_mistaken(hf: Path, root: Path, tmp_path: Path):
+    other = save_model(tmp_path / "other", seed=1)
+    assert (other / "config.json").read_bytes() == (hf / "config.json").read_bytes()
+    assert (other / "model.safetensors").stat().st_size == (hf / "model.safetensors").stat().st_size
+    assert cached_mcore(hf, root) != cached_mcore(other, root)
+
+
+def test_shards_and_their_index_belong_to_the_key(hf: Path, root: Path, tmp_path: Path):
+    tensors = load_file(hf / "model.safetensors")
+    names = sorted(tensors)
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    (sharded / "config.json").write_bytes((hf / "config.json").read_bytes())
+    half = {name: f"{int(index * 2 >= len(names))}.safetensors" for index, name in enumerate(names)}
+    for file in set(half.values()):
+        save_file({name: tensors[name] for name in names if half[name] == file}, sharded / file)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": half}))
+    key = entry_key(sharded, root, dtype=None)
+    changed = dict(tensors, **{names[-1]: tensors[names[-1]] + 1})
+    save_file({name: changed[name] for name in names if half[name] == "1.safetensors"}, sharded / "1.safetensors")
+    assert entry_key(sharded, root, dtype=None) != key
+    check_entry(cached_mcore(sharded, root))
+
+
+@pytest.mark.parametrize("name", ["weights", "config"])
+def test_an_incomplete_model_is_refused(root: Path, tmp_path: Path, name: str):
+    model = save_model(tmp_path / "model")
+    (model / {"weights": "model.safetensors", "config": "config.json"}[name]).unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors|config\.json"):
+        cached_mcore(model, root)
+    assert os.listdir(root / "entries") == os.listdir(root / "leases") == []
+
+
+def test_a_failed_conversion_leaves_nothing(hf: Path, root: Path):
+    def fail(out: Path) -> None:
+        out.mkdir()
+        (out / "part").touch()
+        raise ValueError("no luck")
+
+    with pytest.raises(ValueError, match="no luck"):
+        cached_mcore(hf, root, build=fail)
+    assert [os.listdir(root / name) for name in ("entries", "building", "leases")] == [[], [], []]
+    check_entry(cached_mcore(hf, root))
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(hf: Path, root: Path):
+    root.write_text("a file")
+    with pytest.raises(ValueError, match=f"{root} cannot be used: .*MRL_CACHE=off"):
+        cached_mcore(hf, root)
+
+
+def test_a_changed_byte_anywhere_is_found_by_name(hf: Path, root: Path):
+    folder = cached_mcore(hf, root)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        for position in {0, len(content) // 2, len(content) - 1}:
+            path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+            with pytest.raises(ValueError, match=path.name):
+                check_entry(folder)
+        path.write_bytes(content[:-1])
+        with pytest.raises(ValueError, match=path.name):
+            check_entry(folder)
+        path.unlink()
+        with pytest.raises(ValueError, match=path.name):
+            check_entry(folder)
+        path.write_bytes(content)
+    check_entry(folder)
+
+
+def test_the_parts_of_a_check_are_a_whole_check(hf: Path, root: Path):
+    folder = cached_mcore(hf, root)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"):
+        content = path.read_bytes()
+        path.write_bytes(content + b"0")
+        found = 0
+        for part in range(3):
+            try:
+                check_entry(folder, part=part, num_parts=3)
+            except ValueError:
+                found += 1
+        assert found == 1, path
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["discarded", "no marker", "damaged marker"])
+def test_an_entry_that_is_not_whole_is_made_again(hf: Path, root: Path, damage: str):
+    folder = cached_mcore(hf, root)
+    (folder / "iter_0000000" / "metadata.json").write_text("damaged")
+    marker = folder.parent / "entry.json"
+    if damage == "discarded":
+        discard(folder)
+    elif damage == "no marker":
+        marker.unlink()
+    else:
+        marker.write_text(marker.read_text()[:-10])
+    assert cached_mcore(hf, root) == folder
+    check_entry(folder)
+    assert os.listdir(root / "building") == []
+
+
+def test_a_builder_at_work_is_waited_for(hf: Path, root: Path):
+    """The other one is a process of another host."""
+    (root / "building").mkdir(parents=True)
+    other = root / "building" / elsewhere(owned_name(entry_key(hf, root, dtype=None)))
+    other.mkdir()
+    found: list[Path] = []
+    waiter = threading.Thread(target=lambda: found.append(cached_mcore(hf, root, build=never)))
+    waiter.start()
+    time.sleep(3 * cache.POLL_S)
+    assert waiter.is_alive()
+    built = cached_mcore(hf, root.with_name("elsewhere"))
+    built.parent.rename(other.parent.parent / "entries" / built.parent.name)
+    waiter.join(timeout=30)
+    assert found == [root / "entries" / built.parent.name / "mcore"]
+    assert other.exists(), "somebody else's, and alive"
+
+
+def test_a_builder_that_stalls_is_not_waited_for(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "STALLED_S", 0.5)
+    (root / "building").mkdir(parents=True)
+    other = root / "building" / elsewhere(owned_name(entry_key(hf, root, dtype=None)))
+    other.mkdir()
+    started = time.monotonic()
+    check_entry(cached_mcore(hf, root))
+    assert time.monotonic() - started > 0.5
+    assert other.exists(), "it may come back, and then finds that it has lost"
+
+
+def test_an_entry_in_use_has_a_lease(hf: Path, root: Path):
+    with mcore_in_use(hf, root) as folder:
+        assert len(owned(root / "leases", folder.parent.name)) == 1
+    assert os.listdir(root / "leases") == []
