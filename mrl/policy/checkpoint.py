@@ -31,8 +31,13 @@ from torch.distributed import checkpoint as dcp
 ITERATION_FOLDER = "iter_0000000"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 
-# Optimizer state by parameter rather than by shard, and the same keys whether or not the model has experts.
-_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
+# Optimizer state by parameter rather than by shard, the same keys whether or not the model has experts, and keys of its own for each layer.
+_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+    "non_homogeneous_layers": True,
+}
 
 
 @dataclass(frozen=True)
