@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 # A worker call that takes longer hangs. The largest one copies and checks all weights of a GPU, which takes seconds.
 WORKER_TIMEOUT_S = 300.0
 
+# A refit writes weights in place, at the rows and columns where the checkpoint has them. Other expert kernels of GPUs reorder, pad or
+# shuffle them at load time; other placements give a worker other experts, EPLB during the run.
+LAYOUT_ARGUMENTS: Mapping[str, object] = {"moe_backend": "triton", "expert_placement_strategy": "linear", "enable_eplb": False}
+
 
 class Engine:
     """One engine: all workers of a TP group. Samples only between a completed refit and the next one.
@@ -169,8 +173,18 @@ class Engine:
 
 
 def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int) -> EngineArgs:
-    """vLLM's arguments for an engine; `vllm_kwargs` of the configuration have the last word."""
+    """vLLM's arguments for an engine. `vllm_kwargs` of the configuration have the last word, except on LAYOUT_ARGUMENTS.
+
+    Raises:
+        ValueError: `vllm_kwargs` ask for weights that a refit could not write.
+    """
     vllm_cfg = config.vllm_cfg
+    for name, value in LAYOUT_ARGUMENTS.items():
+        if config.vllm_kwargs.get(name, value) != value:
+            raise ValueError(
+                f"policy.generation.vllm_kwargs.{name}={config.vllm_kwargs[name]!r}: refits need {value!r}, because with anything else "
+                "vLLM keeps experts in another order than the checkpoint; remove the key"
+            )
     arguments: dict[str, object] = {
         "model": model_dir,
         "skip_tokenizer_init": True,
@@ -193,16 +207,17 @@ def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int) -> 
         "async_scheduling": False,
         "disable_log_stats": True,
     }
-    return EngineArgs(**(arguments | _platform_arguments(config) | dict(config.vllm_kwargs)))  # type: ignore[arg-type]  # vLLM checks
+    arguments |= {**LAYOUT_ARGUMENTS, **_platform_arguments(config), **config.vllm_kwargs}
+    return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
 
 
 def _platform_arguments(config: GenerationConfig) -> Mapping[str, object]:
     if current_platform.is_cpu():
-        # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
-        return {"kv_cache_memory_bytes": config.vllm_cfg.kv_cache_memory_mib << 20, "enable_prefix_caching": False}
-    # Other expert kernels reorder the weights at load time, which a refit in place cannot follow.
-    return {
-        "gpu_memory_utilization": config.vllm_cfg.gpu_memory_utilization,
-        "enable_sleep_mode": config.colocated.enabled,
-        "moe_backend": "triton",
-    }
+        return {
+            # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order.
+            "moe_backend": "auto",
+            "kv_cache_memory_bytes": config.vllm_cfg.kv_cache_memory_mib << 20,
+            # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
+            "enable_prefix_caching": False,
+        }
+    return {"gpu_memory_utilization": config.vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}

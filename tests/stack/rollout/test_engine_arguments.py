@@ -1,0 +1,59 @@
+"""vLLM keeps weights in the checkpoint's order on GPUs too: the arguments exist in the installed vLLM, arrive, and do what they are for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mrl.config.schema import GenerationConfig, VllmConfig
+
+
+def config(**vllm_kwargs: object) -> GenerationConfig:
+    vllm_cfg = VllmConfig(precision="float32", enforce_eager=True, tensor_parallel_size=2, expert_parallel_size=2, max_model_len=256)
+    return GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg, vllm_kwargs=vllm_kwargs)
+
+
+def test_the_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Path]) -> None:
+    from vllm import EngineArgs
+
+    from mrl.rollout.engine import LAYOUT_ARGUMENTS, engine_arguments
+
+    assert LAYOUT_ARGUMENTS.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
+    arguments = engine_arguments(str(checkpoint(0)), config(), seed=0)
+    assert arguments.moe_backend == "auto", "on CPU hosts the experts are our own"
+    # What a GPU host gets; the configuration is made alike everywhere.
+    arguments.moe_backend = LAYOUT_ARGUMENTS["moe_backend"]  # type: ignore[assignment]  # vLLM checks
+    made = arguments.create_engine_config()
+    assert made.kernel_config.moe_backend == "triton"
+    assert made.parallel_config.expert_placement_strategy == "linear"
+    assert (made.parallel_config.enable_expert_parallel, made.parallel_config.enable_eplb) == (True, False)
+
+
+def test_triton_experts_keep_the_order_and_others_do_not() -> None:
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    from mrl.rollout.engine import LAYOUT_ARGUMENTS
+
+    def converted(name: object) -> tuple[torch.Tensor, torch.Tensor]:
+        backend = unquantized.map_unquantized_backend(name)  # type: ignore[arg-type]  # a name of vLLM's
+        moe_config = SimpleNamespace(is_act_and_mul=True)
+        return unquantized.convert_to_unquantized_kernel_format(backend, moe_config, w13, w2)  # type: ignore[arg-type]  # all that is read
+
+    w13, w2 = torch.randn(2, 8, 4), torch.randn(2, 4, 4)
+    assert all(map(torch.equal, converted(LAYOUT_ARGUMENTS["moe_backend"]), (w13, w2)))
+    assert not torch.equal(converted("flashinfer_cutlass")[0], w13)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("moe_backend", "flashinfer_cutlass"), ("expert_placement_strategy", "round_robin"), ("enable_eplb", True)]
+)
+def test_other_orders_are_refused(name: str, value: object) -> None:
+    from mrl.rollout.engine import engine_arguments
+
+    with pytest.raises(ValueError, match=rf"vllm_kwargs\.{name}={value!r}.*remove the key"):
+        engine_arguments("model", config(**{name: value}), seed=0)
