@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.config.schema import GenerationConfig, VllmConfig
+from mrl.config.schema_generation import GenerationConfig, VllmConfig
 
 
 def config(**vllm_kwargs: object) -> GenerationConfig:

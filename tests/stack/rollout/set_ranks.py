@@ -1,0 +1,83 @@
+"""vLLM's own model and loader for one worker of an engine that does not exist: only the rank and the size of its groups are set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conversion.boxes import Layout, Slot
+from conversion.families.common import VllmParallel
+from mrl.config.schema_generation import GenerationConfig, VllmConfig
+
+# What vLLM cuts weights by, and groups that have one member in every engine of ours.
+WORKER_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP")
+SINGLE_GROUPS = ("_PP", "_DP", "_PCP", "_DCP")
+
+
+def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: str = "float32") -> dict[Slot, Tensor]:
+    """Parameters and persistent buffers after vLLM's class was built for this worker and vLLM's loader has read the checkpoint.
+
+    Every element is NaN before the loader comes, so that what it leaves out differs from any table.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from mrl.rollout.engine import engine_arguments
+    from mrl.rollout.worker import engine_tensors
+
+    vllm_cfg = VllmConfig(
+        precision=precision, max_model_len=256, enforce_eager=True, tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep
+    )
+    config = engine_arguments(str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg), seed=0).create_engine_config()
+    loader, device = get_model_loader(config.load_config), torch.device("cpu")
+    with _set_ranks(worker, parallel.tp), set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), device:
+        model = initialize_model(vllm_config=config)
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        loader.load_weights(model, config.model_config)
+        process_weights_after_loading(model, config.model_config, device)
+    return engine_tensors(model)
+
+
+def differences(live: dict[Slot, Tensor], layout: Layout, expected: dict[Slot, Tensor]) -> list[str]:
+    """Slots that only one side has, or whose shape, dtype or bytes differ."""
+    names = [f"{slot}: only in {'the table' if slot in layout else 'vLLM'}" for slot in live.keys() ^ layout.keys()]
+    for slot in live.keys() & layout.keys():
+        ours, theirs = expected[slot], live[slot].detach()
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            names.append(f"{slot}: {tuple(ours.shape)} {ours.dtype} in the table, {tuple(theirs.shape)} {theirs.dtype} in vLLM")
+        elif not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+            names.append(f"{slot}: other bytes")
+    return sorted(names)
+
+
+@contextmanager
+def _set_ranks(worker: int, size: int) -> Iterator[None]:
+    from vllm.distributed import parallel_state
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WORKER_GROUPS:
+            patch.setattr(parallel_state, name, _group(worker, size))
+        for name in SINGLE_GROUPS:
+            patch.setattr(parallel_state, name, _group(0, 1))
+        yield
+
+
+def _group(rank: int, size: int) -> object:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    # Without its constructor, which waits for the other members.
+    group = object.__new__(GroupCoordinator)
+    group.rank = group.rank_in_group = group.local_rank = rank
+    group.ranks, group.world_size = list(range(size)), size
+    group.device_group = group.cpu_group = dist.ProcessGroup(rank, size)
+    group.device_communicator = None
+    return group
