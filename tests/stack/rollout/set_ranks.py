@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conversion.boxes import Layout, Slot
+from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
 from mrl.config.schema_generation import GenerationConfig, VllmConfig
 
@@ -47,16 +47,16 @@ def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: str = 
     return engine_tensors(model)
 
 
-def differences(live: dict[Slot, Tensor], layout: Layout, expected: dict[Slot, Tensor]) -> list[str]:
+def differences(live: dict[Slot, Tensor], expected: dict[Slot, Tensor]) -> list[str]:
     """Slots that only one side has, or whose shape, dtype or bytes differ."""
-    names = [f"{slot}: only in {'the table' if slot in layout else 'vLLM'}" for slot in live.keys() ^ layout.keys()]
-    for slot in live.keys() & layout.keys():
+    found = [f"{slot}: only in {'the table' if slot in expected else 'vLLM'}" for slot in live.keys() ^ expected.keys()]
+    for slot in live.keys() & expected.keys():
         ours, theirs = expected[slot], live[slot].detach()
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            names.append(f"{slot}: {tuple(ours.shape)} {ours.dtype} in the table, {tuple(theirs.shape)} {theirs.dtype} in vLLM")
+            found.append(f"{slot}: {tuple(ours.shape)} {ours.dtype} in the table, {tuple(theirs.shape)} {theirs.dtype} in vLLM")
         elif not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
-            names.append(f"{slot}: other bytes")
-    return sorted(names)
+            found.append(f"{slot}: other bytes")
+    return sorted(found)
 
 
 @contextmanager
