@@ -73,6 +73,11 @@ def read_config(path: Path) -> dict[str, object]:
     return config
 
 
+def write_json(path: Path, content: object) -> None:
+    """Writes plain values."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def copy_companions(source: Path, folder: Path) -> None:
     """Copies tokenizer, chat template and generation settings of a Hugging Face folder."""
     for pattern in _COMPANIONS:

@@ -13,8 +13,11 @@ from isal import isal_zlib
 MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
+JOURNAL_SUFFIX = ".journal"
+"""Of the files that say how far an unfinished file has come."""
 
 _BLOCK_BYTES = 8 << 20
+_NO_CHECKSUM = '"sha256": ""'
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,16 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest of a folder."""
     content = {
+        "sha256": "",
         "table_version": manifest.table_version,
         "source": dict(manifest.source),
         "tensors": {name: asdict(record) for name, record in manifest.tensors.items()},
         "files": {name: asdict(record) for name, record in manifest.files.items()},
     }
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=1) + "\n"
+    # Of the manifest itself, with nothing where the checksum stands.
+    own = hashlib.sha256(text.encode()).hexdigest()
+    (folder / MANIFEST).write_text(text.replace(_NO_CHECKSUM, f'"sha256": "{own}"', 1), encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -68,7 +75,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+        plain = text.replace(f'"sha256": "{content["sha256"]}"', _NO_CHECKSUM, 1)
+        if hashlib.sha256(plain.encode()).hexdigest() != content["sha256"]:
+            raise ValueError("its own checksum differs")
         return Manifest(
             source=dict(content["source"]),
             tensors={
@@ -104,16 +115,48 @@ def file_names(folder: Path) -> list[str]:
     return sorted(path for path in paths if path != MANIFEST)
 
 
+def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, TensorRecord], known: Mapping[str, FileRecord]) -> None:
+    """Writes the manifest of a folder that is complete. Files are read for their checksums, except those that are `known`."""
+    for journal in folder.rglob(f"*{JOURNAL_SUFFIX}"):
+        journal.unlink()
+    files = {name: known[name] if name in known else file_record(folder / name) for name in file_names(folder)}
+    write_manifest(folder, Manifest(source, tensors, files))
+
+
+def check_same_tensors(source: Path, tensors: Mapping[str, TensorRecord]) -> None:
+    """Returns if tensors that were read from a folder are those of its manifest, or if it has none. Looks only where dtypes are the same.
+
+    Raises:
+        ValueError: the source is damaged, or the manifest is.
+    """
+    if not (source / MANIFEST).exists():
+        return
+    expected = read_manifest(source).tensors
+    same_dtype = [name for name, record in tensors.items() if name in expected and expected[name].dtype == record.dtype]
+    different = [name for name in same_dtype if expected[name] != tensors[name]]
+    missing = sorted(expected.keys() ^ tensors.keys())
+    _refuse(source, [f"{name}: not the values that were written" for name in different] + [f"{name}: missing" for name in missing])
+
+
 def verify_manifest(folder: Path) -> None:
     """Returns if every file of a folder is as its manifest says, and there is no other. Reads all bytes once.
 
     Raises:
         ValueError: a file is missing, differs, or is not listed; or there is no manifest.
     """
+    _refuse(folder, file_faults(folder))
+
+
+def file_faults(folder: Path) -> list[str]:
+    """How the files of a folder differ from its manifest, one line each. Reads all bytes once.
+
+    Raises:
+        ValueError: there is no manifest, or it is damaged.
+    """
     manifest = read_manifest(folder)
     faults = [f"{name}: not in the manifest" for name in file_names(folder) if name not in manifest.files]
     faults += [fault for name, record in manifest.files.items() if (fault := _fault(folder / name, name, record, with_sha256=True))]
-    _refuse(folder, faults)
+    return faults
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:

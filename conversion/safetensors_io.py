@@ -1,23 +1,29 @@
-"""Hugging Face folders of safetensors files: boxes are read lazily out of shards; shards are written with their index."""
+"""Hugging Face folders of safetensors files, read box by box and without mapping them; `safetensors_out` writes them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+import math
+import os
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from conversion.boxes import Box, Layout, Slot
+from conversion.boxes import Box, Layout, Slot, lengths
+from conversion.file_boxes import StoredTensor, fill_from, read_stored
 from conversion.files import INDEX_FILE, SINGLE_FILE
-from conversion.tensors import fill, torch_dtype
+from conversion.tensors import torch_dtype
 
-_DTYPES = {
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -30,37 +36,43 @@ _DTYPES = {
 
 
 class SafetensorsFolder:
-    """The weights of a Hugging Face folder. A context manager: files stay mapped until it exits."""
+    """The weights of a Hugging Face folder. A context manager: files stay open until it exits. Threads may share it."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Reads the index or the header of the only file.
+        """Reads the index or the header of the only file. `folder` may also be a safetensors file.
 
         Raises:
             ValueError: there are no readable safetensors files.
         """
         self._folder = Path(folder)
-        self._stack = ExitStack()
-        self._files: dict[str, safe_open] = {}
+        self._lock = threading.Lock()
+        self._files: dict[str, int] = {}
+        self._entries: dict[str, _Entry] = {}
         try:
             self._file_of = self._find_files()
-        except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+        except (OSError, ValueError, KeyError) as error:
+            self._close()
             raise ValueError(f"{self._folder}: no readable {INDEX_FILE} or {SINGLE_FILE} ({error}); name a Hugging Face folder") from error
 
     def __enter__(self) -> SafetensorsFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._files.clear()
-        self._stack.close()
+        self._close()
 
     @property
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._file_of)
 
+    @property
+    def files(self) -> list[Path]:
+        """The weight files."""
+        return [self._folder / file for file in sorted(set(self._file_of.values()))]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return tuple(self._slice(name).get_shape())
+        return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """dtype of a tensor as it is stored.
@@ -68,10 +80,10 @@ class SafetensorsFolder:
         Raises:
             ValueError: the dtype is not one of plain weights.
         """
-        stored = self._slice(name).get_dtype()
-        if stored not in _DTYPES:
-            raise ValueError(f"{self._folder}: {name} has dtype {stored}; only unquantised weights are supported ({sorted(_DTYPES)})")
-        return _DTYPES[stored]
+        stored = self._entry(name).dtype
+        if stored not in DTYPES:
+            raise ValueError(f"{self._folder}: {name} has dtype {stored}; only unquantised weights are supported ({sorted(DTYPES)})")
+        return DTYPES[stored]
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor, in its stored dtype. Only the files that it lies in are touched.
@@ -79,10 +91,23 @@ class SafetensorsFolder:
         Raises:
             ValueError: there is no such tensor, or the box is out of its bounds.
         """
-        shape = self.shape(name)
-        if len(box) != len(shape) or any(not 0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)):
-            raise ValueError(f"{self._folder}: {name} has shape {shape}, but box {box} of it is needed; the weights do not fit config.json")
-        return self._slice(name)[tuple(slice(start, stop) for start, stop in box)]
+        tensor = torch.empty(lengths(box), dtype=self.dtype(name))
+        self.read_into(name, box, tensor)
+        return tensor
+
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Copies a box of a tensor into `target`, cast to its dtype. Memory holds no more than `target` and a block.
+
+        Raises:
+            ValueError: there is no such tensor, or the box is out of its bounds.
+        """
+        entry, dtype = self._entry(name), self.dtype(name)
+        if len(box) != len(entry.shape) or any(not 0 <= low < high <= size for (low, high), size in zip(box, entry.shape, strict=True)):
+            raise ValueError(
+                f"{self._folder}: {name} has shape {entry.shape}, but box {box} of it is needed; the weights do not fit config.json"
+            )
+        file = self._file_of[name]
+        read_stored(self._files[file], StoredTensor(self._folder / file, entry.offset, dtype, entry.shape), box, target)
 
     def check(self, canonical: Mapping[str, tuple[int, ...]]) -> None:
         """Returns if the folder holds exactly these tensors.
@@ -101,23 +126,85 @@ class SafetensorsFolder:
                 raise ValueError(f"{self._folder}: {name} has shape {self.shape(name)}; by config.json it must be {shape}")
 
     def _find_files(self) -> dict[str, str]:
+        if self._folder.is_file():
+            file, self._folder = self._folder.name, self._folder.parent
+            return dict.fromkeys(self._open(file), file)
         index = self._folder / INDEX_FILE
         if index.exists():
             return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        return dict.fromkeys(self._open(SINGLE_FILE), SINGLE_FILE)
 
-    def _open(self, file: str) -> safe_open:
-        if file not in self._files:
-            self._files[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
-        return self._files[file]
+    def _open(self, file: str) -> set[str]:
+        """Reads the header of a file; names of its tensors."""
+        path = self._folder / file
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            entries = _read_header(descriptor, path)
+        except ValueError:
+            os.close(descriptor)
+            raise
+        self._files[file] = descriptor
+        self._entries |= entries
+        return set(entries)
 
-    def _slice(self, name: str):  # noqa: ANN202  (safetensors' PySafeSlice cannot be imported)
+    def _close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def _entry(self, name: str) -> _Entry:
         if name not in self._file_of:
             raise ValueError(f"{self._folder}: there is no tensor {name}; the weights do not fit config.json")
+        file = self._file_of[name]
         try:
-            return self._open(self._file_of[name]).get_slice(name)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self._folder / self._file_of[name]}: {name} cannot be read: {error}") from error
+            with self._lock:
+                if file not in self._files:
+                    self._open(file)
+            return self._entries[name]
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{self._folder / file}: {name} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def _read_header(file: int, path: Path) -> dict[str, _Entry]:
+    """Where each tensor of a file lies: 8 bytes with the length of a JSON header, the header, the data.
+
+    Raises:
+        ValueError: it is no safetensors file, or the data do not fit the header.
+    """
+    size = os.fstat(file).st_size
+    prefix = os.pread(file, 8, 0)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise ValueError(f"{path} is no safetensors file, or an incomplete one")
+    try:
+        entries, end = _entries(json.loads(os.pread(file, length, 8)), 8 + length, path)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has a damaged header: {error!r}") from error
+    if end != size:
+        raise ValueError(f"{path} has {size} bytes instead of {end}: it is incomplete or damaged")
+    return entries
+
+
+def _entries(header: dict[str, dict], data: int, path: Path) -> tuple[dict[str, _Entry], int]:
+    """The tensors of a header whose data begin at byte `data`, and where they end."""
+    entries, end = {}, 0
+    spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for name, entry in sorted(spans.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        shape = tuple(int(length) for length in entry["shape"])
+        itemsize = DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
+        if start != end or (itemsize and stop - start != itemsize * math.prod(shape)):
+            raise ValueError(f"{path}: {name} has {stop - start} bytes at {start}, which does not fit its header")
+        entries[name] = _Entry(entry["dtype"], shape, data + start)
+        end = stop
+    return entries, data + end
 
 
 def read_layout(folder: Path | str, layout: Layout) -> dict[Slot, Tensor]:
@@ -139,49 +226,7 @@ def fill_layout(folder: Path | str, layout: Layout, tensors: Mapping[Slot, Tenso
     """
     with SafetensorsFolder(folder) as source:
         for slot, content in layout.items():
-            fill(tensors[slot], content, source.read)
-
-
-def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int) -> None:
-    """Writes tensors, in their order, as one file or as shards with an index. Holds one shard in memory at a time.
-
-    A tensor that is larger than `max_shard_bytes` gets a shard of its own.
-    """
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    num_bytes = total_bytes = 0
-    for name, tensor in tensors:
-        if shard and num_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append(_write_shard(folder, len(shards), shard))
-            shard, num_bytes = {}, 0
-        shard[name] = tensor.contiguous()
-        num_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    shards.append(_write_shard(folder, len(shards), shard))
-    if len(shards) == 1:
-        _part(folder, 0).rename(folder / SINGLE_FILE)
-        return
-    weight_map = {}
-    for index, names in enumerate(shards):
-        # The number of shards, which is part of every name, is known only now.
-        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        _part(folder, index).rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _part(folder: Path, index: int) -> Path:
-    return folder / f"part-{index:05d}.safetensors"
-
-
-def _write_shard(folder: Path, index: int, shard: dict[str, Tensor]) -> list[str]:
-    # transformers refuses files without this entry.
-    path = _part(folder, index)
-    save_file(shard, path, metadata={"format": "pt"})
-    # safetensors makes files that only their owner can read.
-    path.chmod(0o644)
-    return list(shard)
+            fill_from(tensors[slot], content, source)
 
 
 def _listed(names: set[str]) -> str:

@@ -1,28 +1,28 @@
-"""Hugging Face folder to Megatron checkpoint."""
+"""Hugging Face folder to Megatron checkpoint, in bounded memory."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-
-from conversion.boxes import Layout, full
-from conversion.checkpoint_folder import HF_CONFIG_FILE, ITERATION_FOLDER, LATEST_FILE, copy_companions, read_config
-from conversion.families.common import MegatronParallel
+from conversion.attempts import built_aside
+from conversion.boxes import DTYPE_BYTES, Layout
+from conversion.checkpoint_folder import HF_CONFIG_FILE, ITERATION_FOLDER, LATEST_FILE, copy_companions, read_config, write_json
+from conversion.chunks import Chunk, files_of_one, files_of_ranks
+from conversion.families.common import Family, HfConfig, MegatronParallel
 from conversion.families.registry import family
-from conversion.manifest import Manifest, TensorRecord, file_names, file_record, write_manifest
+from conversion.file_boxes import content_sha256
+from conversion.manifest import TABLE_VERSION, TensorRecord, check_same_tensors, seal
+from conversion.progress import Progress, counter
 from conversion.safetensors_io import SafetensorsFolder
 from conversion.tensors import dtype_name, torch_dtype
-from conversion.torch_dist_io import write_torch_dist
+from conversion.torch_archive import MAX_TENSOR_BYTES
+from conversion.torch_dist_out import write_torch_dist
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total) now and then."""
 ONE_FILE = MegatronParallel()
 
 
@@ -31,8 +31,9 @@ def convert_hf_to_mcore(
 ) -> None:
     """Writes the Megatron checkpoint of a Hugging Face folder, loadable at any parallel layout.
 
-    `parallel` says only how data are cut into files. Tensors keep the dtypes of the source, unless `dtype` ("bfloat16" or "float32")
-    names one for all.
+    `parallel` says only how data are cut into files: one for each (tp, pp, ep, etp) rank, which then reads no other. Tensors keep the
+    dtypes of the source, unless `dtype` ("bfloat16" or "float32") names one for all. A call that was killed is continued by the next
+    with the same arguments.
 
     Raises:
         ValueError: the folder is missing or incomplete, its model is not supported; or `out` exists.
@@ -46,32 +47,50 @@ def convert_hf_to_mcore(
         source.check(canonical)
         dtypes = {name: dtype or dtype_name(source.dtype(name)) for name in canonical}
         layout = _with_dtypes(model.torch_dist_layout(hf_config, "float32"), dtypes)
-
-        def write(folder: Path) -> None:
+        files = _cut_into_files(model, hf_config, parallel, layout)
+        origin = {"format": "huggingface", "folder": str(hf.resolve()), "files": _identity(hf, source)}
+        plan = {"source": origin, "dtype": dtype, "parallel": asdict(parallel), "table_version": TABLE_VERSION}
+        total = sum(math.prod(shape) * DTYPE_BYTES[dtypes[name]] for name, shape in canonical.items())
+        with built_aside(out, plan) as folder:
             iteration = folder / ITERATION_FOLDER
-            iteration.mkdir()
-            write_torch_dist(iteration, layout, source.read)
-            (iteration / HF_CONFIG_FILE).write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
+            iteration.mkdir(exist_ok=True)
+            # Taken from the source by another path than what is written, so that `verify` proves the way from one to the other.
+            with _in_background(lambda name: content_sha256(source, name, torch_dtype(dtypes[name])), canonical) as digests:
+                data = write_torch_dist(iteration, layout, files, source, progress=counter(progress, total))
+                tensors = {name: TensorRecord(dtypes[name], shape, digests[name].result()) for name, shape in canonical.items()}
+            check_same_tensors(hf, tensors)
+            write_json(iteration / HF_CONFIG_FILE, hf_config)
             # JSON is YAML too. NeMo RL's loader looks for this file.
-            (iteration / "run_config.yaml").write_text(
-                json.dumps({"model": model.megatron_arguments(hf_config)}, indent=2), encoding="utf-8"
-            )
-            (folder / "tokenizer").mkdir()
+            write_json(iteration / "run_config.yaml", {"model": model.megatron_arguments(hf_config)})
+            (folder / "tokenizer").mkdir(exist_ok=True)
             copy_companions(hf, folder / "tokenizer")
             (folder / LATEST_FILE).write_text("0", encoding="utf-8")
-            tensors = {name: _tensor_record(source, name, shape, dtypes[name]) for name, shape in canonical.items()}
-            files = {name: file_record(folder / name) for name in file_names(folder)}
-            write_manifest(folder, Manifest({"format": "huggingface", "folder": hf.name}, tensors, files))
-
-        write_aside(out, write)
+            seal(folder, origin, tensors, {f"{ITERATION_FOLDER}/{name}": record for name, record in data.items()})
 
 
-def _tensor_record(source: SafetensorsFolder, name: str, shape: tuple[int, ...], dtype: str) -> TensorRecord:
-    tensor = source.read(name, full(shape)).to(torch_dtype(dtype)).contiguous()
-    return TensorRecord(dtype, shape, hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest())
+def _cut_into_files(model: Family, hf_config: HfConfig, parallel: MegatronParallel, layout: Layout) -> list[list[Chunk]]:
+    if parallel == ONE_FILE:
+        return files_of_one(layout, MAX_TENSOR_BYTES)
+    return files_of_ranks(model, hf_config, parallel, layout, MAX_TENSOR_BYTES)
 
 
-def _with_dtypes(layout: Layout, dtypes: dict[str, str]) -> Layout:
+def _identity(hf: Path, source: SafetensorsFolder) -> dict[str, object]:
+    """What tells another state of the source; contents are told by the checksums of the tensors."""
+    paths = [hf / "config.json", *source.files]
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+
+
+@contextmanager
+def _in_background(work: Callable[[str], str], names: Iterable[str]) -> Iterator[dict[str, Future[str]]]:
+    """Results by name, made one after the other while the `with` block runs."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        yield {name: pool.submit(work, name) for name in names}
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _with_dtypes(layout: Layout, dtypes: Mapping[str, str]) -> Layout:
     """The layout in the dtypes of its canonical tensors."""
     stored: Layout = {}
     for slot, content in layout.items():
@@ -82,17 +101,3 @@ def _with_dtypes(layout: Layout, dtypes: dict[str, str]) -> Layout:
             )
         stored[slot] = replace(content, dtype=found.pop())
     return stored
-
-
-def write_aside(out: Path, write: Callable[[Path], None]) -> None:
-    """Makes the folder `out` by `write`, all of it or nothing."""
-    if out.exists():
-        raise ValueError(f"--out {out} exists; remove it or choose another")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        write(aside)
-        aside.chmod(0o755)
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

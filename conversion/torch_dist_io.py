@@ -1,38 +1,60 @@
-"""Megatron's torch_dist checkpoints, read and written in one process without Megatron."""
+"""Megatron's torch_dist checkpoints, read box by box in one process without Megatron; `torch_dist_out` writes them."""
 
 from __future__ import annotations
 
 import io
-import json
+import os
 import pickle
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint import save as save_checkpoint
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from conversion.boxes import Layout, Piece, Slot, SlotLayout, full, lengths
-from conversion.tensors import ReadBox, box_view, fill, torch_dtype
+from conversion.boxes import Box, Layout, Piece, Slot, full, lengths, place
+from conversion.file_boxes import StoredTensor, overlap, read_stored
+from conversion.pickles import METADATA_NAMES, RefusedPickle, unpickle
+from conversion.tensors import box_view
+from conversion.torch_archive import find_content
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
+METADATA_FILE = ".metadata"
 
-# What megatron.core.dist_checkpointing looks for before it opens a folder.
-_MEGATRON_METADATA = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 
-# Modules that keep an `_extra_state` in checkpoints (scales of FP8). It is empty here, but Megatron's loader insists on the keys.
-_MODULES_WITH_EXTRA_STATE = ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of a torch_dist checkpoint. It is a pickle, from which only plain data are taken.
+
+    Raises:
+        RefusedPickle: it asks for more than that.
+        ValueError: there is none, or it is damaged.
+    """
+    path = folder / METADATA_FILE
+    try:
+        metadata = unpickle(path.read_bytes(), METADATA_NAMES, str(path))
+    except RefusedPickle:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} is not a torch_dist checkpoint, or not a complete one: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError(f"{folder} is not a torch_dist checkpoint: {path.name} holds a {type(metadata).__name__}")
+    return metadata
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Part of a global tensor, as one rank wrote it."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
 
 
 class TorchDistFolder:
@@ -45,14 +67,14 @@ class TorchDistFolder:
             ValueError: it is not a complete torch_dist checkpoint.
         """
         self._folder = folder
-        self._reader = FileSystemReader(folder)
-        try:
-            self._metadata = self._reader.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{folder} is not a torch_dist checkpoint, or not a complete one: {error}") from error
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._metadata = read_metadata(folder)
         entries = self._metadata.state_dict_metadata.items()
         self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        self._chunks: dict[str, tuple[list[_Chunk], list[int], int]] = {}
+        self._stored: dict[_Chunk, StoredTensor | None] = {}
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._files)
 
     @property
     def keys(self) -> set[str]:
@@ -82,14 +104,35 @@ class TorchDistFolder:
             ValueError: there is no such tensor, or a file is missing or damaged.
         """
         tensor = torch.empty(self.shape(key), dtype=self.dtype(key))
-        planner = DefaultLoadPlanner()
-        planner.set_up_planner({key: tensor}, self._metadata, is_coordinator=True)
-        try:
-            plan = self._reader.prepare_local_plan(planner.create_local_plan())
-            self._reader.read_data(plan, planner).value()
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{self._folder}: {key} cannot be read: {error}") from error
+        self.read_into(key, full(tensor.shape), tensor)
         return tensor
+
+    def read_into(self, key: str, box: Box, target: Tensor) -> None:
+        """Copies a box of a global tensor into `target`, cast to its dtype. Memory holds no more than `target` and a block.
+
+        Raises:
+            ValueError: there is no such tensor, or a file is missing or damaged.
+        """
+        num_elements = 0
+        for chunk in self._chunks_in(key, box):
+            common = overlap(chunk.box, box)
+            if common is None:
+                continue
+            _, inside, wanted = common
+            part = box_view(target, wanted)
+            num_elements += part.numel()
+            try:
+                stored = self._find(chunk)
+                if stored is None:
+                    part.copy_(box_view(self._load(chunk), inside))
+                elif stored.shape != lengths(chunk.box):
+                    raise ValueError(f"{chunk.file} holds a tensor of shape {stored.shape} instead of {lengths(chunk.box)}")
+                else:
+                    read_stored(self._files[chunk.file], stored, inside, part)
+            except (OSError, EOFError, RuntimeError, ValueError) as error:
+                raise ValueError(f"{self._folder}: {key} cannot be read: {error}") from error
+        if num_elements != target.numel():
+            raise ValueError(f"{self._folder}: {key} cannot be read: the chunks in its metadata do not cover {box} once")
 
     def check(self, layout: Layout) -> None:
         """Returns if the checkpoint holds exactly these weights. State of the optimizer is not looked at.
@@ -111,131 +154,143 @@ class TorchDistFolder:
             raise ValueError(f"{self._folder}: the checkpoint has no tensor {key}; it does not fit the model's config")
         return self._tensors[key]
 
+    def _chunks_in(self, key: str, box: Box) -> Iterable[_Chunk]:
+        """Chunks that may share elements with a box: those whose first rows do."""
+        if key not in self._chunks:
+            chunks = [self._chunk(key, tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._entry(key).chunks]
+            chunks.sort(key=lambda chunk: chunk.box)
+            starts = [chunk.box[0][0] for chunk in chunks if chunk.box]
+            self._chunks[key] = chunks, starts, max((stop - start for chunk in chunks for start, stop in chunk.box[:1]), default=0)
+        chunks, starts, longest = self._chunks[key]
+        if not box or not starts:
+            return chunks
+        (low, high), *_ = box
+        return chunks[bisect_left(starts, low - longest + 1) : bisect_left(starts, high)]
 
-def canonical_tensors(source: TorchDistFolder, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Every canonical tensor of a checkpoint's layout, in the layout's order and the checkpoint's dtype.
+    def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> _Chunk:
+        info = self._metadata.storage_data.get(MetadataIndex(key, offsets))
+        if not isinstance(info, _StorageInfo):
+            raise ValueError(f"{self._folder}: {METADATA_FILE} does not say where the chunk of {key} at {offsets} is stored")
+        path = PurePath(info.relative_path)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{self._folder}: {METADATA_FILE} places {key} in {info.relative_path}, outside of the folder; it is not read")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{self._folder}: {key} is stored through {info.transform_descriptors}; save it without extensions")
+        box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        return _Chunk(box, str(path), info.offset, info.length)
 
-    Holds only those tensors of the checkpoint in memory that are still needed.
+    def _find(self, chunk: _Chunk) -> StoredTensor | None:
+        """Where the content of a chunk lies; None where only torch can tell."""
+        with self._lock:
+            if chunk.file not in self._files:
+                self._files[chunk.file] = os.open(self._folder / chunk.file, os.O_RDONLY | os.O_CLOEXEC)
+            if chunk not in self._stored:
+                path = self._folder / chunk.file
+                try:
+                    content = find_content(_Slice(self._files[chunk.file], chunk.offset, chunk.length), f"{path} at byte {chunk.offset}")
+                except RefusedPickle:
+                    # Parameters and subclasses of tensors: torch knows which of them are harmless.
+                    content = None
+                found = None if content is None else StoredTensor(path, chunk.offset + content.offset, content.dtype, content.shape)
+                self._stored[chunk] = found
+            return self._stored[chunk]
 
-    Raises:
-        ValueError: the checkpoint does not fit the layout.
-    """
-    source.check(layout)
-    holders: dict[str, list[tuple[Slot, Piece]]] = {}
-    num_uses: dict[Slot, int] = {}
-    for slot, content in layout.items():
-        num_uses[slot] = len(content.pieces)
-        for piece in content.pieces:
-            holders.setdefault(piece.name, []).append((slot, piece))
-    loaded: dict[Slot, Tensor] = {}
-    for name, parts in holders.items():
-        for slot, _ in parts:
-            if slot not in loaded:
-                loaded[slot] = source.read(slot.name)
-        yield name, _assemble(name, [(loaded[slot], piece) for slot, piece in parts])
-        for slot, _ in parts:
-            num_uses[slot] -= 1
-            if not num_uses[slot]:
-                del loaded[slot]
-
-
-def _assemble(name: str, parts: list[tuple[Tensor, Piece]]) -> Tensor:
-    dtypes = {tensor.dtype for tensor, _ in parts}
-    if len(dtypes) > 1:
-        raise ValueError(f"the checkpoint holds parts of {name} in several dtypes: {sorted(map(str, dtypes))}")
-    rank = len(parts[0][1].box)
-    tensor = torch.empty([max(piece.box[dim][1] for _, piece in parts) for dim in range(rank)], dtype=dtypes.pop())
-    for source, piece in parts:
-        target = box_view(tensor, piece.box)
-        target.copy_(box_view(source, piece.local).view(target.shape))
-    return tensor
-
-
-def write_torch_dist(folder: Path, layout: Layout, read: ReadBox) -> None:
-    """Writes a checkpoint of weights that megatron.core.dist_checkpointing loads at any parallel layout.
-
-    Slots are read through `read` one after the other, so that memory holds one at a time.
-    """
-    planner = _LayoutPlanner(layout, read)
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-    with warnings.catch_warnings():
-        # torch warns that it writes from one process, which is the intent.
-        warnings.simplefilter("ignore", UserWarning)
-        save_checkpoint({}, storage_writer=writer, planner=planner, no_dist=True)
-    torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
-    (folder / "metadata.json").write_text(json.dumps(_MEGATRON_METADATA), encoding="utf-8")
+    def _load(self, chunk: _Chunk) -> Tensor:
+        data = _Slice(self._files[chunk.file], chunk.offset, chunk.length)
+        try:
+            tensor = torch.load(io.BufferedReader(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{chunk.file} at byte {chunk.offset} is not a plain tensor, so it is not read: {error}") from error
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != lengths(chunk.box):
+            raise ValueError(f"{chunk.file} at byte {chunk.offset} does not hold a tensor of shape {lengths(chunk.box)}")
+        return tensor.detach()
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Part of a global tensor that is stored, and later read, as one."""
-
-    offsets: tuple[int, ...]
-    content: SlotLayout
+def _close(files: dict[str, int]) -> None:
+    for descriptor in files.values():
+        os.close(descriptor)
+    files.clear()
 
 
-def _chunks(content: SlotLayout) -> list[_Chunk]:
-    """One chunk per expert where experts are stacked, so that a rank reads only its own; else the whole tensor."""
-    if all(len(piece.local) == len(piece.box) for piece in content.pieces):
-        return [_Chunk((0,) * len(content.shape), content)]
-    chunks = []
-    for piece in content.pieces:
-        shape = lengths(piece.local)
-        offsets = tuple(start for start, _ in piece.local)
-        chunks.append(_Chunk(offsets, replace(content, shape=shape, pieces=(replace(piece, local=full(shape)),))))
-    return chunks
+class _Slice(io.RawIOBase):
+    """Part of a file, as a file."""
+
+    def __init__(self, file: int, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the start")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: bytearray | memoryview, /) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._position)]
+        num_bytes = os.preadv(self._file, [view], self._start + self._position) if view else 0
+        self._position += num_bytes
+        return num_bytes
 
 
-class _LayoutPlanner(SavePlanner):
-    """Writes tensors that do not exist yet: each is built when its turn comes."""
+class CanonicalTensors:
+    """The canonical tensors that lie in a Megatron checkpoint, by the checkpoint's layout."""
 
-    def __init__(self, layout: Layout, read: ReadBox) -> None:
-        self._read = read
-        self._items: list[WriteItem] = []
-        self._chunks: dict[tuple[str, tuple[int, ...]], _Chunk] = {}
+    def __init__(self, source: TorchDistFolder, layout: Layout) -> None:
+        """Checks that the checkpoint fits.
+
+        Raises:
+            ValueError: a tensor is missing, has another shape, or is a weight that nobody asks for.
+        """
+        source.check(layout)
+        self._source = source
+        self._holders: dict[str, list[tuple[Slot, Piece]]] = {}
         for slot, content in layout.items():
-            for chunk in _chunks(content):
-                self._chunks[slot.name, chunk.offsets] = chunk
-                self._items.append(_write_item(slot.name, content, chunk))
-        self._items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in sorted(_extra_states(layout))]
+            for piece in content.pieces:
+                assert piece.transform is None, "checkpoints hold canonical values"
+                self._holders.setdefault(piece.name, []).append((slot, piece))
 
-    def set_up_planner(self, state_dict: dict, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
-        pass
+    @property
+    def names(self) -> list[str]:
+        """Names, in the order of the layout."""
+        return list(self._holders)
 
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(self._items)
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        boxes = [piece.box for _, piece in self._holders[name]]
+        return tuple(max(box[dim][1] for box in boxes) for dim in range(len(boxes[0])))
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
+    def dtype(self, name: str) -> torch.dtype:
+        """dtype of a tensor as it is stored.
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+        Raises:
+            ValueError: its parts have several.
+        """
+        dtypes = {self._source.dtype(slot.name) for slot, _ in self._holders[name]}
+        if len(dtypes) > 1:
+            raise ValueError(f"the checkpoint holds parts of {name} in several dtypes: {sorted(map(str, dtypes))}")
+        return dtypes.pop()
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            stream = io.BytesIO()
-            torch.save([None], stream)
-            return stream
-        assert write_item.index.offset is not None
-        content = self._chunks[write_item.index.fqn, tuple(write_item.index.offset)].content
-        tensor = torch.empty(content.shape, dtype=torch_dtype(content.dtype))
-        fill(tensor, content, self._read)
-        return tensor
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Copies a box of a tensor into `target`, cast to its dtype.
 
-
-def _write_item(key: str, content: SlotLayout, chunk: _Chunk) -> WriteItem:
-    offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.content.shape)
-    properties = TensorProperties(dtype=torch_dtype(content.dtype))
-    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size(content.shape))
-    return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def _extra_states(layout: Layout) -> set[str]:
-    keys = set()
-    for slot, content in layout.items():
-        module = slot.name.rpartition(".weight")[0]
-        if module.split(".")[-1] in _MODULES_WITH_EXTRA_STATE:
-            is_stacked = any(len(piece.local) > len(piece.box) for piece in content.pieces)
-            num_shards = content.shape[0] if is_stacked else 1
-            keys |= {f"{module}._extra_state/shard_{index}_{num_shards}" for index in range(num_shards)}
-    return keys
+        Raises:
+            ValueError: a file is missing or damaged.
+        """
+        for slot, piece in self._holders[name]:
+            common = overlap(piece.box, box)
+            if common is None:
+                continue
+            inside, _, wanted = common
+            local = place(inside, piece.box, piece.local)
+            part = box_view(target, wanted)
+            # Leading dimensions of stacked experts have length 1.
+            self._source.read_into(slot.name, local, part[(None,) * (len(local) - part.ndim)])

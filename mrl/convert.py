@@ -1,58 +1,128 @@
-"""Entry: converts weights. `python -m mrl.convert mcore-to-hf --mcore DIR --out DIR` and `hf-to-mcore --hf DIR --out DIR`."""
+"""Entry: converts, compares and verifies weights of Hugging Face folders and Megatron checkpoints. `python -m mrl.convert --help`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from conversion.checkpoint_folder import HF_CONFIG_FILE, Checkpoint, copy_companions, find_checkpoint
-from conversion.families.registry import family
-from conversion.safetensors_io import write_safetensors
-from conversion.tensors import dtype_name
-from conversion.to_megatron import convert_hf_to_mcore, write_aside
-from conversion.torch_dist_io import EMBEDDING_KEY, TorchDistFolder, canonical_tensors
+from conversion.compare import differences, faults_against_manifest
+from conversion.families.common import MegatronParallel
+from conversion.progress import log_progress
+from conversion.to_hf import convert_mcore_to_hf
+from conversion.to_megatron import convert_hf_to_mcore
 
 logger = logging.getLogger(__name__)
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+# Enough to see what is wrong; a folder of another model differs in everything.
+MAX_LINES = 50
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 0, or 2 with one message if the input is at fault."""
+    """Entry point. Exit code 0; 1 if folders differ or one is damaged; 2 with one message if the input is at fault."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-    started = time.monotonic()
     try:
-        if options.direction == "mcore-to-hf":
-            mcore_to_hf(options.mcore, options.out, max_shard_bytes=size_in_bytes(options.max_shard_size))
-        else:
-            convert_hf_to_mcore(options.hf, options.out)
+        return _run(options)
     except ValueError as error:
         logger.error("%s", error)
         return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "compare":
+        return _report(differences(options.first, options.second), "equal: names, shapes, dtypes and values")
+    if options.command == "verify":
+        return _report(faults_against_manifest(options.folder), f"{options.folder} is what its manifest says: every file and every tensor")
+    started = time.monotonic()
+    dtype = _DTYPES.get(options.dtype)
+    progress = log_progress(options.command)
+    if options.command == "mcore-to-hf":
+        max_shard_bytes = size_in_bytes(options.max_shard_size)
+        convert_mcore_to_hf(options.mcore, options.out, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress)
+    else:
+        parallel = MegatronParallel(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
+        convert_hf_to_mcore(hf_folder(options.hf), options.out, parallel=parallel, dtype=dtype, progress=progress)
     logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
     return 0
 
 
+def _report(lines: Iterable[str], if_none: str) -> int:
+    num_lines = 0
+    for line in lines:
+        num_lines += 1
+        if num_lines <= MAX_LINES:
+            logger.info("%s", line)
+    if num_lines > MAX_LINES:
+        logger.info("and %d more", num_lines - MAX_LINES)
+    if not num_lines:
+        logger.info("%s", if_none)
+    return min(num_lines, 1)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m mrl.convert", description="Convert weights between Megatron checkpoints and Hugging Face."
+        prog="python -m mrl.convert", description="Convert, compare and verify weights of Hugging Face folders and Megatron checkpoints."
     )
-    directions = parser.add_subparsers(dest="direction", required=True)
-    to_hf = directions.add_parser("mcore-to-hf", help="a Megatron torch_dist checkpoint to a Hugging Face folder")
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_mcore = commands.add_parser("hf-to-mcore", help="a Hugging Face folder to a Megatron torch_dist checkpoint")
+    to_mcore.add_argument("--hf", required=True, help="folder with config.json and safetensors files, or the id of a model on the Hub")
+    for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
+        to_mcore.add_argument(
+            f"--{axis}", type=_positive, default=1, help=f"{what} parallel size of the ranks that each get a file of their own (default: 1)"
+        )
+    to_hf = commands.add_parser("mcore-to-hf", help="a Megatron torch_dist checkpoint to a Hugging Face folder")
     to_hf.add_argument("--mcore", type=Path, required=True, help="a step_N folder of a run, its policy/weights, or an iter_ folder")
     to_hf.add_argument("--max-shard-size", default="5GB", help="of one safetensors file, with MB, GB, MiB or GiB (default: %(default)s)")
-    to_mcore = directions.add_parser("hf-to-mcore", help="a Hugging Face folder to a Megatron torch_dist checkpoint")
-    to_mcore.add_argument("--hf", type=Path, required=True, help="folder with config.json and safetensors files")
-    for direction in (to_hf, to_mcore):
+    for direction in (to_mcore, to_hf):
         direction.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+        direction.add_argument("--dtype", choices=sorted(_DTYPES), help="of all tensors (default: each keeps its own)")
+    compare = commands.add_parser("compare", help="names, shapes, dtypes and values of two folders; exit code 1 if they differ")
+    compare.add_argument("first", type=Path, metavar="A", help="a Hugging Face folder or a Megatron checkpoint")
+    compare.add_argument("second", type=Path, metavar="B", help="another one")
+    verify = commands.add_parser(
+        "verify", help="files and tensors of a converted folder against its manifest; exit code 1 if one is damaged"
+    )
+    verify.add_argument("folder", type=Path, metavar="DIR", help="a folder that hf-to-mcore or mcore-to-hf has written")
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def hf_folder(model: str) -> Path:
+    """The folder of a model: `model` itself, or the snapshot of a Hub id, from the local cache if it is there, else downloaded.
+
+    Raises:
+        ValueError: neither is to be had.
+    """
+    if Path(model).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
+    except LocalEntryNotFoundError:
+        logger.info("%s is not in the local Hugging Face cache: downloading it", model)
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"--hf {model} is neither a folder nor in the local Hugging Face cache, and it cannot be downloaded: {error}; "
+            "name a folder, or download the model on a host with a network"
+        ) from error
 
 
 def size_in_bytes(text: str) -> int:
@@ -65,37 +135,6 @@ def size_in_bytes(text: str) -> int:
     if match is None or match[2] not in _UNITS or not float(match[1]):
         raise ValueError(f"--max-shard-size {text!r} is not a positive number with one of the units {', '.join(_UNITS)}")
     return max(1, int(float(match[1]) * _UNITS[match[2]]))
-
-
-def mcore_to_hf(mcore: Path, out: Path, *, max_shard_bytes: int) -> None:
-    """Writes the Hugging Face folder of a Megatron checkpoint: weights in the checkpoint's dtype, config.json, tokenizer files.
-
-    Raises:
-        ValueError: the checkpoint is missing, incomplete, or does not fit its config; or `out` exists.
-    """
-    checkpoint = find_checkpoint(mcore)
-    source = TorchDistFolder(checkpoint.iteration)
-    layout = family(checkpoint.hf_config).torch_dist_layout(checkpoint.hf_config, "float32", _padded_vocabulary(source, checkpoint))
-
-    def write(folder: Path) -> None:
-        write_safetensors(folder, canonical_tensors(source, layout), max_shard_bytes=max_shard_bytes)
-        config = {**checkpoint.hf_config}
-        # transformers 5 writes "dtype", older versions "torch_dtype".
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(source.dtype(EMBEDDING_KEY))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if checkpoint.tokenizer is None:
-            logger.warning("no tokenizer folder beside %s: the export has none", checkpoint.iteration.parent)
-        else:
-            copy_companions(checkpoint.tokenizer, folder)
-
-    write_aside(out, write)
-
-
-def _padded_vocabulary(source: TorchDistFolder, checkpoint: Checkpoint) -> int:
-    rows, vocabulary = source.shape(EMBEDDING_KEY)[0], checkpoint.hf_config.get("vocab_size")
-    if not isinstance(vocabulary, int) or rows < vocabulary:
-        raise ValueError(f"{checkpoint.iteration}: {EMBEDDING_KEY} has {rows} rows, less than vocab_size={vocabulary} of {HF_CONFIG_FILE}")
-    return rows
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_there_and_back_is_bit_identical(hf_folder: Path, mcore_folder: Path, tm
         assert torch.equal(tensor, after[name])
     assert json.loads((out / "config.json").read_text()) == json.loads((hf_folder / "config.json").read_text())
     companions = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
-    assert {path.name for path in out.iterdir()} == companions | {"config.json", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == companions | {"config.json", "manifest.json", "model.safetensors"}
     assert (out / "tokenizer.json").read_text() == (hf_folder / "tokenizer.json").read_text()
 
 
@@ -88,7 +88,7 @@ def test_shards_are_bounded(mcore_folder: Path, hf_folder: Path, tmp_path: Path)
 
 
 def test_config_json_tells_the_dtype_of_the_checkpoint(mcore_folder: Path, tmp_path: Path):
-    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore"))
+    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
     (checkpoint / "iter_0000000" / "hf_config.json").write_text(json.dumps(TINY | {"dtype": "float32"}))
     assert main(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -135,7 +135,7 @@ def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_fold
 
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_left(mcore_folder: Path, tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
-    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore"))
+    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
     arguments = ["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")]
     config = checkpoint / "iter_0000000" / "hf_config.json"
     config.write_text(json.dumps(TINY | {"vocab_size": 500}))

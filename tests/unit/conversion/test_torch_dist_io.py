@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from conversion.boxes import Box, Layout, Piece, Slot, SlotLayout, full
+from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
+from conversion.chunks import files_of_one
 from conversion.families.registry import family
-from conversion.tensors import box_view
-from conversion.torch_dist_io import TorchDistFolder, canonical_tensors, write_torch_dist
+from conversion.torch_dist_io import CanonicalTensors, TorchDistFolder
+from conversion.torch_dist_out import write_torch_dist
 from tests.unit.conversion.dense import TINY
+from tests.unit.conversion.memory import InMemory
 
 FAMILY = family(TINY)
 
@@ -24,11 +26,16 @@ def random_tensors() -> dict[str, Tensor]:
 
 
 def written(folder: Path, layout: Layout, canonical: dict[str, Tensor]) -> Path:
-    def read(name: str, box: Box) -> Tensor:
-        return box_view(canonical[name], box)
-
-    write_torch_dist(folder, layout, read)
+    write_torch_dist(folder, layout, files_of_one(layout, 1 << 30), InMemory(canonical))
     return folder
+
+
+def canonical_tensors(source: TorchDistFolder, layout: Layout) -> dict[str, Tensor]:
+    tensors = CanonicalTensors(source, layout)
+    read = {name: torch.empty(tensors.shape(name), dtype=tensors.dtype(name)) for name in tensors.names}
+    for name, tensor in read.items():
+        tensors.read_into(name, full(tensor.shape), tensor)
+    return read
 
 
 @pytest.mark.parametrize("padded_vocabulary", [None, 264, 512])
@@ -37,7 +44,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path, padded_vocabulary:
     layout = FAMILY.torch_dist_layout(TINY, "float32", padded_vocabulary)
     source = TorchDistFolder(written(tmp_path, layout, canonical))
     assert source.shape("output_layer.weight") == (padded_vocabulary or 384, 64)
-    read = dict(canonical_tensors(source, layout))
+    read = canonical_tensors(source, layout)
     assert list(read) == list(FAMILY.canonical(TINY))
     for name, tensor in canonical.items():
         assert torch.equal(read[name], tensor)
@@ -50,7 +57,7 @@ def test_every_slot_keeps_its_dtype(tmp_path: Path):
         slot: SlotLayout(content.shape, "float32" if "bias" in slot.name else "bfloat16", content.pieces, content.padding)
         for slot, content in FAMILY.torch_dist_layout(TINY, "bfloat16").items()
     }
-    for name, tensor in canonical_tensors(TorchDistFolder(written(tmp_path, layout, canonical)), layout):
+    for name, tensor in canonical_tensors(TorchDistFolder(written(tmp_path, layout, canonical)), layout).items():
         assert tensor.dtype == canonical[name].dtype
         assert torch.equal(tensor, canonical[name])
 
@@ -90,7 +97,7 @@ def test_parts_in_several_dtypes_are_refused(tmp_path: Path):
     }
     source = TorchDistFolder(written(tmp_path, layout, {"w": torch.ones(2)}))
     with pytest.raises(ValueError, match="parts of w in several dtypes"):
-        list(canonical_tensors(source, layout))
+        canonical_tensors(source, layout)
 
 
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path):

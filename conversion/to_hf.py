@@ -1,0 +1,90 @@
+"""Megatron checkpoint to Hugging Face folder, in bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.attempts import built_aside
+from conversion.checkpoint_folder import HF_CONFIG_FILE, Checkpoint, copy_companions, find_checkpoint, write_json
+from conversion.families.registry import family
+from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, check_same_tensors, seal
+from conversion.progress import Progress, counter
+from conversion.safetensors_out import write_safetensors
+from conversion.tensors import dtype_name, torch_dtype
+from conversion.torch_dist_io import EMBEDDING_KEY, METADATA_FILE, CanonicalTensors, TorchDistFolder
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def convert_mcore_to_hf(
+    mcore: Path, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None, progress: Progress | None = None
+) -> None:
+    """Writes the Hugging Face folder of a Megatron checkpoint: weights, config.json, tokenizer files and generation settings.
+
+    Tensors keep the dtypes of the checkpoint, unless `dtype` names one for all. If the checkpoint has a manifest, what is read is checked
+    against it. A call that was killed is continued by the next with the same arguments.
+
+    Raises:
+        ValueError: the checkpoint is missing, incomplete, damaged, or does not fit its config; or `out` exists.
+    """
+    opened = open_checkpoint(mcore)
+    checkpoint, source = opened.checkpoint, opened.tensors
+    iteration, root = checkpoint.iteration, checkpoint.iteration.parent
+    if (root / MANIFEST).exists():
+        check_files(root, [f"{iteration.name}/{name}" for name in (METADATA_FILE, HF_CONFIG_FILE)])
+    origin = {"format": "torch_dist", "folder": str(iteration.resolve()), "files": _identity(iteration)}
+    plan = {"source": origin, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "table_version": TABLE_VERSION}
+    target = None if dtype is None else torch_dtype(dtype)
+    total = sum(math.prod(source.shape(name)) * (target or source.dtype(name)).itemsize for name in source.names)
+    with built_aside(out, plan) as folder:
+        tensors, files = write_safetensors(
+            folder, source, source.names, max_shard_bytes=max_shard_bytes, dtype=target, progress=counter(progress, total)
+        )
+        check_same_tensors(root, tensors)
+        config = {**checkpoint.hf_config}
+        # transformers 5 writes "dtype", older versions "torch_dtype".
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype or dtype_name(opened.folder.dtype(EMBEDDING_KEY))
+        write_json(folder / "config.json", config)
+        if checkpoint.tokenizer is None:
+            logger.warning("no tokenizer folder beside %s: the export has none", root)
+        else:
+            copy_companions(checkpoint.tokenizer, folder)
+        seal(folder, origin, tensors, files)
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A Megatron checkpoint to read canonical tensors from."""
+
+    checkpoint: Checkpoint
+    folder: TorchDistFolder
+    tensors: CanonicalTensors
+
+
+def open_checkpoint(mcore: Path) -> OpenCheckpoint:
+    """The checkpoint in a step folder, a weights folder or an iter_ folder.
+
+    Raises:
+        ValueError: it is missing, incomplete, or does not fit its config.
+    """
+    checkpoint = find_checkpoint(mcore)
+    folder = TorchDistFolder(checkpoint.iteration)
+    layout = family(checkpoint.hf_config).torch_dist_layout(checkpoint.hf_config, "float32", _padded_vocabulary(folder, checkpoint))
+    return OpenCheckpoint(checkpoint, folder, CanonicalTensors(folder, layout))
+
+
+def _padded_vocabulary(source: TorchDistFolder, checkpoint: Checkpoint) -> int:
+    rows, vocabulary = source.shape(EMBEDDING_KEY)[0], checkpoint.hf_config.get("vocab_size")
+    if not isinstance(vocabulary, int) or rows < vocabulary:
+        raise ValueError(f"{checkpoint.iteration}: {EMBEDDING_KEY} has {rows} rows, less than vocab_size={vocabulary} of {HF_CONFIG_FILE}")
+    return rows
+
+
+def _identity(iteration: Path) -> dict[str, object]:
+    """What tells another state of the source; contents are told by the checksums of the tensors."""
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(iteration.iterdir()) if path.is_file()}
