@@ -45,7 +45,8 @@ def random_case(choose: random.Random) -> RandomCase:
         parallel=MegatronParallel(tp, pp, ep, etp, cp, first, last, vpp),
         world_size=world_size,
         engine=VllmParallel(engine_tp, choose.choice([1, engine_tp])),
-        flavour="te" if choose.random() < 0.5 else "local",
+        # The local specs have no latent projections.
+        flavour="te" if hf_config.get("moe_latent_size") or choose.random() < 0.5 else "local",
     )
 
 
@@ -124,6 +125,7 @@ def _nemotron_h(choose: random.Random, num_layers: int) -> dict[str, object]:
         moe_intermediate_size=4,
         moe_shared_expert_intermediate_size=8,
         layer_norm_epsilon=1e-5,
+        moe_latent_size=choose.choice([None, None, 2]),
         max_position_embeddings=128,
     )
 

@@ -6,7 +6,8 @@ import pytest
 
 from conversion.boxes import Slot
 from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
-from conversion.families.registry import family
+from conversion.families.registry import FAMILIES, family
+from tests.proof.models import MODELS
 from tests.unit.conversion.dense import TINY
 
 
@@ -89,3 +90,7 @@ def test_engine_expert_parallelism_is_none_or_tp():
 def test_an_unknown_model_type_is_refused():
     with pytest.raises(ValueError, match=r"model_type='bert' is not supported; use one of \['deepseek_v3', "):
         family({"model_type": "bert"})
+
+
+def test_the_proof_covers_every_family_that_goes_from_a_trainer_to_an_engine():
+    assert set(MODELS) == {model_type for model_type, found in FAMILIES.items() if found.can_train and found.vllm_layers is not None}

@@ -96,6 +96,25 @@ def test_a_dense_layer_has_its_own_norm_name():
     assert layout[Slot("model.layers.2.mixer.down_proj.weight")].shape == (64, 64)
 
 
+def test_experts_may_work_in_a_latent_width():
+    config = TINY | dict(moe_latent_size=16)
+    te = FAMILY.megatron_layout(config, MegatronParallel(tp=2), MegatronCoords(tp=1), "float32", "te")
+    assert te[Slot("decoder.layers.1.mlp.fc1_latent_proj.weight")].shape == (16, 64)
+    assert te[Slot("decoder.layers.1.mlp.fc2_latent_proj.weight")].shape == (64, 16)
+    assert te[Slot("decoder.layers.1.mlp.experts.linear_fc1.weight0")].shape == (64, 16)
+    vllm = FAMILY.vllm_layout(config, VllmParallel(2), 1, "float32")
+    assert vllm[Slot("model.layers.1.mixer.experts.routed_experts.w2_weight")].shape == (8, 16, 32)
+    assert vllm[Slot("model.layers.1.mixer.fc2_latent_proj.weight")].shape == (64, 16)
+    assert FAMILY.megatron_arguments(config)["transformer"]["moe_latent_size"] == 16
+    with pytest.raises(ValueError, match="moe_latent_size=16: Megatron builds latent projections with Transformer Engine only"):
+        FAMILY.megatron_layout(config, MegatronParallel(), MegatronCoords(), "float32", "local")
+
+
+def test_virtual_stages_are_refused():
+    with pytest.raises(ValueError, match="virtual_pipeline_model_parallel_size=2: Megatron's hybrid models"):
+        FAMILY.megatron_layout(TINY, MegatronParallel(pp=2, vpp=2), MegatronCoords(), "float32")
+
+
 def test_fixed_dtypes_in_a_bfloat16_run():
     megatron = FAMILY.megatron_layout(TINY, MegatronParallel(), MegatronCoords(), "bfloat16")
     assert {slot.name.split(".")[-1] for slot, content in megatron.items() if content.dtype == "float32"} == {"expert_bias"}

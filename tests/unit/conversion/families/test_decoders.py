@@ -1,0 +1,443 @@
+"""Transformer decoders: names, sizes, layouts against slow literal versions, arguments, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from conversion.boxes import Slot
+from conversion.families.common import HfConfig, MegatronCoords, MegatronParallel, VllmParallel
+from conversion.families.registry import FAMILIES, family
+from tests import models
+from tests.unit.conversion.dense import build_layout, index_arrays
+from tests.unit.conversion.families.reference import megatron_chunk, vllm_worker
+
+DECODERS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+QWEN3_30B = dict(
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    hidden_act="silu",
+    attention_bias=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    rope_scaling=None,
+    max_position_embeddings=40960,
+    sliding_window=None,
+    use_sliding_window=False,
+    max_window_layers=48,
+    tie_word_embeddings=False,
+)
+LLAMA_31_8B = dict(
+    model_type="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope_scaling=dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"),
+    max_position_embeddings=131072,
+)
+MIXTRAL_8X7B = dict(
+    model_type="mixtral",
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=1000000.0,
+    max_position_embeddings=32768,
+    sliding_window=None,
+)
+QWEN25_7B = dict(
+    model_type="qwen2",
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    max_position_embeddings=32768,
+    sliding_window=131072,
+    use_sliding_window=False,
+    max_window_layers=28,
+    tie_word_embeddings=False,
+)
+QWEN3_06B = dict(
+    model_type="qwen3",
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=1000000,
+    max_position_embeddings=40960,
+    sliding_window=None,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module", params=[*DECODERS, "deepseek_v3"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[HfConfig, dict[str, tuple[int, ...]]]:
+    """config.json and the stored names and shapes of a tiny model, saved by transformers."""
+    folder = models.save_model(tmp_path_factory.mktemp("hf"), request.param)
+    return read_folder(folder)
+
+
+def read_folder(folder: Path) -> tuple[HfConfig, dict[str, tuple[int, ...]]]:
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    return json.loads((folder / "config.json").read_text()), stored
+
+
+def tiny(model_type: str, **changes: object) -> HfConfig:
+    return {"model_type": model_type, **models.TINY[model_type], "rope_theta": 10000.0, **changes}
+
+
+def test_canonical_tensors_are_those_that_transformers_writes(saved: tuple[HfConfig, dict[str, tuple[int, ...]]]):
+    hf_config, stored = saved
+    assert family(hf_config).canonical(hf_config) == stored
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3_moe", dict(mlp_only_layers=[1], decoder_sparse_step=2)),
+        ("llama", dict(tie_word_embeddings=True, head_dim=16)),
+        ("deepseek_v3", dict(q_lora_rank=None, n_shared_experts=1)),
+        ("nemotron_h", dict(moe_latent_size=32)),
+        ("nemotron_h", dict(n_groups=1)),
+    ],
+)
+def test_canonical_tensors_of_rarer_forms(model_type: str, changes: dict[str, object], tmp_path: Path):
+    hf_config, stored = read_folder(models.save_model(tmp_path, model_type, 0, **changes))
+    assert family(hf_config).canonical(hf_config) == stored
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "num_parameters"),
+    [
+        (QWEN3_30B, 30_532_122_624),
+        (LLAMA_31_8B, 8_030_261_248),
+        (MIXTRAL_8X7B, 46_702_792_704),
+        (QWEN25_7B, 7_615_616_512),
+        (QWEN3_06B, 596_049_920),
+    ],
+)
+def test_published_models_have_their_published_sizes(hf_config: HfConfig, num_parameters: int):
+    assert sum(map(math.prod, family(hf_config).canonical(hf_config).values())) == num_parameters
+
+
+# pp, vpp, stages with a given number of layers, and the layers of each stage's chunks, as Megatron's own comments lay them out.
+STAGES = [
+    (MegatronParallel(), 4, [[[0, 1, 2, 3]]]),
+    (MegatronParallel(pp=2, vpp=2), 8, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+    (MegatronParallel(pp=2, vpp=4), 8, [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]),
+    (
+        MegatronParallel(pp=4, vpp=2, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=2),
+        12,
+        [[[0], [6]], [[1, 2], [7, 8]], [[3, 4], [9, 10]], [[5], [11]]],
+    ),
+    (MegatronParallel(pp=2, vpp=2, num_layers_in_first_pipeline_stage=2), 6, [[[0], [3]], [[1, 2], [4, 5]]]),
+]
+
+
+@pytest.mark.parametrize(("parallel", "num_layers", "expected"), STAGES)
+def test_chunks_are_interleaved_over_the_stages(parallel: MegatronParallel, num_layers: int, expected: list[list[list[int]]]):
+    found = [[list(parallel.layers_of(stage, num_layers, chunk)) for chunk in range(parallel.vpp)] for stage in range(parallel.pp)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (MegatronParallel(vpp=2), "needs pipeline_model_parallel_size of at least 2"),
+        (MegatronParallel(pp=2, vpp=3), r"does not divide the layers of each stage \[4, 4\]"),
+        (
+            MegatronParallel(pp=2, vpp=2, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=6),
+            "with both stages' layers given needs a third stage",
+        ),
+    ],
+)
+def test_chunks_that_megatron_would_not_build_are_refused(parallel: MegatronParallel, message: str):
+    with pytest.raises(ValueError, match=f"virtual_pipeline_model_parallel_size={parallel.vpp} {message}"):
+        parallel.layers_of(0, 8)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize(("parallel", "num_layers", "stages"), STAGES)
+def test_megatron_chunks_against_a_slow_version(
+    model_type: str, is_tied: bool, parallel: MegatronParallel, num_layers: int, stages: list[list[list[int]]]
+):
+    dense = [1] if model_type == "qwen3_moe" else []
+    hf_config = tiny(model_type, num_hidden_layers=num_layers, tie_word_embeddings=is_tied, mlp_only_layers=dense)
+    found = family(hf_config)
+    canonical = index_arrays(found.canonical(hf_config))
+    for stage, chunks in enumerate(stages):
+        layout = found.megatron_layout(hf_config, parallel, MegatronCoords(pp=stage), "float32")
+        built = build_layout(layout, canonical)
+        for chunk, layers in enumerate(chunks):
+            is_first, is_last = (stage, chunk) == (0, 0), (stage, chunk) == (parallel.pp - 1, parallel.vpp - 1)
+            expected = megatron_chunk(canonical, hf_config, layers, is_first=is_first, is_last=is_last)
+            assert_equal({slot.name: array for slot, array in built.items() if slot.chunk == chunk}, expected)
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize(("tp", "ep", "etp"), [(2, 1, 1), (4, 4, 1), (1, 2, 2), (4, 2, 2)])
+def test_megatron_ranks_against_a_slow_version(model_type: str, tp: int, ep: int, etp: int):
+    """With tp 4 there are more ranks than key heads."""
+    hf_config = tiny(model_type)
+    found = family(hf_config)
+    canonical = index_arrays(found.canonical(hf_config))
+    parallel = MegatronParallel(tp=tp, ep=ep, etp=etp)
+    world_size = math.lcm(tp, ep * etp)
+    for coords in {parallel.coords_of(rank, world_size) for rank in range(world_size)}:
+        built = build_layout(found.megatron_layout(hf_config, parallel, coords, "float32"), canonical)
+        expected = megatron_chunk(canonical, hf_config, range(4), tp=(tp, coords.tp), ep=(ep, coords.ep), etp=(etp, coords.etp))
+        assert_equal({slot.name: array for slot, array in built.items()}, expected)
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize("parallel", [VllmParallel(1), VllmParallel(2), VllmParallel(4), VllmParallel(2, 2), VllmParallel(4, 4)])
+def test_engine_workers_against_a_slow_version(model_type: str, parallel: VllmParallel):
+    hf_config = tiny(model_type)
+    found = family(hf_config)
+    canonical = index_arrays(found.canonical(hf_config))
+    for worker in range(parallel.tp):
+        built = build_layout(found.vllm_layout(hf_config, parallel, worker, "float32"), canonical)
+        expected = vllm_worker(canonical, hf_config, parallel.tp, worker, has_ep=parallel.ep > 1)
+        assert_equal({slot.name: array for slot, array in built.items()}, expected)
+
+
+def assert_equal(built: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert built.keys() == expected.keys()
+    assert [name for name, array in expected.items() if not np.array_equal(built[name], array)] == []
+
+
+def test_names_of_transformer_engine_fuse_norms_but_never_that_before_experts():
+    hf_config = tiny("qwen3_moe", mlp_only_layers=[0])
+    layout = family(hf_config).megatron_layout(hf_config, MegatronParallel(ep=2), MegatronCoords(ep=1), "float32", "te")
+    origins = {
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": "model.layers.0.post_attention_layernorm.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight": "model.layers.1.post_attention_layernorm.weight",
+        "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight": "model.layers.1.input_layernorm.weight",
+        "decoder.layers.1.mlp.experts.linear_fc2.weight3": "model.layers.1.mlp.experts.7.down_proj.weight",
+    }
+    for name, origin in origins.items():
+        assert [piece.name for piece in layout[Slot(name)].pieces] == [origin]
+    assert not any("input_layernorm" in slot.name or "local_experts" in slot.name for slot in layout)
+
+
+def test_checkpoints_have_keys_by_layer_or_stacked_layers():
+    hf_config = tiny("qwen3_moe")
+    found = family(hf_config)
+    canonical = index_arrays(found.canonical(hf_config))
+    plain = build_layout(found.torch_dist_layout(hf_config, "float32"), canonical)
+    stacked = build_layout(found.torch_dist_layout(hf_config, "float32", stacked_layers=True), canonical)
+    experts = plain[Slot("decoder.layers.2.mlp.experts.experts.linear_fc1.weight")]
+    assert experts.shape == (8, 2 * 64, 64)
+    assert np.array_equal(experts[5, :64], canonical["model.layers.2.mlp.experts.5.gate_proj.weight"])
+    assert np.array_equal(experts[5, 64:], canonical["model.layers.2.mlp.experts.5.up_proj.weight"])
+    for slot, array in stacked.items():
+        assert np.array_equal(array, plain[slot] if slot in plain else np.stack([plain[of_layer(slot, layer)] for layer in range(4)]))
+    assert len(plain) - len(stacked) == 3 * sum(slot not in plain for slot in stacked)
+    # Layers that differ cannot be stacked; Megatron then writes a key for each, too.
+    mixed = tiny("qwen3_moe", mlp_only_layers=[0])
+    assert found.torch_dist_layout(mixed, "float32", stacked_layers=True) == found.torch_dist_layout(mixed, "float32")
+
+
+def of_layer(slot: Slot, layer: int) -> Slot:
+    return Slot(slot.name.replace("decoder.layers.", f"decoder.layers.{layer}."))
+
+
+def test_tied_embeddings_stand_once_in_checkpoints_and_engines():
+    hf_config = tiny("qwen3")
+    found = family(hf_config)
+    for layout in (found.torch_dist_layout(hf_config, "float32"), found.vllm_layout(hf_config, VllmParallel(), 0, "float32")):
+        holders = [slot for slot, content in layout.items() if any("embed_tokens" in piece.name for piece in content.pieces)]
+        assert len(holders) == 1
+        assert not any("lm_head" in slot.name or "output_layer" in slot.name for slot in layout)
+
+
+def test_equal_coordinates_give_the_same_object():
+    found = FAMILIES["qwen3"]
+    first, second = (
+        found.megatron_layout(dict(tiny("qwen3")), MegatronParallel(tp=2), MegatronCoords(tp=1), "float32", "te") for _ in range(2)
+    )
+    assert first is second
+    assert found.vllm_layout(tiny("qwen3"), VllmParallel(2), 1, "float32") is found.vllm_layout(
+        tiny("qwen3"), VllmParallel(2), 1, "float32"
+    )
+    other = found.megatron_layout(tiny("qwen3", vocab_size=200), MegatronParallel(tp=2), MegatronCoords(tp=1), "float32", "te")
+    assert other != first
+
+
+def test_megatron_arguments_follow_the_config():
+    moe = family(QWEN3_30B).megatron_arguments(QWEN3_30B)
+    assert {key: moe["transformer"][key] for key in ("qk_layernorm", "kv_channels", "num_query_groups", "moe_router_pre_softmax")} == {
+        "qk_layernorm": True,
+        "kv_channels": 128,
+        "num_query_groups": 4,
+        "moe_router_pre_softmax": False,
+    }
+    unnormalised = QWEN3_30B | dict(norm_topk_prob=False, mlp_only_layers=[3], num_hidden_layers=4)
+    transformer = family(QWEN3_30B).megatron_arguments(unnormalised)["transformer"]
+    assert (transformer["moe_router_pre_softmax"], transformer["moe_layer_freq"]) == (True, [1, 1, 1, 0])
+    llama = family(LLAMA_31_8B).megatron_arguments(LLAMA_31_8B)
+    assert (llama["model"]["rope_scaling"], llama["model"]["rope_scaling_factor"], llama["model"]["rotary_base"]) == (True, 8.0, 500000.0)
+    assert (llama["transformer"]["kv_channels"], llama["transformer"]["add_qkv_bias"]) == (128, False)
+    assert family(QWEN25_7B).megatron_arguments(QWEN25_7B)["transformer"]["add_qkv_bias"] is True
+    assert family(QWEN3_06B).megatron_arguments(QWEN3_06B)["model"]["share_embeddings_and_output_weights"] is True
+    with pytest.raises(ValueError, match="num_experts_per_tok=1 with normalised weights is not supported"):
+        family(QWEN3_30B).megatron_arguments(QWEN3_30B | dict(num_experts_per_tok=1))
+
+
+def test_both_spellings_of_rotary_positions_are_read():
+    new = {key: value for key, value in LLAMA_31_8B.items() if not key.startswith("rope_")}
+    scaling = LLAMA_31_8B["rope_scaling"]
+    assert isinstance(scaling, dict)
+    new["rope_parameters"] = scaling | dict(rope_theta=500000.0)
+    assert family(new).megatron_arguments(new) == family(LLAMA_31_8B).megatron_arguments(LLAMA_31_8B)
+
+
+YARN = dict(rope_type="yarn", factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("llama", "attention_bias", True),
+        ("llama", "mlp_bias", True),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "quantization_config", {"quant_method": "fp8"}),
+        ("llama", "rms_norm_eps", None),
+        ("llama", "tie_word_embeddings", "yes"),
+        ("mixtral", "sliding_window", 1024),
+        ("mixtral", "router_jitter_noise", 0.1),
+        ("mixtral", "num_local_experts", 0),
+        ("qwen2", "head_dim", 64),
+        ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen3", "attention_bias", True),
+        ("qwen3", "partial_rotary_factor", 0.5),
+        ("qwen3_moe", "mlp_only_layers", 3),
+        ("deepseek_v3", "num_nextn_predict_layers", 1),
+        ("deepseek_v3", "norm_topk_prob", False),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "first_k_dense_replace", None),
+        ("deepseek_v3", "quantization_config", {"quant_method": "fp8"}),
+    ],
+)
+def test_what_we_do_not_do_is_refused_by_name(model_type: str, key: str, value: object):
+    hf_config = tiny(model_type, **{key: value})
+    with pytest.raises(ValueError, match=f"config.json: {key}="):
+        family(hf_config).canonical(hf_config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(rope_parameters=YARN | dict(rope_theta=1e4)), "rope_type='yarn' is not supported; only default and llama3"),
+        (dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), "rope_type='linear' is not supported"),
+        (dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "rope_parameters.partial_rotary_factor=0.5"),
+        (dict(rope_parameters=None, rope_theta=None), "rope_theta=None must be a positive number"),
+        (
+            dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=2.0)),
+            "low_freq_factor=2.0 is not supported; Megatron's llama3 scaling only has 1.0",
+        ),
+        (dict(sliding_window=512, use_sliding_window=True), "sliding_window=512 is in use"),
+    ],
+)
+def test_unknown_positions_and_windows_are_refused(changes: dict[str, object], message: str):
+    hf_config = tiny("qwen3", **changes)
+    with pytest.raises(ValueError, match=message):
+        family(hf_config).canonical(hf_config)
+
+
+def test_windows_that_are_switched_off_or_longer_than_the_model_are_no_windows():
+    for hf_config in (QWEN25_7B, tiny("qwen3", sliding_window=512, max_window_layers=2), tiny("mixtral", sliding_window=4096)):
+        assert family(hf_config).canonical(hf_config)
+
+
+def test_a_model_that_is_converted_only_has_no_engine():
+    hf_config = tiny("deepseek_v3")
+    assert not FAMILIES["deepseek_v3"].can_train
+    with pytest.raises(ValueError, match="model_type='deepseek_v3' is converted only; it has no vLLM layout"):
+        FAMILIES["deepseek_v3"].vllm_layout(hf_config, VllmParallel(), 0, "float32")
+
+
+def test_latent_attention_is_cut_by_heads_and_its_small_projections_by_local_specs_only():
+    hf_config = tiny("deepseek_v3")
+    found = family(hf_config)
+    canonical = index_arrays(found.canonical(hf_config))
+    hf = "model.layers.1.self_attn."
+    whole = {name: canonical[f"{hf}{name}.weight"] for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm")}
+    for rank in range(2):
+        coords, parallel = MegatronCoords(tp=rank), MegatronParallel(tp=2)
+        local, te = (
+            {
+                slot.name.removeprefix("decoder.layers.1.self_attention."): array
+                for slot, array in build_layout(found.megatron_layout(hf_config, parallel, coords, "float32", flavour), canonical).items()
+            }
+            for flavour in ("local", "te")
+        )
+        for built in (local, te):
+            # Heads of plain and rotary query rows, and of key and value rows.
+            assert np.array_equal(built["linear_q_up_proj.weight"], np.split(whole["q_b_proj"], 2)[rank])
+            assert np.array_equal(built["linear_kv_up_proj.weight"], np.split(whole["kv_b_proj"], 2)[rank])
+        assert np.array_equal(local["linear_q_down_proj.weight"], np.split(whole["q_a_proj"], 2)[rank])
+        assert np.array_equal(te["linear_q_down_proj.weight"], whole["q_a_proj"])
+        assert np.array_equal(te["linear_kv_down_proj.weight"], whole["kv_a_proj_with_mqa"])
+        assert np.array_equal(te["linear_q_up_proj.layer_norm_weight"], local["q_layernorm.weight"])
+        assert np.array_equal(local["q_layernorm.weight"], whole["q_a_layernorm"])
+
+
+def test_deepseek_arguments():
+    yarn = YARN | dict(rope_theta=1e4, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
+    arguments = FAMILIES["deepseek_v3"].megatron_arguments(tiny("deepseek_v3", rope_parameters=yarn))["transformer"]
+    expected = dict(
+        q_lora_rank=48,
+        qk_head_dim=32,
+        qk_pos_emb_head_dim=16,
+        rope_type="yarn",
+        rotary_scaling_factor=4.0,
+        beta_fast=32.0,
+        moe_layer_freq=[0, 1, 1, 1],
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_shared_expert_intermediate_size=128,
+    )
+    assert {key: arguments[key] for key in expected} == expected
