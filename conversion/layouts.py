@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from conversion.boxes import Box, Piece, full
 
@@ -86,7 +86,7 @@ class Replicated(Cut):
         return (self.tensor,)
 
     def megatron(self, shard: Shard) -> Cutout:
-        whole = full(self.tensor.shape)
+        whole = _full(self.tensor.shape)
         return Cutout(self.tensor.shape, (Piece(self.tensor.name, whole, whole),))
 
 
@@ -124,7 +124,7 @@ class Row(Cut):
         rows, total = self.tensor.shape
         start, stop = shard.part(total, f"columns of {self.tensor.name}")
         shape = (rows, stop - start)
-        return Cutout(shape, (Piece(self.tensor.name, ((0, rows), (start, stop)), full(shape)),))
+        return Cutout(shape, (Piece(self.tensor.name, ((0, rows), (start, stop)), _full(shape)),))
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Vocabulary(Cut):
         shape = (stop - start, *tail)
         num_real = max(0, min(stop, rows) - start)
         pieces = _stack(self.tensor, [(start, start + num_real)]).pieces if num_real else ()
-        padding = ((num_real, stop - start), *full(tail))
+        padding = ((num_real, stop - start), *_full(tuple(tail)))
         return Cutout(shape, pieces, (padding,) if num_real < stop - start else ())
 
 
@@ -326,8 +326,13 @@ def _stack(tensor: Canonical, ranges: Sequence[tuple[int, int]]) -> Cutout:
 def _concatenate(parts: Sequence[tuple[Canonical, int, int]]) -> Cutout:
     """Row ranges (tensor, start, stop), one below the other."""
     tail = parts[0][0].shape[1:]
+    columns = _full(tail)
     pieces, offset = [], 0
     for tensor, start, stop in parts:
-        pieces.append(Piece(tensor.name, ((start, stop), *full(tail)), ((offset, offset + stop - start), *full(tail))))
+        pieces.append(Piece(tensor.name, ((start, stop), *columns), ((offset, offset + stop - start), *columns)))
         offset += stop - start
     return Cutout((offset, *tail), tuple(pieces))
+
+
+# Models have thousands of tensors, but few shapes.
+_full = lru_cache(maxsize=4096)(full)
