@@ -126,8 +126,6 @@ class Rule:
     """Name under the local specs, where it differs."""
     local_cut: Cut | None = None
     """Cut under the local specs, where it differs."""
-    no_local: str | None = None
-    """Why the local specs have no such tensor."""
     checkpoint: str | None = None
     dtype: str | None = None
     """Of the trainer's tensor."""
@@ -233,8 +231,6 @@ def _megatron_layout(
     for chunk, layer, rule in _model(family, config_key).stage(parallel, coords.pp):
         local_name, cut = rule.megatron, rule.cut
         if flavour == "local":
-            if rule.no_local is not None:
-                raise ValueError(rule.no_local)
             local_name, cut = rule.local or local_name, rule.local_cut or cut
         name = _name("decoder.layers.{layer}.", layer, local_name)
         if isinstance(cut, Experts):

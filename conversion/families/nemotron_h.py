@@ -186,9 +186,8 @@ def _latent_projections(prefix: str, hidden: int, latent: int) -> tuple[Rule, ..
         Canonical(f"{prefix}mixer.{name}_latent_proj.weight", shape)
         for name, shape in (("fc1", (latent, hidden)), ("fc2", (hidden, latent)))
     )
-    reason = f"config.json: moe_latent_size={latent}: Megatron builds latent projections with Transformer Engine only, which is a GPU's"
     return tuple(
-        Rule(Replicated(tensor), f"mlp.{name}.weight", f"mixer.{name}.weight", no_local=reason)
+        Rule(Replicated(tensor), f"mlp.{name}.weight", f"mixer.{name}.weight")
         for name, tensor in (("fc1_latent_proj", down), ("fc2_latent_proj", up))
     )
 

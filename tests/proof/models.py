@@ -45,8 +45,7 @@ def random_case(choose: random.Random) -> RandomCase:
         parallel=MegatronParallel(tp, pp, ep, etp, cp, first, last, vpp),
         world_size=world_size,
         engine=VllmParallel(engine_tp, choose.choice([1, engine_tp])),
-        # The local specs have no latent projections.
-        flavour="te" if hf_config.get("moe_latent_size") or choose.random() < 0.5 else "local",
+        flavour="te" if choose.random() < 0.5 else "local",
     )
 
 
