@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,20 @@ import torch
 
 from tests import models
 from tests.stack.policy import layout_ranks
+from tests.stack.policy.layouts import (
+    EP2,
+    PP2,
+    TP2,
+    TP2_SP,
+    Gradients,
+    assert_close,
+    gradients_of,
+    sequences,
+    transformers_gradients,
+    transformers_logprobs,
+    transformers_model,
+)
 from tests.stack.ranks import RankPool
-
-TP2 = dict(tensor_model_parallel_size=2)
-TP2_SP = dict(**TP2, sequence_parallel=True)
-PP2 = dict(pipeline_model_parallel_size=2)
-EP2 = dict(expert_model_parallel_size=2)
 
 LAYOUTS = {
     "tp2 sp ep1": (2, TP2_SP),
@@ -44,14 +51,12 @@ def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(ranks: RankPool, moe_folder: Path) -> tuple[float, dict[str, np.ndarray]]:
+def one_rank(ranks: RankPool, moe_folder: Path) -> Gradients:
     return gradients_of(ranks, moe_folder, 1, {})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_gives_the_loss_and_gradients_of_one_rank(
-    ranks: RankPool, moe_folder: Path, one_rank: tuple[float, dict[str, np.ndarray]], layout: str
-):
+def test_a_layout_gives_the_loss_and_gradients_of_one_rank(ranks: RankPool, moe_folder: Path, one_rank: Gradients, layout: str):
     world_size, megatron = LAYOUTS[layout]
     loss, grads = gradients_of(ranks, moe_folder, world_size, megatron)
     assert loss == pytest.approx(one_rank[0], rel=1e-6)
@@ -66,24 +71,9 @@ def test_tensor_parallelism_without_sequence_parallelism_gives_the_gradients_of_
     assert_close(parallel_grads, grads, 1e-5)
 
 
-def test_one_rank_gives_the_gradients_of_transformers(moe_folder: Path, one_rank: tuple[float, dict[str, np.ndarray]]):
-    model = transformers_model(moe_folder)
-    loss = torch.zeros(())
-    for row in ROWS:
-        packed = layout_ranks.packed_row(row)
-        loss = loss + (transformers_logprobs(model, row) * packed.advantages_T).sum() / len(ROWS)
-    loss.backward()
-    assert one_rank[0] == pytest.approx(loss.item(), rel=1e-5)
-    grads = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        name = name.replace("model.", "backbone.", 1)
-        if ".experts." in name and "shared" not in name:
-            # transformers stacks the experts that are apart on disk.
-            prefix, matrix = name.rsplit(".", 1)
-            grads |= {f"{prefix}.{index}.{matrix}.weight": grad.numpy() for index, grad in enumerate(parameter.grad)}
-        else:
-            grads[name] = parameter.grad.numpy()
+def test_one_rank_gives_the_gradients_of_transformers(moe_folder: Path, one_rank: Gradients, tmp_path: Path):
+    loss, grads = transformers_gradients(moe_folder, tmp_path)
+    assert one_rank[0] == pytest.approx(loss, rel=1e-5)
     assert_close(one_rank[1], grads, 2e-5)
 
 
@@ -101,50 +91,3 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, tmp_path: Path, s
         # The last rank is in the last stage.
         difference = np.abs(np.concatenate(results[-1]) - expected)[is_token]
         assert (difference <= 1e-5 + 1e-6 * np.abs(expected[is_token])).all(), (megatron, difference.max())
-
-
-def sequences(*lengths: int) -> list[list[int]]:
-    draw = random.Random(sum(lengths))
-    return [[draw.randrange(264) for _ in range(length)] for length in lengths]
-
-
-# Even numbers of tokens for sequence parallelism, an even number of rows for data parallelism. Rows differ in length; in the shortest most
-# experts get no token.
-ROWS = [sequences(9, 30, 17), sequences(150, 2), sequences(*[12] * 10), sequences(1, 70, 65), sequences(2), sequences(3, 1)]
-
-
-def gradients_of(ranks: RankPool, folder: Path, world_size: int, megatron: dict) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss over all data-parallel ranks, and whole gradients put together from all ranks; copies on several ranks must agree."""
-    results = ranks.run(layout_ranks.gradients, layout_ranks.policy_config(**megatron), folder, ROWS, world_size=world_size)
-    grads: dict[str, np.ndarray] = {}
-    for _, part in results:
-        for name, grad in part.items():
-            whole = grads.setdefault(name, grad)
-            both = ~np.isnan(whole) & ~np.isnan(grad)
-            assert np.array_equal(whole[both], grad[both]), f"copies of the gradient of {name} differ"
-            grads[name] = np.where(np.isnan(whole), grad, whole)
-    replicas = megatron.get("tensor_model_parallel_size", 1)
-    return sum(loss for loss, _ in results) / replicas, grads
-
-
-def assert_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance: float) -> None:
-    assert ours.keys() == theirs.keys()
-    errors = {name: float(np.linalg.norm(ours[name] - theirs[name]) / np.linalg.norm(theirs[name])) for name in ours}
-    worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] <= tolerance, f"{worst}: {errors[worst]:.1e}"
-
-
-def transformers_model(folder: Path) -> torch.nn.Module:
-    from transformers import NemotronHForCausalLM
-
-    return models.unclamp_dt(NemotronHForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
-
-
-def transformers_logprobs(model: torch.nn.Module, row: list[list[int]]) -> torch.Tensor:
-    """Log-probability of the next token at every position of a packed row; 0 at the end of each sequence."""
-    parts = []
-    for sequence in row:
-        tokens = torch.tensor([sequence])
-        logprobs = torch.log_softmax(model(tokens).logits[0], dim=-1)
-        parts += [logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0], torch.zeros(1)]
-    return torch.cat(parts)

@@ -1,0 +1,88 @@
+"""Loss, gradients and logprobs under a parallel layout, put together from all ranks, and the same by transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests import models
+from tests.stack.policy import layout_ranks
+from tests.stack.ranks import RankPool
+
+TP2: dict[str, object] = dict(tensor_model_parallel_size=2)
+TP2_SP: dict[str, object] = dict(**TP2, sequence_parallel=True)
+PP2: dict[str, object] = dict(pipeline_model_parallel_size=2)
+EP2: dict[str, object] = dict(expert_model_parallel_size=2)
+
+Gradients = tuple[float, dict[str, np.ndarray]]
+"""Loss, and gradients by canonical name."""
+
+
+def sequences(*lengths: int) -> list[list[int]]:
+    """Random sequences of these lengths."""
+    draw = random.Random(sum(lengths))
+    return [[draw.randrange(264) for _ in range(length)] for length in lengths]
+
+
+# Even numbers of tokens for sequence parallelism, an even number of rows for data parallelism. Rows differ in length; in the shortest most
+# experts get no token.
+ROWS = [sequences(9, 30, 17), sequences(150, 2), sequences(*[12] * 10), sequences(1, 70, 65), sequences(2), sequences(3, 1)]
+
+
+def gradients_of(ranks: RankPool, folder: Path, world_size: int, megatron: dict) -> Gradients:
+    """Loss over all data-parallel ranks, and whole gradients put together from all ranks; copies on several ranks must agree."""
+    results = ranks.run(layout_ranks.gradients, layout_ranks.policy_config(**megatron), folder, ROWS, world_size=world_size)
+    grads: dict[str, np.ndarray] = {}
+    for _, part in results:
+        for name, grad in part.items():
+            whole = grads.setdefault(name, grad)
+            both = ~np.isnan(whole) & ~np.isnan(grad)
+            assert np.array_equal(whole[both], grad[both]), f"copies of the gradient of {name} differ"
+            grads[name] = np.where(np.isnan(whole), grad, whole)
+    replicas = megatron.get("tensor_model_parallel_size", 1)
+    return sum(loss for loss, _ in results) / replicas, grads
+
+
+def transformers_gradients(folder: Path, scratch: Path) -> Gradients:
+    """What `gradients_of` gives, by transformers, which writes the gradients to `scratch` as if they were weights."""
+    model = transformers_model(folder)
+    loss = torch.zeros(())
+    for row in ROWS:
+        advantages_T = layout_ranks.packed_row(row).advantages_T
+        loss = loss + (transformers_logprobs(model, row) * advantages_T).sum() / len(ROWS)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        parameter.data = parameter.grad
+    # Files name tensors canonically, with experts apart that are stacked in memory.
+    model.save_pretrained(scratch)
+    tensors = load_file(scratch / "model.safetensors")
+    return loss.item(), {name: tensor.numpy() for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
+
+
+def assert_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance: float) -> None:
+    """Asserts that every tensor is the same up to this relative L2 error."""
+    assert ours.keys() == theirs.keys()
+    errors = {name: float(np.linalg.norm(ours[name] - theirs[name]) / np.linalg.norm(theirs[name])) for name in ours}
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= tolerance, f"{worst}: {errors[worst]:.1e}"
+
+
+def transformers_model(folder: Path) -> PreTrainedModel:
+    """The model of a folder, float32, in evaluation mode."""
+    return models.unclamp_dt(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+def transformers_logprobs(model: PreTrainedModel, row: list[list[int]]) -> torch.Tensor:
+    """Log-probability of the next token at every position of a packed row; 0 at the end of each sequence."""
+    parts = []
+    for sequence in row:
+        tokens = torch.tensor([sequence])
+        logprobs = torch.log_softmax(model(tokens).logits[0], dim=-1)
+        parts += [logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0], torch.zeros(1)]
+    return torch.cat(parts)
