@@ -136,8 +136,8 @@ def _sharpen(model: Model) -> Model:
     return model
 
 
-def unclamp_dt(model: NemotronHForCausalLM) -> NemotronHForCausalLM:
-    """Removes transformers' lower clamp of dt, which no other implementation has."""
+def unclamp_dt(model: Model) -> Model:
+    """Removes transformers' lower clamp of dt in Mamba layers, which no other implementation has."""
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             setattr(module, "time_step_limit", (0.0, float("inf")))  # noqa: B010  torch types attributes of modules as tensors

@@ -32,7 +32,8 @@ def hf_scores(model: PreTrainedModel, prompt: Sequence[int], generated: Sequence
         hidden = arguments[0].reshape(-1, arguments[0].shape[-1]).float()
         logits = hidden @ router.get_parameter("weight").float().T
         bias = dict(router.named_buffers()).get("e_score_correction_bias")
-        scores = logits.softmax(dim=-1) if bias is None else torch.sigmoid(logits) + bias
+        # A softmax does not change the order, and its rounding does not decide: Megatron chooses by logits.
+        scores = logits if bias is None else torch.sigmoid(logits) + bias
         best = scores.topk(model.config.num_experts_per_tok + 1, dim=-1).values
         margins.append(best[:, -2] - best[:, -1])
 

@@ -149,6 +149,11 @@ def _repair_megatron() -> None:
     _replace(f"{path}.FP8GlobalStateManager", types.SimpleNamespace(is_fp8_enabled=lambda: False), without_te)
     _replace(f"{path}.activation_recompute_forward", lambda **_: contextlib.nullcontext(), without_te)
     _replace(f"{path}.fp8_autocast", lambda **_: contextlib.nullcontext(), without_te)
+    from mrl.policy.specs import DuplicatedLinear
+
+    latent = "latent experts ask for Transformer Engine's linear layer, in a mode that any linear layer has"
+    _replace("megatron.core.transformer.moe.moe_layer.HAVE_TE", True, latent)
+    _replace("megatron.core.transformer.moe.moe_layer.TELinear", DuplicatedLinear, latent)
     _replace(
         "megatron.core.transformer.moe.moe_utils.te_general_gemm",
         None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,14 +20,16 @@ from conversion.families.common import HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.layouts import MEGATRON_VOCABULARY_MULTIPLE
 from mrl.policy import compat
-from mrl.policy.specs import hybrid_stack_spec
+from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
 
 if TYPE_CHECKING:
     from mrl.config.schema_megatron import MegatronConfig
     from mrl.config.schema_policy import PolicyConfig
 
+ModelClass = Literal["mamba", "gpt"]
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ACTIVATIONS = {"squared_relu": squared_relu}
+ACTIVATIONS = {"squared_relu": squared_relu, "silu": F.silu}
 
 
 def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModule]:
@@ -36,14 +40,18 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     Raises:
         ValueError: the model is not supported, or the pipeline layout does not hold every layer exactly once.
     """
-    arguments = family(hf_config).megatron_arguments(hf_config)
-    transformer_config = _transformer_config(config, arguments["transformer"])
+    model_family = family(hf_config)
+    if not model_family.can_train:
+        raise ValueError(f"policy.model_name: models of model_type={hf_config['model_type']!r} are converted only; they cannot be trained")
+    arguments = model_family.megatron_arguments(hf_config)
+    transformer_config = _transformer_config(config, arguments["transformer"], model_family.model_class)
     multiple = MEGATRON_VOCABULARY_MULTIPLE * config.megatron_cfg.tensor_model_parallel_size
     model_arguments = dict(arguments["model"])
     padded_vocabulary = -(-int(str(model_arguments.pop("vocab_size"))) // multiple) * multiple
-    model = compat.MambaModel(
+    is_hybrid = model_family.model_class == "mamba"
+    model = (compat.MambaModel if is_hybrid else GPTModel)(
         transformer_config,
-        hybrid_stack_spec(),
+        hybrid_stack_spec() if is_hybrid else gpt_block_spec(transformer_config),
         vocab_size=padded_vocabulary,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -90,7 +98,7 @@ def sum_gradients(
     finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
 
-def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) -> TransformerConfig:
+def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object], model_class: ModelClass) -> TransformerConfig:
     megatron = config.megatron_cfg
     dtype = DTYPES[config.precision]
     arguments = dict(from_model)
@@ -116,7 +124,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         moe_router_load_balancing_type=megatron.moe_router_load_balancing_type,
         moe_router_bias_update_rate=megatron.moe_router_bias_update_rate,
         moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
-        **_recompute_arguments(megatron),
+        **_recompute_arguments(megatron, model_class),
         use_cpu_initialization=not torch.cuda.is_available(),
         # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
         moe_grouped_gemm=compat.HAVE_TE,
@@ -130,9 +138,11 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
     )
 
 
-def _recompute_arguments(config: MegatronConfig) -> dict[str, Any]:
+def _recompute_arguments(config: MegatronConfig, model_class: ModelClass) -> dict[str, Any]:
     if not config.activation_checkpointing:
         return {}
+    if model_class == "gpt":
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     # Megatron's hybrid stack silently ignores recompute_granularity="full" in 0.16.1; these are its heaviest parts.
     return dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])
 

@@ -1,0 +1,121 @@
+"""Transformer families: every parallel layout gives the logprobs of transformers, and loss and gradients of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests import models
+from tests.parity import Parity, Scores, hf_scores
+from tests.stack.policy import layout_ranks
+from tests.stack.policy.layouts import (
+    EP2,
+    PP2,
+    TP2,
+    TP2_SP,
+    Gradients,
+    assert_close,
+    gradients_of,
+    sequences,
+    transformers_gradients,
+    transformers_model,
+)
+from tests.stack.ranks import RankPool
+
+DENSE = ("qwen2", "qwen3", "llama")
+MOE = ("qwen3_moe", "mixtral")
+# Of the weights, not of the tokens. The last one is trained for some steps.
+SEEDS = (0, 1, 2)
+PARITY_ROWS = [sequences(700, 2, 32, 260, 6), sequences(*range(20, 60))]
+
+DENSE_LAYOUTS = {"tp2": (2, TP2), "tp2 sp": (2, TP2_SP), "pp2": (2, PP2), "tp2 sp pp2": (4, TP2_SP | PP2)}
+MOE_LAYOUTS = {
+    "tp2 sp ep1": (2, TP2_SP),
+    "pp2": (2, PP2),
+    "tp2 sp ep2": (2, TP2_SP | EP2),
+    "tp2 sp pp2 ep2": (4, TP2_SP | PP2 | EP2),
+    "tp2 sp ep2, recomputed": (2, TP2_SP | EP2 | dict(activation_checkpointing=True)),
+}
+LAYOUTS = {"one": (1, {}), **DENSE_LAYOUTS, **MOE_LAYOUTS}
+CASES = [(name, layout) for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS)) for name in names for layout in layouts]
+
+
+@dataclass(frozen=True)
+class Example:
+    """The folder of a tiny model, and what transformers and one rank make of it."""
+
+    folder: Path
+    scores: list[list[Scores]]
+    """By row and sequence of PARITY_ROWS."""
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Example]:
+    """By family and seed."""
+    return {(name, seed): example(name, seed, tmp_path_factory.mktemp(name)) for name in (*DENSE, *MOE) for seed in SEEDS}
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: RankPool, examples: dict[tuple[str, int], Example]) -> dict[str, Gradients]:
+    """By family."""
+    return {name: gradients_of(ranks, examples[name, SEEDS[-1]].folder, 1, {}) for name in (*DENSE, *MOE)}
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, "one") for name in (*DENSE, *MOE)] + CASES)
+def test_logprobs_equal_those_of_transformers(ranks: RankPool, examples: dict[tuple[str, int], Example], name: str, layout: str):
+    world_size, megatron = LAYOUTS[layout]
+    config = layout_ranks.policy_config(**megatron)
+    for seed in SEEDS:
+        case, parity = examples[name, seed], Parity()
+        # The last rank is in the last stage.
+        rows = ranks.run(layout_ranks.logprobs, config, case.folder, PARITY_ROWS, world_size=world_size)[-1]
+        for row, logprobs, row_scores in zip(PARITY_ROWS, rows, case.scores, strict=True):
+            ends = np.cumsum([len(sequence) for sequence in row])
+            for sequence, end, scores in zip(row, ends, row_scores, strict=True):
+                parity.add(logprobs[end - len(sequence) : end - 1], scores)
+        parity.check(min_tokens=2000)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_layout_gives_the_loss_and_gradients_of_one_rank(
+    ranks: RankPool, examples: dict[tuple[str, int], Example], one_rank: dict[str, Gradients], name: str, layout: str
+):
+    world_size, megatron = LAYOUTS[layout]
+    loss, grads = gradients_of(ranks, examples[name, SEEDS[-1]].folder, world_size, megatron)
+    assert loss == pytest.approx(one_rank[name][0], rel=1e-6)
+    assert_close(grads, one_rank[name][1], 1e-5)
+
+
+@pytest.mark.parametrize("name", [*DENSE, *MOE])
+def test_one_rank_gives_the_gradients_of_transformers(
+    examples: dict[tuple[str, int], Example], one_rank: dict[str, Gradients], name: str, tmp_path: Path
+):
+    loss, grads = transformers_gradients(examples[name, SEEDS[-1]].folder, tmp_path)
+    assert one_rank[name][0] == pytest.approx(loss, rel=1e-5)
+    assert_close(one_rank[name][1], grads, 2e-5)
+
+
+def example(name: str, seed: int, folder: Path) -> Example:
+    """A tiny model of a family; that of the last seed has been trained."""
+    # transformers keeps the embedding of a padding token from training.
+    models.save_model(folder, name, seed, pad_token_id=None)
+    model = transformers_model(folder)
+    if seed == SEEDS[-1]:
+        train(model)
+        model.save_pretrained(folder)
+    return Example(folder, [[hf_scores(model, sequence[:1], sequence[1:]) for sequence in row] for row in PARITY_ROWS])
+
+
+def train(model: PreTrainedModel, num_steps: int = 8) -> None:
+    """Adam steps towards some sequences."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    tokens = torch.tensor(sequences(*[32] * 8))
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
