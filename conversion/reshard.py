@@ -1,11 +1,17 @@
-"""Schedules: which rank copies which box where, so that target layouts are filled from source layouts. Standard library only."""
+"""Schedules: which rank copies which box where, so that target layouts are filled from source layouts. Standard library only.
+
+Ranks that hold the same are one class, and so are engine workers with the same layout and the same sources nearby: copies are worked out
+and proven once for a class. Only the choice among replicas is made for each worker.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import add
 
 from conversion.boxes import (
     DTYPE_BYTES,
@@ -13,6 +19,7 @@ from conversion.boxes import (
     Layout,
     Piece,
     Slot,
+    find_overlap,
     full,
     intersect,
     lengths,
@@ -22,172 +29,132 @@ from conversion.boxes import (
     uncovered,
     volume,
 )
+from conversion.rounds import MIN_BUFFER_BYTES, Cuts, Fragment, cut, interleave, lanes, local_lane, split_fragment
+from conversion.schedule import Assignment, Holding, Lane, Link, Schedule, TargetClass, Timetable, align
 
-ALIGNMENT = 64
-"""Bytes to which every box in an exchange buffer is aligned: a cache line, and more than any dtype needs."""
+# Rounds are cut again, smaller, where some rank would send more than its buffer holds; below this part of the buffer workers take turns.
+_LEAST_CAPACITY = 0.5
 
 
 class ScheduleError(ValueError):
     """Layouts that do not fit together: some element would not be written, would be written twice, or would be lost."""
 
 
-class Transfer(NamedTuple):
-    """A box that `source_rank` sends to the exchange buffer of `unit_rank`: raw bytes in the source's dtype, C order."""
-
-    copy_index: int
-    source_rank: int
-    unit_rank: int
-    slot: Slot
-    box: Box
-    dtype: str
-    offset: int
-    """Bytes from the start of the exchange buffer, a multiple of 64."""
-    num_bytes: int
-    checksum_index: int
-    """Row in the checksum table of `unit_rank`."""
-    target_dtype: str
-    transform: str | None
-
-
-class Pull(NamedTuple):
-    """A box that a target copies: out of the arena of the rank on its own unit, or out of that rank's exchange buffer."""
-
-    copy_index: int
-    round: int
-    origin: Literal["arena", "exchange"]
-    source_rank: int
-    source_slot: Slot
-    source_box: Box
-    source_dtype: str
-    offset: int
-    """Bytes from the start of the exchange buffer; 0 where the origin is the arena."""
-    target: Slot
-    target_box: Box
-    target_dtype: str
-    transform: str | None
-    checksum_index: int
+_Holders = dict[int, Holding]
+_Holdings = dict[str, dict[Box, _Holders]]
+"""Canonical name, box of it, source class. Equal boxes in several classes are replicas of each other."""
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """All copies of a reshard, by rank and round. Made by `reshard`; plain data, pickles."""
+class _Sources:
+    """Trainer ranks by class."""
 
-    num_rounds: int
-    _sent: Mapping[tuple[int, int], list[Transfer]]
-    _received: Mapping[tuple[int, int], list[Transfer]]
-    _pulls: Mapping[tuple[int, int], list[Pull]]
-    _arena_pulls: Mapping[tuple[int, int], list[Pull]]
-    _padding: Mapping[int, dict[Slot, list[Box]]]
-    _num_checksums: Mapping[int, int]
-    _exchange_bytes: int
+    class_of: dict[int, int]
+    layouts: list[Layout]
+    ranks: list[list[int]]
+    holdings: _Holdings
+    on_node: dict[int, dict[int, list[int]]]
+    """By node and class: the ranks there."""
+    node_of_rank: dict[int, int]
 
-    def transfers(self, source_rank: int, round: int) -> list[Transfer]:
-        """What `source_rank` sends in a round."""
-        return self._sent.get((source_rank, round), [])
-
-    def receives(self, unit_rank: int, round: int) -> list[Transfer]:
-        """What arrives in the exchange buffer of `unit_rank` in a round."""
-        return self._received.get((unit_rank, round), [])
-
-    def pulls(self, target: int, round: int) -> list[Pull]:
-        """What a target copies in a round."""
-        return self._pulls.get((target, round), [])
-
-    def local_checksums(self, unit_rank: int, round: int) -> list[Pull]:
-        """The pulls out of the arena of `unit_rank`: no transfer brings their checksums, so that rank takes them itself."""
-        return self._arena_pulls.get((unit_rank, round), [])
-
-    def padding(self, target: int) -> dict[Slot, list[Box]]:
-        """Boxes of a target that no copy writes; they are zero."""
-        return self._padding[target]
-
-    def num_checksums(self, unit_rank: int) -> int:
-        """Rows of the checksum table of `unit_rank`, over all rounds."""
-        return self._num_checksums.get(unit_rank, 0)
-
-    def copied_bytes(self, target: int) -> int:
-        """Bytes that a target writes over all rounds, without padding."""
-        return sum(_target_bytes(pull) for round in range(self.num_rounds) for pull in self.pulls(target, round))
-
-    def exchange_bytes(self) -> int:
-        """Size of the exchange buffer that every unit rank needs."""
-        return self._exchange_bytes
-
-    @property
-    def summary(self) -> str:
-        """One line for the log."""
-        sent = sum(transfer.num_bytes for transfers in self._sent.values() for transfer in transfers)
-        local = sum(_target_bytes(pull) for pulls in self._arena_pulls.values() for pull in pulls)
-        num_copies = sum(map(len, self._pulls.values()))
-        return (
-            f"{num_copies} copies to {len(self._padding)} engine workers in {self.num_rounds} rounds: {local / 2**20:.1f} MiB "
-            f"from their own units, {sent / 2**20:.1f} MiB between ranks, exchange buffer {self._exchange_bytes / 2**20:.1f} MiB"
-        )
+    def classes_on(self, node: int) -> frozenset[int]:
+        return frozenset(self.on_node.get(node, ()))
 
 
-class _Holding(NamedTuple):
-    """Where a rank keeps a box of a canonical tensor."""
+@dataclass
+class _Bin:
+    """Fragments that one source may send together: every rank of every candidate class holds all of them."""
 
-    slot: Slot
-    box: Box
-    dtype: str
+    link: Link
+    candidates: frozenset[int]
+    fragments: list[Fragment] = field(default_factory=list)
+    num_bytes: int = 0
 
-
-_Holdings = dict[str, dict[Box, dict[int, _Holding]]]
-"""Canonical name, box of it, rank. Equal boxes on several ranks are replicas of each other."""
-
-
-class _Fragment(NamedTuple):
-    """Part of a target's piece that lies within one held box; the same for all targets of one layout."""
-
-    slot: Slot
-    box: Box
-    dtype: str
-    transform: str | None
-    holders: dict[int, _Holding]
+    def add(self, fragment: Fragment) -> None:
+        self.fragments.append(fragment)
+        self.num_bytes += fragment.num_bytes
 
 
-def reshard(sources: Mapping[int, Layout], targets: Mapping[int, Layout], *, unit_of: Mapping[int, int], buffer_bytes: int) -> Schedule:
+@dataclass(frozen=True)
+class _Draft:
+    """A class of targets before its rounds are cut."""
+
+    layout: Layout
+    local: list[Fragment]
+    bins: list[_Bin]
+    num_shares: int
+    """Workers that share the buffer of one unit."""
+
+
+def reshard(
+    sources: Mapping[int, Layout],
+    targets: Mapping[int, Layout],
+    *,
+    unit_of: Mapping[int, int],
+    node_of: Mapping[int, int] | None = None,
+    buffer_bytes: int,
+) -> Schedule:
     """The copies that fill every target (engine worker) from the sources (trainer ranks).
 
-    `unit_of[target]` is the source rank on the same unit: what it holds is copied straight out of its arena. The rest comes from whichever
-    replica has sent least so far, in rounds of at most `buffer_bytes` for each unit. Targets with equal layouts should share one Layout
-    object: it is then analysed once.
+    A source rank is the unit of its number; `unit_of[target]` may be one of them, or a unit of its own (a dedicated engine). `node_of` is
+    by unit; None puts all on one node. What the source on a target's unit holds is copied straight out of its arena. The rest comes from
+    the target's node where that holds it, else from anywhere, and always from the replica that sends least. It travels in rounds in which
+    no unit receives or sends more than `buffer_bytes`. Equal layouts should be one Layout object: the work is done once for each.
 
     Raises:
         ScheduleError: an element of a target would not be written exactly once, a box is out of bounds, or a tensor that sources hold is
             read by no target. It names tensor, slot and box.
-        ValueError: `buffer_bytes` is too small for a single element.
+        ValueError: `buffer_bytes` is too small for a single message.
     """
-    if buffer_bytes < ALIGNMENT:
-        raise ValueError(f"refit buffer of {buffer_bytes} bytes is too small; it takes at least {ALIGNMENT}")
-    holdings = _holdings(sources)
-    layouts = {id(layout): layout for layout in targets.values()}
-    fragments = {key: _fragments(layout, holdings) for key, layout in layouts.items()}
-    _check_all_read(holdings, layouts.values())
-    builder = _Builder(sources, buffer_bytes)
-    for target, layout in targets.items():
-        for fragment in fragments[id(layout)]:
-            builder.add(target, unit_of[target], fragment)
-    _prove(builder.pulls, targets)
-    padding = {
-        target: {slot: list(content.padding) for slot, content in layout.items() if content.padding} for target, layout in targets.items()
-    }
-    return builder.schedule(padding)
+    node_of = node_of or dict.fromkeys([*sources, *unit_of.values()], 0)
+    found = _sources(sources, node_of)
+    drafts, class_of = _drafts(found, targets, unit_of, node_of, buffer_bytes)
+    _check_all_read(found, [draft.layout for draft in drafts])
+    ranks = _assign(found, drafts, class_of, unit_of, node_of)
+    classes, timetables = _cut(drafts, class_of, ranks, buffer_bytes)
+    _prove(classes, drafts, class_of)
+    num_rounds = 1 + max((timetables[target].round(classes[index].num_rounds - 1) for target, index in class_of.items()), default=0)
+    num_rounds = max(num_rounds, 1)
+    assignments, body_bytes = _memory(classes, class_of, unit_of, ranks, timetables)
+    return Schedule(num_rounds, tuple(classes), found.class_of, assignments, body_bytes)
 
 
-def _holdings(sources: Mapping[int, Layout]) -> _Holdings:
+def _sources(sources: Mapping[int, Layout], node_of: Mapping[int, int]) -> _Sources:
+    by_id: dict[int, int] = {}
+    layouts: list[Layout] = []
+    class_of: dict[int, int] = {}
+    ranks: list[list[int]] = []
+    on_node: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank in sorted(sources):
+        layout = sources[rank]
+        if id(layout) not in by_id:
+            # Layouts that came from other processes are equal without being one object.
+            by_id[id(layout)] = next((index for index, known in enumerate(layouts) if known == layout), len(layouts))
+            if by_id[id(layout)] == len(layouts):
+                layouts.append(layout)
+                ranks.append([])
+        class_of[rank] = by_id[id(layout)]
+        ranks[class_of[rank]].append(rank)
+        on_node[node_of[rank]][class_of[rank]].append(rank)
+    holdings = _holdings(layouts, ranks)
+    return _Sources(class_of, layouts, ranks, holdings, on_node, {rank: node_of[rank] for rank in sources})
+
+
+def _holdings(layouts: Sequence[Layout], ranks: Sequence[Sequence[int]]) -> _Holdings:
     holdings: _Holdings = defaultdict(dict)
-    for rank, layout in sources.items():
+    for source_class, layout in enumerate(layouts):
         for slot, content in layout.items():
             for piece in content.pieces:
                 _check_piece(slot, content.shape, piece)
                 if piece.transform is not None:
-                    raise ScheduleError(
-                        f"source {slot} of rank {rank} holds {piece.name} transformed ({piece.transform}); only targets may"
-                    )
-                replicas = holdings[piece.name].setdefault(piece.box, {})
-                replicas.setdefault(rank, _Holding(slot, piece.local, content.dtype))
+                    source = f"source {slot} of rank {ranks[source_class][0]}"
+                    raise ScheduleError(f"{source} holds {piece.name} transformed ({piece.transform}); only targets may")
+                holders = holdings[piece.name].setdefault(piece.box, {})
+                holding = Holding(slot, piece.local, content.dtype)
+                other = next(iter(holders.values()), holding)
+                if other.dtype != holding.dtype:
+                    raise ScheduleError(f"{piece.name} is held as {other.dtype} in {other.slot} and as {holding.dtype} in {slot}")
+                holders.setdefault(source_class, other if other == holding else holding)
     return holdings
 
 
@@ -198,7 +165,39 @@ def _check_piece(slot: Slot, shape: tuple[int, ...], piece: Piece) -> None:
         raise ScheduleError(f"{slot}: box {piece.box} of {piece.name} does not fit box {piece.local} of shape {shape}")
 
 
-def _fragments(layout: Layout, holdings: _Holdings) -> list[_Fragment]:
+def _drafts(
+    found: _Sources, targets: Mapping[int, Layout], unit_of: Mapping[int, int], node_of: Mapping[int, int], buffer_bytes: int
+) -> tuple[list[_Draft], dict[int, int]]:
+    """The classes of targets, and each target's."""
+    sharing: dict[int, int] = defaultdict(int)
+    for target in targets:
+        sharing[unit_of[target]] += 1
+    least = MIN_BUFFER_BYTES * max(sharing.values(), default=1)
+    if buffer_bytes < least:
+        raise ValueError(f"refit buffer of {buffer_bytes} bytes is too small; it takes at least {least}")
+    # Where held boxes overlap, which of them a fragment comes from depends on what is near; elsewhere there is no choice.
+    has_choice = any(len(boxes) > 1 and find_overlap(boxes) for boxes in found.holdings.values())
+    fragments: dict[object, list[Fragment]] = {}
+    index_of: dict[object, int] = {}
+    drafts: list[_Draft] = []
+    class_of = {}
+    for target in sorted(targets):
+        layout, own = targets[target], found.class_of.get(unit_of[target])
+        near = found.classes_on(node_of[unit_of[target]])
+        num_shares = sharing[unit_of[target]]
+        key = (id(layout), own, near, num_shares)
+        if key not in index_of:
+            fragments_key = key if has_choice else id(layout)
+            if fragments_key not in fragments:
+                fragments[fragments_key] = _fragments(layout, found.holdings, own, near)
+            index_of[key] = len(drafts)
+            drafts.append(_draft(found, layout, fragments[fragments_key], own, near, num_shares, len(targets), buffer_bytes))
+        class_of[target] = index_of[key]
+    return drafts, class_of
+
+
+def _fragments(layout: Layout, holdings: _Holdings, own: int | None, near: frozenset[int]) -> list[Fragment]:
+    """Every piece of a layout in parts that sources hold, the nearest first."""
     fragments = []
     for slot, content in layout.items():
         for piece in content.pieces:
@@ -206,173 +205,224 @@ def _fragments(layout: Layout, holdings: _Holdings) -> list[_Fragment]:
             if piece.name not in holdings:
                 raise ScheduleError(f"{slot} needs {piece.name}, which no source holds")
             rest = [piece.box]
-            for held_box, holders in holdings[piece.name].items():
+            held = holdings[piece.name].items()
+            if len(held) > 1:
+                held = sorted(held, key=lambda item: own not in item[1] and 1 + near.isdisjoint(item[1]))
+            for held_box, holders in held:
                 parts = [common for part in rest if (common := intersect(part, held_box)) is not None]
                 if parts:
                     for part in parts:
-                        target_box = place(part, piece.box, piece.local)
                         part_holders = holders if part == held_box else _narrowed(holders, held_box, part)
-                        fragments.append(_Fragment(slot, target_box, content.dtype, piece.transform, part_holders))
+                        num_bytes = volume(part) * DTYPE_BYTES[next(iter(holders.values())).dtype]
+                        local = place(part, piece.box, piece.local)
+                        fragments.append(Fragment(slot, local, content.dtype, piece.transform, part_holders, num_bytes))
                     rest = [left for part in rest for left in subtract(part, held_box)]
+                    if not rest:
+                        break
             if rest:
                 raise ScheduleError(f"{slot} needs box {rest[0]} of {piece.name}, which no source holds")
     return fragments
 
 
-def _narrowed(holders: dict[int, _Holding], held_box: Box, part: Box) -> dict[int, _Holding]:
-    boxes = {box: place(part, held_box, box) for box in {holding.box for holding in holders.values()}}
-    return {rank: _Holding(slot, boxes[box], dtype) for rank, (slot, box, dtype) in holders.items()}
+def _narrowed(holders: _Holders, held_box: Box, part: Box) -> _Holders:
+    if len(holders) == 1:
+        ((source_class, (slot, box, dtype)),) = holders.items()
+        return {source_class: Holding(slot, place(part, held_box, box), dtype)}
+    parts = {holding: holding._replace(box=place(part, held_box, holding.box)) for holding in set(holders.values())}
+    return {source_class: parts[holding] for source_class, holding in holders.items()}
 
 
-def _check_all_read(holdings: _Holdings, layouts: Iterable[Layout]) -> None:
+def _check_all_read(found: _Sources, layouts: Iterable[Layout]) -> None:
     read: dict[str, set[Box]] = defaultdict(set)
-    for layout in layouts:
+    for layout in {id(layout): layout for layout in layouts}.values():
         for content in layout.values():
             for piece in content.pieces:
                 read[piece.name].add(piece.box)
-    for name, boxes in holdings.items():
-        for box in boxes:
+    for name, boxes in found.holdings.items():
+        for box, holders in boxes.items():
             if box not in read[name] and (rest := uncovered(box, read[name])):
-                raise ScheduleError(f"box {rest[0]} of {name} is held by ranks {sorted(boxes[box])[:4]}, but no target reads it")
+                ranks = sorted(rank for source_class in holders for rank in found.ranks[source_class])
+                raise ScheduleError(f"box {rest[0]} of {name} is held by ranks {ranks[:4]}, but no target reads it")
 
 
-class _Builder:
-    """Chooses a source for each fragment and gives it its place in rounds, buffers and tables."""
-
-    def __init__(self, sources: Iterable[int], buffer_bytes: int) -> None:
-        self._buffer_bytes = buffer_bytes
-        self._sent_bytes = dict.fromkeys(sources, 0)
-        self._cursors: dict[int, tuple[int, int]] = {}
-        self._num_copies = 0
-        self._num_checksums: dict[int, int] = defaultdict(int)
-        self._exchange_bytes = 0
-        self._sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        self._received: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        self._arena_pulls: dict[tuple[int, int], list[Pull]] = defaultdict(list)
-        self.pulls: dict[tuple[int, int], list[Pull]] = defaultdict(list)
-
-    def add(self, target: int, unit: int, fragment: _Fragment) -> None:
-        """Copies one fragment to one target."""
-        if unit in fragment.holders:
-            pull = self._pull(unit, unit, fragment, fragment.holders[unit].box, fragment.box, None)
-            self._arena_pulls[unit, 0].append(pull)
-            self.pulls[target, 0].append(pull)
-            return
-        # Ties go to the next rank after the unit, so that units do not all draw on the same replica.
-        source = min(fragment.holders, key=lambda rank: (self._sent_bytes[rank], rank < unit, rank))
-        _, source_box, dtype = fragment.holders[source]
-        for box in split(source_box, self._buffer_bytes // DTYPE_BYTES[dtype]):
-            num_bytes = volume(box) * DTYPE_BYTES[dtype]
-            position = self._reserve(unit, num_bytes)
-            target_box = fragment.box if box is source_box else _part_of(fragment.box, source_box, box)
-            pull = self._pull(source, unit, fragment, box, target_box, position)
-            self._send(pull, unit, num_bytes)
-            self.pulls[target, position[0]].append(pull)
-
-    def schedule(self, padding: dict[int, dict[Slot, list[Box]]]) -> Schedule:
-        """Everything added so far."""
-        num_rounds = 1 + max((round for round, _ in self._cursors.values()), default=0)
-        return Schedule(
-            num_rounds,
-            dict(self._sent),
-            dict(self._received),
-            dict(self.pulls),
-            dict(self._arena_pulls),
-            padding,
-            dict(self._num_checksums),
-            self._exchange_bytes,
-        )
-
-    def _reserve(self, unit: int, num_bytes: int) -> tuple[int, int]:
-        """Round and offset of a box in the exchange buffer of a unit."""
-        round, offset = self._cursors.get(unit, (0, 0))
-        if offset + num_bytes > self._buffer_bytes:
-            round, offset = round + 1, 0
-        self._exchange_bytes = max(self._exchange_bytes, offset + num_bytes)
-        self._cursors[unit] = round, -(-(offset + num_bytes) // ALIGNMENT) * ALIGNMENT
-        return round, offset
-
-    def _pull(
-        self, source: int, unit: int, fragment: _Fragment, source_box: Box, target_box: Box, position: tuple[int, int] | None
-    ) -> Pull:
-        """A copy out of the exchange buffer at `position` (round, offset), or out of the arena where that is None."""
-        round, offset = position or (0, 0)
-        slot, _, dtype = fragment.holders[source]
-        pull = Pull(
-            copy_index=self._num_copies,
-            round=round,
-            origin="exchange" if position else "arena",
-            source_rank=source,
-            source_slot=slot,
-            source_box=source_box,
-            source_dtype=dtype,
-            offset=offset,
-            target=fragment.slot,
-            target_box=target_box,
-            target_dtype=fragment.dtype,
-            transform=fragment.transform,
-            checksum_index=self._num_checksums[unit],
-        )
-        self._num_copies += 1
-        self._num_checksums[unit] += 1
-        return pull
-
-    def _send(self, pull: Pull, unit: int, num_bytes: int) -> None:
-        transfer = Transfer(
-            copy_index=pull.copy_index,
-            source_rank=pull.source_rank,
-            unit_rank=unit,
-            slot=pull.source_slot,
-            box=pull.source_box,
-            dtype=pull.source_dtype,
-            offset=pull.offset,
-            num_bytes=num_bytes,
-            checksum_index=pull.checksum_index,
-            target_dtype=pull.target_dtype,
-            transform=pull.transform,
-        )
-        self._sent_bytes[pull.source_rank] += num_bytes
-        self._sent[pull.source_rank, pull.round].append(transfer)
-        self._received[unit, pull.round].append(transfer)
+def _draft(
+    found: _Sources,
+    layout: Layout,
+    fragments: Sequence[Fragment],
+    own: int | None,
+    near: frozenset[int],
+    num_shares: int,
+    num_targets: int,
+    buffer_bytes: int,
+) -> _Draft:
+    """Sorts the fragments of a class by who may send them, and spreads each group over bins of about equal size."""
+    local: list[Fragment] = []
+    groups: dict[frozenset[int], list[Fragment]] = defaultdict(list)
+    known: dict[tuple[int, ...], frozenset[int]] = {}
+    for fragment in fragments:
+        if own in fragment.holders:
+            local.append(fragment)
+            continue
+        classes = tuple(fragment.holders)
+        if classes not in known:
+            every = frozenset(classes)
+            known[classes] = every & near or every
+        groups[known[classes]].extend(split_fragment(fragment, buffer_bytes // num_shares))
+    bins = []
+    for candidates, members in groups.items():
+        num_ranks = sum(len(found.ranks[source_class]) for source_class in candidates)
+        # As many sources as there are classes to choose from; more where ranks would otherwise have nothing to send.
+        num_bins = min(len(members), max(len(candidates), math.ceil(num_ranks / num_targets)))
+        link: Link = "node" if candidates <= near else "network"
+        bins += _spread(members, num_bins, link, candidates)
+    return _Draft(layout, local, bins, num_shares)
 
 
-def _part_of(target_box: Box, source_box: Box, part: Box) -> Box:
-    """The part of `target_box` that corresponds to `part` of `source_box`; either may have leading dimensions of length 1."""
-    num_shared = min(len(part), len(target_box))
-    return place(part[-num_shared:], source_box[-num_shared:], target_box)
+def _spread(fragments: Sequence[Fragment], num_bins: int, link: Link, candidates: frozenset[int]) -> list[_Bin]:
+    bins = [_Bin(link, candidates) for _ in range(num_bins)]
+    heap = [(0, index) for index in range(num_bins)]
+    for fragment in sorted(fragments, key=lambda fragment: -fragment.num_bytes):
+        num_bytes, index = heap[0]
+        bins[index].add(fragment)
+        heapq.heapreplace(heap, (num_bytes + fragment.num_bytes, index))
+    return bins
 
 
-def split(box: Box, max_elements: int) -> Iterator[Box]:
-    """`box` in parts of at most `max_elements` elements, cut along its first dimensions so that parts stay contiguous."""
-    if volume(box) <= max_elements:
-        yield box
-        return
-    dim = next(index for index, (start, stop) in enumerate(box) if stop - start > 1)
-    start, stop = box[dim]
-    step = max(1, max_elements * (stop - start) // volume(box))
-    for low in range(start, stop, step):
-        part = (*box[:dim], (low, min(low + step, stop)), *box[dim + 1 :])
-        yield from split(part, max_elements)
+def _assign(
+    found: _Sources, drafts: Sequence[_Draft], class_of: Mapping[int, int], unit_of: Mapping[int, int], node_of: Mapping[int, int]
+) -> dict[int, list[int]]:
+    """By target: the rank that sends each bin. Bins with the fewest possible senders choose first, each the one that sends least so far."""
+    loads = dict.fromkeys(found.class_of, 0)
+    ranks = {target: [-1] * len(drafts[index].bins) for target, index in class_of.items()}
+    queue: dict[object, list[tuple[int, int]]] = {}
+    waiting = []
+    for order, (target, index) in enumerate(class_of.items()):
+        for bin_index, bin in enumerate(drafts[index].bins):
+            place = node_of[unit_of[target]] if bin.link == "node" else None
+            key = (place, bin.candidates)
+            if key not in queue:
+                here = found.ranks if place is None else found.on_node[place]
+                queue[key] = [(0, rank) for source_class in bin.candidates for rank in here[source_class]]
+                heapq.heapify(queue[key])
+            waiting.append((len(queue[key]), order, -bin.num_bytes, bin_index, target, key))
+    waiting.sort(key=lambda item: item[:4])
+    for _, _, num_bytes, bin_index, target, key in waiting:
+        heap = queue[key]
+        # Loads only grow, so an entry that is out of date sinks to its place when it comes up.
+        while heap[0][0] != loads[heap[0][1]]:
+            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
+        ranks[target][bin_index] = rank
+        loads[rank] -= num_bytes
+    return ranks
 
 
-def _prove(pulls: Mapping[tuple[int, int], list[Pull]], targets: Mapping[int, Layout]) -> None:
-    """Raises ScheduleError unless pulls and padding tile every slot of every target. Looks only at the final copies."""
-    written: dict[int, dict[Slot, list[Box]]] = {target: defaultdict(list) for target in targets}
-    for (target, _), copies in pulls.items():
-        for pull in copies:
-            written[target][pull.target].append(pull.target_box)
+def _cut(
+    drafts: Sequence[_Draft], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
+) -> tuple[list[TargetClass], dict[int, Timetable]]:
+    """Cuts rounds so that neither receivers nor senders need more than `buffer_bytes`."""
+    bins = [[bin.fragments for bin in draft.bins] for draft in drafts]
+    orders = [interleave(fragments) for fragments in bins]
+    timetables = dict.fromkeys(class_of, Timetable(0, 1))
+    capacity = buffer_bytes
+    while True:
+        regions = [max(MIN_BUFFER_BYTES, capacity // draft.num_shares) for draft in drafts]
+        cuts = [cut(order, len(draft.bins), size) for order, draft, size in zip(orders, drafts, regions, strict=True)]
+        most = _most_sent(cuts, class_of, ranks)
+        if most <= buffer_bytes:
+            break
+        # A little less than in proportion, because boxes do not divide.
+        capacity = int(0.97 * capacity * buffer_bytes / most)
+        if capacity < _LEAST_CAPACITY * buffer_bytes:
+            cuts = [cut(order, len(draft.bins), buffer_bytes // draft.num_shares) for order, draft in zip(orders, drafts, strict=True)]
+            timetables = _turns(cuts, class_of, ranks, buffer_bytes)
+            break
+    return [_target_class(*item) for item in zip(drafts, bins, cuts, strict=True)], timetables
+
+
+def _target_class(draft: _Draft, bins: Sequence[Sequence[Fragment]], cuts: Cuts) -> TargetClass:
+    padding = {slot: content.padding for slot, content in draft.layout.items() if content.padding}
+    links: tuple[Link, ...] = tuple(bin.link for bin in draft.bins)
+    return TargetClass(local_lane(draft.local), lanes(bins, cuts), links, padding, len(cuts.counts), cuts.largest)
+
+
+def _most_sent(cuts: Sequence[Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]]) -> int:
+    """The most bytes that a rank sends in a round, if all workers receive at the same time."""
+    num_rounds = max((len(found.counts) for found in cuts), default=0)
+    padded = [[sizes + [0] * (num_rounds - len(sizes)) for sizes in found.num_bytes] for found in cuts]
+    sent: dict[int, list[int]] = {}
+    for target, index in class_of.items():
+        for sizes, rank in zip(padded[index], ranks[target], strict=True):
+            sent[rank] = list(map(add, sent[rank], sizes)) if rank in sent else sizes
+    return max((max(sizes) for sizes in sent.values()), default=0)
+
+
+def _turns(
+    cuts: Sequence[Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
+) -> dict[int, Timetable]:
+    """Few ranks send to many workers: these take turns, in as many groups as the senders' buffers ask for."""
+    groups: list[dict[int, int]] = []
+    phase_of = {}
+    for target, index in class_of.items():
+        sent: dict[int, int] = defaultdict(int)
+        for sizes, rank in zip(cuts[index].num_bytes, ranks[target], strict=True):
+            # No rank sends a worker more in a round than the worker's buffer holds.
+            sent[rank] = min(sent[rank] + max(sizes), cuts[index].largest)
+        phase = next((phase for phase, group in enumerate(groups) if _fits(group, sent, buffer_bytes)), len(groups))
+        if phase == len(groups):
+            groups.append(defaultdict(int))
+        for rank, num_bytes in sent.items():
+            groups[phase][rank] += num_bytes
+        phase_of[target] = phase
+    return {target: Timetable(phase, len(groups)) for target, phase in phase_of.items()}
+
+
+def _fits(group: Mapping[int, int], sent: Mapping[int, int], buffer_bytes: int) -> bool:
+    return all(group[rank] + num_bytes <= buffer_bytes for rank, num_bytes in sent.items() if rank in group)
+
+
+def _prove(classes: Sequence[TargetClass], drafts: Sequence[_Draft], class_of: Mapping[int, int]) -> None:
+    """Raises ScheduleError unless copies and padding tile every slot of every target. Looks only at the final copies."""
+    example = {class_of[target]: target for target in sorted(class_of, reverse=True)}
     proven: dict[tuple[int, Slot], list[Box]] = {}
-    for target, layout in targets.items():
-        for slot, content in layout.items():
-            boxes = sorted([*written[target][slot], *content.padding])
-            if proven.get((id(layout), slot)) == boxes:
+    for index, (found, draft) in enumerate(zip(classes, drafts, strict=True)):
+        written: dict[Slot, list[Box]] = {slot: list(content.padding) for slot, content in draft.layout.items()}
+        for lane in (found.local, *found.lanes):
+            for copy in lane.copies():
+                written[copy.target].append(copy.box)
+        for slot, content in draft.layout.items():
+            boxes = sorted(written[slot])
+            if proven.get((id(draft.layout), slot)) == boxes:
                 continue
             fault = tiling_fault(content.shape, boxes)
             if fault is not None:
                 names = ", ".join(sorted({piece.name for piece in content.pieces})[:4])
-                raise ScheduleError(f"{slot} of engine worker {target} (made of {names}): {fault}")
-            proven[id(layout), slot] = boxes
+                raise ScheduleError(f"{slot} of engine worker {example[index]} (made of {names}): {fault}")
+            proven[id(draft.layout), slot] = boxes
 
 
-def _target_bytes(pull: Pull) -> int:
-    return volume(pull.target_box) * DTYPE_BYTES[pull.target_dtype]
+def _memory(
+    classes: Sequence[TargetClass],
+    class_of: Mapping[int, int],
+    unit_of: Mapping[int, int],
+    ranks: Mapping[int, Sequence[int]],
+    timetables: Mapping[int, Timetable],
+) -> tuple[dict[int, Assignment], dict[int, int]]:
+    """Gives each target its places in the exchange memory of its unit: checksums of local copies first, then one region each."""
+    ends: dict[int, int] = defaultdict(int)
+    checksums, regions = {}, {}
+    for target, index in class_of.items():
+        checksums[target] = ends[unit_of[target]]
+        ends[unit_of[target]] += _checksum_bytes(classes[index].local)
+    for target, index in class_of.items():
+        regions[target] = ends[unit_of[target]]
+        ends[unit_of[target]] += align(classes[index].region_bytes)
+    assignments = {
+        target: Assignment(unit_of[target], index, tuple(ranks[target]), timetables[target], checksums[target], regions[target])
+        for target, index in class_of.items()
+    }
+    return assignments, dict(ends)
+
+
+def _checksum_bytes(local: Lane) -> int:
+    return align(sum(message.num_bytes for message in local.messages))

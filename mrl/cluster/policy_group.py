@@ -74,6 +74,12 @@ class PolicyActor:
         """Calls a method of the policy by name, so that every verb of the policy need not be spelled twice."""
         return getattr(self.policy, method)(*arguments)
 
+    def call_each(self, method: str, arguments: Sequence[tuple[object, ...]], *, deadline_s: float) -> list[object]:
+        """`Policy.<method>` with arguments of its own for each rank; results by rank."""
+        return self._wait(
+            [actor.call.remote(method, *mine) for actor, mine in zip(self.actors, arguments, strict=True)], method, deadline_s
+        )
+
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(policy, *arguments)`: tests and diagnostics reach into a rank with it."""
         return function(self.policy, *arguments)
@@ -95,9 +101,9 @@ class PolicyGroup:
             for rank in range(self.world_size)
         ]
         first = wait_all({"policy rank 0": self.actors[0].address.remote()}, deadline_s=self.deadlines.start_s, what="start")
-        master = first["policy rank 0"]
+        self.master = cast(tuple[str, int], first["policy rank 0"])
         dp_ranks = self._wait(
-            [actor.build.remote(config, rank, self.world_size, master, pad_token_id) for rank, actor in enumerate(self.actors)],
+            [actor.build.remote(config, rank, self.world_size, self.master, pad_token_id) for rank, actor in enumerate(self.actors)],
             "build of the model",
             self.deadlines.start_s,
         )
@@ -106,6 +112,12 @@ class PolicyGroup:
     def call(self, method: str, *arguments: object, deadline_s: float) -> list[object]:
         """`Policy.<method>(*arguments)` on every rank; results by rank."""
         return self._wait([actor.call.remote(method, *arguments) for actor in self.actors], method, deadline_s)
+
+    def call_each(self, method: str, arguments: Sequence[tuple[object, ...]], *, deadline_s: float) -> list[object]:
+        """`Policy.<method>` with arguments of its own for each rank; results by rank."""
+        return self._wait(
+            [actor.call.remote(method, *mine) for actor, mine in zip(self.actors, arguments, strict=True)], method, deadline_s
+        )
 
     def apply(self, function: Callable[..., object], *arguments: object, deadline_s: float) -> list[object]:
         """`function(policy, *arguments)` on every rank; results by rank."""

@@ -16,12 +16,14 @@ from typing import cast
 from conversion.boxes import Layout, Slot
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
-from conversion.reshard import Schedule, reshard
+from conversion.reshard import reshard
+from conversion.schedule import Schedule
 from mrl.cluster.engine_group import EngineGroup, index_of
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.waiting import ActorLost
 from mrl.config.schema import RunConfig
+from mrl.refit.group import GroupAddress
 from mrl.refit.pull import VerifyReport
 from mrl.refit.unit import UnitHandles
 from mrl.refit.zero import check_unchanged
@@ -68,7 +70,7 @@ class Refit:
         self.weight_version = 0
         self.schedule = build_schedule(config, placement, policies)
         logger.info("Refit schedule: %s", self.schedule.summary)
-        self._handles = cast(list[UnitHandles], policies.call("prepare_refit", self.schedule, deadline_s=self.deadline_s))
+        self._handles = self._prepare_policies()
         self._prepare_engines(range(engines.num_engines))
 
     def zero(self) -> None:
@@ -143,19 +145,18 @@ class Refit:
         digests = cast(dict[int, list[dict[Slot, int]]], self.engines.call("live_digest", deadline_s=self.deadline_s))
         return [digest for workers in digests.values() for digest in workers]
 
+    def _prepare_policies(self) -> list[UnitHandles]:
+        num_ranks = len(self.schedule.source_class)
+        address = GroupAddress(*self.policies.master, name="exchange", size=num_ranks) if num_ranks > 1 else None
+        parts = [(self.schedule.rank_part(rank), address) for rank in range(num_ranks)]
+        return cast(list[UnitHandles], self.policies.call_each("prepare_refit", parts, deadline_s=self.deadline_s))
+
     def _prepare_engines(self, engines: Sequence[int]) -> None:
         self.engines.call_each("prepare_refit", {i: (self._workers(i),) for i in engines}, deadline_s=self.deadline_s)
 
     def _workers(self, engine: int) -> list[WorkerRefit]:
         units = self.units[engine].units
-        return [
-            WorkerRefit(
-                rounds=[self.schedule.pulls(target, index) for index in range(self.schedule.num_rounds)],
-                padding=self.schedule.padding(target),
-                handles=self._handles[target],
-            )
-            for target in units
-        ]
+        return [WorkerRefit(part=self.schedule.worker_part(target), handles=self._handles[target]) for target in units]
 
 
 def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGroup) -> Schedule:

@@ -15,8 +15,8 @@ from torch import Tensor
 from conversion.boxes import Layout, Slot
 from conversion.families.common import MegatronCoords, MegatronParallel
 from conversion.families.registry import family
-from conversion.reshard import Schedule
 from conversion.safetensors_io import fill_layout
+from conversion.schedule import RankPart
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
 from mrl.config.schema import RunConfig
@@ -31,6 +31,7 @@ from mrl.policy.reports import SettleReport
 from mrl.policy.step import BatchSize, TokenDistribution, TrainRow, compute_logprobs, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, rank_tensors
 from mrl.refit.exchange import Exchange
+from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.unit import UnitHandles
 
 
@@ -186,9 +187,15 @@ class Policy:
             config=self._config.loss_fn,
         )
 
-    def prepare_refit(self, schedule: Schedule) -> UnitHandles:
-        """Sets up the exchange; returns what the engine workers of this unit need to pull. Once, before the first `exchange`."""
-        self._exchange = Exchange(self._rank, schedule, self.settled_weights(), self._arena.handle(), timeout_s=self._timeout_s)
+    def prepare_refit(self, part: RankPart, address: GroupAddress | None) -> UnitHandles:
+        """Joins the exchange and sets up this rank's part; returns what the engine workers of this unit need to pull.
+
+        Collective over all participants at `address`; None where this rank is all there is.
+        """
+        weights = self.settled_weights()
+        device = next(iter(weights.values())).device
+        group = ExchangeGroup(address, self._rank, device=device, timeout_s=self._timeout_s) if address else None
+        self._exchange = Exchange(part, weights, self._arena.handle(), group=group)
         return self._exchange.handles()
 
     def exchange(self, round_index: int) -> None:

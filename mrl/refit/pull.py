@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Slot, lengths, tiling_fault
-from conversion.reshard import Pull
+from conversion.schedule import CHECKSUM_BYTES, Pull, WorkerPart
 from conversion.tensors import torch_dtype
 from mrl.refit.checksum import checksum
 from mrl.refit.errors import RefitError
-from mrl.refit.memory import open_handle
+from mrl.refit.memory import SharedMemory, open_handle
 from mrl.refit.transforms import apply
 from mrl.refit.unit import ExchangeMemory, UnitHandles, box_view, bytes_as
 
@@ -32,7 +33,7 @@ class VerifyReport:
     total_bytes: int
     """All bytes of the worker's live parameters and persistent buffers."""
     mismatches: tuple[str, ...]
-    """One line for each box that differs: slot, box, source rank, unit rank."""
+    """One line for each box that differs: slot, box, source rank, unit."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class _Copy:
     pull: Pull
     source: Tensor
     target: Tensor
+
+
+class _Round(NamedTuple):
+    copies: list[_Copy]
+    checksum_words: Tensor
+    """int64: where the expected checksum of each copy stands in the memory's body, in words."""
 
 
 @dataclass(frozen=True)
@@ -58,33 +65,36 @@ class Puller:
     def __init__(
         self,
         live: Callable[[], Mapping[Slot, Tensor]],
-        rounds: Sequence[Sequence[Pull]],
-        padding: Mapping[Slot, Sequence[Box]],
+        part: WorkerPart,
         handles: UnitHandles,
+        *,
+        own_memory: SharedMemory | None = None,
     ) -> None:
         """Maps the unit's memory and prepares all copies.
 
-        `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call.
+        `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call. `own_memory` is the
+        exchange memory where it belongs to this process (a dedicated engine) and need not be mapped.
 
         Raises:
             RefitError: some element of a live tensor is not written exactly once by pulls and padding, the schedule names a tensor, shape
                 or dtype that the model does not have, or the unit's memory cannot be mapped.
         """
         self._live = live
-        self._unit_rank = handles.unit_rank
-        self._table = handles.arena.table
+        self._unit = handles.unit
+        self._arena_handle = handles.arena
         tensors = live()
-        check_coverage(tensors, [pull for pulls in rounds for pull in pulls], padding)
+        rounds = part.all_pulls()
+        check_coverage(tensors, [pull for pulls in rounds for pull in pulls], part.padding)
         # CUDA graphs and views of the model hold addresses, so writing elsewhere would change nothing that is read.
         self._addresses = {slot: tensor.data_ptr() for slot, tensor in tensors.items()}
         self._total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._arena = open_handle(handles.arena.memory)
-        self._exchange = open_handle(handles.exchange)
-        self._parts = ExchangeMemory.split(self._exchange.tensor, handles.num_checksums)
-        self._rounds = [
-            [_Copy(pull, self._source(pull), box_view(tensors[pull.target], pull.target_box)) for pull in pulls] for pulls in rounds
-        ]
-        self._padding = [_Padding(slot, box, box_view(tensors[slot], box)) for slot, boxes in padding.items() for box in boxes]
+        self._arena = open_handle(handles.arena.memory) if handles.arena else None
+        self._exchange = None if own_memory else open_handle(handles.exchange)
+        memory = self._exchange or own_memory
+        assert memory is not None
+        self._parts = ExchangeMemory.split(memory.tensor)
+        self._rounds = [self._prepare(tensors, pulls) for pulls in rounds]
+        self._padding = [_Padding(slot, box, box_view(tensors[slot], box)) for slot, boxes in part.padding.items() for box in boxes]
         self._last_written = 0
         self._reports: dict[int, VerifyReport] = {}
 
@@ -100,27 +110,30 @@ class Puller:
             self._reports = {}
             for padding in self._padding:
                 padding.target.zero_()
-        self._arena.check()
-        self._exchange.check()
+        for memory in (self._arena, self._exchange):
+            if memory is not None:
+                memory.check()
         self._check_stamps(round_index)
-        for copy in self._rounds[round_index]:
+        copies = self._rounds[round_index].copies
+        for copy in copies:
             copy.target.copy_(apply(copy.source, copy.pull.transform, copy.target.dtype))
-        return sum(copy.target.nbytes for copy in self._rounds[round_index])
+        return sum(copy.target.nbytes for copy in copies)
 
     @torch.inference_mode()
     def verify(self, round_index: int) -> VerifyReport:
         """Compares the live bytes of the round's boxes with the trainer's checksums; in round 0 also padding with zero."""
-        expected = self._parts.checksums.tolist()
+        copies, checksum_words = self._rounds[round_index]
+        expected = self._parts.body.view(torch.int64)[checksum_words].tolist()
         mismatches, num_bytes, padding_bytes = [], 0, 0
-        for copy in self._rounds[round_index]:
+        for copy, right in zip(copies, expected, strict=True):
             num_bytes += copy.target.nbytes
-            if checksum(copy.target) != expected[copy.pull.checksum_index]:
+            if checksum(copy.target) != right:
                 mismatches.append(self._describe(copy.pull))
         for padding in self._padding if round_index == 0 else ():
             padding_bytes += padding.target.nbytes
             # By bytes: a negative zero or a NaN is not what the forward pass of a fresh engine would read.
             if padding.target.contiguous().reshape(-1).view(torch.uint8).any():
-                mismatches.append(f"padding of {padding.slot} box {padding.box} is not zero on the worker of unit rank {self._unit_rank}")
+                mismatches.append(f"padding of {padding.slot} box {padding.box} is not zero on the worker of unit {self._unit}")
         report = VerifyReport(num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
         self._reports[round_index] = report
         return report
@@ -139,20 +152,26 @@ class Puller:
             raise RefitError("refit: " + "; ".join(mismatches[:_MAX_REPORTED]) + (f"; and {more} more" if more > 0 else ""))
         if len(self._reports) != len(self._rounds) or num_bytes + padding_bytes != self._total_bytes:
             raise RefitError(
-                f"refit: the worker of unit rank {self._unit_rank} verified {len(self._reports)} of {len(self._rounds)} rounds, "
+                f"refit: the worker of unit {self._unit} verified {len(self._reports)} of {len(self._rounds)} rounds, "
                 f"{num_bytes} bytes and {padding_bytes} bytes of padding of {self._total_bytes} live bytes"
             )
         self._check_addresses()
         return VerifyReport(num_bytes, padding_bytes, self._total_bytes, ())
 
+    def _prepare(self, tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull]) -> _Round:
+        copies = [_Copy(pull, self._source(pull), box_view(tensors[pull.target], pull.target_box)) for pull in pulls]
+        words = torch.tensor([pull.checksum_offset // CHECKSUM_BYTES for pull in pulls], dtype=torch.int64)
+        return _Round(copies, words.to(self._parts.body.device))
+
     def _source(self, pull: Pull) -> Tensor:
         dtype = torch_dtype(pull.source_dtype)
         shape = lengths(pull.target_box)
         if pull.origin == "exchange":
-            return bytes_as(self._parts.boxes, pull.offset, shape, dtype)
-        row = self._table[pull.source_slot]
+            return bytes_as(self._parts.body, pull.offset, shape, dtype)
+        assert self._arena is not None and self._arena_handle is not None
+        row = self._arena_handle.table[pull.source_slot]
         if row.dtype != pull.source_dtype:
-            raise RefitError(f"{pull.source_slot} of rank {self._unit_rank} is {row.dtype}, the schedule says {pull.source_dtype}")
+            raise RefitError(f"{pull.source_slot} of rank {self._unit} is {row.dtype}, the schedule says {pull.source_dtype}")
         # Boxes differ at most by leading dimensions of length 1 (experts stacked in the engine), so this is a view.
         return box_view(bytes_as(self._arena.tensor, row.offset, row.shape, dtype), pull.source_box).view(shape)
 
@@ -169,13 +188,13 @@ class Puller:
         current, num_written = self._parts.stamps.tolist()
         if current != round_index or num_written == self._last_written:
             raise RefitError(
-                f"unit rank {self._unit_rank} has not exchanged round {round_index} since the last pull: "
+                f"unit {self._unit} has not exchanged round {round_index} since the last pull: "
                 f"round {current} lies there, the {num_written}th written"
             )
         self._last_written = num_written
 
     def _describe(self, pull: Pull) -> str:
-        return f"{pull.target} box {pull.target_box} differs from source rank {pull.source_rank} (pulled from unit rank {self._unit_rank})"
+        return f"{pull.target} box {pull.target_box} differs from source rank {pull.source_rank} (pulled from unit {self._unit})"
 
 
 def check_coverage(tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull], padding: Mapping[Slot, Sequence[Box]]) -> None:

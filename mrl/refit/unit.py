@@ -1,4 +1,4 @@
-"""What the trainer rank of a worker unit shows to the engine workers of that unit: its weight arena and its exchange memory."""
+"""What a worker unit shows to its engine workers: the weight arena of its trainer rank, if it has one, and its exchange memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from conversion.boxes import Box, Slot
 from mrl.refit.memory import MemoryHandle, align
 
-# Words in front of the checksums: the round that lies in the memory, and how many rounds were ever written.
+# Two words (int64) in front of the body: the round that lies in the memory, and how many rounds were ever written.
 _NUM_STAMPS = 2
 
 # In place of a round index while the memory is being written.
@@ -39,10 +39,10 @@ class ArenaHandle:
 class UnitHandles:
     """All that an engine worker needs to pull from the trainer rank of its unit. Pickles."""
 
-    unit_rank: int
-    arena: ArenaHandle
+    unit: int
+    arena: ArenaHandle | None
+    """None on the unit of a dedicated engine, which has no trainer rank."""
     exchange: MemoryHandle
-    num_checksums: int
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,18 @@ class ExchangeMemory:
 
     stamps: Tensor
     """int64 [2]: index of the round that lies in it (NO_ROUND while it is written), number of rounds written so far."""
-    checksums: Tensor
-    """int64 [num_checksums], by checksum index."""
-    boxes: Tensor
-    """uint8: the received boxes at their scheduled offsets."""
+    body: Tensor
+    """uint8: checksums of local copies, and messages as they arrived, at their scheduled offsets."""
 
     @staticmethod
-    def num_bytes(num_checksums: int, exchange_bytes: int) -> int:
-        """Size of the memory that holds all parts."""
-        return align(8 * (_NUM_STAMPS + num_checksums)) + exchange_bytes
+    def num_bytes(body_bytes: int) -> int:
+        """Size of the memory that holds both parts."""
+        return align(8 * _NUM_STAMPS) + body_bytes
 
     @classmethod
-    def split(cls, memory: Tensor, num_checksums: int) -> ExchangeMemory:
+    def split(cls, memory: Tensor) -> ExchangeMemory:
         """The parts of `memory` (uint8), as views."""
-        num_words = _NUM_STAMPS + num_checksums
-        words = memory[: 8 * num_words].view(torch.int64)
-        return cls(words[:_NUM_STAMPS], words[_NUM_STAMPS:], memory[align(8 * num_words) :])
+        return cls(memory[: 8 * _NUM_STAMPS].view(torch.int64), memory[align(8 * _NUM_STAMPS) :])
 
 
 def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:

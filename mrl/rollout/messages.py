@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from conversion.boxes import Box, Slot
-from conversion.reshard import Pull
+from conversion.schedule import WorkerPart
 from mrl.refit.unit import UnitHandles
 
 
@@ -14,9 +12,7 @@ from mrl.refit.unit import UnitHandles
 class WorkerRefit:
     """One worker's part of the refit schedule."""
 
-    rounds: Sequence[Sequence[Pull]]
-    """What the worker copies, by round."""
-    padding: Mapping[Slot, Sequence[Box]]
-    """Boxes of its live tensors that no weight fills; they are zeroed."""
+    part: WorkerPart
+    """What the worker copies, and which boxes of its live tensors no weight fills."""
     handles: UnitHandles
     """Memory of the trainer rank on the worker's unit."""

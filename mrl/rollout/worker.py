@@ -46,7 +46,7 @@ class RefitWorker:
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Maps the trainer's memory and prepares this worker's copies; see `Puller`."""
         mine = workers[self.rank]
-        self.puller = Puller(lambda: engine_tensors(self.get_model()), mine.rounds, mine.padding, mine.handles)
+        self.puller = Puller(lambda: engine_tensors(self.get_model()), mine.part, mine.handles)
 
     def pull_round(self, round_index: int) -> int:
         """Copies one round into the live tensors; the bytes written."""

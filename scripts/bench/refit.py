@@ -55,11 +55,11 @@ def measure(num_tensors: int, num_rows: int, num_repeats: int) -> list[dict[str,
     weights = {slot: torch.randn(layout.shape).bfloat16() for slot, layout in source.items()}
     arena = Arena(weights, name="bench-arena")
     schedule = reshard({0: source}, targets, unit_of=dict.fromkeys(targets, 0), buffer_bytes=1 << 30)
-    exchange = Exchange(0, schedule, weights, arena.handle(), timeout_s=60)
+    exchange = Exchange(schedule.rank_part(0), weights, arena.handle(), group=None)
     pullers = []
     for worker, layout in targets.items():
         live = {slot: torch.zeros(content.shape, dtype=torch.bfloat16) for slot, content in layout.items()}
-        pullers.append(Puller(lambda live=live: live, [schedule.pulls(worker, 0)], schedule.padding(worker), exchange.handles()))
+        pullers.append(Puller(lambda live=live: live, schedule.worker_part(worker), exchange.handles()))
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     plain, copy = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
     parts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,7 +13,8 @@ import pytest
 from conversion.boxes import DTYPE_BYTES, Layout, Slot, volume
 from conversion.families.common import Flavour, HfConfig, MegatronParallel, VllmParallel
 from conversion.families.registry import family
-from conversion.reshard import ALIGNMENT, Schedule, ScheduleError, reshard
+from conversion.reshard import ScheduleError, reshard
+from conversion.schedule import ALIGNMENT, CHECKSUM_BYTES, Message, RankPart, Route, Schedule
 from tests.unit.conversion.dense import PADDING, TINY, UNWRITTEN, build, index_arrays, part
 
 NUM_SEEDS = 300
@@ -35,12 +37,17 @@ class Case:
         workers = [found.vllm_layout(self.hf_config, self.engine, worker, "bfloat16") for worker in range(self.engine.tp)]
         num_engines = choose.randint(1, world_size // self.engine.tp)
         self.targets = {unit: workers[unit % self.engine.tp] for unit in range(num_engines * self.engine.tp)}
+        # A worker shares its unit with a trainer rank, or the engines have units of their own.
+        first = choose.choice([0, 0, world_size])
+        self.unit_of = {target: first + target for target in self.targets}
+        per_node = choose.choice([1, 2, 4, 1000])
+        self.node_of = {unit: unit // per_node for unit in (*self.sources, *self.unit_of.values())}
         self.buffer_bytes = choose.choice([128, 1024, 1 << 16, 1 << 20])
         self.canonical = index_arrays(found.canonical(self.hf_config))
 
     def reshard(self, targets: Mapping[int, Layout] | None = None) -> Schedule:
         targets = targets or self.targets
-        return reshard(self.sources, targets, unit_of={target: target for target in targets}, buffer_bytes=self.buffer_bytes)
+        return reshard(self.sources, targets, unit_of=self.unit_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes)
 
     def __repr__(self) -> str:
         return f"{self.parallel} -> {self.engine}, pattern {self.hf_config['hybrid_override_pattern']}, buffer {self.buffer_bytes}"
@@ -89,34 +96,57 @@ def carry_out(case: Case, schedule: Schedule, sources: Mapping[int, Arrays]) -> 
         target: {slot: np.full(content.shape, UNWRITTEN, dtype=np.int64) for slot, content in layout.items()}
         for target, layout in case.targets.items()
     }
-    for target in targets:
-        for slot, boxes in schedule.padding(target).items():
+    parts = {rank: schedule.rank_part(rank) for rank in {*case.sources, *case.unit_of.values()}}
+    workers = {target: schedule.worker_part(target) for target in targets}
+    for target, worker in workers.items():
+        for slot, boxes in worker.padding.items():
             for box in boxes:
                 write(targets[target][slot], box, np.array(PADDING))
     for round in range(schedule.num_rounds):
-        exchange = {rank: received(case, schedule, sources, rank, round) for rank in case.sources}
-        for target in targets:
-            for pull in schedule.pulls(target, round):
+        memory = exchanged(case, parts, sources, round)
+        for target, worker in workers.items():
+            for pull in worker.pulls(round):
                 if pull.origin == "arena":
-                    values = part(sources[target][pull.source_slot], pull.source_box)
+                    values = part(sources[worker.unit][pull.source_slot], pull.source_box)
                 else:
-                    values = exchange[target][pull.offset]
+                    values = memory[worker.unit][pull.offset]
                 write(targets[target][pull.target], pull.target_box, values)
     return targets
 
 
-def received(case: Case, schedule: Schedule, sources: Mapping[int, Arrays], unit_rank: int, round: int) -> dict[int, np.ndarray]:
-    """Contents of an exchange buffer by offset; fails if boxes share bytes or leave the buffer."""
-    buffer, end = {}, 0
-    for transfer in sorted(schedule.receives(unit_rank, round), key=lambda transfer: transfer.offset):
-        assert transfer in schedule.transfers(transfer.source_rank, round)
-        assert transfer.offset % ALIGNMENT == 0
-        assert transfer.offset >= end
-        assert transfer.num_bytes == volume(transfer.box) * DTYPE_BYTES[transfer.dtype]
-        end = transfer.offset + transfer.num_bytes
-        buffer[transfer.offset] = part(sources[transfer.source_rank][transfer.slot], transfer.box)
-    assert end <= min(case.buffer_bytes, schedule.exchange_bytes())
-    return buffer
+def exchanged(case: Case, parts: Mapping[int, RankPart], sources: Mapping[int, Arrays], round: int) -> dict[int, dict[int, np.ndarray]]:
+    """Boxes in the exchange memory of every unit by offset, after one round.
+
+    Fails if both ends do not agree on a message, boxes share bytes, or a buffer is too small.
+    """
+    sent: dict[tuple[int, int], list[tuple[Route, Message]]] = defaultdict(list)
+    for rank, rank_part in parts.items():
+        outgoing = rank_part.outgoing(round)
+        assert sum(message.num_bytes for _, message in outgoing) <= min(case.buffer_bytes, rank_part.packed_bytes())
+        for route, message in outgoing:
+            sent[rank, route.peer].append((route, message))
+    memory: dict[int, dict[int, np.ndarray]] = {}
+    for unit, rank_part in parts.items():
+        boxes, end = {}, sum(local.checksums_base for local in rank_part.locals[:1])
+        incoming = rank_part.incoming(round)
+        assert sum(message.num_bytes for _, message in incoming) <= case.buffer_bytes
+        for route, message in sorted(incoming, key=lambda item: item[0].base + item[1].offset):
+            assert route.base + message.offset >= end
+            for item in (copy.transfer(route.source_class) for copy in message.copies):
+                start = route.base + message.offset + item.offset
+                assert start % ALIGNMENT == 0 and start >= end
+                assert item.num_bytes == volume(item.box) * DTYPE_BYTES[item.dtype]
+                end = start + item.num_bytes
+                boxes[start] = part(sources[route.peer][item.slot], item.box)
+            assert route.base + message.offset + message.checksums_offset >= end
+            end = route.base + message.offset + message.checksums_offset + CHECKSUM_BYTES * len(message.copies)
+            # What arrives is the next message that the peer sends here.
+            theirs, theirs_message = sent[route.peer, unit].pop(0)
+            assert theirs_message == message and theirs.source_class == route.source_class
+        assert end <= rank_part.body_bytes
+        memory[unit] = boxes
+    assert not any(sent.values())
+    return memory
 
 
 def write(array: np.ndarray, box: tuple[tuple[int, int], ...], values: np.ndarray) -> None:
@@ -154,24 +184,17 @@ def test_transforms_dtypes_and_tables_agree_on_both_sides():
         case = Case(seed)
         schedule = case.reshard()
         for target, layout in case.targets.items():
-            rows = []
-            for round in range(schedule.num_rounds):
-                sent = {transfer.copy_index: transfer for transfer in schedule.receives(target, round)}
-                for pull in schedule.pulls(target, round):
-                    rows.append(pull.checksum_index)
+            checksums = []
+            for pulls in schedule.worker_part(target).all_pulls():
+                taken = [pull.checksum_offset for pull in pulls]
+                assert len(set(taken)) == len(taken) and all(offset % CHECKSUM_BYTES == 0 for offset in taken)
+                checksums += taken
+                for pull in pulls:
                     assert pull.target_dtype == layout[pull.target].dtype
                     assert (pull.transform == "neg_exp") == pull.target.name.endswith(".A")
                     assert pull.source_dtype == case.sources[pull.source_rank][pull.source_slot].dtype
-                    if pull.origin == "exchange":
-                        transfer = sent.pop(pull.copy_index)
-                        assert (transfer.slot, transfer.box, transfer.offset) == (pull.source_slot, pull.source_box, pull.offset)
-                        assert (transfer.target_dtype, transfer.transform) == (pull.target_dtype, pull.transform)
-                        assert (transfer.checksum_index, transfer.source_rank) == (pull.checksum_index, pull.source_rank)
-                    else:
-                        assert pull in schedule.local_checksums(target, round)
-                        assert pull.source_rank == target
-                assert sent == {}
-            assert sorted(rows) == list(range(schedule.num_checksums(target)))
+                    assert pull.origin == "exchange" or pull.source_rank == case.unit_of[target]
+            assert len(checksums) == sum(len(content.pieces) for content in layout.values()) or len(checksums) > len(layout)
 
 
 def mutate(layout: Layout, choose: random.Random, kind: str) -> Layout:

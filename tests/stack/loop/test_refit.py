@@ -13,6 +13,7 @@ from conversion.boxes import Slot
 from mrl.cluster.refit import Refit
 from mrl.cluster.waiting import DeadlineExceeded
 from mrl.train import refit, save_checkpoint, train_step
+from tests.schedules import drop_copies
 from tests.stack.loop.conftest import DEADLINE_S, LiveRun
 
 
@@ -218,11 +219,10 @@ def test_a_flipped_byte_in_an_engine_is_caught_by_name(live: LiveRun):
 def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
     moving = live.run.session.refit
     workers = moving._workers(0)
-    index, pull = next((i, pulls[0]) for i, pulls in enumerate(workers[0].rounds) if pulls)
-    rounds = [list(pulls) for pulls in workers[0].rounds]
-    rounds[index].remove(pull)
-    workers[0] = dataclasses.replace(workers[0], rounds=rounds)
-    with pytest.raises(RuntimeError, match=re.escape(pull.target.name)):
+    lost = next(copy for route in workers[0].part.receives for copy in route.lane.copies())
+    part = drop_copies(workers[0].part, lambda copy: (copy.target, copy.box) == (lost.target, lost.box))
+    workers[0] = dataclasses.replace(workers[0], part=part)
+    with pytest.raises(RuntimeError, match=re.escape(lost.target.name)):
         live.run.session.engines.call_each("prepare_refit", {0: (workers,)}, deadline_s=DEADLINE_S)
     assert isinstance(moving, Refit)
     moving._prepare_engines([0])

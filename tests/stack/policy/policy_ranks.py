@@ -355,6 +355,7 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
     from conversion.families.registry import family
     from conversion.reshard import reshard
     from conversion.tensors import torch_dtype
+    from mrl.refit.group import GroupAddress
     from mrl.refit.pull import Puller
 
     with open_policy(rank, config) as policy:
@@ -363,11 +364,11 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
         layouts: list[Layout] = [{}] * rank.world_size
         dist.all_gather_object(layouts, policy.layout())
         schedule = reshard(dict(enumerate(layouts)), {0: target}, unit_of={0: 0}, buffer_bytes=100_000)
-        handles = policy.prepare_refit(schedule)
+        address = GroupAddress(rank.master_address, rank.master_port, "exchange", rank.world_size)
+        handles = policy.prepare_refit(schedule.rank_part(rank.rank), address)
         live = {slot: torch.full(content.shape, 7, dtype=torch_dtype(content.dtype)) for slot, content in target.items()}
         is_host = rank.rank == 0
-        rounds = [schedule.pulls(0, index) for index in range(schedule.num_rounds)]
-        puller = Puller(lambda: live, rounds, schedule.padding(0), handles) if is_host else None
+        puller = Puller(lambda: live, schedule.worker_part(0), handles) if is_host else None
         train(policy, 2)
         for index in range(schedule.num_rounds):
             policy.exchange(index)

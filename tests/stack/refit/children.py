@@ -7,17 +7,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conversion.boxes import Box, Layout, Slot
-from conversion.reshard import Pull, Schedule
+from conversion.boxes import Layout, Slot
+from conversion.schedule import RankPart, WorkerPart
 from conversion.tensors import torch_dtype
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
+from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.pull import Puller, VerifyReport
 from mrl.refit.transforms import apply
 from mrl.refit.unit import UnitHandles, box_view
@@ -31,6 +31,8 @@ class State:
     """What a child keeps between calls."""
 
     rank: int
+    store: dist.TCPStore
+    group: ExchangeGroup
     arena: Arena
     exchange: Exchange
     live: dict[Slot, Tensor]
@@ -108,10 +110,14 @@ def fill(layout: Layout, canonical: dict[str, Tensor]) -> dict[Slot, Tensor]:
 # Functions of trainer ranks.
 
 
-def join_world(state: State, rank: int, world_size: int, folder: Path) -> None:
+def open_store(state: State) -> int:
+    state.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
+    return state.store.port
+
+
+def join_world(state: State, rank: int, address: GroupAddress, timeout_s: float) -> None:
     state.rank = rank
-    store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=DEADLINE_S))
+    state.group = ExchangeGroup(address, rank, device=torch.device("cpu"), timeout_s=timeout_s)
 
 
 def build_trainer(state: State, layouts: dict[int, Layout], canonical: dict[str, Tensor]) -> None:
@@ -124,8 +130,8 @@ def train(state: State, layouts: dict[int, Layout], canonical: dict[str, Tensor]
         state.arena.tensors()[slot].copy_(tensor)
 
 
-def prepare_exchange(state: State, schedule: Schedule, timeout_s: float) -> UnitHandles:
-    state.exchange = Exchange(state.rank, schedule, state.arena.tensors(), state.arena.handle(), timeout_s=timeout_s)
+def prepare_exchange(state: State, part: RankPart) -> UnitHandles:
+    state.exchange = Exchange(part, state.arena.tensors(), state.arena.handle(), group=state.group)
     return state.exchange.handles()
 
 
@@ -134,7 +140,7 @@ def exchange(state: State, round_index: int) -> None:
 
 
 def flip_exchanged_byte(state: State, offset: int) -> None:
-    state.exchange._parts.boxes[offset] ^= 1
+    state.exchange._parts.body[offset] ^= 1
 
 
 def set_weight(state: State, slot: Slot, value: float) -> None:
@@ -152,8 +158,8 @@ def build_engine(state: State, layout: Layout) -> None:
     state.live = {slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype)).fill_(float("nan")) for slot, item in layout.items()}
 
 
-def prepare_pull(state: State, rounds: list[list[Pull]], padding: dict[Slot, list[Box]], handles: UnitHandles) -> None:
-    state.puller = Puller(lambda: state.live, rounds, padding, handles)
+def prepare_pull(state: State, part: WorkerPart, handles: UnitHandles) -> None:
+    state.puller = Puller(lambda: state.live, part, handles)
 
 
 def pull(state: State, round_index: int) -> int:

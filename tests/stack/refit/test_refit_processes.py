@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -18,11 +18,14 @@ from torch import Tensor
 from conversion.boxes import Layout, Slot
 from conversion.families.common import MegatronParallel, VllmParallel
 from conversion.families.registry import family
-from conversion.reshard import Schedule, reshard
+from conversion.reshard import reshard
+from conversion.schedule import Schedule
 from mrl.refit.errors import RefitError
+from mrl.refit.group import GroupAddress
 from mrl.refit.pull import VerifyReport
 from mrl.refit.unit import UnitHandles
 from tests.models import save_nemotron_h
+from tests.schedules import drop_copies
 from tests.stack.refit import children
 from tests.stack.refit.children import Child, call_all, fill
 
@@ -60,8 +63,7 @@ class Refit:
 
     def prepare_pulls(self) -> None:
         for target, worker in enumerate(self.workers):
-            rounds = [self.schedule.pulls(target, index) for index in range(self.schedule.num_rounds)]
-            worker.call(children.prepare_pull, rounds, self.schedule.padding(target), self.handles[self.unit_of[target]])
+            worker.call(children.prepare_pull, self.schedule.worker_part(target), self.handles[self.unit_of[target]])
 
     def round(self, index: int) -> list[int]:
         call_all(self.trainers, children.exchange, index)
@@ -94,18 +96,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Child], list[Child]]]:
+def processes() -> Iterator[tuple[list[Child], list[Child]]]:
     every = [Child() for _ in range(WORLD_SIZE + 2)]
     try:
-        folder = tmp_path_factory.mktemp("world")
-        for rank in range(WORLD_SIZE):
-            every[rank].send(children.join_world, rank, WORLD_SIZE, folder)
-        for rank in range(WORLD_SIZE):
-            every[rank].result()
+        join_world(every[:WORLD_SIZE], timeout_s=30.0)
         yield every[:WORLD_SIZE], every[WORLD_SIZE:]
     finally:
         for child in every:
             child.stop()
+
+
+def join_world(trainers: list[Child], *, timeout_s: float) -> None:
+    port = trainers[0].call(children.open_store)
+    address = GroupAddress("127.0.0.1", int(str(port)), "exchange", len(trainers))
+    for rank, child in enumerate(trainers):
+        child.send(children.join_world, rank, address, timeout_s)
+    for child in trainers:
+        child.result()
 
 
 def prepare(
@@ -116,7 +123,6 @@ def prepare(
     unit_of: dict[int, int] | None = None,
     dtypes: tuple[str, str] = ("float32", "float32"),
     buffer_bytes: int = ONE_ROUND,
-    timeout_s: float = 30.0,
 ) -> Refit:
     """One engine of `tp` workers, or with `unit_of` as many TP1 engines as it names, refitted from checkpoint 0."""
     sources = models.trainers(dtypes[0])
@@ -127,8 +133,8 @@ def prepare(
     call_all(trainers, children.build_trainer, sources, models.checkpoints[0])
     for target, worker in enumerate(workers):
         worker.call(children.build_engine, targets[target])
-    handles = [handle for handle in call_all(trainers, children.prepare_exchange, schedule, timeout_s) if isinstance(handle, UnitHandles)]
-    refit = Refit(trainers, workers, sources, targets, schedule, unit_of, handles)
+    handles = [trainer.call(children.prepare_exchange, schedule.rank_part(rank)) for rank, trainer in enumerate(trainers)]
+    refit = Refit(trainers, workers, sources, targets, schedule, unit_of, cast(list[UnitHandles], handles))
     refit.prepare_pulls()
     return refit
 
@@ -159,7 +165,10 @@ def test_the_engine_holds_the_checkpoint_after_each_refit(processes, models, cas
 def test_a_small_buffer_makes_rounds_and_bounds_the_memory(processes, models):
     refit = prepare(processes, models, tp=2, buffer_bytes=32 << 10)
     assert refit.schedule.num_rounds > 3
-    assert refit.schedule.exchange_bytes() <= 32 << 10
+    for rank in range(2):
+        part = refit.schedule.rank_part(rank)
+        assert sum(message.num_bytes for _, message in part.incoming(1)) <= 32 << 10
+        assert part.packed_bytes() <= 32 << 10
     copied = [refit.round(index) for index in range(refit.schedule.num_rounds)]
     assert [sum(counts) for counts in zip(*copied, strict=True)] == [refit.schedule.copied_bytes(target) for target in range(2)]
 
@@ -167,7 +176,7 @@ def test_a_small_buffer_makes_rounds_and_bounds_the_memory(processes, models):
 def test_a_byte_flipped_on_its_way_is_caught(processes, models):
     refit = prepare(processes, models)
     call_all(refit.trainers, children.exchange, 0)
-    pull = next(pull for pull in refit.schedule.pulls(0, 0) if pull.origin == "exchange")
+    pull = next(pull for pull in refit.schedule.worker_part(0).pulls(0) if pull.origin == "exchange")
     refit.trainers[0].call(children.flip_exchanged_byte, pull.offset + 5)
     assert_one_mismatch(refit, pull.target, pull.source_rank)
 
@@ -175,7 +184,7 @@ def test_a_byte_flipped_on_its_way_is_caught(processes, models):
 def test_a_weight_that_changes_after_its_checksum_is_caught(processes, models):
     refit = prepare(processes, models)
     call_all(refit.trainers, children.exchange, 0)
-    pull = next(pull for pull in refit.schedule.pulls(0, 0) if pull.origin == "arena" and pull.target.name.endswith("mixer.D"))
+    pull = next(pull for pull in refit.schedule.worker_part(0).pulls(0) if pull.origin == "arena" and pull.target.name.endswith("mixer.D"))
     refit.trainers[0].call(children.set_weight, pull.source_slot, 7.0)
     assert_one_mismatch(refit, pull.target, pull.source_rank)
 
@@ -185,7 +194,7 @@ def assert_one_mismatch(refit: Refit, slot: Slot, source_rank: int) -> None:
     report = refit.workers[0].call(children.verify, 0)
     assert isinstance(report, VerifyReport)
     assert len(report.mismatches) == 1
-    assert report.mismatches[0].startswith(f"{slot} box") and f"source rank {source_rank} (pulled from unit rank 0)" in report.mismatches[0]
+    assert report.mismatches[0].startswith(f"{slot} box") and f"source rank {source_rank} (pulled from unit 0)" in report.mismatches[0]
     with pytest.raises(RefitError, match=slot.name):
         refit.workers[0].call(children.finish)
 
@@ -213,12 +222,9 @@ def test_padding_garbage_is_caught(processes, models):
 
 def test_a_missing_box_is_caught(processes, models):
     refit = prepare(processes, models)
-    pulls = refit.schedule.pulls(0, 0)
-    lost = next(pull for pull in pulls if pull.target.name.endswith("e_score_correction_bias"))
+    part = drop_copies(refit.schedule.worker_part(0), lambda copy: copy.target.name.endswith("1.mixer.gate.e_score_correction_bias"))
     with pytest.raises(RefitError, match="e_score_correction_bias"):
-        refit.workers[0].call(
-            children.prepare_pull, [[pull for pull in pulls if pull != lost]], refit.schedule.padding(0), refit.handles[0]
-        )
+        refit.workers[0].call(children.prepare_pull, part, refit.handles[0])
 
 
 def test_stale_epochs_and_skipped_exchanges_are_refused(processes, models):
@@ -232,14 +238,11 @@ def test_stale_epochs_and_skipped_exchanges_are_refused(processes, models):
         refit.workers[0].call(children.pull, 0)
 
 
-def test_an_absent_and_a_dead_trainer_rank_end_the_refit(models, tmp_path: Path):
+def test_an_absent_and_a_dead_trainer_rank_end_the_refit(models):
     trainers, worker = [Child() for _ in range(WORLD_SIZE)], Child()
     try:
-        for rank, child in enumerate(trainers):
-            child.send(children.join_world, rank, WORLD_SIZE, tmp_path)
-        for child in trainers:
-            child.result()
-        refit = prepare((trainers, [worker]), models, timeout_s=3.0)
+        join_world(trainers, timeout_s=3.0)
+        refit = prepare((trainers, [worker]), models)
         with pytest.raises(RefitError, match=r"did not finish round 0 within 3.0 s.*sending to ranks \[0\]"):
             call_all(trainers[1:], children.exchange, 0)
         trainers[0].stop()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,8 @@ from conversion.boxes import Slot
 from mrl.refit.errors import RefitError
 from mrl.refit.zero import digest
 from tests.rollouts import StartEngine, differences, random_requests, run
-from tests.stack.rollout.trainer import Trainer, expected_tensors, refit, vllm_layout
+from tests.schedules import drop_copies
+from tests.stack.rollout.trainer import Trainer, expected_tensors, vllm_layout
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
@@ -31,6 +33,14 @@ def engine(start_engine: StartEngine, trainer: Trainer) -> Engine:
     engine = start_engine(0)
     engine.prepare_refit(trainer.workers())
     return engine
+
+
+def refit(engine: Engine, trainer: Trainer, version: int) -> None:
+    for index in range(trainer.schedule.num_rounds):
+        trainer.exchange(index)
+        engine.pull(index)
+        engine.verify(index)
+    engine.set_weight_version(version)
 
 
 def live(engine: Engine, name: str) -> torch.nn.Parameter:
@@ -90,9 +100,9 @@ def test_a_rebound_parameter_is_named(engine: Engine, trainer: Trainer) -> None:
 def test_a_schedule_that_misses_a_live_tensor_is_refused(engine: Engine, trainer: Trainer) -> None:
     (worker,) = trainer.workers()
     missing = Slot("model.layers.1.mixer.gate.e_score_correction_bias")
-    rounds = [[pull for pull in pulls if pull.target != missing] for pulls in worker.rounds]
+    part = drop_copies(worker.part, lambda copy: copy.target == missing)
     with pytest.raises(RefitError, match="e_score_correction_bias"):
-        engine.prepare_refit([type(worker)(rounds, worker.padding, worker.handles)])
+        engine.prepare_refit([replace(worker, part=part)])
 
 
 def test_after_a_refit_it_equals_a_fresh_engine(

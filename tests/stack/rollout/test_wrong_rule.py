@@ -15,8 +15,9 @@ from conversion.boxes import Layout
 from conversion.families import nemotron_h, registry
 from conversion.families.common import HfConfig, MegatronCoords, MegatronParallel, Model
 from conversion.layouts import Qkv
-from conversion.reshard import Schedule, ScheduleError
+from conversion.reshard import ScheduleError
 from conversion.safetensors_io import read_layout
+from conversion.schedule import RankPart
 from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
@@ -67,8 +68,8 @@ class OneRank:
     def layout(self) -> Layout:
         return self._layout
 
-    def prepare_refit(self, schedule: Schedule) -> UnitHandles:
-        self._exchange = Exchange(0, schedule, self._arena.tensors(), self._arena.handle(), timeout_s=60)
+    def prepare_refit(self, part: RankPart, address: None) -> UnitHandles:
+        self._exchange = Exchange(part, self._arena.tensors(), self._arena.handle(), group=address)
         return self._exchange.handles()
 
     def exchange(self, round_index: int) -> None:
@@ -93,7 +94,7 @@ class Here:
     def call(self, method: str, *arguments: object, deadline_s: float, only: object = None) -> object:
         return self._answer(getattr(self._target, method)(*arguments))
 
-    def call_each(self, method: str, arguments: dict[int, tuple[object, ...]], *, deadline_s: float) -> object:
+    def call_each(self, method: str, arguments: dict[int, tuple[object, ...]] | list[tuple[object, ...]], *, deadline_s: float) -> object:
         return self.call(method, *arguments[0], deadline_s=deadline_s)
 
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Piece, Slot, SlotLayout, full
-from conversion.reshard import Schedule, reshard
+from conversion.reshard import reshard
+from conversion.schedule import Schedule
 from mrl.policy.arena import Arena
 from mrl.refit.errors import RefitError
 from mrl.refit.exchange import Exchange
 from mrl.refit.pull import Puller
 from mrl.refit.zero import check_unchanged, digest
+from tests.schedules import drop_copies
 
 W, STACK, DECAY, GATE = Slot("w"), Slot("experts"), Slot("A"), Slot("gate")
 SOURCE = {
@@ -43,8 +45,8 @@ class Unit:
     live: dict[Slot, Tensor]
 
     def puller(self, *, without: Slot | None = None) -> Puller:
-        rounds = [[pull for pull in self.schedule.pulls(0, i) if pull.target != without] for i in range(self.schedule.num_rounds)]
-        return Puller(lambda: self.live, rounds, self.schedule.padding(0), self.exchange.handles())
+        part = drop_copies(self.schedule.worker_part(0), lambda copy: copy.target == without)
+        return Puller(lambda: self.live, part, self.exchange.handles())
 
     def expected(self) -> dict[Slot, Tensor]:
         weights = {slot.name: tensor for slot, tensor in self.weights.items()}
@@ -62,7 +64,7 @@ def unit() -> Unit:
     schedule = reshard({0: SOURCE}, {0: TARGET}, unit_of={0: 0}, buffer_bytes=1 << 20)
     weights = {slot: torch.randn(layout.shape).to(getattr(torch, layout.dtype)) for slot, layout in SOURCE.items()}
     arena = Arena(weights, name="test")
-    exchange = Exchange(0, schedule, weights, arena.handle(), timeout_s=10)
+    exchange = Exchange(schedule.rank_part(0), weights, arena.handle(), group=None)
     live = {slot: torch.full(layout.shape, float("nan")) for slot, layout in TARGET.items()}
     return Unit(schedule, weights, arena, exchange, live)
 
@@ -103,7 +105,7 @@ def test_a_byte_that_changes_after_the_pull_is_caught(unit):
     unit.live[STACK].view(torch.uint8).view(-1)[70] ^= 1
     mismatches = puller.verify(0).mismatches
     assert len(mismatches) == 1
-    assert mismatches[0].startswith("experts box ((1, 2), (0, 3), (0, 4)) differs from source rank 0 (pulled from unit rank 0)")
+    assert mismatches[0].startswith("experts box ((1, 2), (0, 3), (0, 4)) differs from source rank 0 (pulled from unit 0)")
     with pytest.raises(RefitError, match="experts box"):
         puller.finish()
 
@@ -194,7 +196,7 @@ def test_refit_zero_names_what_the_tables_get_wrong(unit):
     # Another layout that both sides agree on, but not vLLM's loader: the experts in another order.
     swapped = replace(TARGET[STACK], pieces=tuple(Piece(f"e{1 - i}", full((3, 4)), ((i, i + 1), (0, 3), (0, 4))) for i in range(2)))
     unit.schedule = reshard({0: SOURCE}, {0: {**TARGET, STACK: swapped}}, unit_of={0: 0}, buffer_bytes=1 << 20)
-    unit.exchange = Exchange(0, unit.schedule, unit.weights, unit.arena.handle(), timeout_s=10)
+    unit.exchange = Exchange(unit.schedule.rank_part(0), unit.weights, unit.arena.handle(), group=None)
     puller = unit.puller()
     refit(unit, puller)
     puller.finish()
