@@ -13,14 +13,14 @@ from torch import Tensor
 
 from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
-from mrl.config.schema_generation import GenerationConfig, VllmConfig
+from mrl.config.schema_generation import GenerationConfig, Precision, VllmConfig
 
 # What vLLM cuts weights by, and groups that have one member in every engine of ours.
 WORKER_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP")
 SINGLE_GROUPS = ("_PP", "_DP", "_PCP", "_DCP")
 
 
-def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: str = "float32") -> dict[Slot, Tensor]:
+def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precision = "float32") -> dict[Slot, Tensor]:
     """Parameters and persistent buffers after vLLM's class was built for this worker and vLLM's loader has read the checkpoint.
 
     Every element is NaN before the loader comes, so that what it leaves out differs from any table.
@@ -78,6 +78,6 @@ def _group(rank: int, size: int) -> object:
     group = object.__new__(GroupCoordinator)
     group.rank = group.rank_in_group = group.local_rank = rank
     group.ranks, group.world_size = list(range(size)), size
-    group.device_group = group.cpu_group = dist.ProcessGroup(rank, size)
+    group.device_group = group.cpu_group = dist.ProcessGroup(dist.HashStore(), rank, size)
     group.device_communicator = None
     return group

@@ -13,7 +13,7 @@ from mrl.refit.errors import RefitError
 from mrl.refit.zero import digest
 from tests.rollouts import StartEngine, differences, random_requests, run
 from tests.schedules import drop_copies
-from tests.stack.rollout.trainer import Trainer, expected_tensors, vllm_layout
+from tests.stack.rollout.trainer import Trainer, expected_tensors, refit, vllm_layout
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
@@ -33,14 +33,6 @@ def engine(start_engine: StartEngine, trainer: Trainer) -> Engine:
     engine = start_engine(0)
     engine.prepare_refit(trainer.workers())
     return engine
-
-
-def refit(engine: Engine, trainer: Trainer, version: int) -> None:
-    for index in range(trainer.schedule.num_rounds):
-        trainer.exchange(index)
-        engine.pull(index)
-        engine.verify(index)
-    engine.set_weight_version(version)
 
 
 def live(engine: Engine, name: str) -> torch.nn.Parameter:

@@ -10,6 +10,7 @@ import pytest
 from conversion.families.common import VllmParallel
 from conversion.families.registry import FAMILIES, family
 from conversion.safetensors_io import read_layout
+from mrl.config.schema_generation import Precision
 from tests import models
 from tests.stack.rollout.set_ranks import differences, load
 
@@ -41,7 +42,7 @@ def test_every_family_that_generates_is_here() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_tables_are_what_the_loaders_do(case: str, tmp_path: Path) -> None:
     model_type, sizes = CASES[case]
-    folder = models.save_model(tmp_path, model_type, **sizes)
+    folder = models.save_model(tmp_path, model_type, 0, **sizes)
     has_experts = model_type in ("mixtral", "nemotron_h", "qwen3_moe")
     for parallel in DENSE + EXPERTS * has_experts:
         for worker in range(parallel.tp):
@@ -64,7 +65,7 @@ def test_another_workers_table_is_not_taken(tmp_path: Path) -> None:
 
 
 def disagreements(
-    folder: Path, parallel: VllmParallel, worker: int, *, precision: str = "float32", table_of: int | None = None
+    folder: Path, parallel: VllmParallel, worker: int, *, precision: Precision = "float32", table_of: int | None = None
 ) -> list[str]:
     """What vLLM holds as `worker` against the table of it, or of worker `table_of`."""
     hf_config = json.loads((folder / "config.json").read_text())

@@ -1,9 +1,10 @@
-"""A trainer of one rank that holds canonical tensors as they stand in the checkpoint, in this process."""
+"""A trainer of one rank that holds canonical tensors as they stand in the checkpoint, in this process, and its refits."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
@@ -17,17 +18,24 @@ from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
 from mrl.rollout.messages import WorkerRefit
 
+if TYPE_CHECKING:
+    from mrl.rollout.engine import Engine
+
+SINGLE = VllmParallel()
+
 
 class Trainer:
-    """Weights that a test sets, and the trainer side of refits of one TP1 engine."""
+    """Weights that a test sets, and the trainer side of refits of one engine, whose workers all share the unit of this rank."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parallel: VllmParallel = SINGLE) -> None:
         weights = load_file(folder / "model.safetensors")
         source: Layout = {
             Slot(name): SlotLayout(tuple(tensor.shape), "float32", (Piece(name, full(tensor.shape), full(tensor.shape)),))
             for name, tensor in weights.items()
         }
-        self.schedule = reshard({0: source}, {0: vllm_layout(folder)}, unit_of={0: 0}, buffer_bytes=1 << 20)
+        self._num_workers = parallel.tp
+        targets = {worker: vllm_layout(folder, parallel, worker) for worker in range(parallel.tp)}
+        self.schedule = reshard({0: source}, targets, unit_of=dict.fromkeys(targets, 0), buffer_bytes=1 << 20)
         self._arena = Arena({Slot(name): tensor for name, tensor in weights.items()}, name="test-arena")
         self._exchange = Exchange(self.schedule.rank_part(0), self._arena.tensors(), self._arena.handle(), group=None)
 
@@ -43,17 +51,27 @@ class Trainer:
 
     def workers(self) -> list[WorkerRefit]:
         """What `Engine.prepare_refit` needs."""
-        return [WorkerRefit(self.schedule.worker_part(0), self._exchange.handles())]
+        handles = self._exchange.handles()
+        return [WorkerRefit(self.schedule.worker_part(worker), handles) for worker in range(self._num_workers)]
 
 
-def vllm_layout(folder: Path, *, tp: int = 1, worker: int = 0) -> Layout:
+def refit(engine: Engine, trainer: Trainer, version: int) -> None:
+    """One whole refit; the engine samples from version `version` afterwards."""
+    for index in range(trainer.schedule.num_rounds):
+        trainer.exchange(index)
+        engine.pull(index)
+        engine.verify(index)
+    engine.set_weight_version(version)
+
+
+def vllm_layout(folder: Path, parallel: VllmParallel = SINGLE, worker: int = 0) -> Layout:
     """The table's layout of an engine worker for a checkpoint."""
     hf_config = json.loads((folder / "config.json").read_text())
-    return family(hf_config).vllm_layout(hf_config, VllmParallel(tp=tp), worker, "float32")
+    return family(hf_config).vllm_layout(hf_config, parallel, worker, "float32")
 
 
-def expected_tensors(folder: Path, *, tp: int = 1, worker: int = 0) -> dict[Slot, Tensor]:
+def expected_tensors(folder: Path, parallel: VllmParallel = SINGLE, worker: int = 0) -> dict[Slot, Tensor]:
     """What an engine worker must hold, built directly from the checkpoint by the table."""
     from tests.stack.refit.children import fill
 
-    return fill(vllm_layout(folder, tp=tp, worker=worker), load_file(folder / "model.safetensors"))
+    return fill(vllm_layout(folder, parallel, worker), load_file(folder / "model.safetensors"))

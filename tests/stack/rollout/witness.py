@@ -1,0 +1,66 @@
+"""The witness: a real engine, loaded by vLLM's own loader, before and after refits by the tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.families.common import VllmParallel
+from conversion.families.registry import FAMILIES
+from mrl.refit.zero import digest
+from mrl.types import RolloutRequest
+from tests import models
+from tests.parity import Parity, hf_scores
+from tests.rollouts import StartEngine, differences, run
+from tests.stack.rollout.trainer import SINGLE, Trainer, expected_tensors, refit
+
+GENERATING = tuple(name for name, found in FAMILIES.items() if found.vllm_layers)
+WITH_EXPERTS = ("mixtral", "nemotron_h", "qwen3_moe")
+TP2, EP2 = VllmParallel(tp=2), VllmParallel(tp=2, ep=2)
+MATRIX = [(name, layout) for name in GENERATING for layout in (SINGLE, TP2, EP2) if layout.ep == 1 or name in WITH_EXPERTS]
+"""Every family with every layout of engines that two cores can run."""
+
+# Prompts of the tests are shorter, all of them together are longer.
+CHUNK_TOKENS = 128
+NUM_ALONE = 8
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What was seen. `witness` has asserted all of it but `parity`."""
+
+    num_tensors: int
+    num_bytes: int
+    """Of all workers, without padding."""
+    parity: Parity
+    """Of the engine after a refit of other weights, with transformers on those weights."""
+
+
+def witness(start_engine: StartEngine, folder: Path, model_type: str, parallel: VllmParallel, requests: list[RolloutRequest]) -> Witness:
+    """Starts an engine, and refits it twice: with the weights that it has loaded, and with others.
+
+    The first refit changes no byte. The second changes every tensor, to what the tables make of the other checkpoint. Then requests
+    have the same bits alone as in a full batch in which prompts are cut into chunks; with one worker, more are not claimed.
+    """
+    loaded, other = (models.save_model(folder / str(seed), model_type, seed) for seed in range(2))
+    layout = dict(tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep)
+    engine = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS, **layout)
+    trainer = Trainer(loaded, parallel)
+    before = engine.live_digest()
+    engine.prepare_refit(trainer.workers())
+    refit(engine, trainer, version=1)
+    assert engine.live_digest() == before
+    trainer.load(other)
+    refit(engine, trainer, version=2)
+    after = engine.live_digest()
+    assert after == [digest(expected_tensors(other, parallel, worker)) for worker in range(parallel.tp)]
+    assert not [slot for old, new in zip(before, after, strict=True) for slot in old if old[slot] == new[slot]]
+    rollouts = run(engine, requests)
+    if parallel.tp == 1:
+        alone = {key: rollout for request in requests[:NUM_ALONE] for key, rollout in run(engine, [request]).items()}
+        assert differences(alone, {key: rollouts[key] for key in alone}) == []
+    parity, oracle = Parity(), models.tiny_model(model_type, 1)
+    for rollout in rollouts.values():
+        parity.add(rollout.generator_logprobs, hf_scores(oracle, rollout.request.token_ids, rollout.token_ids.tolist()))
+    num_bytes = sum(trainer.schedule.copied_bytes(worker) for worker in range(parallel.tp))
+    return Witness(sum(map(len, after)), num_bytes, parity)
