@@ -91,7 +91,8 @@ TINY: Mapping[str, Mapping[str, object]] = {
         qk_rope_head_dim=16,
         v_head_dim=32,
         n_routed_experts=8,
-        num_experts_per_tok=2,
+        # Megatron rates a group by its best topk / topk_group experts, transformers by its best two.
+        num_experts_per_tok=4,
         moe_intermediate_size=64,
         n_shared_experts=2,
         n_group=4,

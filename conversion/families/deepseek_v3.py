@@ -147,8 +147,13 @@ def _norm(hf: str, fused: str, local: str, size: int) -> Rule:
 def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
     """Arguments of MLATransformerConfig and GPTModel that follow from config.json."""
     found, latent = _decoder(hf_config), _attention(hf_config)
-    scaling = positive_number(hf_config, "routed_scaling_factor", 1.0)
-    groups, chosen_groups = positive_integer(hf_config, "n_group", 1), positive_integer(hf_config, "topk_group", 1)
+    assert found.moe is not None
+    router = sigmoid_router(
+        found.moe.topk,
+        scaling=positive_number(hf_config, "routed_scaling_factor", 1.0),
+        groups=positive_integer(hf_config, "n_group", 1),
+        chosen_groups=positive_integer(hf_config, "topk_group", 1),
+    )
     return decoder.megatron_arguments(
         found,
         multi_latent_attention=True,
@@ -157,10 +162,12 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
         qk_head_dim=latent.plain_dim,
         qk_pos_emb_head_dim=latent.rotary_dim,
         v_head_dim=latent.value_dim,
+        # The width of a head after attention.
+        kv_channels=latent.value_dim,
         rotary_base=found.rope.base,
         **_rope_arguments(hf_config),
         moe_shared_expert_intermediate_size=_shared_width(hf_config),
-        **sigmoid_router(scaling, groups, chosen_groups),
+        **router,
     )
 
 

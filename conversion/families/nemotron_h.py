@@ -254,9 +254,12 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
             moe_shared_expert_intermediate_size=sizes.shared_expert,
             moe_router_topk=positive_integer(hf_config, "num_experts_per_tok"),
         )
-        scaling = positive_number(hf_config, "routed_scaling_factor", 1.0)
-        groups, chosen = positive_integer(hf_config, "n_group", 1), positive_integer(hf_config, "topk_group", 1)
-        transformer |= sigmoid_router(scaling, groups, chosen)
+        transformer |= sigmoid_router(
+            positive_integer(hf_config, "num_experts_per_tok"),
+            scaling=positive_number(hf_config, "routed_scaling_factor", 1.0),
+            groups=positive_integer(hf_config, "n_group", 1),
+            chosen_groups=positive_integer(hf_config, "topk_group", 1),
+        )
         if sizes.latent is not None:
             transformer["moe_latent_size"] = sizes.latent
     arguments: dict[str, object] = dict(

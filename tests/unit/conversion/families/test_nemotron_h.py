@@ -168,13 +168,15 @@ def test_checkpoint_keys_are_those_of_megatron():
 
 
 def test_megatron_arguments_follow_the_config():
-    arguments = FAMILY.megatron_arguments(TINY | dict(layer_norm_epsilon=1e-5, n_group=4, topk_group=2))
+    arguments = FAMILY.megatron_arguments(TINY | dict(layer_norm_epsilon=1e-5, n_group=4, topk_group=2, num_experts_per_tok=4))
     transformer, model = arguments["transformer"], arguments["model"]
     assert transformer["moe_router_topk_scaling_factor"] == 2.5
     assert (transformer["moe_router_num_groups"], transformer["moe_router_group_topk"]) == (4, 2)
     assert (transformer["num_query_groups"], transformer["kv_channels"], transformer["mamba_num_groups"]) == (2, 32, 2)
     assert (model["hybrid_override_pattern"], model["vocab_size"], model["position_embedding_type"]) == ("MEM*EME", 264, "none")
     assert FAMILY.megatron_arguments(TINY)["transformer"]["moe_router_num_groups"] is None
+    with pytest.raises(ValueError, match="num_experts_per_tok=2 with topk_group=2 is not supported"):
+        FAMILY.megatron_arguments(TINY | dict(n_group=4, topk_group=2))
     assert (
         "num_moe_experts" not in FAMILY.megatron_arguments(TINY | dict(hybrid_override_pattern="M*-", num_hidden_layers=3))["transformer"]
     )
