@@ -74,12 +74,6 @@ class PolicyActor:
         """Calls a method of the policy by name, so that every verb of the policy need not be spelled twice."""
         return getattr(self.policy, method)(*arguments)
 
-    def call_each(self, method: str, arguments: Sequence[tuple[object, ...]], *, deadline_s: float) -> list[object]:
-        """`Policy.<method>` with arguments of its own for each rank; results by rank."""
-        return self._wait(
-            [actor.call.remote(method, *mine) for actor, mine in zip(self.actors, arguments, strict=True)], method, deadline_s
-        )
-
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(policy, *arguments)`: tests and diagnostics reach into a rank with it."""
         return function(self.policy, *arguments)

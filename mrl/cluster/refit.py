@@ -73,7 +73,7 @@ class Refit:
         self._handles = self._prepare_policies()
         self._prepare_engines(range(engines.num_engines))
 
-    def zero(self) -> None:
+    def zero(self) -> RefitReport:
         """The witness: refits weights that have not changed since vLLM's own loader read them, and every byte must stay as it was.
 
         Otherwise no engine gets a weight version, so none can sample.
@@ -90,6 +90,7 @@ class Refit:
         self.weight_version += 1
         report = self._refit(range(self.engines.num_engines), check)
         logger.info("Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}")
+        return report
 
     def run(self) -> RefitReport:
         """One refit of all engines; collective over the policy ranks. The engines sample from the new weights afterwards.

@@ -46,18 +46,34 @@ class Session:
 @contextmanager
 def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[Session]:
     """All actors of a run, inside the `with` block; policy and engines have each loaded the model folder by their own loader."""
-    with ray_runtime(config):
-        placement = Placement(config, timeout_s=config.deadlines.start_s)
-        for line in placement.table():
-            logger.info("%s", line)
-        engines = EngineGroup(config, placement, log_folder=log_folder)
+    with placed_units(config) as placement:
         rewards = Rewards(config, placement, log_folder=log_folder)
-        policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
-        engines.wait_until_built()
-        logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_units, placement.num_units)
+        policies, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
         rewards.wait_until_built()
-        refit = Refit(config, placement, policies, engines)
         collector = RolloutCollector(
             engines, rewards, run_seed=config.grpo.seed, deadline_s=config.deadlines.generate_s, refit_engine=refit.run_engine
         )
         yield Session(policies, engines, rewards, refit, collector)
+
+
+@contextmanager
+def placed_units(config: RunConfig) -> Iterator[Placement]:
+    """Ray, and a place for every worker unit, inside the `with` block."""
+    with ray_runtime(config):
+        placement = Placement(config, timeout_s=config.deadlines.start_s)
+        for line in placement.table():
+            logger.info("%s", line)
+        yield placement
+
+
+def start_models(config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> tuple[PolicyGroup, EngineGroup, Refit]:
+    """Policy ranks and engines with the model folder's weights, and the refit between them, its schedule built and proven.
+
+    Raises:
+        ScheduleError, RuntimeError: see `Refit`.
+    """
+    engines = EngineGroup(config, placement, log_folder=log_folder)
+    policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
+    engines.wait_until_built()
+    logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_units, placement.num_units)
+    return policies, engines, Refit(config, placement, policies, engines)

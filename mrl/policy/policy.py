@@ -27,6 +27,7 @@ from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
 from mrl.policy.model import build_model, wrap_ddp
 from mrl.policy.optimizer import build_optimizer, build_scheduler
+from mrl.policy.perturb import perturb
 from mrl.policy.reports import SettleReport
 from mrl.policy.step import BatchSize, TokenDistribution, TrainRow, compute_logprobs, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, rank_tensors
@@ -122,6 +123,12 @@ class Policy:
             ValueError: there is no checkpoint.
         """
         checkpoint.load(Path(weights_dir), self._state)
+        self._settled = None
+
+    def perturb(self, seed: int) -> None:
+        """Changes every weight a little, as a function of `seed` alone: for diagnostics that need weights that no file holds."""
+        perturb(self.settled_weights(), self._layout, seed=seed)
+        self._state.optimizer.reload_model_params()
         self._settled = None
 
     def settle(self) -> SettleReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from conversion.boxes import Layout
-from conversion.families import nemotron_h, registry
-from conversion.families.common import HfConfig, MegatronCoords, MegatronParallel, Model
-from conversion.layouts import Qkv
+from conversion.families import registry
+from conversion.families.common import MegatronCoords, MegatronParallel
 from conversion.reshard import ScheduleError
 from conversion.safetensors_io import read_layout
 from conversion.schedule import RankPart
@@ -31,30 +29,15 @@ from mrl.refit.exchange import Exchange
 from mrl.refit.unit import UnitHandles
 from tests import models
 from tests.rollouts import StartEngine, random_requests, run
+from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
 
-ATTENTION_LAYER = str(models.TINY_NEMOTRON_H["hybrid_override_pattern"]).index("*")
-
-
-def swapped(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
-    """The model's rules with query and key exchanged, for every holder."""
-    right = nemotron_h.model(hf_config, padded_vocabulary)
-    layers = []
-    for rules in right.layers:
-        cuts = [
-            dataclasses.replace(rule.cut, query=rule.cut.key, key=rule.cut.query) if isinstance(rule.cut, Qkv) else rule.cut
-            for rule in rules
-        ]
-        layers.append(tuple(dataclasses.replace(rule, cut=cut) for rule, cut in zip(rules, cuts, strict=True)))
-    return dataclasses.replace(right, layers=tuple(layers))
-
 
 @pytest.fixture
 def swap_query_and_key(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    wrong = dataclasses.replace(nemotron_h.FAMILY, model=swapped)
-    return lambda: monkeypatch.setitem(registry.FAMILIES, "nemotron_h", wrong)
+    return lambda: monkeypatch.setitem(registry.FAMILIES, "nemotron_h", WRONG_FAMILY)
 
 
 class OneRank:

@@ -1,0 +1,58 @@
+"""Questions that a run never asks: the same rollouts from every engine, and what the trainer thinks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from conversion.boxes import Slot
+from mrl.cluster.engine_group import EngineGroup
+from mrl.cluster.policy_group import PolicyGroup
+from mrl.config.schema import RunConfig
+from mrl.data.batch import max_row_tokens, row_multiple
+from mrl.data.packing import pack_row, plan_rows
+from mrl.types import Rollout, RolloutRequest
+
+if TYPE_CHECKING:
+    from mrl.rollout.engine import Engine
+
+
+def sample_everywhere(engines: EngineGroup, requests: Sequence[RolloutRequest], *, deadline_s: float) -> list[list[Rollout]]:
+    """Rollouts of the same requests by every engine, in the order of the requests."""
+    return cast(list[list[Rollout]], engines.apply(_sample, list(requests), deadline_s=deadline_s))
+
+
+def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int) -> list[np.ndarray]:
+    """The trainer's log-probability of every generated token, float32 [L] per rollout, in the rollouts' order."""
+    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]
+    # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
+    (plan,) = plan_rows(lengths, dp_size=1, row_tokens=max_row_tokens(config.policy))
+    rows = [
+        pack_row([(i, rollouts[i], 0.0, True) for i in row], divisible_by=row_multiple(config.policy), pad_token_id=pad_token_id)
+        for row in plan
+    ]
+    answers = cast(list[list[np.ndarray]], policies.call("logprobs_of_rows", rows, deadline_s=config.deadlines.train_s))
+    # Only the last pipeline stage knows; its ranks all say the same.
+    of_rows = next(answer for answer in answers if answer)
+    found: dict[int, np.ndarray] = {}
+    for row, logprobs_T in zip(rows, of_rows, strict=True):
+        bounds = row.cu_seqlens.tolist()
+        for index, start, stop in zip(row.sequence_indices, bounds, bounds[1:], strict=False):
+            found[index] = logprobs_T[start:stop][row.generated_mask_T[start:stop].bool().numpy()]
+    return [found[index] for index in range(len(rollouts))]
+
+
+def live_digests(engines: EngineGroup, *, deadline_s: float) -> list[dict[Slot, int]]:
+    """Checksums of every live tensor of every engine worker, in order."""
+    digests = cast(dict[int, list[dict[Slot, int]]], engines.call("live_digest", deadline_s=deadline_s))
+    return [digest for workers in digests.values() for digest in workers]
+
+
+def _sample(engine: Engine, requests: list[RolloutRequest]) -> list[Rollout]:
+    engine.add(requests)
+    rollouts: dict[str, Rollout] = {}
+    while engine.num_unfinished:
+        rollouts.update((rollout.request.request_id, rollout) for rollout in engine.step())
+    return [rollouts[request.request_id] for request in requests]

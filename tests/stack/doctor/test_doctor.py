@@ -1,0 +1,107 @@
+"""`python -m mrl.doctor --refit` on real policies and engines: it passes where all is well, and names what is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conversion.boxes import Slot
+from conversion.families import registry
+from mrl import doctor
+from mrl.types import Rollout
+from tests import models
+from tests.rollouts import request
+from tests.sources import ROOT
+from tests.stack.loop.conftest import write_inputs
+from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
+
+TIMEOUT_S = 240
+MEGATRON = "policy.megatron_cfg"
+
+
+def log_folder_of(printed: str) -> Path:
+    (folder,) = re.findall(r"^Logs of the processes: (\S+)", printed, re.MULTILINE)
+    return Path(folder)
+
+
+def test_two_engines_at_another_tp_than_the_policy_are_well(tmp_path: Path):
+    layout = [f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false"]
+    engines = ["policy.generation.vllm_cfg.tensor_parallel_size=2", "policy.generation.num_cpu_engines=2"]
+    command = [sys.executable, "-m", "mrl.doctor", "grpo_tiny.yaml", "--refit", *write_inputs(tmp_path), *layout, *engines]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    for line in (
+        r"start +ok +4 policy ranks, 2 engines",
+        r"refit zero +ok +[\d,]{7,} bytes verified, [\d,]+ bytes of padding, [\d.]+ s with verification, [\d.]+ GB/s",
+        r"refit +ok +[\d,]{7,} bytes verified, .*",
+        r"new weights +ok +\d{3} tensors, all changed",
+        r"logprobs engine 0 +ok +512 tokens, max \|dlogp\| \d.*e-0\d, mean .*, token_mult_prob_error 1\.0000.*",
+        r"logprobs engine 1 +ok +512 tokens, .*",
+    ):
+        assert re.search(f"^{line}$", ended.stdout, re.MULTILINE), (line, ended.stdout)
+    assert not (tmp_path / "run").exists() and not log_folder_of(ended.stdout).exists()
+
+
+def test_a_wrong_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    # As many key heads as query heads: exchanged, they have each other's shapes.
+    inputs = write_inputs(tmp_path)
+    multi_head = models.save_nemotron_h(tmp_path / "multi_head", num_key_value_heads=models.TINY_NEMOTRON_H["num_attention_heads"])
+    overrides = [*inputs, f"policy.tokenizer.name={tmp_path / 'model'}", f"policy.model_name={multi_head}", "cluster.cpu_units_per_node=2"]
+    # Ranks and vLLM are other processes and go by the right rules; what this process tells the engines is wrong.
+    monkeypatch.setitem(registry.FAMILIES, "nemotron_h", WRONG_FAMILY)
+    assert doctor.main(["grpo_tiny.yaml", "--refit", *overrides]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^start +ok ", printed, re.MULTILINE)
+    slot = f"model.layers.{ATTENTION_LAYER}.mixer.qkv_proj.weight"
+    assert re.search(rf"^refit zero +FAILED +refit zero changed 1 of \d+ tensors .* {re.escape(slot)}$", printed, re.MULTILINE)
+    assert "What to do about refit zero: " in printed
+    assert "logprobs" not in printed
+    log_folder = log_folder_of(printed)
+    assert (log_folder / "engine-0.log").is_file()
+    shutil.rmtree(log_folder)
+
+
+def test_bad_input_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert doctor.main(["grpo_tiny.yaml", "--refit", *write_inputs(tmp_path), "policy.generation.num_cpu_engines=9"]) == 2
+    assert "policy.generation.num_cpu_engines=9" in capsys.readouterr().out
+
+
+def rollout_with(generator_logprobs: list[float]) -> Rollout:
+    logprobs = np.array(generator_logprobs, dtype=np.float32)
+    return Rollout(request([1, 2]), 1, np.zeros(len(logprobs), dtype=np.int32), logprobs, "length")
+
+
+@pytest.mark.parametrize(
+    ("error", "num_off", "precision", "is_ok"),
+    [
+        (9e-6, 200, "float32", True),
+        (2e-5, 2, "float32", True),  # a router that flipped at 1 % of the tokens
+        (2e-5, 3, "float32", False),
+        (0.5, 1, "float32", False),
+        (0.09, 200, "bfloat16", True),
+        (0.11, 200, "bfloat16", False),
+        (float("nan"), 1, "float32", False),
+        (float("nan"), 1, "bfloat16", False),
+    ],
+)
+def test_limits_of_logprob_differences(error: float, num_off: int, precision: str, is_ok: bool):
+    generator = [-1.0] * 200
+    trainer = np.array([-1.0 + error] * num_off + generator[num_off:], dtype=np.float32)
+    halves = [rollout_with(generator[:70]), rollout_with(generator[70:])]
+    finding = doctor.compare(halves, [trainer[:70], trainer[70:]], precision, subject="engine 0")
+    assert finding.is_ok == is_ok, finding
+
+
+def test_a_tensor_that_kept_its_values_is_named():
+    first, second = Slot("first"), Slot("second")
+    assert doctor.changed_tensors([{first: 1, second: 2}], [{first: 3, second: 4}]) == "2 tensors, all changed"
+    with pytest.raises(RuntimeError, match="as before: second$"):
+        doctor.changed_tensors([{first: 1, second: 2}], [{first: 3, second: 2}])
