@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,29 @@ class Variable:
 HF_TOKEN = Variable("HF_TOKEN", "Hugging Face access token, used by the libraries.", is_secret=True)
 WANDB_API_KEY = Variable("WANDB_API_KEY", "Weights & Biases key, used by the library.", is_secret=True)
 
-VARIABLES: tuple[Variable, ...] = (HF_TOKEN, WANDB_API_KEY)
+HF_HOME = Variable("HF_HOME", "Folder of the Hugging Face libraries' own caches; default: ~/.cache/huggingface.")
+MRL_CACHE = Variable(
+    "MRL_CACHE",
+    "Folder of converted models, which all nodes must share; default: mrl in HF_HOME. "
+    "With `off` every rank reads the Hugging Face files instead.",
+)
+
+VARIABLES: tuple[Variable, ...] = (HF_TOKEN, WANDB_API_KEY, HF_HOME, MRL_CACHE)
 
 SECRET_NAME = re.compile(r"(^|[_-])(token|secret|password|passwd|credentials?|api_?key|access_?key(_id)?)$", re.IGNORECASE)
 """What a key or variable is called that holds a secret. Plural words (`stop_token_ids`, `max_new_tokens`) are not meant."""
 
 # Shorter values ("1", "none") would blank out unrelated text.
 MIN_SECRET_LENGTH = 6
+
+
+def cache_root() -> Path | None:
+    """The folder of converted models, absolute; None if MRL_CACHE switches it off."""
+    chosen = MRL_CACHE.read()
+    if chosen == "off":
+        return None
+    root = Path(chosen) if chosen else Path(HF_HOME.read() or "~/.cache/huggingface") / "mrl"
+    return root.expanduser().absolute()
 
 
 def secret_values() -> frozenset[str]:

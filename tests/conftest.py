@@ -1,7 +1,10 @@
-"""What every suite shares: tests marked long run only on request, and only the skips of expected_skips.txt pass."""
+"""What every suite shares: tests marked long run only on request, only the skips of expected_skips.txt pass, models are cached apart."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,6 +24,12 @@ def unexpected_skips(node_ids: Iterable[str], expected: str) -> list[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", metavar="PART", help="run only the tests marked long(PART)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Also for the processes that tests start: none of them may write into the user's home.
+    folder = os.environ["MRL_CACHE"] = tempfile.mkdtemp(prefix="mrl-test-cache-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,8 @@
+from pathlib import Path
+
 import pytest
 
-from mrl.env import HF_TOKEN, VARIABLES, secret_values
+from mrl.env import HF_TOKEN, VARIABLES, cache_root, secret_values
 
 
 def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch):
@@ -21,3 +23,26 @@ def test_secrets_are_found_by_table_and_by_name(monkeypatch: pytest.MonkeyPatch)
 def test_every_variable_has_a_manual_and_one_entry():
     assert all(variable.manual for variable in VARIABLES)
     assert len({variable.name for variable in VARIABLES}) == len(VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("hf_home", "mrl_cache", "expected"),
+    [
+        ("", "", "/home/somebody/.cache/huggingface/mrl"),
+        ("/scratch/hf", "", "/scratch/hf/mrl"),
+        ("/scratch/hf", "/shared/models", "/shared/models"),
+        ("/scratch/hf", "~/models", "/home/somebody/models"),
+        ("/scratch/hf", "off", None),
+    ],
+)
+def test_where_converted_models_lie(monkeypatch: pytest.MonkeyPatch, hf_home: str, mrl_cache: str, expected: str | None):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HF_HOME", hf_home)
+    monkeypatch.setenv("MRL_CACHE", mrl_cache)
+    assert cache_root() == (None if expected is None else Path(expected))
+
+
+def test_a_relative_cache_folder_is_the_same_for_processes_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MRL_CACHE", "models")
+    assert cache_root() == tmp_path / "models"

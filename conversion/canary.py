@@ -1,0 +1,62 @@
+"""Whether two processes see the same folder: each writes a file that the other must find. Standard library only."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from conversion.owners import owned_name
+
+# Network file systems may show a new name late.
+PATIENCE_S = 20.0
+POLL_S = 0.05
+
+CANARIES = "canaries"
+
+
+def release_canary(root: Path) -> Path:
+    """A new file below `root` that others are to find and `answer`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder = root / CANARIES
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / owned_name("canary")
+    path.write_text(path.name, encoding="utf-8")
+    return path
+
+
+def answer_canary(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
+    """Whether this process finds the canary and can write its answer, a name of its own, next to it."""
+    if not _appears(canary, patience_s) or canary.read_text(encoding="utf-8") != canary.name:
+        return False
+    try:
+        _answer_file(canary, answer).touch()
+    except OSError:
+        return False
+    return True
+
+
+def is_answered(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
+    """Whether the answer of another process is seen here."""
+    return _appears(_answer_file(canary, answer), patience_s)
+
+
+def retire_canary(canary: Path) -> None:
+    """Removes the canary and its answers."""
+    for path in [*canary.parent.glob(f"{canary.name}-*"), canary]:
+        path.unlink(missing_ok=True)
+
+
+def _answer_file(canary: Path, answer: str) -> Path:
+    return canary.with_name(f"{canary.name}-{answer}")
+
+
+def _appears(path: Path, patience_s: float) -> bool:
+    end = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
