@@ -85,9 +85,8 @@ def mcore_in_use(hf: Path, root: Path, *, dtype: str | None = None, build: Build
     Raises:
         ValueError: as `cached_mcore`.
     """
+    open_cache(root)
     with _usable(root):
-        for name in (ENTRIES, BUILDING, LEASES, HASHES):
-            (root / name).mkdir(parents=True, exist_ok=True)
         key = entry_key(hf, root, dtype=dtype)
         lease = root / LEASES / owned_name(key)
         lease.touch()
@@ -99,6 +98,20 @@ def mcore_in_use(hf: Path, root: Path, *, dtype: str | None = None, build: Build
             yield root / ENTRIES / key / CHECKPOINT_FOLDER
     finally:
         lease.unlink(missing_ok=True)
+
+
+def open_cache(root: Path) -> None:
+    """Makes the folders of a cache, where they are missing.
+
+    Raises:
+        ValueError: the cache cannot be written.
+    """
+    with _usable(root):
+        for name in (ENTRIES, BUILDING, LEASES, HASHES):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        probe = root / LEASES / owned_name("probe")
+        probe.touch()
+        probe.unlink()
 
 
 def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.cache import BUILDING, ENTRIES, HASHES, LEASES, MARKER, Entry, read_entry, take_out
+from conversion.canary import CANARIES, retire_canary
 from conversion.files import publish
 from conversion.owners import is_alive, owned, owner_of
 
@@ -57,6 +58,9 @@ def collect_garbage(root: Path, *, now: float, older_than_days: float | None = N
     for path in owned(root / LEASES):
         if not is_alive(path):
             path.unlink(missing_ok=True)
+    for path in owned(root / CANARIES):
+        if not is_alive(path):
+            retire_canary(path)
     _forget_hashes(root / HASHES, now=now, older_than_days=older_than_days)
     entries = [item for item in cache_items(root) if item.path.parent.name == ENTRIES]
     num_bytes = sum(item.num_bytes for item in entries)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from conversion.cache import open_cache
+from mrl import env
 from mrl.algo.advantages import batch_advantages
 from mrl.cluster.session import Session, start_session
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
@@ -202,6 +204,9 @@ def preflight(config: RunConfig) -> PromptData:
         ValueError: naming every key, file or row at fault, the rule, and the way out.
     """
     check_config(config)
+    root = env.cache_root()
+    if root is not None:
+        open_cache(root)
     return load_prompts(config)
 
 

@@ -10,7 +10,11 @@ from typing import cast
 
 import ray
 
+from conversion.cache import check_entry
+from conversion.canary import answer_canary
+from mrl import env
 from mrl.cluster.lifetime import start_actor_process
+from mrl.cluster.model_cache import StartingWeights, check_shared, starting_weights
 from mrl.cluster.payload import pull
 from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import wait_all
@@ -42,7 +46,7 @@ class PolicyActor:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int) -> int:
-        """Builds the rank and loads the model folder's weights. Collective over all ranks. Returns the data-parallel rank."""
+        """Builds the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
         # Imported here: the driver holds this class too, and must not import megatron.
         from mrl.policy.policy import Policy
 
@@ -52,8 +56,17 @@ class PolicyActor:
         self.policy = Policy(
             config, rank=rank, world_size=world_size, master_address=address, master_port=port, timeout_s=config.deadlines.train_s
         )
-        self.policy.load_hf(config.policy.model_name)
+        self.part = (rank, world_size)
         return self.policy.dp_rank
+
+    def answer_canary(self, canary: Path, answer: str, patience_s: float) -> tuple[str, bool]:
+        """This node's address, and whether this process finds the driver's canary. See `mrl.cluster.model_cache`."""
+        return ray.util.get_node_ip_address(), answer_canary(canary, answer, patience_s=patience_s)
+
+    def check_cached_model(self, folder: Path) -> None:
+        """Checks this rank's part of the files of a cached checkpoint. See `conversion.cache.check_entry`."""
+        part, num_parts = self.part
+        check_entry(folder, part=part, num_parts=num_parts)
 
     def set_batch(self, rows: RankRows) -> int:
         """Pulls this rank's payloads and packs them; returns the number of rows."""
@@ -96,12 +109,24 @@ class PolicyGroup:
         ]
         first = wait_all({"policy rank 0": self.actors[0].address.remote()}, deadline_s=self.deadlines.start_s, what="start")
         self.master = cast(tuple[str, int], first["policy rank 0"])
-        dp_ranks = self._wait(
-            [actor.build.remote(config, rank, self.world_size, self.master, pad_token_id) for rank, actor in enumerate(self.actors)],
-            "build of the model",
-            self.deadlines.start_s,
-        )
-        self.dp_ranks = cast(list[int], dp_ranks)
+        root = env.cache_root()
+        if root is not None:
+            check_shared(root, self.actors, deadline_s=self.deadlines.start_s)
+        building = [actor.build.remote(config, rank, self.world_size, self.master, pad_token_id) for rank, actor in enumerate(self.actors)]
+        # The first use of a model converts it here in the driver, while the ranks are being built.
+        with starting_weights(Path(config.policy.model_name), root) as weights:
+            self.dp_ranks = cast(list[int], self._wait(building, "build of the model", self.deadlines.start_s))
+            self._load(weights)
+
+    def _load(self, weights: StartingWeights) -> None:
+        if weights.cached is None:
+            self.call("load_hf", weights.hf, deadline_s=self.deadlines.start_s)
+            return
+        weights.repair_unless(self._check_cached_model)
+        self.call("load_mcore", weights.cached, deadline_s=self.deadlines.start_s)
+
+    def _check_cached_model(self, folder: Path) -> None:
+        self._wait([actor.check_cached_model.remote(folder) for actor in self.actors], "check of the cached model", self.deadlines.start_s)
 
     def call(self, method: str, *arguments: object, deadline_s: float) -> list[object]:
         """`Policy.<method>(*arguments)` on every rank; results by rank."""

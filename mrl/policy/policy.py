@@ -17,6 +17,7 @@ from conversion.families.common import MegatronCoords, MegatronParallel
 from conversion.families.registry import family
 from conversion.safetensors_io import fill_layout
 from conversion.schedule import RankPart
+from conversion.tensors import box_view
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
 from mrl.config.schema import RunConfig
@@ -42,7 +43,7 @@ class Policy:
     def __init__(self, config: RunConfig, *, rank: int, world_size: int, master_address: str, master_port: int, timeout_s: float) -> None:
         """Builds process groups, model, DDP, arena and optimizer, in this order: the optimizer keeps views into the arena.
 
-        Weights are random until `load_hf` or `load_checkpoint`. `timeout_s` bounds every wait for another rank.
+        Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank.
         """
         self._config = config
         self._timeout_s = timeout_s
@@ -106,6 +107,23 @@ class Policy:
             ValueError: the folder lacks a tensor, or has it in another shape.
         """
         fill_layout(folder, self._layout, self._tensors)
+        self._start_from_weights()
+
+    def load_mcore(self, folder: Path | str) -> None:
+        """As `load_hf`, bit for bit, from a Megatron checkpoint of the same weights, whatever parallel layout wrote it.
+
+        Raises:
+            ValueError: there is no checkpoint.
+        """
+        checkpoint.load(Path(folder), self._state)
+        with torch.no_grad():
+            for slot, content in self._layout.items():
+                for box in content.padding:
+                    # Checkpoints hold other amounts of padding, or none: Megatron leaves these rows as they were.
+                    box_view(self._tensors[slot], box).zero_()
+        self._start_from_weights()
+
+    def _start_from_weights(self) -> None:
         self._state.optimizer.reload_model_params()
         self._settled = None
         if self._config.loss_fn.reference_policy_kl_penalty > 0:
@@ -117,7 +135,7 @@ class Policy:
         checkpoint.save(Path(weights_dir), self._state, hf_config=self._hf_config, save_optimizer=self._config.checkpointing.save_optimizer)
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
-        """Goes on from a checkpoint of any parallel layout. The reference model stays the one of `load_hf`.
+        """Goes on from a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`.
 
         Raises:
             ValueError: there is no checkpoint.
@@ -167,7 +185,7 @@ class Policy:
         batch.old_logprobs = self._logprobs(batch.rows)
 
     def compute_reference_logprobs(self) -> None:
-        """Log-probabilities of the batch under the weights of `load_hf`. The current weights are back afterwards, bit for bit."""
+        """Log-probabilities of the batch under the weights that the run started from. Afterwards the current ones are back, bit for bit."""
         batch = self._current_batch()
         with self._reference_weights():
             batch.reference_logprobs = self._logprobs(batch.rows)
@@ -227,7 +245,7 @@ class Policy:
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         if self._reference is None:
-            raise RuntimeError("there is no reference model: it is kept by load_hf where loss_fn.reference_policy_kl_penalty > 0")
+            raise RuntimeError("there is no reference model: load_hf and load_mcore keep it where loss_fn.reference_policy_kl_penalty > 0")
         current = {slot: tensor.detach().to("cpu", copy=True) for slot, tensor in self.settled_weights().items()}
         self._write(self._reference)
         try:

@@ -305,6 +305,28 @@ def load_weights_only(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple
         return is_same, train(policy, 2)[1]["train/loss"]
 
 
+def load_both_ways(rank: Rank, config: RunConfig, cached: Path) -> tuple[list[str], int]:
+    """Weights, reference and main parameters that differ between loading the model folder and the cached checkpoint; how many there are."""
+    with open_policy(rank, config) as policy:
+        from_hf = loaded_bits(policy)
+        with torch.no_grad():
+            # Nothing of the first way may remain, the padding of the vocabulary neither.
+            for tensor in [*policy.settled_weights().values(), *(policy._reference or {}).values()]:
+                tensor.fill_(7)
+        policy.load_mcore(cached)
+        from_cache = loaded_bits(policy)
+        assert from_hf.keys() == from_cache.keys()
+        return [name for name in from_hf if from_hf[name] != from_cache[name]], len(from_hf)
+
+
+def loaded_bits(policy: Policy) -> dict[str, bytes]:
+    """All that loading sets, as bytes."""
+    tensors = {f"weight {slot}": tensor for slot, tensor in policy.settled_weights().items()}
+    tensors |= {f"reference {slot}": tensor for slot, tensor in (policy._reference or {}).items()}
+    bits = {name: tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    return bits | {f"main {name} {start}": values.tobytes() for name, start, values in main_shards(policy)}
+
+
 def save_random_states(rank: Rank, config: RunConfig, weights_dir: Path) -> list[bytes]:
     """Draws numbers, other ones on every rank, and saves."""
     with open_policy(rank, config) as policy:

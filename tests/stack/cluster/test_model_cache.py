@@ -1,0 +1,76 @@
+"""The shared cache at start-up, with real Ray actors: a node that does not share it is named, a damaged entry is made again."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from conversion.cache import check_entry
+from conversion.canary import answer_canary
+from mrl.cluster.model_cache import check_shared, starting_weights
+from mrl.cluster.runtime import ray_runtime
+from mrl.config.load import load_config
+from tests import models
+
+
+class Node:
+    """An actor of a node on which the driver's path `root` leads to the folder `view`."""
+
+    def move(self, root: Path, view: Path, *, is_mirror: bool = False) -> None:
+        """Of a mirror the folder is a copy of the driver's, not the same one."""
+        self.root = root
+        self.view = view
+        self.is_mirror = is_mirror
+
+    def answer_canary(self, canary: Path, answer: str, patience_s: float) -> tuple[str, bool]:
+        if self.is_mirror:
+            shutil.copytree(self.root, self.view)
+        return self.view.name, answer_canary(self.view / canary.relative_to(self.root), answer, patience_s=patience_s)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[ray.actor.ActorHandle]]:
+    with ray_runtime(load_config("grpo_tiny.yaml", [])):
+        yield [ray.remote(Node).options(num_cpus=0).remote() for _ in range(2)]
+
+
+def test_nodes_that_share_the_cache_pass_and_leave_nothing(nodes: list[ray.actor.ActorHandle], tmp_path: Path):
+    root = tmp_path / "cache"
+    for node in nodes:
+        ray.get(node.move.remote(root, root), timeout=60)
+    check_shared(root, nodes, deadline_s=60)
+    assert [path for path in root.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("is_mirror", "reason"), [(False, "node other cannot see"), (True, "the node of the driver cannot see what node other wrote")]
+)
+def test_a_node_that_does_not_share_the_cache_is_named(nodes: list[ray.actor.ActorHandle], tmp_path: Path, is_mirror: bool, reason: str):
+    root = tmp_path / "cache"
+    ray.get([nodes[0].move.remote(root, root), nodes[1].move.remote(root, tmp_path / "other", is_mirror=is_mirror)], timeout=60)
+    with pytest.raises(RuntimeError, match=f"{root}: this cache is not shared: {reason}.*set MRL_CACHE to a folder that all nodes share"):
+        check_shared(root, nodes, deadline_s=60, patience_s=0.5)
+
+
+def test_a_damaged_entry_is_converted_again_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    model = models.save_nemotron_h(tmp_path / "model")
+    with starting_weights(model, tmp_path / "cache") as weights:
+        assert weights.cached is not None
+        (data,) = weights.cached.rglob("*.distcp")
+        content = data.read_bytes()
+        data.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+        with caplog.at_level(logging.WARNING):
+            weights.repair_unless(check_entry)
+        assert data.name in caplog.text
+        check_entry(weights.cached)
+    with starting_weights(model, tmp_path / "cache") as weights, pytest.raises(ValueError, match="always"):
+        weights.repair_unless(refuse)
+
+
+def refuse(folder: Path) -> None:
+    raise ValueError("always")

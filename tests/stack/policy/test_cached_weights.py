@@ -1,0 +1,32 @@
+"""Weights that come out of the cache through Megatron's loader are those of the Hugging Face files, bit for bit, at any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conversion.cache import cached_mcore
+from tests import models
+from tests.stack.policy import policy_ranks
+from tests.stack.ranks import RankPool
+
+BF16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def cached(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cached_mcore(folder, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.parametrize(("layout", "overrides"), [("one", []), ("tp2 sp dp2 ep2", []), ("pp2 dp2 ep2", []), ("dp2", BF16)])
+def test_both_ways_of_loading_give_the_same_bits(ranks: RankPool, folder: Path, cached: Path, layout: str, overrides: list[str]):
+    config = policy_ranks.run_config(folder, layout, "loss_fn.reference_policy_kl_penalty=0.01", *overrides)
+    results = ranks.run(policy_ranks.load_both_ways, config, cached, world_size=policy_ranks.world_size(layout))
+    assert [differing for differing, _ in results] == [[]] * len(results)
+    assert all(num_compared > 50 for _, num_compared in results)
