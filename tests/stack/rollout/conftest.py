@@ -50,7 +50,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
             alive.pop().shutdown()
         gc.collect()
 
-    def start(model: int | Path = 0, **vllm_cfg: int) -> Engine:
+    def start(model: int | Path = 0, **vllm_cfg: int | str) -> Engine:
         from mrl.rollout.engine import Engine
 
         stop()

@@ -114,3 +114,19 @@ def test_after_a_refit_it_equals_a_fresh_engine(
     assert fresh.live_digest() == digests
     assert differences(run(fresh, REQUESTS), new) == []
     assert len(differences(old, new)) == len(REQUESTS)
+
+
+def test_bfloat16_engines_get_rounded_weights(start_engine: StartEngine, checkpoint: Checkpoint) -> None:
+    engine = start_engine(0, precision="bfloat16")
+    before = engine.live_digest()
+    trainer = Trainer(checkpoint(0), precision="bfloat16")
+    engine.prepare_refit(trainer.workers())
+    refit(engine, trainer, version=1)
+    assert engine.live_digest() == before
+    trainer.load(checkpoint(1))
+    refit(engine, trainer, version=2)
+    assert engine.live_digest() == [digest(expected_tensors(checkpoint(1), precision="bfloat16"))]
+    new = run(engine, REQUESTS)
+    fresh = start_engine(1, precision="bfloat16")
+    fresh.set_weight_version(0)
+    assert differences(run(fresh, REQUESTS), new) == []

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from conversion.families.common import VllmParallel
 from conversion.families.registry import FAMILIES, family
@@ -43,6 +44,8 @@ def test_every_family_that_generates_is_here() -> None:
 def test_tables_are_what_the_loaders_do(case: str, tmp_path: Path) -> None:
     model_type, sizes = CASES[case]
     folder = models.save_model(tmp_path, model_type, 0, **sizes)
+    weights = load_file(folder / "model.safetensors").values()
+    assert len({weight.numpy().tobytes() for weight in weights}) == len(weights), "equal tensors could be exchanged unseen"
     has_experts = model_type in ("mixtral", "nemotron_h", "qwen3_moe")
     for parallel in DENSE + EXPERTS * has_experts:
         for worker in range(parallel.tp):

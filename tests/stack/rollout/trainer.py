@@ -14,6 +14,7 @@ from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
+from mrl.config.schema_generation import Precision
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
 from mrl.rollout.messages import WorkerRefit
@@ -27,14 +28,14 @@ SINGLE = VllmParallel()
 class Trainer:
     """Weights that a test sets, and the trainer side of refits of one engine, whose workers all share the unit of this rank."""
 
-    def __init__(self, folder: Path, parallel: VllmParallel = SINGLE) -> None:
+    def __init__(self, folder: Path, parallel: VllmParallel = SINGLE, *, precision: Precision = "float32") -> None:
         weights = load_file(folder / "model.safetensors")
         source: Layout = {
             Slot(name): SlotLayout(tuple(tensor.shape), "float32", (Piece(name, full(tensor.shape), full(tensor.shape)),))
             for name, tensor in weights.items()
         }
         self._num_workers = parallel.tp
-        targets = {worker: vllm_layout(folder, parallel, worker) for worker in range(parallel.tp)}
+        targets = {worker: vllm_layout(folder, parallel, worker, precision) for worker in range(parallel.tp)}
         self.schedule = reshard({0: source}, targets, unit_of=dict.fromkeys(targets, 0), buffer_bytes=1 << 20)
         self._arena = Arena({Slot(name): tensor for name, tensor in weights.items()}, name="test-arena")
         self._exchange = Exchange(self.schedule.rank_part(0), self._arena.tensors(), self._arena.handle(), group=None)
@@ -64,14 +65,16 @@ def refit(engine: Engine, trainer: Trainer, version: int) -> None:
     engine.set_weight_version(version)
 
 
-def vllm_layout(folder: Path, parallel: VllmParallel = SINGLE, worker: int = 0) -> Layout:
+def vllm_layout(folder: Path, parallel: VllmParallel = SINGLE, worker: int = 0, precision: Precision = "float32") -> Layout:
     """The table's layout of an engine worker for a checkpoint."""
     hf_config = json.loads((folder / "config.json").read_text())
-    return family(hf_config).vllm_layout(hf_config, parallel, worker, "float32")
+    return family(hf_config).vllm_layout(hf_config, parallel, worker, precision)
 
 
-def expected_tensors(folder: Path, parallel: VllmParallel = SINGLE, worker: int = 0) -> dict[Slot, Tensor]:
+def expected_tensors(
+    folder: Path, parallel: VllmParallel = SINGLE, worker: int = 0, precision: Precision = "float32"
+) -> dict[Slot, Tensor]:
     """What an engine worker must hold, built directly from the checkpoint by the table."""
     from tests.stack.refit.children import fill
 
-    return fill(vllm_layout(folder, parallel, worker), load_file(folder / "model.safetensors"))
+    return fill(vllm_layout(folder, parallel, worker, precision), load_file(folder / "model.safetensors"))
