@@ -188,9 +188,12 @@ class EngineGroup:
 
     def call_each(self, method: str, arguments: dict[int, tuple[object, ...]], *, deadline_s: float) -> dict[int, object]:
         """`Engine.<method>` with arguments of its own for each engine; results by engine index."""
-        pending = {name(i): self.actors[i].call.remote(method, *mine) for i, mine in arguments.items()}
-        results = wait_all(pending, deadline_s=deadline_s, what=method)
+        results = wait_all(self.start_each(method, arguments), deadline_s=deadline_s, what=method)
         return {i: results[name(i)] for i in arguments}
+
+    def start_each(self, method: str, arguments: dict[int, tuple[object, ...]]) -> dict[str, ray.ObjectRef]:
+        """Starts `Engine.<method>` with arguments of its own for each engine; what to wait for, by name."""
+        return {name(i): self.actors[i].call.remote(method, *mine) for i, mine in arguments.items()}
 
     def apply(self, function: Callable[..., object], *arguments: object, deadline_s: float) -> list[object]:
         """`function(engine, *arguments)` on every engine."""

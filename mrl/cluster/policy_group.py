@@ -134,9 +134,12 @@ class PolicyGroup:
 
     def call_each(self, method: str, arguments: Sequence[tuple[object, ...]], *, deadline_s: float) -> list[object]:
         """`Policy.<method>` with arguments of its own for each rank; results by rank."""
-        return self._wait(
-            [actor.call.remote(method, *mine) for actor, mine in zip(self.actors, arguments, strict=True)], method, deadline_s
-        )
+        return list(wait_all(self.start_each(method, arguments), deadline_s=deadline_s, what=method).values())
+
+    def start_each(self, method: str, arguments: Sequence[tuple[object, ...]]) -> dict[str, ray.ObjectRef]:
+        """Starts `Policy.<method>` with arguments of its own for each rank; what to wait for, by name."""
+        calls = zip(self.actors, arguments, strict=True)
+        return {f"policy rank {rank}": actor.call.remote(method, *mine) for rank, (actor, mine) in enumerate(calls)}
 
     def apply(self, function: Callable[..., object], *arguments: object, deadline_s: float) -> list[object]:
         """`function(policy, *arguments)` on every rank; results by rank."""

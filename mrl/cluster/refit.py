@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from conversion.boxes import Layout, Slot
-from conversion.families.common import VllmParallel
+from conversion.boxes import Slot
+from conversion.families.common import Flavour, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
 from conversion.schedule import Schedule
 from mrl.cluster.engine_group import EngineGroup, index_of
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
-from mrl.cluster.waiting import ActorLost
+from mrl.cluster.waiting import ActorLost, wait_all
 from mrl.config.schema import RunConfig
 from mrl.refit.group import GroupAddress
 from mrl.refit.pull import VerifyReport
 from mrl.refit.unit import UnitHandles
 from mrl.refit.zero import check_unchanged
-from mrl.rollout.messages import WorkerRefit
+from mrl.rollout.messages import ExchangeSeat, WorkerRefit
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,14 @@ class Refit:
         self.policies = policies
         self.engines = engines
         self.units = placement.engines
+        self.num_exchanges = 0
         self.weight_version = 0
         self.schedule = build_schedule(config, placement, policies)
         logger.info("Refit schedule: %s", self.schedule.summary)
-        self._handles = self._prepare_policies()
-        self._prepare_engines(range(engines.num_engines))
+        num_ranks = len(self.schedule.source_class)
+        self.dedicated = [engine.engine_index for engine in self.units if engine.units[0] >= num_ranks]
+        self._handles: list[UnitHandles] = []
+        self._prepare()
 
     def zero(self) -> RefitReport:
         """The witness: refits weights that have not changed since vLLM's own loader read them, and every byte must stay as it was.
@@ -103,17 +106,27 @@ class Refit:
 
     def run_engine(self, index: int) -> None:
         """Gives one restarted engine the current weights, under the current version."""
-        self._prepare_engines([index])
+        self._prepare_again(index)
         self._refit([index])
 
     def _refit(self, engines: Sequence[int], check: Callable[[], None] | None = None) -> RefitReport:
+        restarted: list[int] = []
+        is_prepared = True
         while True:
             try:
-                return self._attempt(engines, check)
+                if not is_prepared:
+                    self._prepare_again(restarted[-1])
+                    is_prepared = True
+                report = self._attempt(sorted({*engines, *restarted}), check)
             except ActorLost as lost:
-                index = index_of(lost)
-                self.engines.restart(index)
-                self._prepare_engines([index])
+                restarted.append(index_of(lost))
+                self.engines.restart(restarted[-1])
+                is_prepared = False
+            else:
+                # Dedicated engines take part in the exchange of a refit that is not theirs; one may have died in it.
+                for index in set(restarted) - set(engines):
+                    self.engines.resubmit(index)
+                return report
 
     def _attempt(self, engines: Sequence[int], check: Callable[[], None] | None) -> RefitReport:
         start = time.monotonic()
@@ -122,7 +135,7 @@ class Refit:
         self.engines.call("enter", "refit", deadline_s=self.deadline_s, only=engines)
         self.policies.call("settle", deadline_s=self.deadline_s)
         for round_index in range(self.schedule.num_rounds):
-            self.policies.call("exchange", round_index, deadline_s=self.deadline_s)
+            self._exchange(round_index)
             copied = self.engines.call("pull", round_index, deadline_s=self.deadline_s, only=engines)
             self.engines.call("verify", round_index, deadline_s=self.deadline_s, only=engines)
             copied_bytes += sum(cast(dict[int, int], copied).values())
@@ -146,34 +159,71 @@ class Refit:
         digests = cast(dict[int, list[dict[Slot, int]]], self.engines.call("live_digest", deadline_s=self.deadline_s))
         return [digest for workers in digests.values() for digest in workers]
 
-    def _prepare_policies(self) -> list[UnitHandles]:
-        num_ranks = len(self.schedule.source_class)
-        address = GroupAddress(*self.policies.master, name="exchange", size=num_ranks) if num_ranks > 1 else None
-        parts = [(self.schedule.rank_part(rank), address) for rank in range(num_ranks)]
-        return cast(list[UnitHandles], self.policies.call_each("prepare_refit", parts, deadline_s=self.deadline_s))
+    def _exchange(self, round_index: int) -> None:
+        """One round, by all participants at once: trainer ranks, and the workers of dedicated engines, whether they are refitted or not."""
+        if not self.dedicated:
+            self.policies.call("exchange", round_index, deadline_s=self.deadline_s)
+            return
+        pending = self.policies.start_each("exchange", [(round_index,)] * self.policies.world_size)
+        pending |= self.engines.start_each("exchange", {index: (round_index,) for index in self.dedicated})
+        wait_all(pending, deadline_s=self.deadline_s, what="exchange")
 
-    def _prepare_engines(self, engines: Sequence[int]) -> None:
+    def _prepare(self) -> None:
+        """Makes the exchange group of all participants, and tells every engine where its sources are."""
+        num_ranks = len(self.schedule.source_class)
+        num_seats = sum(len(self.units[index].units) for index in self.dedicated)
+        address = None
+        if num_ranks + num_seats > 1:
+            # The store remembers the addresses of an earlier group under its name.
+            self.num_exchanges += 1
+            address = GroupAddress(*self.policies.master, name=f"exchange {self.num_exchanges}", size=num_ranks + num_seats)
+        parts = [(self.schedule.rank_part(rank), address) for rank in range(num_ranks)]
+        if self.dedicated:
+            assert address is not None
+            pending = self.policies.start_each("prepare_refit", parts)
+            pending |= self.engines.start_each("prepare_refit", {index: (self._seats(index, address),) for index in self.dedicated})
+            results = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
+            self._handles = [cast(UnitHandles, results[f"policy rank {rank}"]) for rank in range(num_ranks)]
+        else:
+            self._handles = cast(list[UnitHandles], self.policies.call_each("prepare_refit", parts, deadline_s=self.deadline_s))
+        self._prepare_colocated([index for index in range(self.engines.num_engines) if index not in self.dedicated])
+
+    def _prepare_again(self, index: int) -> None:
+        """After the restart of an engine. A dedicated one was part of the exchange group, which no longer works without it."""
+        if index in self.dedicated:
+            self._prepare()
+        else:
+            self._prepare_colocated([index])
+
+    def _prepare_colocated(self, engines: Sequence[int]) -> None:
         self.engines.call_each("prepare_refit", {i: (self._workers(i),) for i in engines}, deadline_s=self.deadline_s)
 
     def _workers(self, engine: int) -> list[WorkerRefit]:
         units = self.units[engine].units
-        return [WorkerRefit(part=self.schedule.worker_part(target), handles=self._handles[target]) for target in units]
+        return [WorkerRefit(self.schedule.worker_part(unit), self._handles[unit]) for unit in units]
+
+    def _seats(self, engine: int, address: GroupAddress) -> list[WorkerRefit]:
+        units = self.units[engine].units
+        seats = {unit: ExchangeSeat(self.schedule.rank_part(unit), address, self.deadline_s) for unit in units}
+        return [WorkerRefit(self.schedule.worker_part(unit), seats[unit]) for unit in units]
 
 
 def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGroup) -> Schedule:
-    """The schedule from all policy ranks to all engine workers. A worker is named by the unit that it shares with a rank."""
+    """The schedule from all policy ranks to all engine workers. A worker is named by its unit; one of its number is a policy rank's too."""
     hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
-    sources = cast(list[Layout], policies.call("layout", deadline_s=config.deadlines.start_s))
+    found = family(hf_config)
+    keys = policies.call("layout_arguments", deadline_s=config.deadlines.start_s)
+    places = cast(list[tuple[MegatronParallel, MegatronCoords, str, Flavour]], keys)
+    # Ranks at one place share one layout object, by which the schedule knows them as equal. Each has checked it against its live model.
+    layouts = {place: found.megatron_layout(hf_config, *place) for place in set(places)}
     vllm_cfg = config.policy.generation.vllm_cfg
     parallel = VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size)
-    targets = {
-        unit: family(hf_config).vllm_layout(hf_config, parallel, worker, vllm_cfg.precision)
-        for engine in placement.engines
-        for worker, unit in enumerate(engine.units)
-    }
+    workers = [found.vllm_layout(hf_config, parallel, worker, vllm_cfg.precision) for worker in range(parallel.tp)]
+    targets = {unit: workers[worker] for engine in placement.engines for worker, unit in enumerate(engine.units)}
     return reshard(
-        dict(enumerate(sources)),
+        {rank: layouts[place] for rank, place in enumerate(places)},
         targets,
         unit_of={unit: unit for unit in targets},
+        node_of=placement.node_of,
         buffer_bytes=int(config.policy.refit_buffer_size_gb * 1e9),
     )

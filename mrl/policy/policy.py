@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Layout, Slot
-from conversion.families.common import MegatronCoords, MegatronParallel
+from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
 from conversion.families.registry import family
 from conversion.safetensors_io import fill_layout
 from conversion.schedule import RankPart
@@ -21,7 +21,6 @@ from conversion.tensors import box_view
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
 from mrl.config.schema import RunConfig
-from mrl.config.schema_policy import PolicyConfig
 from mrl.data.packing import PackedRow
 from mrl.policy import checkpoint, compat, parallel
 from mrl.policy.arena import Arena, buffer_views
@@ -61,7 +60,7 @@ class Policy:
         )
         self._coordinates = parallel.coordinates()
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
-        self._layout = _rank_layout(config.policy, self._hf_config, self._coordinates)
+        self._layout = family(self._hf_config).megatron_layout(self._hf_config, *self.layout_arguments())
         (bare_chunk,) = build_model(config.policy, self._hf_config)
         (self._chunk,) = wrap_ddp([bare_chunk], config.policy)
         self._tensors = rank_tensors([self._chunk], self._layout)
@@ -85,6 +84,21 @@ class Policy:
     def dp_rank(self) -> int:
         """Which rows of a batch are this rank's. Not collective."""
         return self._coordinates.dp
+
+    def layout_arguments(self) -> tuple[MegatronParallel, MegatronCoords, str, Flavour]:
+        """What `Family.megatron_layout` takes besides the model's configuration. Not collective."""
+        sizes, place = self._config.policy.megatron_cfg, self._coordinates
+        parallel_sizes = MegatronParallel(
+            tp=sizes.tensor_model_parallel_size,
+            pp=sizes.pipeline_model_parallel_size,
+            ep=sizes.expert_model_parallel_size,
+            etp=sizes.expert_tensor_parallel_size,
+            cp=sizes.context_parallel_size,
+            num_layers_in_first_pipeline_stage=sizes.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=sizes.num_layers_in_last_pipeline_stage,
+        )
+        coords = MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp)
+        return parallel_sizes, coords, self._config.policy.precision, "te" if compat.HAVE_TE else "local"
 
     def layout(self) -> Layout:
         """What this rank holds of which canonical tensor. Not collective."""
@@ -275,18 +289,3 @@ class _Batch:
             return [TrainRow(row, None, None) for row in self.rows]
         references = self.reference_logprobs or [None] * len(self.rows)
         return [TrainRow(*item) for item in zip(self.rows, self.old_logprobs, references, strict=True)]
-
-
-def _rank_layout(config: PolicyConfig, hf_config: dict[str, object], place: parallel.Coordinates) -> Layout:
-    sizes = config.megatron_cfg
-    layout_sizes = MegatronParallel(
-        tp=sizes.tensor_model_parallel_size,
-        pp=sizes.pipeline_model_parallel_size,
-        ep=sizes.expert_model_parallel_size,
-        etp=sizes.expert_tensor_parallel_size,
-        cp=sizes.context_parallel_size,
-        num_layers_in_first_pipeline_stage=sizes.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=sizes.num_layers_in_last_pipeline_stage,
-    )
-    coords = MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp)
-    return family(hf_config).megatron_layout(hf_config, layout_sizes, coords, config.precision, "te" if compat.HAVE_TE else "local")

@@ -112,6 +112,14 @@ class Engine:
         self._workers("prepare_refit", list(workers))
         self._is_prepared = True
 
+    def exchange(self, round_index: int) -> None:
+        """A dedicated engine's part of one round: its workers receive what they will pull. Changes nothing in the model.
+
+        Raises:
+            RefitError: a trainer rank did not send in time.
+        """
+        self._workers("exchange_round", round_index)
+
     def pull(self, round_index: int) -> int:
         """Copies one round into the live model; the bytes written, over all workers. The engine refuses to step from here on.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conversion.schedule import WorkerPart
+from conversion.schedule import RankPart, WorkerPart
+from mrl.refit.group import GroupAddress
 from mrl.refit.unit import UnitHandles
 
 
@@ -14,5 +15,14 @@ class WorkerRefit:
 
     part: WorkerPart
     """What the worker copies, and which boxes of its live tensors no weight fills."""
-    handles: UnitHandles
-    """Memory of the trainer rank on the worker's unit."""
+    source: UnitHandles | ExchangeSeat
+    """Memory of the trainer rank on the worker's unit. A dedicated engine's worker has none there, and takes part in the exchange."""
+
+
+@dataclass(frozen=True)
+class ExchangeSeat:
+    """What a worker of a dedicated engine needs to take part in the exchange."""
+
+    part: RankPart
+    address: GroupAddress
+    timeout_s: float

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 from vllm.platforms import current_platform
 
 from conversion.boxes import Slot
 from mrl.refit.errors import RefitError
+from mrl.refit.exchange import Exchange
+from mrl.refit.group import ExchangeGroup
 from mrl.refit.pull import Puller, VerifyReport
+from mrl.refit.unit import UnitHandles
 from mrl.refit.zero import digest
-from mrl.rollout.messages import WorkerRefit
+from mrl.rollout.messages import ExchangeSeat, WorkerRefit
 
 if current_platform.is_cpu():
     from mrl.rollout import cpu
@@ -33,6 +37,7 @@ class RefitWorker:
     get_model: Callable[[], nn.Module]
 
     puller: Puller | None = None
+    exchange: Exchange | None = None
 
     def live_layout(self) -> dict[Slot, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each live tensor."""
@@ -44,9 +49,24 @@ class RefitWorker:
         return digest(engine_tensors(self.get_model()))
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
-        """Maps the trainer's memory and prepares this worker's copies; see `Puller`."""
+        """Maps the memory of its unit's trainer rank, or takes a seat in the exchange, and prepares this worker's copies; see `Puller`.
+
+        Collective over all participants of the exchange for the workers of dedicated engines.
+        """
         mine = workers[self.rank]
-        self.puller = Puller(lambda: engine_tensors(self.get_model()), mine.part, mine.handles)
+        # Gives back what an earlier refit has mapped or received into.
+        self.puller = self.exchange = None
+        if isinstance(mine.source, ExchangeSeat):
+            self.exchange = take_seat(mine.source, next(self.get_model().parameters()).device)
+        handles = self.exchange.handles() if self.exchange else mine.source
+        assert isinstance(handles, UnitHandles)
+        own_memory = self.exchange.memory if self.exchange else None
+        self.puller = Puller(lambda: engine_tensors(self.get_model()), mine.part, handles, own_memory=own_memory)
+
+    def exchange_round(self, round_index: int) -> None:
+        """A dedicated engine's part of one round of the exchange; see `Exchange.run`."""
+        assert self.exchange is not None, "only workers of dedicated engines exchange"
+        self.exchange.run(round_index)
 
     def pull_round(self, round_index: int) -> int:
         """Copies one round into the live tensors; the bytes written."""
@@ -57,12 +77,28 @@ class RefitWorker:
         return self._prepared().verify(round_index)
 
     def finish_refit(self) -> VerifyReport:
-        """The report of the whole refit; see `Puller.finish`."""
-        return self._prepared().finish()
+        """The report of the whole refit; see `Puller.finish`. The model computes with the new weights from here on."""
+        report = self._prepared().finish()
+        self.rebuild_kernel_weights()
+        return report
+
+    def rebuild_kernel_weights(self) -> None:
+        """Makes anew whatever kernels keep besides the parameters: weights repacked for a CPU, or reordered for FlashInfer.
+
+        A refit writes parameters in the layout in which vLLM loads them. The engine's arguments and `cpu.install` choose only kernels that
+        read them so, so nothing is left to do; refit zero and the witness tests fail for one that does not. A kernel with a layout of its
+        own would be told here, after all bytes have been verified and before the first token.
+        """
 
     def _prepared(self) -> Puller:
         assert self.puller is not None, "pull before prepare_refit"
         return self.puller
+
+
+def take_seat(seat: ExchangeSeat, device: torch.device) -> Exchange:
+    """The exchange of a worker that has no trainer rank on its unit: it receives, and sends nothing."""
+    group = ExchangeGroup(seat.address, seat.part.rank, device=device, timeout_s=seat.timeout_s)
+    return Exchange(seat.part, {}, None, group=group)
 
 
 def engine_tensors(model: nn.Module) -> dict[Slot, Tensor]:

@@ -225,5 +225,5 @@ def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
     with pytest.raises(RuntimeError, match=re.escape(lost.target.name)):
         live.run.session.engines.call_each("prepare_refit", {0: (workers,)}, deadline_s=DEADLINE_S)
     assert isinstance(moving, Refit)
-    moving._prepare_engines([0])
+    moving._prepare_again(0)
     recover(live)

@@ -18,6 +18,7 @@ from conversion.tensors import torch_dtype
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup, GroupAddress
+from mrl.refit.memory import SharedMemory
 from mrl.refit.pull import Puller, VerifyReport
 from mrl.refit.transforms import apply
 from mrl.refit.unit import UnitHandles, box_view
@@ -37,6 +38,10 @@ class State:
     exchange: Exchange
     live: dict[Slot, Tensor]
     puller: Puller
+
+    def __init__(self) -> None:
+        # A worker of a colocated engine has none: the memory that it pulls from is its trainer rank's.
+        self.own_memory: SharedMemory | None = None
 
 
 class Child:
@@ -110,9 +115,13 @@ def fill(layout: Layout, canonical: dict[str, Tensor]) -> dict[Slot, Tensor]:
 # Functions of trainer ranks.
 
 
-def open_store(state: State) -> int:
+def open_store(state: State) -> None:
     state.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
-    return state.store.port
+
+
+def count_group(state: State) -> tuple[int, int]:
+    """Port of the store, and how many groups have met there."""
+    return state.store.port, state.store.add("groups", 1)
 
 
 def join_world(state: State, rank: int, address: GroupAddress, timeout_s: float) -> None:
@@ -159,7 +168,18 @@ def build_engine(state: State, layout: Layout) -> None:
 
 
 def prepare_pull(state: State, part: WorkerPart, handles: UnitHandles) -> None:
-    state.puller = Puller(lambda: state.live, part, handles)
+    state.puller = Puller(lambda: state.live, part, handles, own_memory=state.own_memory)
+
+
+def take_seat(state: State, part: RankPart) -> UnitHandles:
+    """A worker of a dedicated engine receives what it pulls; it has joined the group before."""
+    state.exchange = Exchange(part, {}, None, group=state.group)
+    state.own_memory = state.exchange.memory
+    return state.exchange.handles()
+
+
+def leave_seat(state: State) -> None:
+    state.own_memory = None
 
 
 def pull(state: State, round_index: int) -> int:

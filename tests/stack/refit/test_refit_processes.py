@@ -59,14 +59,20 @@ class Refit:
     targets: dict[int, Layout]
     schedule: Schedule
     unit_of: dict[int, int]
-    handles: list[UnitHandles]
+    handles: dict[int, UnitHandles]
+    """By unit."""
+
+    @property
+    def participants(self) -> list[Child]:
+        """Who takes part in the exchange: trainer ranks, and the workers of dedicated engines."""
+        return [*self.trainers, *(self.workers if min(self.unit_of.values()) >= len(self.trainers) else [])]
 
     def prepare_pulls(self) -> None:
         for target, worker in enumerate(self.workers):
             worker.call(children.prepare_pull, self.schedule.worker_part(target), self.handles[self.unit_of[target]])
 
     def round(self, index: int) -> list[int]:
-        call_all(self.trainers, children.exchange, index)
+        call_all(self.participants, children.exchange, index)
         return [int(str(num_bytes)) for num_bytes in call_all(self.workers, children.pull, index)]
 
     def run(self) -> list[VerifyReport]:
@@ -97,8 +103,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[tuple[list[Child], list[Child]]]:
-    every = [Child() for _ in range(WORLD_SIZE + 2)]
+    every = [Child() for _ in range(WORLD_SIZE + 4)]
     try:
+        every[0].call(children.open_store)
         join_world(every[:WORLD_SIZE], timeout_s=30.0)
         yield every[:WORLD_SIZE], every[WORLD_SIZE:]
     finally:
@@ -106,12 +113,13 @@ def processes() -> Iterator[tuple[list[Child], list[Child]]]:
             child.stop()
 
 
-def join_world(trainers: list[Child], *, timeout_s: float) -> None:
-    port = trainers[0].call(children.open_store)
-    address = GroupAddress("127.0.0.1", int(str(port)), "exchange", len(trainers))
-    for rank, child in enumerate(trainers):
+def join_world(participants: list[Child], *, timeout_s: float) -> None:
+    """Makes a group of all, which replaces an earlier one."""
+    port, num_groups = cast(tuple[int, int], participants[0].call(children.count_group))
+    address = GroupAddress("127.0.0.1", port, f"exchange {num_groups}", len(participants))
+    for rank, child in enumerate(participants):
         child.send(children.join_world, rank, address, timeout_s)
-    for child in trainers:
+    for child in participants:
         child.result()
 
 
@@ -120,21 +128,33 @@ def prepare(
     models: Models,
     *,
     tp: int = 1,
+    num_engines: int = 1,
+    first_unit: int = 0,
     unit_of: dict[int, int] | None = None,
     dtypes: tuple[str, str] = ("float32", "float32"),
     buffer_bytes: int = ONE_ROUND,
 ) -> Refit:
-    """One engine of `tp` workers, or with `unit_of` as many TP1 engines as it names, refitted from checkpoint 0."""
-    sources = models.trainers(dtypes[0])
-    targets = dict.fromkeys(unit_of, models.engines(1, dtypes[1])[0]) if unit_of else models.engines(tp, dtypes[1])
-    unit_of = unit_of or {worker: worker for worker in targets}
+    """Engines of `tp` workers on units from `first_unit`, or as `unit_of` says, refitted from checkpoint 0.
+
+    From WORLD_SIZE on they are dedicated engines.
+    """
+    sources, engine = models.trainers(dtypes[0]), models.engines(tp, dtypes[1])
+    targets = {worker: engine[worker % tp] for worker in unit_of or range(tp * num_engines)}
+    unit_of = unit_of or {worker: first_unit + worker for worker in targets}
     schedule = reshard(sources, targets, unit_of=unit_of, buffer_bytes=buffer_bytes)
     trainers, workers = processes[0], processes[1][: len(targets)]
     call_all(trainers, children.build_trainer, sources, models.checkpoints[0])
     for target, worker in enumerate(workers):
         worker.call(children.build_engine, targets[target])
-    handles = [trainer.call(children.prepare_exchange, schedule.rank_part(rank)) for rank, trainer in enumerate(trainers)]
-    refit = Refit(trainers, workers, sources, targets, schedule, unit_of, cast(list[UnitHandles], handles))
+    if first_unit >= WORLD_SIZE:
+        join_world([*trainers, *workers], timeout_s=30.0)
+    handles = {rank: trainer.call(children.prepare_exchange, schedule.rank_part(rank)) for rank, trainer in enumerate(trainers)}
+    for unit, worker in enumerate(workers, first_unit):
+        if unit >= WORLD_SIZE:
+            handles[unit] = worker.call(children.take_seat, schedule.rank_part(unit))
+        else:
+            worker.call(children.leave_seat)
+    refit = Refit(trainers, workers, sources, targets, schedule, unit_of, cast(dict[int, UnitHandles], handles))
     refit.prepare_pulls()
     return refit
 
@@ -144,13 +164,29 @@ def prepare(
     [
         dict(tp=1),
         dict(tp=2),
+        dict(tp=2, num_engines=2),
         dict(unit_of={0: 0, 1: 0}),
         dict(unit_of={0: 1, 1: 2}),
         dict(tp=2, buffer_bytes=32 << 10),
         dict(tp=1, dtypes=("bfloat16", "bfloat16")),
         dict(tp=2, dtypes=("bfloat16", "float32")),
+        dict(tp=1, first_unit=WORLD_SIZE),
+        dict(tp=2, num_engines=2, first_unit=WORLD_SIZE, buffer_bytes=64 << 10),
+        dict(tp=2, first_unit=WORLD_SIZE, dtypes=("bfloat16", "float32")),
     ],
-    ids=["tp1", "tp2", "two_engines_one_unit", "two_engines_two_units", "many_rounds", "bf16", "bf16_to_fp32"],
+    ids=[
+        "tp1",
+        "tp2",
+        "two_engines_of_tp2",
+        "two_engines_one_unit",
+        "two_engines_two_units",
+        "many_rounds",
+        "bf16",
+        "bf16_to_fp32",
+        "dedicated_tp1",
+        "dedicated_two_engines_of_tp2",
+        "dedicated_tp2_bf16_to_fp32",
+    ],
 )
 def test_the_engine_holds_the_checkpoint_after_each_refit(processes, models, case):
     refit = prepare(processes, models, **case)
@@ -220,6 +256,18 @@ def test_padding_garbage_is_caught(processes, models):
         refit.workers[0].call(children.finish)
 
 
+def test_a_byte_flipped_in_a_dedicated_worker_is_caught(processes, models):
+    refit = prepare(processes, models, first_unit=WORLD_SIZE)
+    call_all(refit.participants, children.exchange, 0)
+    pulls = refit.schedule.worker_part(0).pulls(0)
+    assert {pull.origin for pull in pulls} == {"exchange"}
+    refit.workers[0].call(children.flip_exchanged_byte, pulls[3].offset)
+    refit.workers[0].call(children.pull, 0)
+    with pytest.raises(RefitError, match=rf"{pulls[3].target.name} box .* \(pulled from unit {WORLD_SIZE}\)"):
+        refit.workers[0].call(children.verify, 0)
+        refit.workers[0].call(children.finish)
+
+
 def test_a_missing_box_is_caught(processes, models):
     refit = prepare(processes, models)
     part = drop_copies(refit.schedule.worker_part(0), lambda copy: copy.target.name.endswith("1.mixer.gate.e_score_correction_bias"))
@@ -241,6 +289,7 @@ def test_stale_epochs_and_skipped_exchanges_are_refused(processes, models):
 def test_an_absent_and_a_dead_trainer_rank_end_the_refit(models):
     trainers, worker = [Child() for _ in range(WORLD_SIZE)], Child()
     try:
+        trainers[0].call(children.open_store)
         join_world(trainers, timeout_s=3.0)
         refit = prepare((trainers, [worker]), models)
         with pytest.raises(RefitError, match=r"did not finish round 0 within 3.0 s.*sending to ranks \[0\]"):

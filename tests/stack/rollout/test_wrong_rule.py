@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from conversion.boxes import Layout
 from conversion.families import registry
-from conversion.families.common import MegatronCoords, MegatronParallel
+from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
 from conversion.reshard import ScheduleError
 from conversion.safetensors_io import read_layout
 from conversion.schedule import RankPart
@@ -45,11 +44,11 @@ class OneRank:
 
     def __init__(self, folder: Path) -> None:
         hf_config = json.loads((folder / "config.json").read_text())
-        self._layout = registry.family(hf_config).megatron_layout(hf_config, MegatronParallel(), MegatronCoords(), "float32")
-        self._arena = Arena(read_layout(folder, self._layout), name="test-arena")
+        layout = registry.family(hf_config).megatron_layout(hf_config, *self.layout_arguments())
+        self._arena = Arena(read_layout(folder, layout), name="test-arena")
 
-    def layout(self) -> Layout:
-        return self._layout
+    def layout_arguments(self) -> tuple[MegatronParallel, MegatronCoords, str, Flavour]:
+        return MegatronParallel(), MegatronCoords(), "float32", "local"
 
     def prepare_refit(self, part: RankPart, address: None) -> UnitHandles:
         self._exchange = Exchange(part, self._arena.tensors(), self._arena.handle(), group=address)
@@ -89,7 +88,7 @@ def refit_between(folder: Path, engine: Engine) -> Refit:
 
 def one_unit(folder: Path) -> tuple[RunConfig, Placement, PolicyGroup]:
     config = load_config("grpo_tiny.yaml", [f"policy.model_name={folder}"])
-    placement = SimpleNamespace(engines=(EngineUnits(0, (0,)),))
+    placement = SimpleNamespace(engines=(EngineUnits(0, (0,)),), node_of={0: 0})
     return config, cast(Placement, placement), cast(PolicyGroup, Here(OneRank(folder), lambda value: [value]))
 
 
