@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
 
+# Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one tensor.
+_STACKED_LAYERS_KEY = "decoder.layers.self_attention.linear_proj.weight"
+
 
 def convert_mcore_to_hf(
     mcore: Path, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None, progress: Progress | None = None
@@ -74,7 +77,9 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
     """
     checkpoint = find_checkpoint(mcore)
     folder = TorchDistFolder(checkpoint.iteration)
-    layout = family(checkpoint.hf_config).torch_dist_layout(checkpoint.hf_config, "float32", _padded_vocabulary(folder, checkpoint))
+    layout = family(checkpoint.hf_config).torch_dist_layout(
+        checkpoint.hf_config, "float32", _padded_vocabulary(folder, checkpoint), stacked_layers=_STACKED_LAYERS_KEY in folder.keys
+    )
     return OpenCheckpoint(checkpoint, folder, CanonicalTensors(folder, layout))
 
 

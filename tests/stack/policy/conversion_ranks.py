@@ -34,3 +34,15 @@ def save_loaded_folder(rank: Rank, config: RunConfig, out: Path) -> None:
     """Saves the weights of the policy's model folder."""
     with open_policy(rank, config) as policy:
         policy.save_checkpoint(out)
+
+
+def save_with_stacked_layers(rank: Rank, config: RunConfig, out: Path) -> None:
+    """Saves the weights of the policy's model folder in Megatron's default form, which has one tensor for all layers."""
+    from mrl.policy import checkpoint
+
+    ours = dict(checkpoint._FORMAT)
+    checkpoint._FORMAT["non_homogeneous_layers"] = False
+    try:
+        save_loaded_folder(rank, config, out)
+    finally:
+        checkpoint._FORMAT.update(ours)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from conversion.torch_dist_io import TorchDistFolder
 from mrl.convert import main as convert
 from tests import models
 from tests.sources import ROOT
@@ -39,6 +40,17 @@ def test_a_folder_that_the_policy_has_loaded_is_saved_without_a_changed_bit(rank
     hf_folder = models.save_nemotron_h(tmp_path / "hf")
     config = policy_ranks.run_config(hf_folder, layout, "checkpointing.save_optimizer=false")
     ranks.run(conversion_ranks.save_loaded_folder, config, tmp_path / "saved", world_size=policy_ranks.world_size(layout))
+    assert_back_unchanged(hf_folder, tmp_path / "saved", tmp_path / "back")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_stacked_layers_as_other_trainers_write_them_are_read(ranks: RankPool, tmp_path: Path, model_type: str):
+    hf_folder = models.save_model(tmp_path / "hf", model_type)
+    layout = "tp2 sp dp2 ep2" if model_type == "qwen3_moe" else "pp2 dp2"
+    config = policy_ranks.run_config(hf_folder, layout, "checkpointing.save_optimizer=false")
+    ranks.run(conversion_ranks.save_with_stacked_layers, config, tmp_path / "saved", world_size=policy_ranks.world_size(layout))
+    (iteration,) = tmp_path.glob("saved/iter_*")
+    assert TorchDistFolder(iteration).shape("decoder.layers.self_attention.linear_proj.weight")[0] == 4
     assert_back_unchanged(hf_folder, tmp_path / "saved", tmp_path / "back")
 
 
