@@ -12,7 +12,10 @@ from conversion.layouts import Canonical, Experts, Gated, Qkv, Replicated, Row, 
 COMMON_SUPPORTED: dict[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "attention_dropout": (0.0, 0, None),
+    "dual_chunk_attention_config": (None,),
     "hidden_act": ("silu",),
+    # vLLM makes an encoder of a model that is not.
+    "is_causal": (True, None),
     "partial_rotary_factor": (1.0, 1, None),
     "quantization_config": (None,),
 }

@@ -7,9 +7,12 @@ from conversion.families.common import Family, HfConfig, Model
 from conversion.families.routers import softmax_router
 from conversion.families.settings import check_settings, choice, positive_integer
 
+# vLLM builds a shared expert for this key, which transformers does not know.
+_SUPPORTED = decoder.COMMON_SUPPORTED | {"shared_expert_intermediate_size": (0, None)}
+
 
 def _decoder(hf_config: HfConfig) -> decoder.Decoder:
-    check_settings(hf_config, decoder.COMMON_SUPPORTED)
+    check_settings(hf_config, _SUPPORTED)
     # transformers 5 writes num_local_experts, the published files have num_experts.
     experts_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
     moe = decoder.Moe(
