@@ -79,6 +79,8 @@ class _Unpickler(pickle.Unpickler):
         self._names, self._what = names, what
 
     def find_class(self, module: str, name: str) -> object:
+        # What Python 2 called it, and old pickle protocols still do.
+        module = "builtins" if module == "__builtin__" else module
         if (module, name) not in self._names:
             raise RefusedPickle(
                 f"{self._what} is a pickle that asks for {module}.{name}, which checkpoints of weights do not need and which could run "

@@ -1,0 +1,116 @@
+"""Conversions that are killed at any point leave nothing that looks complete, and the next one goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conversion import output_file
+from conversion.compare import differences, faults_against_manifest
+from conversion.families.common import MegatronParallel
+from conversion.to_hf import convert_mcore_to_hf
+from conversion.to_megatron import convert_hf_to_mcore
+from tests.unit.conversion.hf_folders import large_config, write_large_folder
+
+TWO_FILES = MegatronParallel(tp=2)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kill") / "hf"
+    write_large_folder(folder, large_config(120_000_000, vocabulary=2000))
+    return folder
+
+
+def to_mcore(source: Path, out: Path) -> None:
+    convert_hf_to_mcore(source, out, parallel=TWO_FILES)
+
+
+def to_hf(source: Path, out: Path) -> None:
+    convert_mcore_to_hf(source, out, max_shard_bytes=40_000_000)
+
+
+def in_child(convert: Callable[[Path, Path], None], source: Path, out: Path) -> int:
+    """Starts a conversion in a process that shares nothing with this one but what it has imported; its id."""
+    pid = os.fork()
+    if not pid:
+        try:
+            convert(source, out)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Checksums of all files except those that tell times and places."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize(("direction", "num_kills"), [("hf-to-mcore", 20), ("mcore-to-hf", 10)])
+def test_what_a_killed_conversion_left_is_continued(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str, num_kills: int
+):
+    monkeypatch.setattr(output_file, "_MARK_BYTES", 1 << 20)
+    source, convert = hf, to_mcore
+    if direction == "mcore-to-hf":
+        to_mcore(hf, tmp_path / "mcore")
+        source, convert = tmp_path / "mcore", to_hf
+    started = time.monotonic()
+    convert(source, tmp_path / "whole")
+    duration = time.monotonic() - started
+    random.seed(direction)
+    out, num_kept = tmp_path / "out", 0
+    for _ in range(num_kills):
+        pid = in_child(convert, source, out)
+        time.sleep(random.uniform(0, duration))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        if out.exists():
+            # It was faster this time. What is there is whole, and the next round begins anew.
+            assert content(out) == content(tmp_path / "whole")
+            out.rename(tmp_path / f"done{time.monotonic_ns()}")
+        leftovers = list(tmp_path.glob(".out.partial@*"))
+        assert len(leftovers) <= 1
+        num_kept += any(journal.read_bytes() for path in leftovers for journal in path.rglob("*.journal"))
+    assert num_kept > num_kills // 4, "the kills came before anything was written"
+    convert(source, out)
+    assert content(out) == content(tmp_path / "whole")
+    assert list(faults_against_manifest(out)) == list(differences(hf, out)) == []
+    assert not list(tmp_path.glob(".out.partial@*"))
+
+
+def test_a_leftover_of_another_source_is_not_continued(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output_file, "_MARK_BYTES", 1 << 20)
+    pid = in_child(to_mcore, hf, tmp_path / "out")
+    while not any(journal.read_bytes() for journal in tmp_path.rglob("*.journal")):
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    write_large_folder(tmp_path / "other", large_config(120_000_000, vocabulary=2000))
+    to_mcore(tmp_path / "other", tmp_path / "out")
+    assert list(differences(tmp_path / "other", tmp_path / "out")) == []
+    assert not list(tmp_path.glob(".out.partial@*"))
+
+
+def test_a_live_conversion_is_left_alone(hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    pid = in_child(to_mcore, hf, tmp_path / "out")
+    while not list(tmp_path.glob(".out.partial@*/content")):
+        time.sleep(0.001)
+    with caplog.at_level(logging.INFO):
+        try:
+            to_mcore(hf, tmp_path / "out")
+        except ValueError as error:
+            assert "exists" in str(error)
+    os.waitpid(pid, 0)
+    assert list(faults_against_manifest(tmp_path / "out")) == []
+    assert not list(tmp_path.glob(".out.partial@*"))

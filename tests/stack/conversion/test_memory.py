@@ -1,0 +1,67 @@
+"""Conversions of models that are large beside the memory that they may take, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conversion.compare import differences
+from tests.long.record import Row, record
+from tests.sources import ROOT
+from tests.unit.conversion.hf_folders import large_config, write_large_folder
+
+MB = 10**6
+# What blocks in flight take; a model's size is not in it. A whole tensor of these models has 131 MB.
+MAX_RISE = 600 * MB
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Path]:
+    """A folder that does not outlive the test: pytest keeps those of three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def convert(direction: str, source: Path, out: Path) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.stack.conversion.children", direction, str(source), str(out)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=True)
+    measured = json.loads(ended.stdout.splitlines()[-1])
+    assert measured["code"] == 0, ended.stdout
+    return measured
+
+
+def there_and_back(room: Path, num_bytes: int) -> list[Row]:
+    size = write_large_folder(room / "hf", large_config(num_bytes))
+    rows: list[Row] = []
+    for direction, source, out in (("hf-to-mcore", "hf", "mcore"), ("mcore-to-hf", "mcore", "back")):
+        measured = convert(direction, room / source, room / out)
+        rise = measured["peak"] - measured["base"]
+        rows.append(
+            {
+                "direction": direction,
+                "model_gb": round(size / 1e9, 2),
+                "memory_before_mb": round(measured["base"] / MB),
+                "memory_rise_mb": round(rise / MB),
+                "seconds": round(measured["seconds"], 1),
+            }
+        )
+        assert rise < MAX_RISE, rows
+    assert list(differences(room / "hf", room / "back")) == []
+    return rows
+
+
+def test_memory_does_not_grow_with_the_model(room: Path):
+    there_and_back(room, 1000 * MB)
+
+
+@pytest.mark.long("conversion")
+@pytest.mark.timeout(3600)
+def test_memory_does_not_grow_with_a_model_of_6_gb(room: Path):
+    rows = there_and_back(room, 6000 * MB)
+    record("conversion", rows)

@@ -1,0 +1,222 @@
+"""Hugging Face folder to Megatron checkpoint and back, for every family and at every cut, and what tells two folders apart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from conversion.boxes import tiling_fault
+from conversion.chunks import files_of_ranks
+from conversion.compare import differences, faults_against_manifest
+from conversion.families.common import MegatronParallel
+from conversion.families.registry import FAMILIES, family
+from conversion.manifest import check_files, read_manifest
+from conversion.to_hf import convert_mcore_to_hf
+from conversion.to_megatron import convert_hf_to_mcore
+from tests.unit.conversion.hf_folders import tiny_config, write_folder
+
+# Files that each layout gives: its ranks with different coordinates.
+CUTS = {
+    "one file": (MegatronParallel(), 1),
+    "tp2": (MegatronParallel(tp=2), 2),
+    "pp2": (MegatronParallel(pp=2), 2),
+    "tp2 pp2 ep2": (MegatronParallel(tp=2, pp=2, ep=2), 4),
+    "tp2 ep4 etp2": (MegatronParallel(tp=2, ep=4, etp=2), 8),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A Hugging Face folder of each family. 264 tokens, so that vocabularies are padded."""
+    root = tmp_path_factory.mktemp("families")
+    return {name: write_folder(root / name, tiny_config(name)) for name in FAMILIES}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_there_and_back_no_bit_changes_and_cuts_change_no_checksum(folders, tmp_path: Path, model_type: str, cut: str):
+    hf, (parallel, num_files) = folders[model_type], CUTS[cut]
+    convert_hf_to_mcore(hf, tmp_path / "mcore", parallel=parallel)
+    convert_mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    before, after = load_file(hf / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+    manifest, back = read_manifest(tmp_path / "mcore"), read_manifest(tmp_path / "back")
+    assert manifest.tensors == back.tensors
+    assert len([name for name in manifest.files if name.endswith(".distcp")]) == num_files
+    assert list(faults_against_manifest(tmp_path / "mcore")) == []
+
+
+def test_a_rank_reads_its_own_file_and_what_it_shares(folders):
+    hf_config = tiny_config("nemotron_h")
+    model, parallel = family(hf_config), MegatronParallel(tp=2, pp=2, ep=2)
+    layout = model.torch_dist_layout(hf_config, "float32")
+    files = files_of_ranks(model, hf_config, parallel, layout, 1 << 30)
+    for slot, content in layout.items():
+        boxes = [
+            tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.content.shape, strict=True))
+            for chunks in files
+            for chunk in chunks
+            if chunk.key == slot.name
+        ]
+        assert tiling_fault(content.shape, boxes) is None, slot
+    # Both stages have tp * ep ranks here, and the second rank's half of a projection lies in its own file.
+    (first, second, *_) = ({chunk.key: chunk for chunk in chunks} for chunks in files)
+    key = "decoder.layers.0.mixer.out_proj.weight"
+    assert first[key].offsets == (0, 0) and second[key].offsets == (0, layout_columns(layout, key) // 2)
+    expert = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
+    of_file = [[chunk.offsets[0] for chunk in chunks if chunk.key == expert] for chunks in files]
+    assert of_file == [[0, 1, 2, 3], [4, 5, 6, 7], [], []]
+
+
+def layout_columns(layout, key: str) -> int:
+    (content,) = [content for slot, content in layout.items() if slot.name == key]
+    return content.shape[1]
+
+
+def test_torch_reads_what_was_written(folders, tmp_path: Path):
+    """By torch's own reader, from its own reading of the metadata."""
+    convert_hf_to_mcore(folders["qwen3_moe"], tmp_path / "mcore", parallel=MegatronParallel(tp=2, ep=2))
+    iteration = tmp_path / "mcore" / "iter_0000000"
+    metadata = FileSystemReader(iteration).read_metadata()
+    key = "decoder.layers.0.mlp.experts.experts.linear_fc2.weight"
+    target = {key: torch.zeros(metadata.state_dict_metadata[key].size, dtype=torch.bfloat16)}  # type: ignore[union-attr]  # a tensor
+    torch.distributed.checkpoint.load(target, storage_reader=FileSystemReader(iteration), no_dist=True)
+    before = load_file(folders["qwen3_moe"] / "model.safetensors")
+    expected = torch.stack([before[f"model.layers.0.mlp.experts.{index}.down_proj.weight"] for index in range(8)])
+    assert torch.equal(target[key], expected)
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("float32", True), ("bfloat16", False)])
+def test_one_dtype_for_all(folders, tmp_path: Path, dtype: str, kept: bool):
+    """float32 holds every value of the source; bfloat16 rounds the float32 ones."""
+    hf = folders["nemotron_h"]
+    convert_hf_to_mcore(hf, tmp_path / "mcore", dtype=dtype)
+    records = read_manifest(tmp_path / "mcore").tensors
+    assert {record.dtype for record in records.values()} == {dtype}
+    assert list(faults_against_manifest(tmp_path / "mcore")) == []
+    convert_mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    before, after = load_file(hf / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(after[name], tensor.to(after[name].dtype)) for name, tensor in before.items())
+    assert (after[next(iter(after))].dtype == torch.float32) == kept
+    # From float32 down again, on the way back.
+    convert_hf_to_mcore(hf, tmp_path / "wide", dtype="float32")
+    convert_mcore_to_hf(tmp_path / "wide", tmp_path / "narrow", dtype="bfloat16")
+    narrow = load_file(tmp_path / "narrow" / "model.safetensors")
+    assert all(torch.equal(narrow[name], tensor.bfloat16()) for name, tensor in before.items())
+
+
+@pytest.fixture(scope="module")
+def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Hugging Face folder and the Megatron checkpoint of it, in two files."""
+    out = tmp_path_factory.mktemp("pair") / "mcore"
+    convert_hf_to_mcore(folders["qwen3_moe"], out, parallel=MegatronParallel(tp=2))
+    return folders["qwen3_moe"], out
+
+
+def test_equal_folders_have_no_differences(pair: tuple[Path, Path]):
+    hf, mcore = pair
+    assert list(differences(hf, mcore)) == list(differences(mcore, hf)) == list(differences(mcore, mcore / "iter_0000000")) == []
+
+
+def test_differences_are_named(pair: tuple[Path, Path], tmp_path: Path):
+    hf, mcore = pair
+    other = Path(shutil.copytree(hf, tmp_path / "other"))
+    tensors = load_file(hf / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3, 5] += 2
+    tensors["model.layers.1.self_attn.q_proj.weight"] = tensors["model.layers.1.self_attn.q_proj.weight"].float()
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:5].clone()
+    # The same number, another bit.
+    tensors["lm_head.weight"][0, 0] = 0
+    tensors["stray"] = tensors.pop("model.layers.0.input_layernorm.weight")
+    save_file(tensors, other / "model.safetensors")
+    found = {line.split(": ")[0]: line.split(": ", 1)[1] for line in differences(mcore, other)}
+    assert found == {
+        "model.layers.0.input_layernorm.weight": f"only in {mcore}",
+        "stray": f"only in {other}",
+        "model.embed_tokens.weight": "1 of 16896 values differ, by at most 2",
+        "model.layers.1.self_attn.q_proj.weight": "dtype bfloat16 and float32",
+        "model.norm.weight": "shape (64,) and (5,)",
+        "lm_head.weight": found["lm_head.weight"],
+    }
+    assert found["lm_head.weight"].startswith("1 of 16896 values differ")
+
+
+def test_zeros_of_different_sign_differ(pair: tuple[Path, Path], tmp_path: Path):
+    folders = []
+    for sign in (1.0, -1.0):
+        folder = Path(shutil.copytree(pair[0], tmp_path / f"zero{sign}"))
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"][0, 0] = sign * 0.0
+        save_file(tensors, folder / "model.safetensors")
+        folders.append(folder)
+    assert list(differences(*folders)) == ["lm_head.weight: 1 of 16896 values differ, by at most 0"]
+
+
+def test_a_wrong_rule_is_found_by_verify_although_every_file_is_as_it_was_written(pair: tuple[Path, Path], tmp_path: Path, monkeypatch):
+    """Checksums of tensors come from the source by another path than what is written."""
+    import conversion.torch_dist_out as out
+
+    real = out.fill_from
+
+    def swapped(tensor, content, source):
+        real(tensor, content, source)
+        if "self_attn.q_proj" in content.pieces[0].name:
+            tensor.copy_(tensor.flip(0))
+
+    monkeypatch.setattr(out, "fill_from", swapped)
+    convert_hf_to_mcore(pair[0], tmp_path / "mcore")
+    faults = list(faults_against_manifest(tmp_path / "mcore"))
+    assert faults and all("self_attn" in fault and "not those of the model that was converted" in fault for fault in faults)
+    with pytest.raises(ValueError, match="not the values that were written"):
+        convert_mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def positions(size: int) -> set[int]:
+    """Some bytes of a file: its ends, and others all over it."""
+    return {0, size - 1} | {size * part // 9 for part in range(1, 9)}
+
+
+def test_a_flipped_byte_is_found_wherever_it_is(pair: tuple[Path, Path], tmp_path: Path):
+    checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore"))
+    names = [*read_manifest(checkpoint).files, "manifest.json"]
+    for name in names:
+        content = (checkpoint / name).read_bytes()
+        for position in positions(len(content)):
+            (checkpoint / name).write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+            with pytest.raises(ValueError, match="checksum differs|missing or damaged"):
+                check_files(checkpoint, names[:-1])
+            try:
+                faults = list(faults_against_manifest(checkpoint))
+            except ValueError as error:
+                faults = [str(error)]
+            assert faults, (name, position)
+        (checkpoint / name).write_bytes(content)
+    assert list(faults_against_manifest(checkpoint)) == []
+
+
+def test_a_flipped_byte_of_a_weight_is_found_by_the_way_back(pair: tuple[Path, Path], tmp_path: Path):
+    checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore"))
+    data = checkpoint / "iter_0000000" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 4
+    data.write_bytes(content)
+    with pytest.raises(ValueError, match="not the values that were written"):
+        convert_mcore_to_hf(checkpoint, tmp_path / "back")
+    assert {path.name for path in tmp_path.iterdir()} == {"mcore"}
+
+
+def test_missing_and_added_files_are_found(pair: tuple[Path, Path], tmp_path: Path):
+    checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore"))
+    (checkpoint / "stray").write_text("")
+    (checkpoint / "iter_0000000" / "common.pt").unlink()
+    assert list(faults_against_manifest(checkpoint)) == ["stray: not in the manifest", "iter_0000000/common.pt: missing"]
+    with pytest.raises(ValueError, match="common.pt: missing"):
+        check_files(checkpoint, ["iter_0000000/common.pt"])

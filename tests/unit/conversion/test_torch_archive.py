@@ -1,0 +1,83 @@
+"""Archives of one tensor against torch.save, torch.load and the zip library."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+
+import pytest
+import torch
+
+from conversion.file_boxes import byte_view
+from conversion.pickles import METADATA_NAMES, RefusedPickle, unpickle
+from conversion.torch_archive import ALIGNMENT, Archive, find_content
+
+TENSORS = [
+    torch.randn(3, 5),
+    torch.randn(7).bfloat16(),
+    torch.tensor(3),
+    torch.randn(1, 4, 6).half(),
+    torch.arange(9, dtype=torch.int8),
+    torch.randn(2, 2).double(),
+]
+
+
+def archived(tensor: torch.Tensor) -> bytes:
+    archive, content = Archive.of(tensor.dtype, tensor.shape), bytes(byte_view(tensor))
+    data = archive.before + content + archive.after(zlib.crc32(content))
+    assert len(data) == archive.size()
+    return data
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}")
+def test_torch_and_zip_read_an_archive(tensor: torch.Tensor):
+    data = archived(tensor)
+    loaded = torch.load(io.BytesIO(data), weights_only=True)
+    assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+        assert all(info.date_time == (1980, 0, 0, 0, 0, 0) for info in archive.infolist())
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}")
+def test_content_is_found_in_what_torch_saves_and_in_ours(tensor: torch.Tensor):
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    for data in (stream.getvalue(), archived(tensor)):
+        content = find_content(io.BytesIO(data), "it")
+        assert content is not None and (content.dtype, content.shape) == (tensor.dtype, tuple(tensor.shape))
+        assert content.offset % ALIGNMENT == 0
+        assert data[content.offset : content.offset + tensor.nbytes] == bytes(byte_view(tensor))
+
+
+def test_views_are_left_to_torch():
+    for tensor in (torch.randn(3, 4).t(), torch.randn(6)[2:], torch.randn(4, 4)[:, :2]):
+        stream = io.BytesIO()
+        torch.save(tensor, stream)
+        assert find_content(stream, "it") is None
+
+
+def test_a_pickle_that_runs_something_is_refused_by_the_name_of_what_it_asks_for():
+    class Evil:
+        def __reduce__(self):
+            return eval, ("__import__('os').system('touch /tmp/it_ran')",)
+
+    stream = io.BytesIO()
+    torch.save(Evil(), stream)
+    with pytest.raises(RefusedPickle, match=r"asks for builtins\.eval, which checkpoints of weights do not need"):
+        find_content(stream, "it")
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK", b"no archive at all"])
+def test_what_is_no_archive_is_damaged(damage: bytes):
+    with pytest.raises(ValueError, match="it is damaged"):
+        find_content(io.BytesIO(damage), "it")
+
+
+def test_the_list_for_metadata_has_nothing_that_acts():
+    """Everything on it makes plain data: a type, a dtype, or torch's table of memory layouts."""
+    for name, what in METADATA_NAMES.items():
+        assert isinstance(what, type | torch.dtype) or name == ("torch.serialization", "_get_layout"), name
+    with pytest.raises(ValueError, match="it is damaged"):
+        unpickle(b"\x80\x04.", METADATA_NAMES, "it")
