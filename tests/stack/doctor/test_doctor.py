@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from conversion.boxes import Slot
-from conversion.families import registry
+from conversion.families.common import Family
 from mrl import doctor
 from mrl.types import Rollout
 from tests import models
@@ -55,8 +55,9 @@ def test_a_wrong_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     inputs = write_inputs(tmp_path)
     multi_head = models.save_nemotron_h(tmp_path / "multi_head", num_key_value_heads=models.TINY_NEMOTRON_H["num_attention_heads"])
     overrides = [*inputs, f"policy.tokenizer.name={tmp_path / 'model'}", f"policy.model_name={multi_head}", "cluster.cpu_units_per_node=2"]
-    # Ranks and vLLM are other processes and go by the right rules; what this process tells the engines is wrong.
-    monkeypatch.setitem(registry.FAMILIES, "nemotron_h", WRONG_FAMILY)
+    # The schedule is made in this process: it tells the engines that keys are queries.
+    right = Family.vllm_layout
+    monkeypatch.setattr(Family, "vllm_layout", lambda family, *arguments: right(WRONG_FAMILY, *arguments))
     assert doctor.main(["grpo_tiny.yaml", "--refit", *overrides]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^start +ok ", printed, re.MULTILINE)
