@@ -23,10 +23,10 @@ from mrl.algo.losses import token_metrics
 from mrl.cluster.probe import live_digests, sample_everywhere, trainer_logprobs
 from mrl.cluster.refit import RefitReport
 from mrl.cluster.session import placed_units, start_models
-from mrl.config.checks import check_config
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
-from mrl.data.prompts import PromptData, load_prompts
+from mrl.data.prompts import PromptData
+from mrl.train import preflight
 from mrl.types import Rollout, RolloutRequest, SamplingParams, request_seed
 
 logger = logging.getLogger(__name__)
@@ -210,8 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
         config = load_config(options.config, [*options.overrides, *SETTINGS])
-        check_config(config)
-        data = load_prompts(config)
+        data = preflight(config)
     except ValueError as error:
         logger.error("%s", error)
         return 2

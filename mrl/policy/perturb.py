@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot, lengths
-from mrl.refit.unit import box_view
+from conversion.tensors import box_view
 
 # Relative, well above bfloat16's resolution of 2^-8, so that nearly every element changes.
 SCALE = 0.02
