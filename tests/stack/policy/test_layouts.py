@@ -77,6 +77,16 @@ def test_one_rank_gives_the_gradients_of_transformers(moe_folder: Path, one_rank
     assert_close(one_rank[1], grads, 2e-5)
 
 
+@pytest.mark.parametrize("layout", ["tp2 sp ep2", "tp2 sp pp2 ep2"])
+def test_latent_experts_give_the_loss_and_gradients_of_transformers(ranks: RankPool, tmp_path: Path, layout: str):
+    sizes = dict(hybrid_override_pattern="ME-*", num_hidden_layers=4, moe_latent_size=32)
+    folder = models.save_nemotron_h(tmp_path / "model", **sizes)
+    expected_loss, expected = transformers_gradients(folder, tmp_path / "gradients")
+    loss, grads = gradients_of(ranks, folder, *LAYOUTS[layout])
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_close(grads, expected, 2e-5)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_logprobs_equal_those_of_transformers(ranks: RankPool, tmp_path: Path, seed: int):
     folder = models.save_nemotron_h(tmp_path, seed, hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
