@@ -11,7 +11,7 @@ from tests.stack.ranks import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Processes for up to four ranks."""
-    pool = RankPool(4)
+    """Processes for up to eight ranks; few tests need more than four."""
+    pool = RankPool(8)
     yield pool
     pool.close()

@@ -8,7 +8,7 @@ import torch
 
 from conversion.safetensors_io import read_layout
 from mrl.config.schema import RunConfig
-from tests.stack.policy.policy_ranks import open_policy
+from tests.stack.policy.policy_ranks import open_policy, train
 from tests.stack.ranks import Rank
 
 
@@ -28,6 +28,14 @@ def load_and_save(rank: Rank, config: RunConfig, hf_folder: Path, source: Path, 
                 differing.append(str(slot))
         policy.save_checkpoint(out)
         return differing
+
+
+def load_save_and_step(rank: Rank, config: RunConfig, source: Path, out: Path) -> list[dict[str, float]]:
+    """Loads a checkpoint and saves it again; metrics of the two steps that follow."""
+    with open_policy(rank, config) as policy:
+        policy.load_checkpoint(source)
+        policy.save_checkpoint(out)
+        return train(policy, 2)
 
 
 def save_loaded_folder(rank: Rank, config: RunConfig, out: Path) -> None:

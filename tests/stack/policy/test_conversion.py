@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,11 +20,17 @@ from tests.stack.policy import conversion_ranks, policy_ranks
 from tests.stack.ranks import RankPool
 
 LAYOUTS = ["tp2 sp dp2 ep2", "pp2 dp2 ep2"]
+DENSE, MOE = ("llama", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
+CASES = [
+    *(("nemotron_h", layout) for layout in LAYOUTS),
+    *((model_type, "tp2 sp pp2") for model_type in DENSE),
+    *((model_type, "tp2 sp pp2 ep2") for model_type in MOE),
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_hugging_face_to_megatron_and_back_is_bit_identical(ranks: RankPool, tmp_path: Path, layout: str):
-    hf_folder = models.save_nemotron_h(tmp_path / "hf")
+@pytest.mark.parametrize(("model_type", "layout"), CASES)
+def test_hugging_face_to_megatron_and_back_is_bit_identical(ranks: RankPool, tmp_path: Path, model_type: str, layout: str):
+    hf_folder = models.save_model(tmp_path / "hf", model_type)
     # Before its first step an optimizer has no state to save.
     config = policy_ranks.run_config(hf_folder, layout, "checkpointing.save_optimizer=false")
     assert convert(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(tmp_path / "mcore")]) == 0
@@ -35,9 +42,9 @@ def test_hugging_face_to_megatron_and_back_is_bit_identical(ranks: RankPool, tmp
     assert_back_unchanged(hf_folder, tmp_path / "mcore", tmp_path / "straight")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_folder_that_the_policy_has_loaded_is_saved_without_a_changed_bit(ranks: RankPool, tmp_path: Path, layout: str):
-    hf_folder = models.save_nemotron_h(tmp_path / "hf")
+@pytest.mark.parametrize(("model_type", "layout"), CASES)
+def test_a_folder_that_the_policy_has_loaded_is_saved_without_a_changed_bit(ranks: RankPool, tmp_path: Path, model_type: str, layout: str):
+    hf_folder = models.save_model(tmp_path / "hf", model_type)
     config = policy_ranks.run_config(hf_folder, layout, "checkpointing.save_optimizer=false")
     ranks.run(conversion_ranks.save_loaded_folder, config, tmp_path / "saved", world_size=policy_ranks.world_size(layout))
     assert_back_unchanged(hf_folder, tmp_path / "saved", tmp_path / "back")
@@ -52,6 +59,23 @@ def test_stacked_layers_as_other_trainers_write_them_are_read(ranks: RankPool, t
     (iteration,) = tmp_path.glob("saved/iter_*")
     assert TorchDistFolder(iteration).shape("decoder.layers.self_attention.linear_proj.weight")[0] == 4
     assert_back_unchanged(hf_folder, tmp_path / "saved", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "target"), [("qwen3", "pp2 dp2"), ("qwen3", "one"), *((model_type, "pp2 dp4 ep4") for model_type in MOE)]
+)
+def test_a_trained_checkpoint_goes_to_another_layout_without_a_changed_bit(ranks: RankPool, tmp_path: Path, model_type: str, target: str):
+    hf_folder = models.save_model(tmp_path / "hf", model_type)
+    source = "tp2 sp pp2 ep2" if model_type in MOE else "tp2 sp pp2"
+    config, first = policy_ranks.run_config(hf_folder, source), tmp_path / "first"
+    unbroken, _, _ = ranks.run(policy_ranks.save_after_steps, config, first, 2, world_size=policy_ranks.world_size(source))[0]
+    config, second = policy_ranks.run_config(hf_folder, target), tmp_path / "second"
+    resumed = ranks.run(conversion_ranks.load_save_and_step, config, first, second, world_size=policy_ranks.world_size(target))[0]
+    assert convert(["mcore-to-hf", "--mcore", str(first), "--out", str(tmp_path / "trained")]) == 0
+    assert_back_unchanged(tmp_path / "trained", second, tmp_path / "back")
+    assert convert(["compare", str(hf_folder), str(tmp_path / "back")]) == 1
+    for name, tolerance in (("train/loss", 5e-7), ("train/grad_norm", 5e-6)):
+        np.testing.assert_allclose([step[name] for step in resumed], [step[name] for step in unbroken], atol=tolerance, rtol=tolerance)
 
 
 def test_the_command_ends_with_exit_code_2_and_one_message(tmp_path: Path):
