@@ -44,6 +44,20 @@ MOE_LAYOUTS = {
 LAYOUTS = {"one": (1, {}), **DENSE_LAYOUTS, **MOE_LAYOUTS}
 CASES = [(name, layout) for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS)) for name in names for layout in layouts]
 
+# Settings of a family that its tiny model does not have, where a layout could go wrong.
+VARIANTS: dict[str, tuple[str, dict[str, object], int, dict[str, object]]] = {
+    "dense and expert layers": ("qwen3_moe", dict(mlp_only_layers=[0, 2]), 4, TP2_SP | PP2 | EP2),
+    "weights of experts do not sum to one": ("qwen3_moe", dict(norm_topk_prob=False), 2, TP2_SP | EP2),
+    "one key head for two ranks": ("qwen3", dict(num_key_value_heads=1), 2, TP2_SP),
+    "one key head with bias": ("qwen2", dict(num_key_value_heads=1), 2, TP2),
+    "uneven stages, tied embeddings": (
+        "qwen2",
+        dict(num_hidden_layers=5, tie_word_embeddings=True),
+        2,
+        PP2 | dict(num_layers_in_first_pipeline_stage=3),
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Example:
@@ -98,6 +112,16 @@ def test_one_rank_gives_the_gradients_of_transformers(
     loss, grads = transformers_gradients(examples[name, SEEDS[-1]].folder, tmp_path)
     assert one_rank[name][0] == pytest.approx(loss, rel=1e-5)
     assert_close(one_rank[name][1], grads, 2e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_gives_the_loss_and_gradients_of_transformers(ranks: RankPool, tmp_path: Path, variant: str):
+    name, settings, world_size, megatron = VARIANTS[variant]
+    folder = models.save_model(tmp_path / "model", name, pad_token_id=None, **settings)
+    expected_loss, expected = transformers_gradients(folder, tmp_path / "gradients")
+    loss, grads = gradients_of(ranks, folder, world_size, megatron)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_close(grads, expected, 2e-5)
 
 
 def example(name: str, seed: int, folder: Path) -> Example:
