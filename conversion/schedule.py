@@ -160,6 +160,8 @@ class Route:
     lane: Lane
     peer: int
     """Unit at the other end."""
+    can_map: bool
+    """Both units are on one node and have trainer ranks, so a worker may read the sender's arena where processes of a node can map it."""
     source_class: int
     timetable: Timetable
     base: int
@@ -371,16 +373,20 @@ class Schedule:
         return dict(found)
 
     def _receives(self, assignment: Assignment) -> tuple[Route, ...]:
-        lanes = self.classes[assignment.class_index].lanes
+        found = self.classes[assignment.class_index]
         return tuple(
-            Route(lane, rank, self.source_class[rank], assignment.timetable, assignment.region_base)
-            for lane, rank in zip(lanes, assignment.ranks, strict=True)
+            Route(lane, rank, self._can_map(assignment, link), self.source_class[rank], assignment.timetable, assignment.region_base)
+            for lane, link, rank in zip(found.lanes, found.links, assignment.ranks, strict=True)
         )
 
     def _send(self, target: int, lane_index: int) -> Route:
         assignment = self.assignments[target]
-        lane, rank = self.classes[assignment.class_index].lanes[lane_index], assignment.ranks[lane_index]
-        return Route(lane, assignment.unit, self.source_class[rank], assignment.timetable, assignment.region_base)
+        found, rank = self.classes[assignment.class_index], assignment.ranks[lane_index]
+        lane, can_map = found.lanes[lane_index], self._can_map(assignment, found.links[lane_index])
+        return Route(lane, assignment.unit, can_map, self.source_class[rank], assignment.timetable, assignment.region_base)
+
+    def _can_map(self, assignment: Assignment, link: Link) -> bool:
+        return link == "node" and assignment.unit in self.source_class
 
     def _local(self, assignment: Assignment) -> LocalCopies:
         own = self.source_class.get(assignment.unit, -1)

@@ -25,7 +25,7 @@ from mrl.cluster.waiting import ActorLost, wait_all
 from mrl.config.schema import RunConfig
 from mrl.refit.group import GroupAddress
 from mrl.refit.pull import VerifyReport
-from mrl.refit.unit import UnitHandles
+from mrl.refit.unit import UnitHandles, handles_of
 from mrl.refit.zero import check_unchanged
 from mrl.rollout.messages import ExchangeSeat, WorkerRefit
 
@@ -73,7 +73,7 @@ class Refit:
         logger.info("Refit schedule: %s", self.schedule.summary)
         num_ranks = len(self.schedule.source_class)
         self.dedicated = [engine.engine_index for engine in self.units if engine.units[0] >= num_ranks]
-        self._handles: list[UnitHandles] = []
+        self._handles: dict[int, UnitHandles] = {}
         self._prepare()
 
     def zero(self) -> RefitReport:
@@ -183,9 +183,10 @@ class Refit:
             pending = self.policies.start_each("prepare_refit", parts)
             pending |= self.engines.start_each("prepare_refit", {index: (self._seats(index, address),) for index in self.dedicated})
             results = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
-            self._handles = [cast(UnitHandles, results[f"policy rank {rank}"]) for rank in range(num_ranks)]
+            self._handles = {rank: cast(UnitHandles, results[f"policy rank {rank}"]) for rank in range(num_ranks)}
         else:
-            self._handles = cast(list[UnitHandles], self.policies.call_each("prepare_refit", parts, deadline_s=self.deadline_s))
+            handles = self.policies.call_each("prepare_refit", parts, deadline_s=self.deadline_s)
+            self._handles = dict(enumerate(cast(list[UnitHandles], handles)))
         self._prepare_colocated([index for index in range(self.engines.num_engines) if index not in self.dedicated])
 
     def _prepare_again(self, index: int) -> None:
@@ -200,7 +201,8 @@ class Refit:
 
     def _workers(self, engine: int) -> list[WorkerRefit]:
         units = self.units[engine].units
-        return [WorkerRefit(self.schedule.worker_part(unit), self._handles[unit]) for unit in units]
+        parts = [self.schedule.worker_part(unit) for unit in units]
+        return [WorkerRefit(part, handles_of(part, self._handles)) for part in parts]
 
     def _seats(self, engine: int, address: GroupAddress) -> list[WorkerRefit]:
         units = self.units[engine].units

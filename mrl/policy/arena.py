@@ -10,7 +10,7 @@ from torch import Tensor
 
 from conversion.boxes import Slot
 from conversion.tensors import dtype_name
-from mrl.refit.memory import SharedMemory, align
+from mrl.refit.memory import align, create_memory
 from mrl.refit.unit import ArenaHandle, ArenaRow
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Arena:
         will still be used (Megatron's buffers and buckets); one that is left out keeps the old memory.
 
         Raises:
-            ValueError: a slot is not contiguous.
+            ValueError: a slot is not contiguous, or slots lie on several devices.
         """
         strided = [str(slot) for slot, tensor in slots.items() if not tensor.is_contiguous()]
         if strided:
@@ -40,9 +40,10 @@ class Arena:
         # Tied slots are one tensor under two names; it moves once.
         tensors = {id(tensor): tensor for tensor in [*slots.values(), *views]}.values()
         offsets, num_bytes = _place(tensors)
-        self._memory = SharedMemory.create(num_bytes, name)
+        self._memory = create_memory(num_bytes, name, _device(slots))
         for storage, offset in offsets.values():
-            self._memory.tensor[offset : offset + storage.nbytes()].copy_(torch.tensor([], dtype=torch.uint8).set_(storage))
+            values = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+            self._memory.tensor[offset : offset + storage.nbytes()].copy_(values)
         for tensor in tensors:
             _rehome(tensor, self._memory.tensor, offsets[tensor.untyped_storage().data_ptr()][1])
         self._table = {slot: self._row(tensor) for slot, tensor in self._slots.items()}
@@ -80,6 +81,14 @@ def buffer_views(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
     buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     views = [buffer.param_data for buffer in buffers] + [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
     return [view for view in views if view is not None]
+
+
+def _device(slots: Mapping[Slot, Tensor]) -> torch.device:
+    devices = {tensor.device: slot for slot, tensor in slots.items()}
+    if len(devices) != 1:
+        found = ", ".join(f"{slot} on {device}" for device, slot in devices.items())
+        raise ValueError(f"all weights of a rank lie on one device to be shared with the engine; found {found or 'no weights'}")
+    return next(iter(devices))
 
 
 def _place(tensors: Iterable[Tensor]) -> tuple[dict[int, tuple[torch.UntypedStorage, int]], int]:

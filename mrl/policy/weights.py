@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from conversion.boxes import Box, Layout, Piece, Slot
 from mrl.policy.reports import SettleReport
-from mrl.refit.checksum import checksum
+from mrl.refit.checksum import Checksums
+from mrl.refit.transforms import Value
 from mrl.refit.unit import box_view, live_tensors
 
 
@@ -51,6 +52,7 @@ class CopyCheck:
     def __init__(self, tensors: Mapping[Slot, Tensor], layout: Layout) -> None:
         """Collective over all ranks."""
         self._views = [box_view(tensors[slot], piece.local) for slot, piece in _pieces(layout)]
+        self._checksums = Checksums([Value(view, None, view.dtype) for view in self._views])
         mine = [(slot, piece.name, piece.box) for slot, piece in _pieces(layout)]
         everyone: list[list[tuple[Slot, str, Box]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
@@ -68,7 +70,7 @@ class CopyCheck:
             RuntimeError: copies differ (on all ranks); it names slots and ranks.
         """
         sums = torch.full((self._num_slots,), -1, dtype=torch.int64)
-        sums[: len(self._views)] = torch.tensor([checksum(view) for view in self._views])
+        sums[: len(self._views)] = self._checksums.take()
         gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, sums)
         table = torch.stack(gathered).tolist()

@@ -6,54 +6,73 @@ where the workers read it: boxes at aligned offsets, their checksums behind them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from conversion.boxes import Slot, lengths
+from conversion.boxes import Box, Slot, lengths
 from conversion.schedule import CHECKSUM_BYTES, LocalCopies, Message, RankPart, Route, Transfer
 from conversion.tensors import torch_dtype
-from mrl.refit.checksum import checksum
+from mrl.refit.checksum import Checksums
+from mrl.refit.copies import Copies, Copy
 from mrl.refit.group import ExchangeGroup, Incoming, Outgoing
-from mrl.refit.memory import SharedMemory
-from mrl.refit.transforms import apply
-from mrl.refit.unit import NO_ROUND, ArenaHandle, ExchangeMemory, UnitHandles, box_view, bytes_as
+from mrl.refit.memory import create_memory
+from mrl.refit.transforms import Value
+from mrl.refit.unit import NO_ROUND, ArenaHandle, ExchangeMemory, UnitHandles, box_view, bytes_as, reads_arena, wait_for
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """A box of this rank's weights, and what the engine makes of it."""
 
-    view: Tensor
+    slot: Slot
+    box: Box
     transform: str | None
-    target_dtype: torch.dtype
+    target_dtype: str
 
-    def checksum(self) -> int:
-        return checksum(apply(self.view, self.transform, self.target_dtype))
+
+class _Sums:
+    """Checksums of boxes of this rank's weights: each is taken once a refit, however many workers read the box."""
+
+    def __init__(self, weights: Mapping[Slot, Tensor]) -> None:
+        self._weights = weights
+        self.seconds = 0.0
+        self._rows: dict[_Source, int] = {}
+        self._values: list[int] = []
+
+    def prepare(self, sources: Sequence[_Source], out: Tensor) -> Callable[[], None]:
+        """A function that writes the checksums of `sources` to `out` (int64). Those prepared earlier must have run earlier."""
+        new = [source for source in dict.fromkeys(sources) if source not in self._rows]
+        first = len(self._rows)
+        self._rows |= {source: first + index for index, source in enumerate(new)}
+        self._values += [0] * len(new)
+        rows = [self._rows[source] for source in sources]
+        taken = Checksums(
+            [Value(box_view(self._weights[item.slot], item.box), item.transform, torch_dtype(item.target_dtype)) for item in new]
+        )
+
+        def write() -> None:
+            start = time.perf_counter()
+            self._values[first : first + len(new)] = taken.take().tolist()
+            out.copy_(torch.tensor([self._values[row] for row in rows], dtype=torch.int64))
+            self.seconds += time.perf_counter() - start
+
+        return write
 
 
 @dataclass(frozen=True)
 class _Packing:
-    """A message that leaves, as views of its buffer."""
+    """A message that leaves."""
 
-    boxes: list[Tensor]
-    sources: list[_Source]
-    checksums: Tensor
+    copies: Copies
+    write_checksums: Callable[[], None]
 
     def run(self) -> None:
-        for box, source in zip(self.boxes, self.sources, strict=True):
-            box.copy_(source.view)
-        self.checksums.copy_(torch.tensor([source.checksum() for source in self.sources]))
-
-
-@dataclass(frozen=True)
-class _Local:
-    """Boxes that workers read out of this rank's arena, and where their checksums go."""
-
-    sources: list[_Source]
-    checksums: Tensor
+        self.copies.run()
+        self.write_checksums()
 
 
 class Exchange:
@@ -76,14 +95,19 @@ class Exchange:
         self._group = group
         self._arena = arena
         self._weights = weights
-        self.memory = SharedMemory.create(ExchangeMemory.num_bytes(part.body_bytes), f"mrl-exchange-{part.rank}")
+        self._sums = _Sums(weights)
+        self._device = group.device if group else next(iter(weights.values())).device
+        self.memory = create_memory(ExchangeMemory.num_bytes(part.body_bytes), f"mrl-exchange-{part.rank}", self._device)
         self._parts = ExchangeMemory.split(self.memory.tensor)
         self._parts.stamps[0] = NO_ROUND
         # One buffer serves all rounds: a round ends before the next one begins.
         buffer = torch.empty(part.packed_bytes(), dtype=torch.uint8, device=self.memory.tensor.device)
         self._outgoing = [self._pack_of(part, round_index, buffer) for round_index in range(part.num_rounds)]
         self._incoming = [
-            [Incoming(route.peer, self._arrival(route, message)) for route, message in part.incoming(round_index)]
+            [
+                Incoming(route.peer, self._traveling(route, message, self._arrival(route, message)))
+                for route, message in part.incoming(round_index)
+            ]
             for round_index in range(part.num_rounds)
         ]
         self._locals = [self._local(local) for local in part.locals]
@@ -92,6 +116,11 @@ class Exchange:
     def handles(self) -> UnitHandles:
         """What the engine workers of this unit need to pull."""
         return UnitHandles(self.rank, self._arena, self.memory.handle())
+
+    @property
+    def checksum_seconds(self) -> float:
+        """Time that checksums have taken in all rounds so far: the source's part of verification."""
+        return self._sums.seconds
 
     def run(self, round_index: int) -> None:
         """Fills the exchange memory with the messages and checksums of one round.
@@ -106,34 +135,44 @@ class Exchange:
         self._parts.stamps[0] = NO_ROUND
         if self._group is not None and (outgoing or incoming):
             self._group.run(outgoing, incoming, what=f"round {round_index}")
-        for local in self._locals if round_index == 0 else ():
-            local.checksums.copy_(torch.tensor([source.checksum() for source in local.sources]))
+        for write_checksums in self._locals if round_index == 0 else ():
+            write_checksums()
+        wait_for(self._device)
         self._parts.stamps[1] += 1
         # Last: it is what tells the workers that the rest is there.
         self._parts.stamps[0] = round_index
+        wait_for(self._device)
 
     def _pack_of(self, part: RankPart, round_index: int, buffer: Tensor) -> list[Outgoing]:
         outgoing, start = [], 0
         for route, message in part.outgoing(round_index):
             view = buffer[start : start + message.num_bytes]
             start += message.num_bytes
-            outgoing.append(Outgoing(route.peer, view, self._packing(message, route.source_class, view).run))
+            outgoing.append(Outgoing(route.peer, self._traveling(route, message, view), self._packing(route, message, view).run))
         return outgoing
 
-    def _packing(self, message: Message, source_class: int, buffer: Tensor) -> _Packing:
-        transfers = [copy.transfer(source_class) for copy in message.copies]
-        boxes = [bytes_as(buffer, item.offset, lengths(item.box), torch_dtype(item.dtype)) for item in transfers]
+    def _packing(self, route: Route, message: Message, buffer: Tensor) -> _Packing:
+        transfers = [copy.transfer(route.source_class) for copy in message.copies]
+        packed = [] if reads_arena(route, self._device) else transfers
+        copies = [
+            Copy(bytes_as(buffer, item.offset, lengths(item.box), torch_dtype(item.dtype)), box_view(self._weights[item.slot], item.box))
+            for item in packed
+        ]
         checksums = bytes_as(buffer, message.checksums_offset, (len(transfers),), torch.int64)
-        return _Packing(boxes, [self._source(item) for item in transfers], checksums)
+        return _Packing(Copies(copies), self._sums.prepare([_source(item) for item in transfers], checksums))
+
+    def _traveling(self, route: Route, message: Message, buffer: Tensor) -> Tensor:
+        return buffer[message.checksums_offset :] if reads_arena(route, self._device) else buffer
 
     def _arrival(self, route: Route, message: Message) -> Tensor:
         start = route.base + message.offset
         return self._parts.body[start : start + message.num_bytes]
 
-    def _local(self, local: LocalCopies) -> _Local:
-        sources = [self._source(copy.transfer(local.source_class)) for copy in local.copies.copies()]
+    def _local(self, local: LocalCopies) -> Callable[[], None]:
+        sources = [_source(copy.transfer(local.source_class)) for copy in local.copies.copies()]
         end = local.checksums_base + CHECKSUM_BYTES * len(sources)
-        return _Local(sources, self._parts.body[local.checksums_base : end].view(torch.int64))
+        return self._sums.prepare(sources, self._parts.body[local.checksums_base : end].view(torch.int64))
 
-    def _source(self, item: Transfer) -> _Source:
-        return _Source(box_view(self._weights[item.slot], item.box), item.transform, torch_dtype(item.target_dtype))
+
+def _source(item: Transfer) -> _Source:
+    return _Source(item.slot, item.box, item.transform, item.target_dtype)

@@ -56,7 +56,7 @@ class ExchangeGroup:
         """
         self.rank = rank
         self._timeout_s = timeout_s
-        self._device = device
+        self.device = device
         limit = timedelta(seconds=timeout_s)
         try:
             store = dist.TCPStore(address.host, address.port, is_master=False, timeout=limit)
@@ -86,14 +86,14 @@ class ExchangeGroup:
 
     def _post(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[dist.Work]:
         # One NCCL call for all messages of a round: one after the other they could wait for each other in a circle.
-        is_one_call = self._device.type == "cuda"
+        is_one_call = self.device.type == "cuda"
         if is_one_call:
-            self._group._start_coalescing(self._device)
+            self._group._start_coalescing(self.device)
         works = [self._group.recv([message.buffer], message.peer, 0) for message in incoming]
         for message in outgoing:
             message.pack()
             works.append(self._group.send([message.buffer], message.peer, 0))
-        return [self._group._end_coalescing(self._device)] if is_one_call else works
+        return [self._group._end_coalescing(self.device)] if is_one_call else works
 
 
 def _process_group(store: dist.Store, rank: int, size: int, device: torch.device, limit: timedelta) -> dist.ProcessGroup:

@@ -12,11 +12,12 @@ from torch import Tensor
 from conversion.boxes import Box, Slot, lengths, tiling_fault
 from conversion.schedule import CHECKSUM_BYTES, Pull, WorkerPart
 from conversion.tensors import torch_dtype
-from mrl.refit.checksum import checksum
+from mrl.refit.checksum import Checksums
+from mrl.refit.copies import Copies, Copy
 from mrl.refit.errors import RefitError
-from mrl.refit.memory import SharedMemory, open_handle
-from mrl.refit.transforms import apply
-from mrl.refit.unit import ExchangeMemory, UnitHandles, box_view, bytes_as
+from mrl.refit.memory import MappedMemory, SharedMemory, open_handle
+from mrl.refit.transforms import Value
+from mrl.refit.unit import ArenaRow, ExchangeMemory, UnitHandles, box_view, bytes_as, reads_arena, wait_for
 
 # Enough to see a pattern; a wrong layout makes thousands.
 _MAX_REPORTED = 8
@@ -36,17 +37,20 @@ class VerifyReport:
     """One line for each box that differs: slot, box, source rank, unit."""
 
 
-@dataclass(frozen=True)
-class _Copy:
-    pull: Pull
-    source: Tensor
-    target: Tensor
-
-
 class _Round(NamedTuple):
-    copies: list[_Copy]
-    checksum_words: Tensor
-    """int64: where the expected checksum of each copy stands in the memory's body, in words."""
+    pulls: Sequence[Pull]
+    copies: Copies
+    checksums: Checksums
+    """Of the live boxes, in the order of the pulls."""
+    expected_words: Tensor
+    """int64: where the expected checksums stand in the memory's body, in words."""
+    num_bytes: int
+    """Of the live boxes."""
+
+
+class _Arena(NamedTuple):
+    memory: MappedMemory
+    table: Mapping[Slot, ArenaRow]
 
 
 @dataclass(frozen=True)
@@ -81,18 +85,22 @@ class Puller:
         """
         self._live = live
         self._unit = handles.unit
-        self._arena_handle = handles.arena
         tensors = live()
         rounds = part.all_pulls()
         check_coverage(tensors, [pull for pulls in rounds for pull in pulls], part.padding)
         # CUDA graphs and views of the model hold addresses, so writing elsewhere would change nothing that is read.
         self._addresses = {slot: tensor.data_ptr() for slot, tensor in tensors.items()}
         self._total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._arena = open_handle(handles.arena.memory) if handles.arena else None
         self._exchange = None if own_memory else open_handle(handles.exchange)
         memory = self._exchange or own_memory
         assert memory is not None
         self._parts = ExchangeMemory.split(memory.tensor)
+        near = {route.peer for route in part.receives if reads_arena(route, memory.tensor.device)}
+        assert near <= handles.peers.keys(), "handles without the arenas of the node: see handles_of"
+        mapped = {rank: handles.peers[rank] for rank in near}
+        if handles.arena:
+            mapped[handles.unit] = handles.arena
+        self._arenas = {rank: _Arena(open_handle(arena.memory), arena.table) for rank, arena in mapped.items()}
         self._rounds = [self._prepare(tensors, pulls) for pulls in rounds]
         self._padding = [_Padding(slot, box, box_view(tensors[slot], box)) for slot, boxes in part.padding.items() for box in boxes]
         self._last_written = 0
@@ -110,31 +118,27 @@ class Puller:
             self._reports = {}
             for padding in self._padding:
                 padding.target.zero_()
-        for memory in (self._arena, self._exchange):
+        for memory in [self._exchange, *(arena.memory for arena in self._arenas.values())]:
             if memory is not None:
                 memory.check()
         self._check_stamps(round_index)
-        copies = self._rounds[round_index].copies
-        for copy in copies:
-            copy.target.copy_(apply(copy.source, copy.pull.transform, copy.target.dtype))
-        return sum(copy.target.nbytes for copy in copies)
+        self._rounds[round_index].copies.run()
+        wait_for(self._parts.body.device)
+        return self._rounds[round_index].num_bytes
 
     @torch.inference_mode()
     def verify(self, round_index: int) -> VerifyReport:
         """Compares the live bytes of the round's boxes with the trainer's checksums; in round 0 also padding with zero."""
-        copies, checksum_words = self._rounds[round_index]
-        expected = self._parts.body.view(torch.int64)[checksum_words].tolist()
-        mismatches, num_bytes, padding_bytes = [], 0, 0
-        for copy, right in zip(copies, expected, strict=True):
-            num_bytes += copy.target.nbytes
-            if checksum(copy.target) != right:
-                mismatches.append(self._describe(copy.pull))
+        plan = self._rounds[round_index]
+        expected = self._parts.body.view(torch.int64)[plan.expected_words].cpu()
+        different = (plan.checksums.take() != expected).nonzero().flatten().tolist()
+        mismatches, padding_bytes = [self._describe(plan.pulls[index]) for index in different], 0
         for padding in self._padding if round_index == 0 else ():
             padding_bytes += padding.target.nbytes
             # By bytes: a negative zero or a NaN is not what the forward pass of a fresh engine would read.
             if padding.target.contiguous().reshape(-1).view(torch.uint8).any():
                 mismatches.append(f"padding of {padding.slot} box {padding.box} is not zero on the worker of unit {self._unit}")
-        report = VerifyReport(num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
+        report = VerifyReport(plan.num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
         self._reports[round_index] = report
         return report
 
@@ -159,21 +163,25 @@ class Puller:
         return VerifyReport(num_bytes, padding_bytes, self._total_bytes, ())
 
     def _prepare(self, tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull]) -> _Round:
-        copies = [_Copy(pull, self._source(pull), box_view(tensors[pull.target], pull.target_box)) for pull in pulls]
+        targets = [box_view(tensors[pull.target], pull.target_box) for pull in pulls]
+        copies = [Copy(target, self._source(pull), pull.transform) for target, pull in zip(targets, pulls, strict=True)]
+        checksums = Checksums([Value(target, None, target.dtype) for target in targets])
         words = torch.tensor([pull.checksum_offset // CHECKSUM_BYTES for pull in pulls], dtype=torch.int64)
-        return _Round(copies, words.to(self._parts.body.device))
+        num_bytes = sum(target.nbytes for target in targets)
+        return _Round(pulls, Copies(copies), checksums, words.to(self._parts.body.device), num_bytes)
 
     def _source(self, pull: Pull) -> Tensor:
         dtype = torch_dtype(pull.source_dtype)
         shape = lengths(pull.target_box)
-        if pull.origin == "exchange":
+        if pull.source_rank not in self._arenas:
+            assert pull.origin == "exchange"
             return bytes_as(self._parts.body, pull.offset, shape, dtype)
-        assert self._arena is not None and self._arena_handle is not None
-        row = self._arena_handle.table[pull.source_slot]
+        memory, table = self._arenas[pull.source_rank]
+        row = table[pull.source_slot]
         if row.dtype != pull.source_dtype:
-            raise RefitError(f"{pull.source_slot} of rank {self._unit} is {row.dtype}, the schedule says {pull.source_dtype}")
+            raise RefitError(f"{pull.source_slot} of rank {pull.source_rank} is {row.dtype}, the schedule says {pull.source_dtype}")
         # Boxes differ at most by leading dimensions of length 1 (experts stacked in the engine), so this is a view.
-        return box_view(bytes_as(self._arena.tensor, row.offset, row.shape, dtype), pull.source_box).view(shape)
+        return box_view(bytes_as(memory.tensor, row.offset, row.shape, dtype), pull.source_box).view(shape)
 
     def _check_addresses(self) -> None:
         tensors = self._live()

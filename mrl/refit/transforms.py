@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,3 +17,20 @@ def apply(tensor: Tensor, transform: str | None, target_dtype: torch.dtype) -> T
         ValueError: unknown transform.
     """
     return transformed(tensor, transform).to(target_dtype)
+
+
+class Value(NamedTuple):
+    """A tensor as an engine keeps it."""
+
+    tensor: Tensor
+    transform: str | None
+    dtype: torch.dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """The engine keeps the tensor's own bytes."""
+        return self.transform is None and self.tensor.dtype == self.dtype
+
+    def now(self) -> Tensor:
+        """See `apply`."""
+        return apply(self.tensor, self.transform, self.dtype)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from conversion.boxes import Box, Slot
+from conversion.schedule import Route, WorkerPart
+from mrl.refit.host_memory import HostHandle
 from mrl.refit.memory import MemoryHandle, align
 
 # Two words (int64) in front of the body: the round that lies in the memory, and how many rounds were ever written.
@@ -43,6 +45,8 @@ class UnitHandles:
     arena: ArenaHandle | None
     """None on the unit of a dedicated engine, which has no trainer rank."""
     exchange: MemoryHandle
+    peers: Mapping[int, ArenaHandle] = field(default_factory=dict)
+    """Arenas of other ranks of the node, by rank, that the worker reads too."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,27 @@ class ExchangeMemory:
     def split(cls, memory: Tensor) -> ExchangeMemory:
         """The parts of `memory` (uint8), as views."""
         return cls(memory[: 8 * _NUM_STAMPS].view(torch.int64), memory[align(8 * _NUM_STAMPS) :])
+
+
+def reads_arena(route: Route, device: torch.device) -> bool:
+    """Whether a worker reads the boxes of a route out of the sender's arena, so that only their checksums travel.
+
+    Host memory can be mapped by every process of its node, memory of a GPU only by processes on that GPU.
+    """
+    return route.can_map and device.type == "cpu"
+
+
+def handles_of(part: WorkerPart, handles: Mapping[int, UnitHandles]) -> UnitHandles:
+    """What the worker of `part` needs of all units' handles: those of its own, and the arenas that it may read on its node."""
+    own = handles[part.unit]
+    arenas = {route.peer: handles[route.peer].arena for route in part.receives if route.can_map and isinstance(own.exchange, HostHandle)}
+    return replace(own, peers={rank: arena for rank, arena in arenas.items() if arena is not None})
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when all that this process has queued on a GPU is done: another process looks at the memory next."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:

@@ -16,7 +16,7 @@ class WorkerRefit:
     part: WorkerPart
     """What the worker copies, and which boxes of its live tensors no weight fills."""
     source: UnitHandles | ExchangeSeat
-    """Memory of the trainer rank on the worker's unit. A dedicated engine's worker has none there, and takes part in the exchange."""
+    """Memory of the trainer ranks that it reads. A dedicated engine's worker reads none, and takes part in the exchange."""
 
 
 @dataclass(frozen=True)

@@ -1,104 +1,231 @@
-"""Speed of a refit inside one host against a plain copy of the same bytes. Prints one JSON line per repeat and one of medians.
+"""Speed of a refit inside one host against a plain copy of the same bytes, at the same time of day, by the same number of processes.
 
-Usage: python scripts/bench/refit.py [--mib 256] [--tensor-mib 4] [--repeats 7] [--threads 1]
+Trainer ranks and engine workers are real processes that share memory and exchange over gloo, as in a run. Weights have the shapes of
+Nemotron-3-Nano-30B-A3B (52 layers, 128 experts), every width divided by --divide. Repeats of copy and refit take turns.
+
+- refit: exchange and pull, without checksums. Its speed is given as a share of the plain copy's (one Tensor.copy_ by every engine worker
+  of as many bytes as it has weights).
+- refit + verification: all of it, with the checksums that the ranks take and those that the workers compare. As a multiple of the time
+  of the plain copy.
+
+Prints a line for each pair of layouts and writes docs/data/refit.json.
+
+Usage: python -m scripts.bench.refit [--divide 8] [--repeats 9] [--device cpu|cuda] [--only NAME] [--no-record]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import Tensor
 
-from conversion.boxes import Box, Layout, Piece, Slot, SlotLayout, full, lengths
+from conversion.boxes import Layout
+from conversion.families.common import HfConfig, MegatronParallel, VllmParallel
+from conversion.families.registry import family
 from conversion.reshard import reshard
+from conversion.schedule import RankPart, Schedule
+from conversion.tensors import torch_dtype
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
-from mrl.refit.pull import Puller
+from mrl.refit.group import ExchangeGroup, GroupAddress
+from mrl.refit.unit import UnitHandles, handles_of, wait_for
+from scripts.bench.shapes import narrowed
+from tests.long.record import Row, record
+from tests.stack.refit import children
+from tests.stack.refit.children import Child, call_all
 
-NUM_COLUMNS = 1024
-
-
-def layouts(num_tensors: int, num_rows: int) -> tuple[Layout, dict[int, Layout]]:
-    """One trainer rank, and two engine workers on its unit that cut its tensors alternately by rows and (strided) by columns."""
-    shape = (num_rows, NUM_COLUMNS)
-    source: Layout = {}
-    targets: dict[int, Layout] = {0: {}, 1: {}}
-    for index in range(num_tensors):
-        name = f"layers.{index}.weight"
-        source[Slot(name)] = SlotLayout(shape, "bfloat16", (Piece(name, full(shape), full(shape)),))
-        for worker, layout in targets.items():
-            box = half(shape, dim=index % 2, part=worker)
-            layout[Slot(name)] = SlotLayout(lengths(box), "bfloat16", (Piece(name, box, full(lengths(box))),))
-    return source, targets
+BUFFER_BYTES = 1_000_000_000
+# Largest share of the plain copy's speed, and multiples of its time, that DESIGN asks for: on CPU, on a GPU.
+MIN_SPEED = {"cpu": 0.8, "cuda": 0.7}
+MAX_TIME = {"cpu": 3.5, "cuda": 2.5}
 
 
-def half(shape: tuple[int, int], *, dim: int, part: int) -> Box:
-    """One half of a matrix along `dim`."""
-    size = shape[dim] // 2
-    return tuple((part * size, (part + 1) * size) if axis == dim else (0, length) for axis, length in enumerate(shape))
+@dataclass(frozen=True)
+class Case:
+    """A layout of the policy and one of the engine, which share units from 0 on."""
+
+    policy: MegatronParallel
+    engine: VllmParallel
+    num_ranks: int = 2
+    num_hosts: int = 1
+    """2: ranks may not read each other's arenas, as if they ran on two hosts; their messages still go through this one."""
+
+    def sources(self, hf_config: HfConfig) -> dict[int, Layout]:
+        """Layouts of the trainer ranks."""
+        coords = [self.policy.coords_of(rank, self.num_ranks) for rank in range(self.num_ranks)]
+        tables = family(hf_config)
+        return {rank: tables.megatron_layout(hf_config, self.policy, coords[rank], "bfloat16") for rank in range(self.num_ranks)}
+
+    def targets(self, hf_config: HfConfig) -> dict[int, Layout]:
+        """Layouts of the engine's workers."""
+        tables = family(hf_config)
+        return {worker: tables.vllm_layout(hf_config, self.engine, worker, "bfloat16") for worker in range(self.engine.tp)}
+
+    def schedule(self, hf_config: HfConfig) -> Schedule:
+        """The refit's."""
+        targets = self.targets(hf_config)
+        nodes = {rank: rank % self.num_hosts for rank in range(self.num_ranks)}
+        units = {target: target for target in targets}
+        return reshard(self.sources(hf_config), targets, unit_of=units, node_of=nodes, buffer_bytes=BUFFER_BYTES)
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+CASES = {
+    "TP2 ETP2 to TP2": Case(MegatronParallel(tp=2, etp=2), VllmParallel(tp=2)),
+    "TP2 EP2 to TP2 EP2": Case(MegatronParallel(tp=2, ep=2), VllmParallel(tp=2, ep=2)),
+    "TP2 EP2 to TP1": Case(MegatronParallel(tp=2, ep=2), VllmParallel(tp=1)),
+    "TP2 EP2 to TP2": Case(MegatronParallel(tp=2, ep=2), VllmParallel(tp=2)),
+    "TP2 EP2 to TP2, gloo": Case(MegatronParallel(tp=2, ep=2), VllmParallel(tp=2), num_hosts=2),
+    "TP1 to TP1": Case(MegatronParallel(), VllmParallel(), num_ranks=1),
+}
+# Of several ranks on one GPU NCCL makes no group.
+CASES_OF = {"cpu": [name for name in CASES if name != "TP1 to TP1"], "cuda": ["TP1 to TP1"]}
 
 
-def measure(num_tensors: int, num_rows: int, num_repeats: int) -> list[dict[str, float]]:
-    """GB/s of each part for each repeat; the parts take turns, so that a change of the machine's speed meets all of them."""
-    source, targets = layouts(num_tensors, num_rows)
-    weights = {slot: torch.randn(layout.shape).bfloat16() for slot, layout in source.items()}
-    arena = Arena(weights, name="bench-arena")
-    schedule = reshard({0: source}, targets, unit_of=dict.fromkeys(targets, 0), buffer_bytes=1 << 30)
-    exchange = Exchange(schedule.rank_part(0), weights, arena.handle(), group=None)
-    pullers = []
-    for worker, layout in targets.items():
-        live = {slot: torch.zeros(content.shape, dtype=torch.bfloat16) for slot, content in layout.items()}
-        pullers.append(Puller(lambda live=live: live, schedule.worker_part(worker), exchange.handles()))
-    num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    plain, copy = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    parts = {
-        "memcpy": lambda: copy.copy_(plain),
-        "exchange": lambda: exchange.run(0),
-        "pull": lambda: [puller.pull(0) for puller in pullers],
-        "verify": lambda: [puller.verify(0) for puller in pullers],
+class State(children.State):
+    """What a process of the bench keeps between calls."""
+
+    plain: Tensor
+    copy: Tensor
+
+
+def build_trainer(state: State, rank: int, layout: Layout, part: RankPart, address: GroupAddress | None, device: str) -> UnitHandles:
+    """Random weights in an arena, and this rank's part of the exchange."""
+    generator = torch.Generator().manual_seed(rank)
+    weights = {
+        slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype)).normal_(generator=generator).to(device)
+        for slot, item in layout.items()
     }
-    rows = []
-    # The first pass touches fresh pages and is not counted.
-    for repeat in range(num_repeats + 1):
-        times = {name: seconds(part) for name, part in parts.items()}
-        for puller in pullers:
-            puller.finish()
-        if repeat:
-            rows.append({f"{name}_gb_per_s": num_bytes / time_s / 1e9 for name, time_s in times.items()})
-    return rows
+    state.arena = Arena(weights, name=f"mrl-arena-{rank}")
+    group = ExchangeGroup(address, rank, device=torch.device(device), timeout_s=60.0) if address else None
+    state.exchange = Exchange(part, weights, state.arena.handle(), group=group)
+    return state.exchange.handles()
+
+
+def build_engine(state: State, layout: Layout, device: str) -> None:
+    """Live tensors, and two buffers as large as all of them."""
+    state.live = {slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype), device=device) for slot, item in layout.items()}
+    num_bytes = sum(tensor.nbytes for tensor in state.live.values())
+    state.plain = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    state.copy = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def plain_copy(state: State) -> None:
+    """The yardstick."""
+    state.copy.copy_(state.plain)
+    wait_for(state.copy.device)
+
+
+def exchange(state: State, round_index: int) -> float:
+    """One round; seconds that its checksums took."""
+    before = state.exchange.checksum_seconds
+    state.exchange.run(round_index)
+    return state.exchange.checksum_seconds - before
+
+
+@dataclass
+class Times:
+    """One repeat, in seconds of wall time."""
+
+    plain_copy: float = 0.0
+    moving: float = 0.0
+    checksums: float = 0.0
+
+    def one_round(self, ranks: Sequence[Child], workers: Sequence[Child], index: int) -> None:
+        """Runs a round and adds its times."""
+        taken, total = seconds(call_all, ranks, exchange, index)
+        # The rank that has spent least on checksums has been moving longest.
+        summing = min(cast(list[float], taken))
+        _, pulling = seconds(call_all, workers, children.pull, index)
+        _, comparing = seconds(call_all, workers, children.verify, index)
+        self.moving += total - summing + pulling
+        self.checksums += summing + comparing
+
+
+def seconds(function: Callable[..., object], *arguments: object) -> tuple[object, float]:
+    """What the function gave, and the wall time of the call."""
+    start = time.perf_counter()
+    value = function(*arguments)
+    return value, time.perf_counter() - start
+
+
+def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> tuple[Schedule, list[Times]]:
+    """Starts the processes and repeats plain copy and refit in turn; the first pass, which touches fresh pages, is left out."""
+    sources, targets, schedule = case.sources(hf_config), case.targets(hf_config), case.schedule(hf_config)
+    ranks, workers = [Child() for _ in sources], [Child() for _ in targets]
+    times = []
+    try:
+        ranks[0].call(children.open_store)
+        port, _ = cast(tuple[int, int], ranks[0].call(children.count_group))
+        address = GroupAddress("127.0.0.1", port, "exchange", len(ranks)) if len(ranks) > 1 else None
+        for rank, child in enumerate(ranks):
+            child.send(build_trainer, rank, sources[rank], schedule.rank_part(rank), address, device)
+        handles = {rank: cast(UnitHandles, child.result()) for rank, child in enumerate(ranks)}
+        for target, worker in enumerate(workers):
+            part = schedule.worker_part(target)
+            worker.call(build_engine, targets[target], device)
+            worker.call(children.prepare_pull, part, handles_of(part, handles))
+        for _ in range(num_repeats + 1):
+            times.append(Times())
+            _, times[-1].plain_copy = seconds(call_all, workers, plain_copy)
+            for index in range(schedule.num_rounds):
+                times[-1].one_round(ranks, workers, index)
+            call_all(workers, children.finish)
+    finally:
+        for child in ranks + workers:
+            child.stop()
+    return schedule, times[1:]
+
+
+def row_of(name: str, divide: int, device: str, schedule: Schedule, times: Sequence[Times]) -> Row:
+    """One line of the table."""
+    needed = sum(schedule.copied_bytes(target) for target in schedule.assignments)
+    # Between hosts a box travels to the worker's host, where it is copied once more; within a host it is copied once.
+    moved = needed + schedule.link_bytes()["network"]
+    speeds = sorted(item.plain_copy / item.moving for item in times)
+    multiples = sorted((item.moving + item.checksums) / item.plain_copy for item in times)
+    has_target = schedule.link_bytes()["network"] == 0
+    return {
+        "policy to engine": name,
+        "device": device,
+        "widths divided by": divide,
+        "gigabytes": needed / 1e9,
+        "bytes moved / needed": round(moved / needed, 3),
+        "plain copy GB/s": needed / statistics.median(item.plain_copy for item in times) / 1e9,
+        "refit / copy speed": statistics.median(speeds),
+        "at least": MIN_SPEED[device] if has_target else None,
+        "lowest to highest": f"{speeds[0]:.2f} to {speeds[-1]:.2f}",
+        "refit + verification / copy time": statistics.median(multiples),
+        "at most": MAX_TIME[device] if has_target else None,
+        "lowest to highest time": f"{multiples[0]:.2f} to {multiples[-1]:.2f}",
+        "repeats": len(times),
+    }
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=256, help="size of the weights")
-    parser.add_argument("--tensor-mib", type=float, default=4, help="size of each tensor")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--divide", type=int, default=8, help="what every width of the model is divided by")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", choices=sorted(MIN_SPEED), default="cpu")
+    parser.add_argument("--only", choices=list(CASES), help="one case")
+    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    num_rows = int(arguments.tensor_mib * 2**20) // (2 * NUM_COLUMNS)
-    rows = measure(int(arguments.mib / arguments.tensor_mib), num_rows, arguments.repeats)
-    for row in rows:
-        print(json.dumps({key: round(value, 2) for key, value in row.items()}))
-    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    ratios = {
-        f"{name}_over_memcpy": round(median[f"{name}_gb_per_s"] / median["memcpy_gb_per_s"], 3) for name in ("exchange", "pull", "verify")
-    }
-    print(
-        json.dumps({"mib": arguments.mib, "tensor_mib": arguments.tensor_mib, "threads": arguments.threads, "repeats": len(rows), **ratios})
-    )
+    rows = []
+    for name in [arguments.only] if arguments.only else CASES_OF[arguments.device]:
+        measured = measure(CASES[name], narrowed(arguments.divide), arguments.repeats, arguments.device)
+        rows.append(row_of(name, arguments.divide, arguments.device, *measured))
+        print(
+            ", ".join(f"{key}: {value:.3g}" if isinstance(value, float) else f"{key}: {value}" for key, value in rows[-1].items()),
+            flush=True,
+        )
+    if not arguments.no_record:
+        record("refit", rows, command="python -m scripts.bench.refit")
 
 
 if __name__ == "__main__":

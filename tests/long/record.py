@@ -19,12 +19,12 @@ Row = dict[str, str | int | float | None]
 """Column -> value; None where there is nothing to measure."""
 
 
-def record(part: str, rows: Sequence[Row], *, folder: Path = DATA_FOLDER) -> None:
-    """Writes the rows that `scripts/test.sh --long PART` measured, with where and on what they were measured."""
+def record(part: str, rows: Sequence[Row], *, folder: Path = DATA_FOLDER, command: str | None = None) -> None:
+    """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured."""
     data = {
         "part": part,
         "commit": commit(),
-        "command": f"bash scripts/test.sh --long {part}",
+        "command": command or f"bash scripts/test.sh --long {part}",
         "host": host(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": list(rows),

@@ -393,7 +393,9 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
         target = family(hf_config).vllm_layout(hf_config, VllmParallel(), 0, vllm_cfg.precision)
         layouts: list[Layout] = [{}] * rank.world_size
         dist.all_gather_object(layouts, policy.layout())
-        schedule = reshard(dict(enumerate(layouts)), {0: target}, unit_of={0: 0}, buffer_bytes=100_000)
+        # On nodes of their own, ranks send each other what they would read in the arenas of one node.
+        nodes = {index: index for index in range(rank.world_size)}
+        schedule = reshard(dict(enumerate(layouts)), {0: target}, unit_of={0: 0}, node_of=nodes, buffer_bytes=100_000)
         address = GroupAddress(rank.master_address, rank.master_port, "exchange", rank.world_size)
         handles = policy.prepare_refit(schedule.rank_part(rank.rank), address)
         live = {slot: torch.full(content.shape, 7, dtype=torch_dtype(content.dtype)) for slot, content in target.items()}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conversion.boxes import Layout, Slot
+from conversion.boxes import Box, Layout, Slot
 from conversion.schedule import RankPart, WorkerPart
 from conversion.tensors import torch_dtype
 from mrl.policy.arena import Arena
@@ -154,6 +154,10 @@ def flip_exchanged_byte(state: State, offset: int) -> None:
 
 def set_weight(state: State, slot: Slot, value: float) -> None:
     state.arena.tensors()[slot].view(-1)[0] = value
+
+
+def flip_weight_byte(state: State, slot: Slot, box: Box) -> None:
+    box_view(state.arena.tensors()[slot], box).view(torch.uint8)[(0,) * len(box)] ^= 1
 
 
 def bump_arena(state: State) -> None:

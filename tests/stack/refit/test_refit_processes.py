@@ -23,7 +23,7 @@ from conversion.schedule import Schedule
 from mrl.refit.errors import RefitError
 from mrl.refit.group import GroupAddress
 from mrl.refit.pull import VerifyReport
-from mrl.refit.unit import UnitHandles
+from mrl.refit.unit import UnitHandles, handles_of
 from tests.models import save_nemotron_h
 from tests.schedules import drop_copies
 from tests.stack.refit import children
@@ -69,7 +69,8 @@ class Refit:
 
     def prepare_pulls(self) -> None:
         for target, worker in enumerate(self.workers):
-            worker.call(children.prepare_pull, self.schedule.worker_part(target), self.handles[self.unit_of[target]])
+            part = self.schedule.worker_part(target)
+            worker.call(children.prepare_pull, part, handles_of(part, self.handles))
 
     def round(self, index: int) -> list[int]:
         call_all(self.participants, children.exchange, index)
@@ -133,15 +134,17 @@ def prepare(
     unit_of: dict[int, int] | None = None,
     dtypes: tuple[str, str] = ("float32", "float32"),
     buffer_bytes: int = ONE_ROUND,
+    on_one_node: bool = False,
 ) -> Refit:
     """Engines of `tp` workers on units from `first_unit`, or as `unit_of` says, refitted from checkpoint 0.
 
-    From WORLD_SIZE on they are dedicated engines.
+    From WORLD_SIZE on they are dedicated engines. Units are nodes of their own, which exchange what units of one node read from each other.
     """
     sources, engine = models.trainers(dtypes[0]), models.engines(tp, dtypes[1])
     targets = {worker: engine[worker % tp] for worker in unit_of or range(tp * num_engines)}
     unit_of = unit_of or {worker: first_unit + worker for worker in targets}
-    schedule = reshard(sources, targets, unit_of=unit_of, buffer_bytes=buffer_bytes)
+    nodes = {unit: 0 if on_one_node else unit for unit in [*sources, *unit_of.values()]}
+    schedule = reshard(sources, targets, unit_of=unit_of, node_of=nodes, buffer_bytes=buffer_bytes)
     trainers, workers = processes[0], processes[1][: len(targets)]
     call_all(trainers, children.build_trainer, sources, models.checkpoints[0])
     for target, worker in enumerate(workers):
@@ -170,7 +173,9 @@ def prepare(
         dict(tp=2, buffer_bytes=32 << 10),
         dict(tp=1, dtypes=("bfloat16", "bfloat16")),
         dict(tp=2, dtypes=("bfloat16", "float32")),
-        dict(tp=1, first_unit=WORLD_SIZE),
+        dict(tp=2, num_engines=2, on_one_node=True),
+        dict(tp=1, on_one_node=True, buffer_bytes=32 << 10, dtypes=("bfloat16", "float32")),
+        dict(tp=1, first_unit=WORLD_SIZE, on_one_node=True),
         dict(tp=2, num_engines=2, first_unit=WORLD_SIZE, buffer_bytes=64 << 10),
         dict(tp=2, first_unit=WORLD_SIZE, dtypes=("bfloat16", "float32")),
     ],
@@ -183,7 +188,9 @@ def prepare(
         "many_rounds",
         "bf16",
         "bf16_to_fp32",
-        "dedicated_tp1",
+        "two_engines_on_one_node",
+        "many_rounds_on_one_node",
+        "dedicated_tp1_on_one_node",
         "dedicated_two_engines_of_tp2",
         "dedicated_tp2_bf16_to_fp32",
     ],
@@ -268,6 +275,17 @@ def test_a_byte_flipped_in_a_dedicated_worker_is_caught(processes, models):
         refit.workers[0].call(children.finish)
 
 
+def test_on_one_node_only_checksums_travel_and_a_changed_weight_of_another_rank_is_caught(processes, models):
+    refit = prepare(processes, models, on_one_node=True)
+    call_all(refit.trainers, children.exchange, 0)
+    pull = next(pull for pull in refit.schedule.worker_part(0).pulls(0) if pull.origin == "exchange")
+    assert pull.source_rank != 0
+    # What the box would have occupied in the exchange memory was not written and is not read.
+    refit.trainers[0].call(children.flip_exchanged_byte, pull.offset)
+    refit.trainers[pull.source_rank].call(children.flip_weight_byte, pull.source_slot, pull.source_box)
+    assert_one_mismatch(refit, pull.target, pull.source_rank)
+
+
 def test_a_missing_box_is_caught(processes, models):
     refit = prepare(processes, models)
     part = drop_copies(refit.schedule.worker_part(0), lambda copy: copy.target.name.endswith("1.mixer.gate.e_score_correction_bias"))
@@ -298,7 +316,7 @@ def test_an_absent_and_a_dead_trainer_rank_end_the_refit(models):
         with pytest.raises(RefitError, match="owner.*gone"):
             worker.call(children.pull, 0)
         # What a worker is told again after a restart of the rank fails as clearly.
-        with pytest.raises(RefitError, match="cannot map memory 'mrl-arena-0'"):
+        with pytest.raises(RefitError, match="cannot map memory 'mrl-exchange-0'"):
             refit.prepare_pulls()
     finally:
         for child in [*trainers, worker]:

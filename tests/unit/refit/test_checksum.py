@@ -7,7 +7,8 @@ import zlib
 import pytest
 import torch
 
-from mrl.refit.checksum import checksum
+from mrl.refit.checksum import Checksums, checksum
+from mrl.refit.transforms import Value
 
 
 def test_equals_zlib_over_c_order_bytes():
@@ -31,3 +32,20 @@ def test_sees_what_float_equality_does_not():
 
 def test_parameters_with_gradient():
     assert checksum(torch.nn.Parameter(torch.ones(3))) == checksum(torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(3, 700, 300), (2, 600_000), (2, 3, 300_000)], ids=["rows", "long_rows", "outer"])
+def test_large_strided_boxes_are_gathered_in_order(shape):
+    wide = torch.randint(0, 1000, shape).to(torch.int32)
+    for box in (wide[..., : shape[-1] // 2], wide[..., 1:], wide[:, 1:], wide.transpose(0, 1)):
+        assert checksum(box) == zlib.crc32(box.contiguous().numpy().tobytes())
+
+
+def test_prepared_checksums_follow_the_bytes():
+    tensors = [torch.randn(8, 6), torch.randn(8, 6)[:, 1:4], torch.randn(())]
+    prepared = Checksums([Value(tensor, None, tensor.dtype) for tensor in tensors])
+    for _ in range(2):
+        assert prepared.take().tolist() == [zlib.crc32(tensor.contiguous().numpy().tobytes()) for tensor in tensors]
+        for tensor in tensors:
+            tensor.add_(1.0)
+    assert Checksums([]).take().tolist() == []

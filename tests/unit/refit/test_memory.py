@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from mrl.refit.errors import RefitError
-from mrl.refit.memory import SharedMemory, align, open_handle
+from mrl.refit.host_memory import HostMemory
+from mrl.refit.memory import align, create_memory, open_handle
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def own(connection: Connection) -> None:
     """Owns a memory of 0, 1, 2 ... until told to end; "bump" makes its handles stale."""
-    memory = SharedMemory.create(1000, "test")
+    memory = HostMemory(1000, "test")
     memory.tensor.copy_(torch.arange(1000) % 251)
     connection.send(memory.handle())
     while connection.poll(60) and connection.recv() == "bump":
@@ -71,15 +72,15 @@ def test_a_mapping_notices_that_its_owner_died(owner):
 
 
 def test_a_reused_process_id_is_another_owner(monkeypatch):
-    memory = SharedMemory.create(10, "test")
+    memory = HostMemory(10, "test")
     mapped = open_handle(memory.handle())
-    monkeypatch.setattr("mrl.refit.memory._start_time", lambda pid: 1)
+    monkeypatch.setattr("mrl.refit.host_memory._start_time", lambda pid: 1)
     with pytest.raises(RefitError, match="owner.*gone"):
         mapped.check()
 
 
 def test_a_descriptor_that_is_something_else_is_refused():
-    handle = SharedMemory.create(10, "test").handle()
+    handle = HostMemory(10, "test").handle()
     fd = os.memfd_create("other")
     try:
         with pytest.raises(RefitError, match="something else"):
@@ -92,20 +93,20 @@ def test_a_descriptor_that_is_something_else_is_refused():
 
 
 def test_released_memory_is_refused_even_where_its_descriptor_is_used_again():
-    memory = SharedMemory.create(10, "old")
+    memory = HostMemory(10, "old")
     old = memory.handle()
     mapped = open_handle(old)
     del memory
     with pytest.raises(RefitError, match="stale handle.*was released"):
         mapped.check()
-    memory = SharedMemory.create(10, "new")
+    memory = HostMemory(10, "new")
     assert memory.handle().fd == old.fd
     with pytest.raises(RefitError, match="stale handle"):
         open_handle(old)
 
 
 def test_a_forked_child_does_not_release_the_memory_of_its_parent():
-    memory = SharedMemory.create(10, "test")
+    memory = HostMemory(10, "test")
     child = os.fork()
     if child == 0:
         del memory
@@ -116,7 +117,7 @@ def test_a_forked_child_does_not_release_the_memory_of_its_parent():
 
 def test_memory_has_no_name_and_goes_with_its_last_user():
     before = set(os.listdir("/dev/shm"))
-    memory = SharedMemory.create(1 << 20, "mrl-leak-probe")
+    memory = HostMemory(1 << 20, "mrl-leak-probe")
     assert set(os.listdir("/dev/shm")) == before
     memory.tensor.fill_(7)
     tensor = memory.tensor
@@ -125,6 +126,13 @@ def test_memory_has_no_name_and_goes_with_its_last_user():
     assert tensor[0] == 7 and mapped.tensor[-1] == 7
     del tensor, mapped
     assert "mrl-leak-probe" not in Path("/proc/self/maps").read_text()
+
+
+def test_the_device_decides_the_kind_of_memory():
+    memory = create_memory(10, "test", torch.device("cpu"))
+    assert isinstance(memory, HostMemory) and memory.tensor.tolist() == [0] * 10
+    with pytest.raises(ValueError, match="'test' on device meta"):
+        create_memory(10, "test", torch.device("meta"))
 
 
 def test_align():

@@ -1,0 +1,64 @@
+"""A checksum of bytes made of torch operations, so that a GPU takes it without copying weights to the host.
+
+The bytes in C order are 32-bit words x_0, x_1, ...; the sum of x_i * w_i modulo 2^64, with fixed odd random 64-bit weights. An odd
+weight makes every change of a single word show; words that change places show because their weights differ.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# Words of one block: 4 MiB, whose 8 MiB of weights stay in a GPU's cache.
+BLOCK_WORDS = 1 << 20
+
+# Weyl increment and multipliers of splitmix64 (https://prng.di.unimi.it/splitmix64.c), as signed 64-bit numbers.
+_INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_SHIFTS = (30, 27, 31)
+
+
+def word_sum(tensor: Tensor) -> Tensor:
+    """Checksum of the tensor's bytes in C order, whatever its dtype and strides: int64, no dimensions, on the tensor's device.
+
+    Equal on every device. Blocks of `BLOCK_WORDS` words are summed with the same weights, and their sums with weights of their own.
+    """
+    words = _words(tensor.detach())
+    num_blocks = -(-len(words) // BLOCK_WORDS)
+    weights = odd_weights(BLOCK_WORDS, words.device)
+    blocks = [_weighted_sum(block, weights) for block in words.split(BLOCK_WORDS)]
+    # Lengths count too, or a missing zero would not.
+    blocks.append(torch.tensor(tensor.nbytes, device=words.device))
+    return _weighted_sum(torch.stack(blocks), odd_weights(num_blocks + 1, words.device))
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    # Integer products and sums of torch wrap around: arithmetic modulo 2^64.
+    return (weights[: len(values)] * values).sum()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes as int32 [num_words], with zeros behind the last ones."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if len(raw) % 4 == 0 and raw.storage_offset() % 4 == 0:
+        return raw.view(torch.int32)
+    padded = torch.zeros(-(-len(raw) // 4) * 4, dtype=torch.uint8, device=raw.device)
+    padded[: len(raw)] = raw
+    return padded.view(torch.int32)
+
+
+@lru_cache(maxsize=8)
+def _weights(num_weights: int, device: torch.device) -> Tensor:
+    state = torch.arange(1, num_weights + 1, device=device) * _INCREMENT
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
+        # A shift of signed numbers keeps the sign; the mask makes it the shift of unsigned ones.
+        state = (state ^ (state >> shift & (1 << 64 - shift) - 1)) * multiplier
+    return state | 1
+
+
+def odd_weights(num_weights: int, device: torch.device) -> Tensor:
+    """The first outputs of splitmix64 from seed 0 with their lowest bit set, int64 [num_weights]."""
+    # The next power of two, so that few sizes are kept.
+    return _weights(1 << max(num_weights - 1, 0).bit_length(), device)[:num_weights]
