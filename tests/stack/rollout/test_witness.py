@@ -25,6 +25,7 @@ def label(value: object) -> str:
 @pytest.mark.parametrize(("model_type", "parallel"), SHORT, ids=label)
 def test_witness(start_engine: StartEngine, tmp_path: Path, model_type: str, parallel: VllmParallel) -> None:
     seen = witness(start_engine, tmp_path, model_type, parallel, random_requests(24))
+    assert seen.changed_by_zero == []
     assert (seen.parity.num_tokens, seen.parity.num_wrong) == (384, 0), seen.parity
 
 
@@ -49,7 +50,7 @@ def test_witness_of_all(start_engine: StartEngine, tmp_path: Path, rows: list[Ro
             ep=parallel.ep,
             tensors=seen.num_tensors,
             MB=seen.num_bytes / 1e6,
-            bytes_changed_by_refit_zero=0,
+            tensors_changed_by_refit_zero=len(seen.changed_by_zero),
             tokens=seen.parity.num_tokens,
             tokens_left_out=seen.parity.num_excluded,
             tokens_out_of_bound=seen.parity.num_wrong,
@@ -58,4 +59,5 @@ def test_witness_of_all(start_engine: StartEngine, tmp_path: Path, rows: list[Ro
         )
     )
     print(seen)
+    assert seen.changed_by_zero == []
     seen.parity.check(min_tokens=2000)
