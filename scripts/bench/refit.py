@@ -225,7 +225,7 @@ def main() -> None:
             flush=True,
         )
     if not arguments.no_record:
-        record("refit", rows, command="python -m scripts.bench.refit")
+        record("refit" if arguments.device == "cpu" else "refit_gpu", rows, command="python -m scripts.bench.refit")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+"""The benches meet their targets. Each writes docs/data/NAME.json, from which docs/performance.md is rendered."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.long.record import DATA_FOLDER, Row
+from tests.sources import ROOT
+
+pytestmark = [pytest.mark.long("bench"), pytest.mark.timeout(1200)]
+
+
+def bench(name: str) -> list[Row]:
+    """The rows that scripts/bench/NAME.py measures now."""
+    subprocess.run([sys.executable, "-m", f"scripts.bench.{name}"], cwd=ROOT, check=True, timeout=1150)
+    return json.loads((DATA_FOLDER / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def number(row: Row, column: str) -> float:
+    value = row[column]
+    assert isinstance(value, int | float), (column, row)
+    return float(value)
+
+
+def test_refits_are_nearly_as_fast_as_a_plain_copy():
+    rows = bench("refit")
+    targeted = [row for row in rows if row["at least"] is not None]
+    assert len(targeted) >= 3
+    for row in targeted:
+        assert number(row, "refit / copy speed") >= number(row, "at least"), row
+        assert number(row, "refit + verification / copy time") <= number(row, "at most"), row
+        assert row["bytes moved / needed"] == 1
