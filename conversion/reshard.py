@@ -6,10 +6,12 @@ and proven once for a class. Only the choice among replicas is made for each wor
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import add
 
@@ -102,11 +104,34 @@ def reshard(
     no unit receives or sends more than `buffer_bytes`. Equal layouts should be one Layout object: the work is done once for each.
 
     Raises:
-        ScheduleError: an element of a target would not be written exactly once, a box is out of bounds, or a tensor that sources hold is
-            read by no target. It names tensor, slot and box.
+        ScheduleError: an element of a target would not be written exactly once, a box is out of bounds, a layout does not say what some
+            element of a source is, or a tensor that sources hold is read by no target. It names tensor, slot and box.
         ValueError: `buffer_bytes` is too small for a single message.
     """
     node_of = node_of or dict.fromkeys([*sources, *unit_of.values()], 0)
+    with _without_garbage_collection():
+        return _reshard(sources, targets, unit_of, node_of, buffer_bytes)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    # A large schedule is millions of tuples without a cycle; looking for cycles among them takes a third of the time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _reshard(
+    sources: Mapping[int, Layout],
+    targets: Mapping[int, Layout],
+    unit_of: Mapping[int, int],
+    node_of: Mapping[int, int],
+    buffer_bytes: int,
+) -> Schedule:
     found = _sources(sources, node_of)
     drafts, class_of = _drafts(found, targets, unit_of, node_of, buffer_bytes)
     _check_all_read(found, [draft.layout for draft in drafts])
@@ -144,10 +169,10 @@ def _holdings(layouts: Sequence[Layout], ranks: Sequence[Sequence[int]]) -> _Hol
     holdings: _Holdings = defaultdict(dict)
     for source_class, layout in enumerate(layouts):
         for slot, content in layout.items():
+            source = f"source {slot} of rank {ranks[source_class][0]}"
             for piece in content.pieces:
                 _check_piece(slot, content.shape, piece)
                 if piece.transform is not None:
-                    source = f"source {slot} of rank {ranks[source_class][0]}"
                     raise ScheduleError(f"{source} holds {piece.name} transformed ({piece.transform}); only targets may")
                 holders = holdings[piece.name].setdefault(piece.box, {})
                 holding = Holding(slot, piece.local, content.dtype)
@@ -155,6 +180,9 @@ def _holdings(layouts: Sequence[Layout], ranks: Sequence[Sequence[int]]) -> _Hol
                 if other.dtype != holding.dtype:
                     raise ScheduleError(f"{piece.name} is held as {other.dtype} in {other.slot} and as {holding.dtype} in {slot}")
                 holders.setdefault(source_class, other if other == holding else holding)
+            fault = tiling_fault(content.shape, [*(piece.local for piece in content.pieces), *content.padding])
+            if fault is not None:
+                raise ScheduleError(f"{source}: {fault}, so that the table does not say what all of it is")
     return holdings
 
 

@@ -1,0 +1,108 @@
+"""What the refit schedule of a large run costs to build, and what it moves: a JSON line for each case, and docs/data/schedule.json.
+
+Usage: python -m scripts.bench.schedule [--models DIR] [--ranks 256 4096] [--no-record]
+
+DIR holds NAME.config.json, one for each model. Each case has a process of its own, whose memory is what is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import pickle
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.families.common import MegatronParallel, VllmParallel
+from conversion.families.registry import family
+from conversion.links import least_bytes
+from conversion.reshard import reshard
+from tests.long.record import Row, record
+
+UNITS_PER_NODE = 8
+TRAINER = MegatronParallel(tp=2, pp=2, cp=4, ep=8)
+ENGINES = {"TP4": VllmParallel(4), "TP4 EP4": VllmParallel(4, 4)}
+BUFFER_BYTES = 250_000_000
+MODELS = Path(__file__).parent / "models"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule."""
+
+    config: Path
+    num_ranks: int
+    engine: str
+
+
+def measure(case: Case) -> Row:
+    """The row of one case. Seconds are processor time: the work is on one core, and other work of the host must not count."""
+    hf_config: Mapping[str, object] = json.loads(case.config.read_text(encoding="utf-8"))
+    base_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    found, engine = family(hf_config), ENGINES[case.engine]
+    coords = [TRAINER.coords_of(rank, case.num_ranks) for rank in range(case.num_ranks)]
+    layouts = {place: found.megatron_layout(hf_config, TRAINER, place, "bfloat16", "te") for place in set(coords)}
+    sources = {rank: layouts[place] for rank, place in enumerate(coords)}
+    workers = [found.vllm_layout(hf_config, engine, worker, "bfloat16") for worker in range(engine.tp)]
+    targets = {unit: workers[unit % engine.tp] for unit in range(case.num_ranks)}
+    units, nodes = {unit: unit for unit in targets}, {unit: unit // UNITS_PER_NODE for unit in targets}
+    with_layouts_s = time.process_time()
+    schedule = reshard(sources, targets, unit_of=units, node_of=nodes, buffer_bytes=BUFFER_BYTES)
+    built_s = time.process_time()
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    least = least_bytes(sources, targets, unit_of=units, node_of=nodes)
+    moved, sent = schedule.link_bytes(), schedule.sent_bytes().values()
+    part_start = time.process_time()
+    part_bytes = len(pickle.dumps(schedule.rank_part(0))) + len(pickle.dumps(schedule.worker_part(0)))
+    num_copies = [schedule.classes[assignment.class_index].num_copies for assignment in schedule.assignments.values()]
+    gb = 1e-9 / case.num_ranks
+    return {
+        "model": case.config.name.partition(".")[0],
+        "ranks": case.num_ranks,
+        "engines": case.engine,
+        "seconds": round(built_s - start, 2),
+        "of_them_layouts": round(with_layouts_s - start, 2),
+        "peak_mb": round((peak_kib - base_kib) / 1000),
+        "part_ms": round(1000 * (time.process_time() - part_start), 1),
+        "part_mb": round(part_bytes / 1e6, 2),
+        "copies_per_rank": round(sum(num_copies) / len(num_copies)),
+        "rounds": schedule.num_rounds,
+        "unit_gb_per_rank": round(moved["unit"] * gb, 2),
+        "node_gb_per_rank": round(moved["node"] * gb, 2),
+        "network_gb_per_rank": round(moved["network"] * gb, 2),
+        "most_sent_over_mean": round(max(sent) * len(sent) / sum(sent), 2),
+        "moved_over_least": round((moved["node"] + moved["network"]) / least.between_units, 4),
+        "network_over_least": round(moved["network"] / least.between_nodes, 4),
+        "network_gb_per_rank_if_once_per_node": round(least.between_nodes_once * gb, 2),
+    }
+
+
+def main() -> None:
+    """Measures, prints, and writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", type=Path, default=MODELS, help="folder of NAME.config.json")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[256, 4096])
+    parser.add_argument("--no-record", action="store_true", help="only print")
+    arguments = parser.parse_args()
+    cases = [
+        Case(path, ranks, engine)
+        for path in sorted(arguments.models.glob("*.config.json"))
+        for ranks in arguments.ranks
+        for engine in ENGINES
+    ]
+    rows = []
+    for case in cases:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            rows.append(pool.apply(measure, (case,)))
+        print(json.dumps(rows[-1]), flush=True)
+    if not arguments.no_record:
+        record("schedule", rows, command="python -m scripts.bench.schedule")
+
+
+if __name__ == "__main__":
+    main()

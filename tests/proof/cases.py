@@ -1,0 +1,207 @@
+"""Random reshards, carried out on dense arrays as trainer ranks and engine workers do it."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from conversion.boxes import DTYPE_BYTES, Layout, Slot, SlotLayout, volume
+from conversion.families.common import VllmParallel
+from conversion.families.registry import family
+from conversion.reshard import reshard
+from conversion.schedule import ALIGNMENT, CHECKSUM_BYTES, Message, RankPart, Route, Schedule, WorkerPart
+from tests.proof.models import RandomCase, random_case
+from tests.unit.conversion.dense import PADDING, UNWRITTEN, index_arrays, part
+
+Arrays = dict[Slot, np.ndarray]
+
+# What a transform adds to a value: any wrong one shows, and two do not cancel.
+TRANSFORMS = {None: 0, "neg_exp": 1 << 40}
+
+
+class Case:
+    """A random model, and random layouts of trainer and engines, on the same units or on units of their own."""
+
+    def __init__(self, choose: random.Random) -> None:
+        self.drawn = case = random_trainer(choose)
+        self.family = found = family(case.hf_config)
+        coords = [case.parallel.coords_of(rank, case.world_size) for rank in range(case.world_size)]
+        by_coords = {key: found.megatron_layout(case.hf_config, case.parallel, key, "bfloat16", case.flavour) for key in set(coords)}
+        self.sources = {rank: by_coords[key] for rank, key in enumerate(coords)}
+        # A checkpoint is a layout like any other; it takes the place of an engine where vLLM does not hold the model.
+        self.to_checkpoint = found.vllm_layers is None or choose.random() < 0.1
+        if self.to_checkpoint:
+            workers = [found.torch_dist_layout(case.hf_config, "bfloat16")]
+        else:
+            workers = [found.vllm_layout(case.hf_config, case.engine, worker, "bfloat16") for worker in range(case.engine.tp)]
+        num_engines = choose.randint(1, case.world_size // len(workers))
+        self.targets = {target: workers[target % len(workers)] for target in range(num_engines * len(workers))}
+        first = choose.choice([0, 0, case.world_size])
+        self.unit_of = {target: first + target for target in self.targets}
+        per_node = choose.choice([1, 2, 4, 1000])
+        self.node_of = {unit: unit // per_node for unit in (*self.sources, *self.unit_of.values())}
+        # Small buffers make hundreds of rounds, which take time and show little more.
+        self.buffer_bytes = choose.choice([128, 256]) if choose.random() < 0.03 else choose.choice([1 << 11, 1 << 13, 1 << 16, 1 << 20])
+        self.canonical = index_arrays(found.canonical(case.hf_config))
+
+    def reshard(self, *, sources: Mapping[int, Layout] | None = None, targets: Mapping[int, Layout] | None = None) -> Schedule:
+        """The schedule, by tables that need not be the right ones."""
+        return reshard(
+            sources or self.sources, targets or self.targets, unit_of=self.unit_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes
+        )
+
+    def source_arrays(self) -> dict[int, Arrays]:
+        """What every rank holds."""
+        by_layout = {id(layout): build_layout(layout, self.canonical) for layout in self.sources.values()}
+        return {rank: by_layout[id(layout)] for rank, layout in self.sources.items()}
+
+    def faults(self, schedule: Schedule) -> list[str]:
+        """Slots whose values differ from a direct cut of the canonical tensors."""
+        found = carry_out(self, schedule, self.source_arrays())
+        expected = {id(layout): build_layout(layout, self.canonical) for layout in self.targets.values()}
+        return [
+            f"{target}: {slot}"
+            for target, layout in self.targets.items()
+            for slot, array in expected[id(layout)].items()
+            if not np.array_equal(found[target][slot], array)
+        ]
+
+    def __repr__(self) -> str:
+        kind = "checkpoint" if self.to_checkpoint else "engines"
+        return f"{self.drawn} to {kind} on units {list(self.unit_of.values())}, nodes {self.node_of}, buffer {self.buffer_bytes}"
+
+
+def random_trainer(choose: random.Random) -> RandomCase:
+    """Any family, with those that are only converted."""
+    case = random_case(choose)
+    if choose.random() > 1 / 7:
+        return case
+    num_layers = case.parallel.pp * choose.randint(1, 2)
+    experts = choose.choice([4, 8])
+    hf_config: dict[str, object] = dict(
+        model_type="deepseek_v3",
+        num_hidden_layers=num_layers,
+        vocab_size=choose.choice([5, 64, 130]),
+        hidden_size=8,
+        intermediate_size=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        q_lora_rank=choose.choice([None, 4]),
+        kv_lora_rank=4,
+        qk_nope_head_dim=2,
+        qk_rope_head_dim=4,
+        v_head_dim=2,
+        n_routed_experts=experts,
+        num_experts_per_tok=4,
+        moe_intermediate_size=4,
+        n_shared_experts=choose.choice([1, 2]),
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=choose.randint(0, num_layers),
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=0,
+        norm_topk_prob=True,
+    )
+    parallel = replace(case.parallel, vpp=1, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None)
+    return replace(case, hf_config=hf_config, parallel=parallel, engine=VllmParallel())
+
+
+def build(content: SlotLayout, canonical: Mapping[str, np.ndarray]) -> np.ndarray:
+    """A slot put together piece by piece, transforms included."""
+    array = np.full(content.shape, UNWRITTEN, dtype=np.int64)
+    for piece in content.pieces:
+        local = part(array, piece.local)
+        local[...] = (part(canonical[piece.name], piece.box) + TRANSFORMS[piece.transform]).reshape(local.shape)
+    for box in content.padding:
+        part(array, box)[...] = PADDING
+    return array
+
+
+def build_layout(layout: Layout, canonical: Mapping[str, np.ndarray]) -> Arrays:
+    """Every slot of a layout."""
+    return {slot: build(content, canonical) for slot, content in layout.items()}
+
+
+def carry_out(case: Case, schedule: Schedule, sources: Mapping[int, Arrays]) -> dict[int, Arrays]:
+    """What all workers hold after the schedule. Fails if an element is written twice, out of bounds, or a buffer is too small."""
+    targets = {
+        target: {slot: np.full(content.shape, UNWRITTEN, dtype=np.int64) for slot, content in layout.items()}
+        for target, layout in case.targets.items()
+    }
+    parts = {rank: schedule.rank_part(rank) for rank in {*case.sources, *case.unit_of.values()}}
+    workers = {target: schedule.worker_part(target) for target in targets}
+    for target, worker in workers.items():
+        for slot, boxes in worker.padding.items():
+            for box in boxes:
+                write(targets[target][slot], box, np.array(PADDING))
+    for round in range(schedule.num_rounds):
+        memory = exchanged(case, parts, sources, round)
+        for target, worker in workers.items():
+            pull(worker, round, sources, memory, targets[target])
+    return targets
+
+
+def pull(worker: WorkerPart, round: int, sources: Mapping[int, Arrays], memory: Mapping[int, dict[int, np.ndarray]], live: Arrays) -> None:
+    """One round of a worker."""
+    checksums = set()
+    for copy in worker.pulls(round):
+        if copy.origin == "arena":
+            values = part(sources[worker.unit][copy.source_slot], copy.source_box)
+        else:
+            values = memory[worker.unit][copy.offset]
+        write(live[copy.target], copy.target_box, values + TRANSFORMS[copy.transform])
+        assert copy.checksum_offset % CHECKSUM_BYTES == 0 and copy.checksum_offset not in checksums
+        checksums.add(copy.checksum_offset)
+
+
+def exchanged(case: Case, parts: Mapping[int, RankPart], sources: Mapping[int, Arrays], round: int) -> dict[int, dict[int, np.ndarray]]:
+    """Boxes in the exchange memory of every unit by offset, after one round.
+
+    Fails if both ends do not agree on a message, boxes share bytes, or a buffer is too small.
+    """
+    sent: dict[tuple[int, int], list[tuple[Route, Message]]] = defaultdict(list)
+    for rank, rank_part in parts.items():
+        outgoing = rank_part.outgoing(round)
+        assert sum(message.num_bytes for _, message in outgoing) <= case.buffer_bytes, (round, rank)
+        for route, message in outgoing:
+            sent[rank, route.peer].append((route, message))
+    memory: dict[int, dict[int, np.ndarray]] = {}
+    for unit, rank_part in parts.items():
+        boxes: dict[int, np.ndarray] = {}
+        # Checksums of local copies come first.
+        end = sum(CHECKSUM_BYTES * len(list(local.copies.copies())) for local in rank_part.locals)
+        incoming = rank_part.incoming(round)
+        assert sum(message.num_bytes for _, message in incoming) <= case.buffer_bytes, (round, unit)
+        # What arrives is the next message that the peer sends here.
+        for route, message in incoming:
+            theirs, theirs_message = sent[route.peer, unit].pop(0)
+            assert theirs_message == message and theirs.source_class == route.source_class
+        for route, message in sorted(incoming, key=lambda item: item[0].base + item[1].offset):
+            start = route.base + message.offset
+            for item in (copy.transfer(route.source_class) for copy in message.copies):
+                assert (start + item.offset) % ALIGNMENT == 0 and start + item.offset >= end
+                assert item.num_bytes == volume(item.box) * DTYPE_BYTES[item.dtype]
+                end = start + item.offset + item.num_bytes
+                boxes[start + item.offset] = part(sources[route.peer][item.slot], item.box)
+            assert start + message.checksums_offset >= end
+            end = start + message.checksums_offset + CHECKSUM_BYTES * len(message.copies)
+        assert end <= rank_part.body_bytes
+        memory[unit] = boxes
+    assert not any(sent.values())
+    return memory
+
+
+def write(array: np.ndarray, box: tuple[tuple[int, int], ...], values: np.ndarray) -> None:
+    """Fills a box that nothing has been written to."""
+    assert len(box) == array.ndim and all(0 <= start < stop <= size for (start, stop), size in zip(box, array.shape, strict=True)), box
+    target = part(array, box)
+    assert (target == UNWRITTEN).all()
+    target[...] = values.reshape(target.shape) if values.ndim else values
