@@ -18,10 +18,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from conversion.families.common import MegatronParallel
 from conversion.file_hashes import file_hashes
 from conversion.files import INDEX_FILE, publish, sha256_file, sync_tree, weight_files, write_atomic
 from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, read_manifest
 from conversion.owners import heartbeat, is_alive, owned, owned_name, owner_of
+from conversion.progress import log_progress
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ STALLED_S = 60.0
 # Builders who find each other before either has begun step back for a moment.
 MAX_BACKOFF_S = 0.2
 REPORT_S = 30.0
+
+ONE_FILE = MegatronParallel()
 
 Build = Callable[[Path], None]
 """Makes the checkpoint folder, whole or not at all. Files beside it may be left by an interrupted call, to go on from."""
@@ -66,20 +70,25 @@ def entry_key(hf: Path, root: Path, *, dtype: str | None) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def cached_mcore(hf: Path, root: Path, *, dtype: str | None = None, build: Build | None = None) -> Path:
+def cached_mcore(
+    hf: Path, root: Path, *, dtype: str | None = None, parallel: MegatronParallel = ONE_FILE, build: Build | None = None
+) -> Path:
     """The Megatron checkpoint of a Hugging Face folder in the cache at `root`, converted now if it is not there.
 
-    Tensors keep their dtypes unless `dtype` names one for all. `build` replaces the conversion.
+    Tensors keep their dtypes unless `dtype` names one for all. `parallel` is how a conversion cuts its files; any layout can load them.
+    `build` replaces the conversion.
 
     Raises:
         ValueError: the folder cannot be converted, or the cache cannot be written.
     """
-    with mcore_in_use(hf, root, dtype=dtype, build=build) as folder:
+    with mcore_in_use(hf, root, dtype=dtype, parallel=parallel, build=build) as folder:
         return folder
 
 
 @contextmanager
-def mcore_in_use(hf: Path, root: Path, *, dtype: str | None = None, build: Build | None = None) -> Iterator[Path]:
+def mcore_in_use(
+    hf: Path, root: Path, *, dtype: str | None = None, parallel: MegatronParallel = ONE_FILE, build: Build | None = None
+) -> Iterator[Path]:
     """`cached_mcore`, and inside the `with` block nobody's gc removes the entry.
 
     Raises:
@@ -93,7 +102,7 @@ def mcore_in_use(hf: Path, root: Path, *, dtype: str | None = None, build: Build
     try:
         with heartbeat(lease):
             with _usable(root):
-                _fill(hf, root, key, dtype=dtype, build=build or _conversion(hf, dtype))
+                _fill(hf, root, key, dtype=dtype, build=build or _conversion(hf, dtype, parallel))
                 _mark_used(root / ENTRIES / key)
             yield root / ENTRIES / key / CHECKPOINT_FOLDER
     finally:
@@ -131,10 +140,14 @@ def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
 
 def discard(folder: Path) -> None:
     """Takes a damaged checkpoint out of the cache. One that replaced it meanwhile may go too, and is made again when it is asked for."""
-    entry = folder.parent
-    aside = take_out(entry, entry.parent.parent)
+    aside = take_out(folder.parent, root_of(folder))
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def root_of(folder: Path) -> Path:
+    """The root of the cache that a cached checkpoint lies in."""
+    return folder.parent.parent.parent
 
 
 def take_out(entry: Path, root: Path) -> Path | None:
@@ -162,29 +175,14 @@ def _mark_used(entry: Path) -> None:
         os.utime(entry / MARKER)
 
 
-def _conversion(hf: Path, dtype: str | None) -> Build:
+def _conversion(hf: Path, dtype: str | None, parallel: MegatronParallel) -> Build:
     def build(out: Path) -> None:
         # Finding an entry must not cost the import of torch.
         from conversion.to_megatron import convert_hf_to_mcore
 
-        convert_hf_to_mcore(hf, out, dtype=dtype, progress=_log_progress())
+        convert_hf_to_mcore(hf, out, parallel=parallel, dtype=dtype, progress=log_progress("conversion"))
 
     return build
-
-
-def _log_progress() -> Callable[[int, int], None]:
-    started = reported = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal reported
-        now = time.monotonic()
-        if now - reported > REPORT_S:
-            reported = now
-            rate = done / (now - started)
-            left_s = (total - done) / max(rate, 1)
-            logger.info("converted %.1f of %.1f GB at %.2f GB/s, %.0f s left", done / 1e9, total / 1e9, rate / 1e9, left_s)
-
-    return report
 
 
 def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) -> None:

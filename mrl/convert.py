@@ -15,6 +15,7 @@ from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
 from conversion.to_hf import convert_mcore_to_hf
 from conversion.to_megatron import convert_hf_to_mcore
+from mrl.convert_cache import clean_cache, list_cache
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.command == "compare":
         return _report(differences(options.first, options.second), "equal: names, shapes, dtypes and values")
+    if options.command == "cache":
+        return _run_cache(options)
     if options.command == "verify":
         return _report(faults_against_manifest(options.folder), f"{options.folder} is what its manifest says: every file and every tensor")
     started = time.monotonic()
@@ -50,6 +53,15 @@ def _run(options: argparse.Namespace) -> int:
         parallel = MegatronParallel(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
         convert_hf_to_mcore(hf_folder(options.hf), options.out, parallel=parallel, dtype=dtype, progress=progress)
     logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
+    return 0
+
+
+def _run_cache(options: argparse.Namespace) -> int:
+    if options.cache_command == "list":
+        list_cache()
+    else:
+        max_bytes = None if options.max_size is None else size_in_bytes(options.max_size, option="--max-size")
+        clean_cache(older_than_days=options.older_than, max_bytes=max_bytes)
     return 0
 
 
@@ -90,7 +102,16 @@ def _parser() -> argparse.ArgumentParser:
         "verify", help="files and tensors of a converted folder against its manifest; exit code 1 if one is damaged"
     )
     verify.add_argument("folder", type=Path, metavar="DIR", help="a folder that hf-to-mcore or mcore-to-hf has written")
+    _add_cache_commands(commands.add_parser("cache", help="the cache of converted models that training runs fill"))
     return parser
+
+
+def _add_cache_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="cache_command", required=True)
+    commands.add_parser("list", help="entries and leftovers: key, size, time since the last use, state, dtype, model")
+    clean = commands.add_parser("gc", help="remove what killed processes left, and entries as asked for, but none that is in use")
+    clean.add_argument("--older-than", type=float, metavar="DAYS", help="entries that were not used for so long")
+    clean.add_argument("--max-size", metavar="SIZE", help="the longest unused, until the others take no more, with MB, GB, MiB or GiB")
 
 
 def _positive(text: str) -> int:
@@ -125,15 +146,15 @@ def hf_folder(model: str) -> Path:
         ) from error
 
 
-def size_in_bytes(text: str) -> int:
-    """Bytes of a size such as "5GB" or "512 MiB".
+def size_in_bytes(text: str, *, option: str = "--max-shard-size") -> int:
+    """Bytes of a size such as "5GB" or "512 MiB", the value of `option`.
 
     Raises:
         ValueError: it is not a positive number with a unit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if match is None or match[2] not in _UNITS or not float(match[1]):
-        raise ValueError(f"--max-shard-size {text!r} is not a positive number with one of the units {', '.join(_UNITS)}")
+        raise ValueError(f"{option} {text!r} is not a positive number with one of the units {', '.join(_UNITS)}")
     return max(1, int(float(match[1]) * _UNITS[match[2]]))
 
 

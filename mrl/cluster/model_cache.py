@@ -11,8 +11,9 @@ from typing import cast
 
 import ray.actor
 
-from conversion.cache import cached_mcore, discard, mcore_in_use
+from conversion.cache import cached_mcore, discard, mcore_in_use, root_of
 from conversion.canary import PATIENCE_S, is_answered, release_canary, retire_canary
+from conversion.families.common import MegatronParallel
 from mrl import env
 from mrl.cluster.waiting import wait_all
 
@@ -24,8 +25,8 @@ class StartingWeights:
     """The model folder, and its checkpoint in the cache, None where the cache is off."""
 
     hf: Path
-    cached: Path | None
-    root: Path | None
+    parallel: MegatronParallel
+    cached: Path | None = None
 
     def repair_unless(self, check: Callable[[Path], None]) -> None:
         """Returns when `check` finds nothing wrong with the cached checkpoint, converted once more if it did.
@@ -33,24 +34,25 @@ class StartingWeights:
         Raises:
             ValueError: the new one is damaged too.
         """
-        assert self.cached is not None and self.root is not None
+        assert self.cached is not None
         try:
             check(self.cached)
         except ValueError as error:
             logger.warning("The cached model is damaged and is converted again: %s", error)
             discard(self.cached)
-            cached_mcore(self.hf, self.root)
+            cached_mcore(self.hf, root_of(self.cached), parallel=self.parallel)
             check(self.cached)
 
 
 @contextmanager
-def starting_weights(hf: Path, root: Path | None) -> Iterator[StartingWeights]:
+def starting_weights(hf: Path, root: Path | None, parallel: MegatronParallel) -> Iterator[StartingWeights]:
     """The weights of a model folder, in the cache at `root` if there is one; its entry stays while the `with` block runs."""
     if root is None:
-        yield StartingWeights(hf, None, None)
+        yield StartingWeights(hf, parallel)
         return
-    with mcore_in_use(hf, root) as cached:
-        yield StartingWeights(hf, cached, root)
+    # Cut for the ranks of this run: each checks and reads a file of its own.
+    with mcore_in_use(hf, root, parallel=parallel) as cached:
+        yield StartingWeights(hf, parallel, cached)
 
 
 def check_shared(root: Path, actors: Sequence[ray.actor.ActorHandle], *, deadline_s: float, patience_s: float = PATIENCE_S) -> None:

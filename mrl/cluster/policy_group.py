@@ -114,7 +114,7 @@ class PolicyGroup:
             check_shared(root, self.actors, deadline_s=self.deadlines.start_s)
         building = [actor.build.remote(config, rank, self.world_size, self.master, pad_token_id) for rank, actor in enumerate(self.actors)]
         # The first use of a model converts it here in the driver, while the ranks are being built.
-        with starting_weights(Path(config.policy.model_name), root) as weights:
+        with starting_weights(Path(config.policy.model_name), root, config.policy.megatron_cfg.parallel) as weights:
             self.dp_ranks = cast(list[int], self._wait(building, "build of the model", self.deadlines.start_s))
             self._load(weights)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from conversion.families.common import MegatronParallel
 from mrl.config.fields import Precision, follows
 from mrl.config.trace import traced
 
@@ -109,3 +110,16 @@ class MegatronConfig:
     def model_parallel_size(self) -> int:
         """Ranks that hold one replica of the dense layers: TP x PP x CP."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def parallel(self) -> MegatronParallel:
+        """The sizes that say which rank holds what, as the conversion tables take them."""
+        return MegatronParallel(
+            tp=self.tensor_model_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size,
+            cp=self.context_parallel_size,
+            num_layers_in_first_pipeline_stage=self.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=self.num_layers_in_last_pipeline_stage,
+        )

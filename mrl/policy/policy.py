@@ -87,18 +87,9 @@ class Policy:
 
     def layout_arguments(self) -> tuple[MegatronParallel, MegatronCoords, str, Flavour]:
         """What `Family.megatron_layout` takes besides the model's configuration. Not collective."""
-        sizes, place = self._config.policy.megatron_cfg, self._coordinates
-        parallel_sizes = MegatronParallel(
-            tp=sizes.tensor_model_parallel_size,
-            pp=sizes.pipeline_model_parallel_size,
-            ep=sizes.expert_model_parallel_size,
-            etp=sizes.expert_tensor_parallel_size,
-            cp=sizes.context_parallel_size,
-            num_layers_in_first_pipeline_stage=sizes.num_layers_in_first_pipeline_stage,
-            num_layers_in_last_pipeline_stage=sizes.num_layers_in_last_pipeline_stage,
-        )
+        place = self._coordinates
         coords = MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp)
-        return parallel_sizes, coords, self._config.policy.precision, "te" if compat.HAVE_TE else "local"
+        return self._config.policy.megatron_cfg.parallel, coords, self._config.policy.precision, "te" if compat.HAVE_TE else "local"
 
     def layout(self) -> Layout:
         """What this rank holds of which canonical tensor. Not collective."""

@@ -12,6 +12,7 @@ import ray
 
 from conversion.cache import check_entry
 from conversion.canary import answer_canary
+from conversion.families.common import MegatronParallel
 from mrl.cluster.model_cache import check_shared, starting_weights
 from mrl.cluster.runtime import ray_runtime
 from mrl.config.load import load_config
@@ -59,16 +60,16 @@ def test_a_node_that_does_not_share_the_cache_is_named(nodes: list[ray.actor.Act
 
 def test_a_damaged_entry_is_converted_again_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     model = models.save_nemotron_h(tmp_path / "model")
-    with starting_weights(model, tmp_path / "cache") as weights:
+    with starting_weights(model, tmp_path / "cache", MegatronParallel(tp=2)) as weights:
         assert weights.cached is not None
-        (data,) = weights.cached.rglob("*.distcp")
+        data, _ = sorted(weights.cached.rglob("*.distcp"))
         content = data.read_bytes()
         data.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
         with caplog.at_level(logging.WARNING):
             weights.repair_unless(check_entry)
         assert data.name in caplog.text
         check_entry(weights.cached)
-    with starting_weights(model, tmp_path / "cache") as weights, pytest.raises(ValueError, match="always"):
+    with starting_weights(model, tmp_path / "cache", MegatronParallel()) as weights, pytest.raises(ValueError, match="always"):
         weights.repair_unless(refuse)
 
 

@@ -1,0 +1,120 @@
+"""Entries of the cache are found by TABLE_VERSION: it must change with the layout of any checkpoint that hf-to-mcore writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from conversion.boxes import Layout
+from conversion.families.registry import FAMILIES, family
+from conversion.manifest import TABLE_VERSION
+
+_DECODER = dict(
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+)
+_HYBRID = dict(
+    hybrid_override_pattern="ME*-",
+    num_hidden_layers=4,
+    vocab_size=100,
+    hidden_size=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    mamba_num_heads=8,
+    mamba_head_dim=2,
+    n_groups=4,
+    ssm_state_size=3,
+    conv_kernel=4,
+    intermediate_size=12,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=6,
+    moe_shared_expert_intermediate_size=10,
+    layer_norm_epsilon=1e-5,
+    max_position_embeddings=128,
+)
+_LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=6,
+    kv_lora_rank=5,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=3,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=6,
+    n_shared_experts=2,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+)
+CONFIGS: Mapping[str, list[dict[str, object]]] = {
+    "deepseek_v3": [_DECODER | _LATENT, _DECODER | _LATENT | dict(q_lora_rank=None)],
+    "llama": [_DECODER, _DECODER | dict(tie_word_embeddings=True), _DECODER | dict(attention_bias=True, mlp_bias=True)],
+    "mixtral": [_DECODER | dict(num_local_experts=4, num_experts_per_tok=2)],
+    "nemotron_h": [_HYBRID, _HYBRID | dict(moe_latent_size=4), _HYBRID | dict(use_bias=True, attention_bias=True, mlp_bias=True)],
+    "qwen2": [_DECODER],
+    "qwen3": [_DECODER, _DECODER | dict(tie_word_embeddings=True)],
+    "qwen3_moe": [_DECODER | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, norm_topk_prob=True, mlp_only_layers=[1])],
+}
+
+# By version, then by model_type. Versions that were published stay.
+DIGESTS: Mapping[int, Mapping[str, str]] = {1: {}}
+
+
+def digest(model_type: str) -> str:
+    """Of all that says where an element of the Hugging Face checkpoint goes; dtypes are those of the source."""
+    layouts = []
+    for settings in CONFIGS[model_type]:
+        config = {"model_type": model_type, **settings}
+        try:
+            layouts.append(described(family(config).torch_dist_layout(config, "float32")))
+        except ValueError as error:
+            # What is refused must not become something else in silence either.
+            layouts.append(["refused", str(error)])
+    return hashlib.sha256(json.dumps(layouts).encode()).hexdigest()[:16]
+
+
+def described(layout: Layout) -> list[object]:
+    return [
+        [slot.name, content.shape, [[piece.name, piece.box, piece.local, piece.transform] for piece in content.pieces], content.padding]
+        for slot, content in layout.items()
+    ]
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_a_changed_layout_has_another_table_version(model_type: str):
+    assert model_type in CONFIGS, "add configs of the new family here, and its digest to the current version"
+    known = DIGESTS.get(TABLE_VERSION, {}).get(model_type)
+    assert digest(model_type) == known, (
+        "checkpoints of this family are laid out in another way than before: raise conversion.manifest.TABLE_VERSION, so that no run "
+        "takes an old one out of the cache, and add the digests of the new version here"
+    )
+
+
+def test_a_moved_element_changes_the_digest(monkeypatch: pytest.MonkeyPatch):
+    before = digest("qwen3")
+    settings = CONFIGS["qwen3"][0]
+    monkeypatch.setitem(settings, "head_dim", 4)
+    assert digest("qwen3") != before
+
+
+def test_no_config_of_the_table_is_refused():
+    for model_type, variants in CONFIGS.items():
+        for settings in variants:
+            config = {"model_type": model_type, **settings}
+            assert family(config).torch_dist_layout(config, "float32")
