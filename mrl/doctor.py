@@ -105,7 +105,8 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Findi
         with stage(findings, START):
             placement = processes.enter_context(placed_units(config))
             policies, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
-            findings.append(Finding(START, True, f"{policies.world_size} policy ranks, {engines.num_engines} engines"))
+            kind = "dedicated" if placement.num_dedicated_units else "colocated"
+            findings.append(Finding(START, True, f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"))
         with stage(findings, ZERO):
             findings.append(Finding(ZERO, True, refit_numbers(refit.zero())))
         with stage(findings, REFIT):

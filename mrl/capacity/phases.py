@@ -1,4 +1,7 @@
-"""What is resident where in each phase of a run: the one table that policy ranks and engines obey."""
+"""What is resident where in each phase of a run: the one table that policy ranks and colocated engines obey.
+
+Dedicated engines share their memory with nobody and keep weights and KV cache in all phases.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_two_engines_at_another_tp_than_the_policy_are_well(tmp_path: Path):
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     for line in (
-        r"start +ok +4 policy ranks, 2 engines",
+        r"start +ok +4 policy ranks, 2 colocated engines",
         r"refit zero +ok +[\d,]{7,} bytes verified, [\d,]+ bytes of padding, [\d.]+ s with verification, [\d.]+ GB/s",
         r"refit +ok +[\d,]{7,} bytes verified, .*",
         r"new weights +ok +\d{3} tensors, all changed",

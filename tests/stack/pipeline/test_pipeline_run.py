@@ -1,12 +1,15 @@
-"""The whole run with two pipeline stages: PP2 x DP2 x EP2, as its command, from the warm-started model to a resumed checkpoint."""
+"""The whole run as its command, at PP2 x DP2 x EP2: from the warm-started model to a resumed checkpoint, and with a dedicated engine."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from mrl.prepare import prepare_tiny
 from mrl.store.checkpoints import find_damage
@@ -46,9 +49,36 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_over_two_stages_trains_saves_and_resumes(tmp_path: Path):
-    folder = tmp_path / "run"
+def is_of_time(name: str) -> bool:
+    return name.startswith("time/") or name.endswith(("seconds", "_per_s"))
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("stages") / "run"
     train(folder, "grpo.max_num_steps=2")
+    return folder
+
+
+def test_a_dedicated_engine_trains_bit_for_bit_as_a_colocated_one(two_steps: Path, tmp_path: Path):
+    # Two rounds at least, so that the engine's exchange memory is used again.
+    printed = train(
+        tmp_path / "run", "grpo.max_num_steps=2", "policy.generation.colocated.enabled=false", "policy.refit_buffer_size_gb=0.0008"
+    )
+    assert "Number of actors online: 5/5" in printed
+    assert re.search(r"^4 +\S+ +- +0\.0$", printed, re.MULTILINE), printed
+    assert re.search(r"in [2-9] rounds: 0\.0 MiB from their own units", printed), printed
+    colocated, dedicated = (
+        [{name: value for name, value in row.items() if not is_of_time(name)} for row in rows(folder)[:3]]
+        for folder in (two_steps, tmp_path / "run")
+    )
+    assert dedicated[-1]["refit/verified_bytes"] > 1e6
+    assert dedicated == colocated
+
+
+def test_a_run_over_two_stages_trains_saves_and_resumes(two_steps: Path):
+    folder = two_steps
     assert [row["step"] for row in rows(folder)] == [0, 1, 2]
     assert find_damage(folder / "step_2") is None
     printed = train(folder, "grpo.max_num_steps=3")
