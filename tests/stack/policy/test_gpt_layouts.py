@@ -117,7 +117,7 @@ def test_one_rank_gives_the_gradients_of_transformers(
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_gives_the_loss_and_gradients_of_transformers(ranks: RankPool, tmp_path: Path, variant: str):
     name, settings, world_size, megatron = VARIANTS[variant]
-    folder = models.save_model(tmp_path / "model", name, pad_token_id=None, **settings)
+    folder = models.save_model(tmp_path / "model", name, 0, pad_token_id=None, **settings)
     expected_loss, expected = transformers_gradients(folder, tmp_path / "gradients")
     loss, grads = gradients_of(ranks, folder, world_size, megatron)
     assert loss == pytest.approx(expected_loss, rel=1e-5)

@@ -28,6 +28,12 @@ MEGATRON_CLASSES = {
     "DistributedOptimizer": "megatron.core.optimizer",
     "OptimizerParamScheduler": "megatron.core.optimizer_param_scheduler",
 }
+TRANSFORMER_CLASSES = {
+    "GPTModel": "megatron.core.models.gpt",
+    "RotaryEmbedding": "megatron.core.models.common",
+    "TransformerBlock": "megatron.core.transformer",
+    "TransformerLayer": "megatron.core.transformer",
+} | {name: package for name, package in MEGATRON_CLASSES.items() if not name.startswith("Mamba")}
 SCHEDULES = {"dp2": "forward_backward_no_pipelining", "pp2 dp2 ep2": "forward_backward_pipelining_without_interleaving"}
 # Layers that Megatron takes through its specs, the norm whose base class it lacks without mamba_ssm, and the kernel for Apex's FusedAdam.
 OURS = {"PackedCoreAttention", "ExtendedRMSNorm", "CpuFusedAdam"}
@@ -45,6 +51,15 @@ def test_the_classes_are_those_of_megatron(ranks: RankPool, tmp_path: Path, layo
     for name, reason in sorted(replaced.items()):
         print(f"replaced: {name}: {reason}")
     assert not [name for name in replaced if not name.startswith(("torch.", "megatron.core."))]
+
+
+def test_the_classes_of_transformers_are_those_of_megatron(ranks: RankPool, tmp_path: Path):
+    folder, layout = models.save_model(tmp_path, "qwen3_moe"), "tp2 sp pp2 ep2"
+    config = policy_ranks.run_config(folder, layout)
+    origins, _ = ranks.run(policy_ranks.class_origins, config, world_size=policy_ranks.world_size(layout))[0]
+    for name, package in TRANSFORMER_CLASSES.items():
+        assert origins[name].startswith(package), (name, origins[name])
+    assert {name for name, module in origins.items() if module.startswith("mrl.")} == OURS - {"ExtendedRMSNorm"}
 
 
 def test_transformers_still_works_in_the_process(ranks: RankPool, tmp_path: Path):
