@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.families.registry import family
+from conversion.families.registry import FAMILIES, family
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class ModelSizes:
 
 
 def read_model(folder: Path) -> ModelSizes:
-    """Sizes of the model in a Hugging Face folder.
+    """Sizes of the model in a Hugging Face folder, for training.
 
     Raises:
-        ValueError: config.json is missing, unreadable, incomplete, or of a model that is not supported. Says the way out, not the key.
+        ValueError: config.json is missing, unreadable, incomplete, or of a model that cannot be trained. Says the way out, not the key.
     """
     path = folder / "config.json"
     try:
@@ -43,6 +43,11 @@ def read_model(folder: Path) -> ModelSizes:
     if not isinstance(hf_config, dict):
         raise ValueError("config.json is not a mapping; give the folder of a Hugging Face model")
     found = family(hf_config)
+    if not found.can_train:
+        trained = sorted(model_type for model_type, known in FAMILIES.items() if known.can_train)
+        raise ValueError(
+            f"config.json: model_type={hf_config['model_type']!r} can be converted, but not trained; give a model of one of {trained}"
+        )
     arguments = found.megatron_arguments(hf_config)
 
     def size(name: str) -> int:

@@ -41,8 +41,6 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
         ValueError: the model is not supported, or the pipeline layout does not hold every layer exactly once.
     """
     model_family = family(hf_config)
-    if not model_family.can_train:
-        raise ValueError(f"policy.model_name: models of model_type={hf_config['model_type']!r} are converted only; they cannot be trained")
     arguments = model_family.megatron_arguments(hf_config)
     transformer_config = _transformer_config(config, arguments["transformer"], model_family.model_class)
     multiple = MEGATRON_VOCABULARY_MULTIPLE * config.megatron_cfg.tensor_model_parallel_size

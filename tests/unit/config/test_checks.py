@@ -171,7 +171,9 @@ def test_all_problems_come_at_once(workplace: Path):
     assert len(caught.value.problems) >= 8
 
 
-@pytest.mark.parametrize("change", [{"model_type": "gpt2"}, {"n_groups": 0}, {"layer_norm_epsilon": 1e-6}, {"hidden_size": "64"}])
+@pytest.mark.parametrize(
+    "change", [{"model_type": "gpt2"}, {"model_type": "deepseek_v3"}, {"n_groups": 0}, {"layer_norm_epsilon": 1e-6}, {"hidden_size": "64"}]
+)
 def test_a_model_that_is_not_supported(workplace: Path, change: dict[str, object]):
     path = workplace / "prepared/tiny/model/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
