@@ -85,7 +85,7 @@ def read_stored(file: int, stored: StoredTensor, box: Box, target: Tensor) -> No
         offset = 0
         for (start, _), stride in zip(box, _strides(stored.shape), strict=True):
             offset += start * stride
-        _read_exactly(file, stored.path, stored.offset + offset * stored.dtype.itemsize, byte_view(target))
+        read_exactly(file, stored.path, stored.offset + offset * stored.dtype.itemsize, byte_view(target))
     else:
         _read_columns(file, stored, box, target)
 
@@ -103,7 +103,7 @@ def _read_columns(file: int, stored: StoredTensor, box: Box, target: Tensor) -> 
     buffer = torch.empty((min(step, stop - start), *inner), dtype=stored.dtype)
     for first in range(start, stop, step):
         rows = buffer[: min(step, stop - first)]
-        _read_exactly(file, stored.path, stored.offset + first * row_bytes, byte_view(rows))
+        read_exactly(file, stored.path, stored.offset + first * row_bytes, byte_view(rows))
         part = rows[(slice(None), *(slice(low, high) for low, high in box[1:]))]
         target[first - start : first - start + len(rows)].copy_(part)
 
@@ -121,7 +121,12 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def _read_exactly(file: int, path: Path, offset: int, target: memoryview) -> None:
+def read_exactly(file: int, path: Path, offset: int, target: memoryview) -> None:
+    """Fills `target` from byte `offset` of a file.
+
+    Raises:
+        ValueError: the file ends before.
+    """
     done = 0
     while done < len(target):
         num_bytes = os.preadv(file, [target[done:]], offset + done)

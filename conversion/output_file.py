@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,13 +21,15 @@ from isal import isal_zlib
 from torch import Tensor
 
 from conversion.boxes import Box, lengths, volume
-from conversion.file_boxes import BLOCK_BYTES, blocks
+from conversion.file_boxes import BLOCK_BYTES, blocks, read_exactly
 from conversion.manifest import JOURNAL_SUFFIX, FileRecord
 
 # Two blocks are filled while two others are hashed and written.
 _NUM_BUFFERS = 4
 # What an interruption costs at most, besides the last item.
 _MARK_BYTES = 64 << 20
+_GROWTH_BYTES = 1 << 30
+_PAGE_BYTES = 4096
 
 
 class Hash(Protocol):
@@ -56,6 +61,8 @@ def write_tensor(
 class _Buffer:
     data: Tensor
     used: int
+    carried: int
+    """Bytes at the start that the buffer before has hashed: those of a page that it did not fill."""
     pending: list[Future[None]]
 
 
@@ -71,15 +78,22 @@ class OutputFile:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._sha256, self._crc32 = hashlib.sha256(), 0
         self.num_items, self._position = self._continue()
-        os.ftruncate(self._file, self._position)
-        self._marked = self._flushed = self._position
-        self._buffers = [_Buffer(torch.empty(2 * BLOCK_BYTES, dtype=torch.uint8), 0, []) for _ in range(_NUM_BUFFERS)]
+        self._marked = self._position
+        # Memory of mmap begins at a page.
+        pages = [mmap.mmap(-1, 2 * BLOCK_BYTES + _PAGE_BYTES) for _ in range(_NUM_BUFFERS)]
+        self._buffers = [_Buffer(torch.frombuffer(memory, dtype=torch.uint8), 0, 0, []) for memory in pages]
         self._current = self._section = self._section_bytes = 0
+        self._flushed = self._position - self._position % _PAGE_BYTES
+        first = self._buffers[0]
+        first.used = first.carried = self._position - self._flushed
+        read_exactly(self._file, path, self._flushed, memoryview(first.data.numpy())[: first.used])
+        self._size = self._position
+        self._is_direct = _set_direct(self._file, True)
         self._taps: list[tuple[Hash, int, int]] = []
         self._is_closed = False
         self._marks: list[Future[None]] = []
         self._hasher, self._writer, self._tapper, self._syncer = (ThreadPoolExecutor(1) for _ in range(4))
-        # Left alone, the kernel collects dirty pages for half a minute, and the last fsync has all of them to write.
+        # Left alone, the page cache keeps what is written for half a minute, and the last fsync has all of it to do.
         self._syncing: Future[None] = self._syncer.submit(lambda: None)
 
     @property
@@ -139,6 +153,7 @@ class OutputFile:
         for mark in [*self._marks, self._syncing]:
             mark.result()
         self._shut()
+        os.ftruncate(self._file, self._position)
         os.fsync(self._file)
         os.close(self._file)
         self._is_closed = True
@@ -160,21 +175,36 @@ class OutputFile:
     def _flush(self) -> None:
         """Hands the filled part of the current buffer to the background, and waits for the next buffer."""
         buffer = self._buffers[self._current]
-        block, position = memoryview(buffer.data.numpy())[: buffer.used], self._flushed
+        block, position = memoryview(buffer.data.numpy()), self._flushed
         taps, self._taps = self._taps, []
-        buffer.pending = [self._hasher.submit(self._sha256.update, block), self._writer.submit(self._write, block, position)]
-        buffer.pending += [self._tapper.submit(tap.update, block[start:stop]) for tap, start, stop in taps]
-        self._flushed += buffer.used
+        # Whole pages are written. What follows the last byte in them is overwritten by the next buffer, or cut off in the end.
+        num_pages = -(-buffer.used // _PAGE_BYTES)
+        buffer.pending = [
+            self._hasher.submit(self._sha256.update, block[buffer.carried : buffer.used]),
+            self._writer.submit(self._write, block[: num_pages * _PAGE_BYTES], position),
+            *(self._tapper.submit(tap.update, block[start:stop]) for tap, start, stop in taps),
+        ]
         self._current = (self._current + 1) % _NUM_BUFFERS
-        following = self._buffers[self._current]
+        following, rest = self._buffers[self._current], buffer.used % _PAGE_BYTES
         _wait(following)
-        following.used = 0
+        following.data[:rest] = buffer.data[buffer.used - rest : buffer.used]
+        following.used = following.carried = rest
+        self._flushed += buffer.used - rest
 
     def _write(self, block: memoryview, position: int) -> None:
+        while position + len(block) > self._size:
+            # Writing inside of a file is faster than making it longer each time.
+            self._size += _GROWTH_BYTES
+            os.ftruncate(self._file, self._size)
         done = 0
         while done < len(block):
-            done += os.pwrite(self._file, block[done:], position + done)
-        if self._syncing.done():
+            try:
+                done += os.pwrite(self._file, block[done:], position + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._is_direct = _set_direct(self._file, False)
+        if not self._is_direct and self._syncing.done():
             self._syncing = self._syncer.submit(os.fdatasync, self._file)
 
     def _mark(self) -> None:
@@ -266,6 +296,16 @@ def _read_journal(path: Path) -> list[_Mark]:
         # The attempt died while it wrote this line.
         return marks
     return marks
+
+
+def _set_direct(file: int, is_direct: bool) -> bool:
+    """Whether writes go past the page cache: they cost no copy, and fsync finds little to do. Not every file system can."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return is_direct
 
 
 def _wait(buffer: _Buffer) -> None:

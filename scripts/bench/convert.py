@@ -1,0 +1,124 @@
+"""Speed of conversions against cp and fsync of the same bytes, and their memory: a JSON line per run, and docs/data/convert.json.
+
+Usage: python -m scripts.bench.convert [--gb 1] [--repeats 5] [--folder DIR] [--no-record]
+
+Both directions and their copies take turns, each from sources in the page cache to a file that is not there, after everything before is
+on disk; conversions run in processes of their own, and their time is without the imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from conversion.to_hf import convert_mcore_to_hf
+from conversion.to_megatron import convert_hf_to_mcore
+from tests.long.record import Row, record
+from tests.unit.conversion.hf_folders import large_config, write_large_folder
+
+TARGET_RATIO = 0.8
+CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"hf-to-mcore": convert_hf_to_mcore, "mcore-to-hf": convert_mcore_to_hf}
+
+
+def main() -> None:
+    """Measures, or with --child converts once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the model (default: 1)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write; by default where temporary files go")
+    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
+    parser.add_argument("--child", nargs=3, metavar=("DIRECTION", "SOURCE", "OUT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        convert_once(*arguments.child)
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        rows = measure(Path(folder), arguments.gb, arguments.repeats)
+    for row in rows:
+        print(json.dumps(row))
+    if not arguments.no_record:
+        record("convert", rows, command="python -m scripts.bench.convert")
+
+
+def measure(folder: Path, gb: float, num_repeats: int) -> list[Row]:
+    """A row for each direction: seconds of copy and conversion (medians and spread), their ratio, memory."""
+    num_bytes = write_large_folder(folder / "hf", large_config(round(gb * 1e9)))
+    convert_hf_to_mcore(folder / "hf", folder / "mcore")
+    sources = {"hf-to-mcore": folder / "hf", "mcore-to-hf": folder / "mcore"}
+    runs: dict[str, list[dict[str, float]]] = {direction: [] for direction in sources}
+    for _ in range(num_repeats):
+        for direction, source in sources.items():
+            run = {"copy_s": timed_copy(source, folder / "out")} | timed_conversion(direction, source, folder / "out")
+            runs[direction].append(run)
+            print(json.dumps({"direction": direction} | run), flush=True)
+    return [summary(direction, num_bytes, runs[direction]) for direction in sources]
+
+
+def timed_copy(source: Path, out: Path) -> float:
+    """Seconds of `cp -r` and an fsync of every file."""
+    os.sync()
+    started = time.perf_counter()
+    subprocess.run(["cp", "-r", str(source), str(out)], check=True)
+    subprocess.run(["sync", *(str(path) for path in out.rglob("*") if path.is_file())], check=True)
+    seconds = time.perf_counter() - started
+    shutil.rmtree(out)
+    return seconds
+
+
+def timed_conversion(direction: str, source: Path, out: Path) -> dict[str, float]:
+    """Seconds of a conversion in a process of its own, on the clock and of all cores, and by how many bytes its memory rose."""
+    os.sync()
+    command = [sys.executable, "-m", "scripts.bench.convert", "--child", direction, str(source), str(out)]
+    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    shutil.rmtree(out)
+    return measured
+
+
+def convert_once(direction: str, source: str, out: str) -> None:
+    """Converts, and prints what it took."""
+    # The kernel counts the most memory from here on.
+    Path("/proc/self/clear_refs").write_text("5")
+    base, started, cpu = _memory("VmRSS"), time.perf_counter(), time.process_time()
+    CONVERSIONS[direction](Path(source), Path(out))
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+    print(json.dumps({"convert_s": seconds, "cpu_s": cpu_s, "memory_rise_mb": (_memory("VmHWM") - base) / 1e6, "base_mb": base / 1e6}))
+
+
+def _memory(what: str) -> int:
+    found = re.search(rf"^{what}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
+
+
+def summary(direction: str, num_bytes: int, runs: list[dict[str, float]]) -> Row:
+    """Medians, and of the ratio the smallest and the largest."""
+    ratios = [run["copy_s"] / run["convert_s"] for run in runs]
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return {
+        "direction": direction,
+        "gb": round(num_bytes / 1e9, 2),
+        "repeats": len(runs),
+        "copy_s": round(medians["copy_s"], 2),
+        "convert_s": round(medians["convert_s"], 2),
+        "cpu_s": round(medians["cpu_s"], 2),
+        "ratio": round(statistics.median(ratios), 2),
+        "ratio_min": round(min(ratios), 2),
+        "ratio_max": round(max(ratios), 2),
+        "target_ratio": TARGET_RATIO,
+        "memory_rise_mb": round(medians["memory_rise_mb"]),
+        "peak_rss_mb": round(medians["memory_rise_mb"] + medians["base_mb"]),
+    }
+
+
+if __name__ == "__main__":
+    main()
