@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import pickle
 import shutil
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from conversion.checkpoint_folder import find_checkpoint
 from conversion.families.registry import family
 from conversion.manifest import read_manifest, verify_manifest
+from conversion.to_hf import open_checkpoint
+from mrl.convert import hf_folder as hf_folder_of
 from mrl.convert import main, size_in_bytes
 from tests.unit.conversion.dense import TINY
 
@@ -169,3 +173,108 @@ def test_the_manifest_finds_a_flipped_byte_in_every_file(mcore_folder: Path, tmp
     (checkpoint / "stray").write_text("")
     with pytest.raises(ValueError, match="stray: not in the manifest"):
         verify_manifest(checkpoint)
+
+
+def test_layout_flags_cut_files_and_change_no_content(hf_folder: Path, mcore_folder: Path, tmp_path: Path):
+    out = tmp_path / "cut"
+    assert main(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(out), "--tp", "2", "--ep", "4"]) == 0
+    assert len(list(out.glob("iter_0000000/*.distcp"))) == 4
+    assert read_manifest(out).tensors == read_manifest(mcore_folder).tensors
+    assert main(["compare", str(out), str(mcore_folder)]) == main(["compare", str(hf_folder), str(out)]) == main(["verify", str(out)]) == 0
+
+
+def test_exit_codes_of_compare_and_verify(hf_folder: Path, mcore_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    wide = tmp_path / "wide"
+    assert main(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(wide), "--dtype", "fp32"]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(mcore_folder), str(wide)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "backbone.embeddings.weight: dtype bfloat16 and float32" in lines
+    assert lines[-1].startswith("and ") and len(lines) == 51
+    assert main(["compare", str(mcore_folder), str(tmp_path / "none")]) == main(["verify", str(hf_folder)]) == 2
+    data = wide / "iter_0000000" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 3] ^= 16
+    data.write_bytes(content)
+    capsys.readouterr()
+    assert main(["verify", str(wide)]) == 1
+    assert capsys.readouterr().out == "iter_0000000/__0_0.distcp: its checksum differs, so the file is damaged\n"
+    assert main(["compare", str(wide), str(wide)]) == 0
+
+
+def test_one_dtype_on_the_way_back_is_in_config_json(mcore_folder: Path, hf_folder: Path, tmp_path: Path):
+    assert main(["mcore-to-hf", "--mcore", str(mcore_folder), "--out", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
+    before, after = load_file(hf_folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(after[name], tensor.float()) for name, tensor in before.items())
+
+
+def test_a_model_of_the_local_hub_cache_is_found_by_its_id(hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
+    # As the hub library lays it out.
+    repository = tmp_path / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(hf_folder, repository / "snapshots" / ("0" * 40))
+    assert hf_folder_of("some/model") == repository / "snapshots" / ("0" * 40)
+    assert hf_folder_of(str(hf_folder)) == hf_folder
+    # Nothing answers at this address.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    message = refused(["hf-to-mcore", "--hf", "some/other", "--out", str(tmp_path / "out")], caplog)
+    assert "--hf some/other is neither a folder nor in the local Hugging Face cache, and it cannot be downloaded" in message
+
+
+class Evil:
+    def __reduce__(self):
+        return eval, ("__import__('pathlib').Path('it_ran').touch()",)
+
+
+def test_a_checkpoint_whose_metadata_would_run_something_is_refused_by_name(mcore_folder: Path, tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
+    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
+    metadata = checkpoint / "iter_0000000" / ".metadata"
+    content = pickle.loads(metadata.read_bytes())
+    content.planner_data = Evil()
+    metadata.write_bytes(pickle.dumps(content))
+    message = refused(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")], caplog)
+    assert ".metadata is a pickle that asks for builtins.eval, which checkpoints of weights do not need" in message
+    assert not (tmp_path / "it_ran").exists()
+
+
+def test_a_chunk_that_would_run_something_is_refused(mcore_folder: Path, tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
+    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
+    metadata = checkpoint / "iter_0000000" / ".metadata"
+    content = pickle.loads(metadata.read_bytes())
+    ((index, info),) = [item for item in content.storage_data.items() if item[0].fqn == "decoder.final_norm.weight"]
+    stream = io.BytesIO()
+    torch.save(Evil(), stream)
+    (checkpoint / "iter_0000000" / "evil").write_bytes(stream.getvalue())
+    content.storage_data[index] = type(info)("evil", 0, len(stream.getvalue()))
+    metadata.write_bytes(pickle.dumps(content))
+    message = refused(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")], caplog)
+    assert "decoder.final_norm.weight cannot be read: evil at byte 0 is not a plain tensor, so it is not read" in message
+    content.storage_data[index] = type(info)("../../secret", 0, 10)
+    metadata.write_bytes(pickle.dumps(content))
+    message = refused(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")], caplog)
+    assert "places decoder.final_norm.weight in ../../secret, outside of the folder" in message
+    assert {path.name for path in tmp_path.iterdir()} == {"mcore"}
+
+
+def test_what_torch_wrote_is_read_like_what_we_write(mcore_folder: Path, hf_folder: Path, tmp_path: Path):
+    """The same tensors saved by torch's own writer, one of them as a parameter and one with its dimensions swapped in memory."""
+    checkpoint = tmp_path / "mcore" / "iter_0000000"
+    opened = open_checkpoint(mcore_folder)
+    state: dict[str, torch.Tensor] = {key: opened.folder.read(key) for key in opened.folder.keys}
+    state["decoder.final_norm.weight"] = torch.nn.Parameter(state["decoder.final_norm.weight"])
+    router = "decoder.layers.1.mlp.router.weight"
+    state[router] = state[router].t().contiguous().t()
+    torch.distributed.checkpoint.save(state, checkpoint_id=checkpoint, no_dist=True)
+    shutil.copyfile(mcore_folder / "iter_0000000" / "hf_config.json", checkpoint / "hf_config.json")
+    assert main(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
+    assert main(["compare", str(tmp_path / "out"), str(hf_folder)]) == 0
