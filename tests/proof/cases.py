@@ -38,14 +38,14 @@ class Case:
             workers = [found.torch_dist_layout(case.hf_config, "bfloat16")]
         else:
             workers = [found.vllm_layout(case.hf_config, case.engine, worker, "bfloat16") for worker in range(case.engine.tp)]
-        num_engines = choose.randint(1, case.world_size // len(workers))
+        num_engines = choose.randint(1, min(4, case.world_size // len(workers)))
         self.targets = {target: workers[target % len(workers)] for target in range(num_engines * len(workers))}
         first = choose.choice([0, 0, case.world_size])
         self.unit_of = {target: first + target for target in self.targets}
         per_node = choose.choice([1, 2, 4, 1000])
         self.node_of = {unit: unit // per_node for unit in (*self.sources, *self.unit_of.values())}
         # Small buffers make hundreds of rounds, which take time and show little more.
-        self.buffer_bytes = choose.choice([128, 256]) if choose.random() < 0.03 else choose.choice([1 << 11, 1 << 13, 1 << 16, 1 << 20])
+        self.buffer_bytes = choose.choice([128, 256]) if choose.random() < 0.02 else choose.choice([1 << 11, 1 << 13, 1 << 16, 1 << 20])
         self.canonical = index_arrays(found.canonical(case.hf_config))
 
     def reshard(self, *, sources: Mapping[int, Layout] | None = None, targets: Mapping[int, Layout] | None = None) -> Schedule:
