@@ -1,0 +1,50 @@
+"""Where a run's starting weights come from: the cache, or the Hugging Face files; damage is found before a weight is used."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from conversion.cache import check_entry
+from conversion.cache_gc import cache_items
+from mrl import env
+from mrl.cluster.model_cache import StartingWeights, starting_weights
+from mrl.train import refit
+from tests.stack.loop.conftest import LiveRun
+
+
+def checksums(policy) -> dict[str, int]:
+    return {
+        str(slot): zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy()) for slot, tensor in policy.settled_weights().items()
+    }
+
+
+def test_the_start_left_the_model_in_the_cache_cut_for_its_ranks(live: LiveRun):
+    root = env.cache_root()
+    assert root is not None
+    (item,) = [item for item in cache_items(root) if item.entry and item.entry.model == live.config.policy.model_name]
+    # TP2 x EP2 with experts not cut.
+    assert len(list(item.path.rglob("*.distcp"))) == 4
+    check_entry(item.path / "mcore")
+
+
+def test_damage_is_repaired_before_the_load_and_both_ways_give_the_same_weights(live: LiveRun, caplog: pytest.LogCaptureFixture):
+    policies, parallel = live.run.session.policies, live.config.policy.megatron_cfg.parallel
+    hf = Path(live.config.policy.model_name)
+    policies._load(StartingWeights(hf, parallel))
+    expected = live.on_ranks(checksums)
+    with starting_weights(hf, env.cache_root(), parallel) as weights, caplog.at_level(logging.WARNING):
+        assert weights.cached is not None
+        data = max(weights.cached.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+        policies._load(weights)
+        check_entry(weights.cached)
+    assert data.name in caplog.text and "converted again" in caplog.text
+    assert live.on_ranks(checksums) == expected
+    refit(live.run, live.state)
