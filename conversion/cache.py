@@ -66,7 +66,8 @@ def entry_key(hf: Path, root: Path, *, dtype: str | None) -> str:
     """
     files = [*weight_files(hf), hf / "config.json"]
     files += [hf / INDEX_FILE] if (hf / INDEX_FILE).exists() else []
-    content = {"files": file_hashes(files, root / HASHES), "dtype": dtype, "table_version": TABLE_VERSION}
+    hashes = {path.relative_to(hf).as_posix(): digest for path, digest in file_hashes(files, root / HASHES).items()}
+    content = {"files": hashes, "dtype": dtype, "table_version": TABLE_VERSION}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -14,19 +15,23 @@ from conversion.files import sha256_file, write_atomic
 # A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
 SETTLED_S = 2.0
 MAX_THREADS = 8
+# What takes seconds is told.
+ANNOUNCED_BYTES = 10**9
+
+logger = logging.getLogger(__name__)
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def file_hashes(paths: Iterable[Path], memory: Path) -> dict[str, str]:
-    """sha256 of every file, by its name. `memory` is the folder of what is remembered.
+def file_hashes(paths: Iterable[Path], memory: Path) -> dict[Path, str]:
+    """sha256 of every file. `memory` is the folder of what is remembered.
 
     Raises:
         ValueError: a file is missing, or changes while it is read.
     """
     found = list(paths)
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        return dict(zip((path.name for path in found), pool.map(lambda path: file_hash(path, memory), found), strict=True))
+        return dict(zip(found, pool.map(lambda path: file_hash(path, memory), found), strict=True))
 
 
 def file_hash(path: Path, memory: Path) -> str:
@@ -43,6 +48,8 @@ def file_hash(path: Path, memory: Path) -> str:
         record = memory / "-".join(map(str, identity))
         if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")):
             return remembered
+        if identity[2] >= ANNOUNCED_BYTES:
+            logger.info("Reading %s once, to know it by its checksum", path)
         digest = sha256_file(path)
         has_changed = _identity(path) != identity
     except FileNotFoundError as error:

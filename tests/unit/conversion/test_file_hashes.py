@@ -107,7 +107,7 @@ def test_the_hubs_checksum_is_taken_as_given(tmp_path: Path, reads: list[Path]):
         (blobs / blob).write_bytes(b"content")
         (snapshot / name).symlink_to(blobs / blob)
     found = hashes_of([snapshot / "model.safetensors", snapshot / "config.json"], tmp_path / "memory")
-    assert found == {"model.safetensors": "ab" * 32, "config.json": sha256(b"content")}
+    assert found == {snapshot / "model.safetensors": "ab" * 32, snapshot / "config.json": sha256(b"content")}
     assert reads == [snapshot / "config.json"]
 
 
