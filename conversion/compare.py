@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from conversion.boxes import lengths
-from conversion.file_boxes import BLOCK_BYTES, BoxSource, blocks, byte_view, content_sha256
+from conversion.file_boxes import BLOCK_BYTES, BoxSource, blocks, byte_view, content_checksums
 from conversion.manifest import file_faults, read_manifest
 from conversion.safetensors_io import SafetensorsFolder
 from conversion.tensors import dtype_name, torch_dtype
@@ -57,7 +57,7 @@ def faults_against_manifest(folder: Path) -> Iterator[str]:
             found = (dtype_name(source.dtype(name)), source.shape(name))
             if found != (record.dtype, record.shape):
                 yield f"{name}: {found[0]} {found[1]} instead of {record.dtype} {record.shape}"
-            elif content_sha256(source, name, torch_dtype(record.dtype)) != record.sha256:
+            elif content_checksums(source, name, torch_dtype(record.dtype)) != (record.sha256, record.crc32):
                 yield f"{name}: its values are not those of the model that was converted"
 
 

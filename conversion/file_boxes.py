@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 from conversion.boxes import Box, SlotLayout, full, intersect, lengths, volume
@@ -151,16 +152,17 @@ def fill_from(tensor: Tensor, content: SlotLayout, source: BoxSource) -> None:
             target.copy_(transformed(values, piece.transform))
 
 
-def content_sha256(source: BoxSource, name: str, dtype: torch.dtype) -> str:
-    """sha256 of a tensor's content in a dtype, row by row, little-endian. Reads one block after the other."""
-    digest, shape = hashlib.sha256(), source.shape(name)
+def content_checksums(source: BoxSource, name: str, dtype: torch.dtype) -> tuple[str, int]:
+    """sha256 and CRC-32 of a tensor's content in a dtype, row by row, little-endian. Reads one block after the other."""
+    digest, crc32, shape = hashlib.sha256(), 0, source.shape(name)
     max_elements = BLOCK_BYTES // dtype.itemsize
     buffer = torch.empty(min(math.prod(shape), max_elements), dtype=dtype)
     for box in blocks(shape, max_elements):
         block = buffer[: volume(box)].view(lengths(box))
         source.read_into(name, box, block)
         digest.update(byte_view(block))
-    return digest.hexdigest()
+        crc32 = isal_zlib.crc32(byte_view(block), crc32)
+    return digest.hexdigest(), crc32
 
 
 def overlap(stored: Box, wanted: Box) -> tuple[Box, Box, Box] | None:

@@ -28,6 +28,8 @@ class TensorRecord:
     shape: tuple[int, ...]
     sha256: str
     """Of its content in `dtype`, row by row, little-endian."""
+    crc32: int
+    """Of the same. Much faster than sha256: what is checked while the tensor is read for something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(
             source=dict(content["source"]),
             tensors={
-                str(name): TensorRecord(str(record["dtype"]), tuple(map(int, record["shape"])), str(record["sha256"]))
+                str(name): TensorRecord(str(record["dtype"]), tuple(map(int, record["shape"])), str(record["sha256"]), int(record["crc32"]))
                 for name, record in content["tensors"].items()
             },
             files={

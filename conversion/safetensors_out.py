@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Box
-from conversion.file_boxes import BoxSource, content_sha256
+from conversion.file_boxes import BoxSource, content_checksums
 from conversion.files import INDEX_FILE, SINGLE_FILE, write_atomic
 from conversion.manifest import FileRecord, TensorRecord
 from conversion.output_file import OutputFile, write_tensor
@@ -57,11 +57,13 @@ def write_safetensors(
     *,
     max_shard_bytes: int,
     dtype: torch.dtype | None = None,
+    known: Mapping[str, TensorRecord] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[dict[str, TensorRecord], dict[str, FileRecord]]:
     """Writes tensors as one file or as shards with an index; checksums of the tensors and of their files.
 
-    Tensors keep their dtypes unless `dtype` names one for all. What an interrupted call has written is kept if it is still right.
+    Tensors keep their dtypes unless `dtype` names one for all. Those whose CRC-32 is that of their `known` record get the record's sha256
+    without the work; where it differs, none, so that the records differ. What an interrupted call has written is kept if it is still right.
     """
     dtypes = {name: dtype or source.dtype(name) for name in names}
     sizes = {name: math.prod(source.shape(name)) * dtypes[name].itemsize for name in names}
@@ -69,8 +71,10 @@ def write_safetensors(
     tensors: dict[str, TensorRecord] = {}
     files = {}
     for shard in shards:
-        shas, files[shard.file] = _write_shard(folder / shard.file, shard.names, source, dtypes, progress or (lambda num_bytes: None))
-        tensors |= {name: TensorRecord(dtype_name(dtypes[name]), source.shape(name), sha256) for name, sha256 in shas.items()}
+        expected = {name: known[name] for name in shard.names if known and name in known and known[name].dtype == dtype_name(dtypes[name])}
+        report = progress or (lambda num_bytes: None)
+        checksums, files[shard.file] = _write_shard(folder / shard.file, shard.names, source, dtypes, expected, report)
+        tensors |= {name: TensorRecord(dtype_name(dtypes[name]), source.shape(name), *found) for name, found in checksums.items()}
     if len(shards) > 1:
         weight_map = {name: shard.file for shard in shards for name in shard.names}
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -79,8 +83,13 @@ def write_safetensors(
 
 
 def _write_shard(
-    path: Path, names: Sequence[str], source: BoxSource, dtypes: Mapping[str, torch.dtype], report: Callable[[int], None]
-) -> tuple[dict[str, str], FileRecord]:
+    path: Path,
+    names: Sequence[str],
+    source: BoxSource,
+    dtypes: Mapping[str, torch.dtype],
+    known: Mapping[str, TensorRecord],
+    report: Callable[[int], None],
+) -> tuple[dict[str, tuple[str, int]], FileRecord]:
     # Wide elements first keep all of them aligned, as the safetensors library has it.
     names = sorted(names, key=lambda name: -dtypes[name].itemsize)
     header = _header([(name, dtypes[name], source.shape(name)) for name in names])
@@ -88,25 +97,27 @@ def _write_shard(
         # The header counts as one item.
         if not out.num_items:
             out.append(header)
+            out.end_section()
             out.end_item()
         done, rest = names[: out.num_items - 1], names[out.num_items - 1 :]
-        shas = {}
+        shas, crcs = {name: hashlib.sha256() for name in rest if name not in known}, {}
         for name in rest:
-            shas[name] = hashlib.sha256()
 
             def fill(box: Box, target: Tensor, name: str = name) -> None:
                 source.read_into(name, box, target)
 
-            for num_bytes in write_tensor(out, source.shape(name), dtypes[name], fill, tap=shas[name]):
+            for num_bytes in write_tensor(out, source.shape(name), dtypes[name], fill, tap=shas.get(name)):
                 report(num_bytes)
+            crcs[name] = out.end_section()
             out.end_item()
         record = out.close()
-    sha256 = {name: sha.hexdigest() for name, sha in shas.items()}
+    checksums = {name: (sha.hexdigest(), crcs[name]) for name, sha in shas.items()}
+    checksums |= {name: (known[name].sha256 if crc32 == known[name].crc32 else "", crc32) for name, crc32 in crcs.items() if name in known}
     with SafetensorsFolder(path) as written:
         for name in done:
-            sha256[name] = content_sha256(written, name, dtypes[name])
+            checksums[name] = content_checksums(written, name, dtypes[name])
             report(math.prod(source.shape(name)) * dtypes[name].itemsize)
-    return sha256, record
+    return checksums, record
 
 
 def _header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:

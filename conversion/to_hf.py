@@ -10,7 +10,7 @@ from pathlib import Path
 from conversion.attempts import built_aside
 from conversion.checkpoint_folder import HF_CONFIG_FILE, Checkpoint, copy_companions, find_checkpoint, write_json
 from conversion.families.registry import family
-from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, check_same_tensors, seal
+from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, check_same_tensors, read_manifest, seal
 from conversion.progress import Progress, counter
 from conversion.safetensors_out import write_safetensors
 from conversion.tensors import dtype_name, torch_dtype
@@ -38,7 +38,9 @@ def convert_mcore_to_hf(
     opened = open_checkpoint(mcore)
     checkpoint, source = opened.checkpoint, opened.tensors
     iteration, root = checkpoint.iteration, checkpoint.iteration.parent
+    known = None
     if (root / MANIFEST).exists():
+        known = read_manifest(root).tensors
         check_files(root, [f"{iteration.name}/{name}" for name in (METADATA_FILE, HF_CONFIG_FILE)])
     origin = {"format": "torch_dist", "folder": str(iteration.resolve()), "files": _identity(iteration)}
     plan = {"source": origin, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "table_version": TABLE_VERSION}
@@ -46,7 +48,13 @@ def convert_mcore_to_hf(
     total = sum(math.prod(source.shape(name)) * (target or source.dtype(name)).itemsize for name in source.names)
     with built_aside(out, plan) as folder:
         tensors, files = write_safetensors(
-            folder, source, source.names, max_shard_bytes=max_shard_bytes, dtype=target, progress=counter(progress, total)
+            folder,
+            source,
+            source.names,
+            max_shard_bytes=max_shard_bytes,
+            dtype=target,
+            known=known,
+            progress=counter(progress, total),
         )
         check_same_tensors(root, tensors)
         config = {**checkpoint.hf_config}

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from conversion.attempts import built_aside
 from conversion.boxes import DTYPE_BYTES, Layout
@@ -15,7 +16,7 @@ from conversion.checkpoint_folder import HF_CONFIG_FILE, ITERATION_FOLDER, LATES
 from conversion.chunks import Chunk, files_of_one, files_of_ranks
 from conversion.families.common import Family, HfConfig, MegatronParallel
 from conversion.families.registry import family
-from conversion.file_boxes import content_sha256
+from conversion.file_boxes import content_checksums
 from conversion.manifest import TABLE_VERSION, TensorRecord, check_same_tensors, seal
 from conversion.progress import Progress, counter
 from conversion.safetensors_io import SafetensorsFolder
@@ -24,6 +25,8 @@ from conversion.torch_archive import MAX_TENSOR_BYTES
 from conversion.torch_dist_out import write_torch_dist
 
 ONE_FILE = MegatronParallel()
+
+Result = TypeVar("Result")
 
 
 def convert_hf_to_mcore(
@@ -55,9 +58,9 @@ def convert_hf_to_mcore(
             iteration = folder / ITERATION_FOLDER
             iteration.mkdir(exist_ok=True)
             # Taken from the source by another path than what is written, so that `verify` proves the way from one to the other.
-            with _in_background(lambda name: content_sha256(source, name, torch_dtype(dtypes[name])), canonical) as digests:
+            with _in_background(lambda name: content_checksums(source, name, torch_dtype(dtypes[name])), canonical) as checksums:
                 data = write_torch_dist(iteration, layout, files, source, progress=counter(progress, total))
-                tensors = {name: TensorRecord(dtypes[name], shape, digests[name].result()) for name, shape in canonical.items()}
+                tensors = {name: TensorRecord(dtypes[name], shape, *checksums[name].result()) for name, shape in canonical.items()}
             check_same_tensors(hf, tensors)
             write_json(iteration / HF_CONFIG_FILE, hf_config)
             # JSON is YAML too. NeMo RL's loader looks for this file.
@@ -81,7 +84,7 @@ def _identity(hf: Path, source: SafetensorsFolder) -> dict[str, object]:
 
 
 @contextmanager
-def _in_background(work: Callable[[str], str], names: Iterable[str]) -> Iterator[dict[str, Future[str]]]:
+def _in_background(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[dict[str, Future[Result]]]:
     """Results by name, made one after the other while the `with` block runs."""
     pool = ThreadPoolExecutor(1)
     try:
