@@ -26,12 +26,11 @@ def word_sum(tensor: Tensor) -> Tensor:
     Equal on every device. Blocks of `BLOCK_WORDS` words are summed with the same weights, and their sums with weights of their own.
     """
     words = _words(tensor.detach())
-    num_blocks = -(-len(words) // BLOCK_WORDS)
     weights = odd_weights(BLOCK_WORDS, words.device)
     blocks = [_weighted_sum(block, weights) for block in words.split(BLOCK_WORDS)]
+    outer = odd_weights(len(blocks) + 1, words.device)
     # Lengths count too, or a missing zero would not.
-    blocks.append(torch.tensor(tensor.nbytes, device=words.device))
-    return _weighted_sum(torch.stack(blocks), odd_weights(num_blocks + 1, words.device))
+    return _weighted_sum(torch.stack(blocks), outer) + outer[-1] * tensor.nbytes
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
