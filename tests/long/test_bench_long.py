@@ -34,3 +34,20 @@ def test_refits_are_nearly_as_fast_as_a_plain_copy():
         assert number(row, "refit / copy speed") >= number(row, "at least"), row
         assert number(row, "refit + verification / copy time") <= number(row, "at most"), row
         assert row["bytes moved / needed"] == 1
+
+
+def test_conversions_are_nearly_as_fast_as_cp():
+    rows = bench("convert")
+    assert {row["direction"] for row in rows} == {"hf-to-mcore", "mcore-to-hf"}
+    for row in rows:
+        assert number(row, "ratio") >= number(row, "target_ratio"), row
+        assert number(row, "memory_rise_mb") <= 600, row
+
+
+def test_schedules_of_large_runs_are_built_in_seconds():
+    rows = bench("schedule")
+    assert {row["ranks"] for row in rows} == {256, 4096}
+    for row in rows:
+        is_large = number(row, "ranks") > 256
+        assert number(row, "seconds") <= (6 if is_large else 3), row
+        assert is_large or number(row, "peak_mb") <= 500, row
