@@ -8,6 +8,7 @@ from collections import OrderedDict
 from pathlib import Path, PosixPath, PurePosixPath
 
 import torch
+from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.serialization import _get_layout
@@ -35,6 +36,9 @@ _METADATA_CLASSES = (
     dcp.TensorProperties,
     dcp.TensorStorageMetadata,
     dcp._MEM_FORMAT_ENCODING,
+    # As older versions of torch wrote them.
+    sharded.MEM_FORMAT_ENCODING,
+    sharded.TensorProperties,
 )
 # Only what makes plain data. Nothing here opens, imports or runs anything.
 METADATA_NAMES: dict[tuple[str, str], object] = {

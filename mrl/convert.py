@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 2
+    except OSError as error:
+        logger.error("%s; what a conversion has written so far is kept, and the same command goes on from there", error)
+        return 2
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -134,6 +134,8 @@ def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_fold
     assert "no readable model.safetensors.index.json or model.safetensors" in refused(
         ["hf-to-mcore", "--hf", str(empty), "--out", out], caplog
     )
+    nowhere = ["hf-to-mcore", "--hf", str(hf_folder), "--out", "/proc/none/out"]
+    assert "No such file or directory: '/proc/none'; what a conversion has written so far is kept" in refused(nowhere, caplog)
     assert not Path(out).exists()
 
 
