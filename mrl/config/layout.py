@@ -159,6 +159,8 @@ def _engines(config: RunConfig, model: ModelSizes) -> list[str]:
     if ep not in (1, tp):
         rule = f"must be 1 or policy.generation.vllm_cfg.tensor_parallel_size={tp}"
         problems.append(_problem(f"{prefix}.expert_parallel_size", ep, rule, "use one of them"))
+    if ep > max(1, model.num_experts):
+        problems.append(_problem(f"{prefix}.expert_parallel_size", ep, f"the model has {model.num_experts} experts", "set it to 1"))
     if ep == 1 and not divides(tp, model.moe_ffn_size):
         rule = f"does not divide the experts' width {model.moe_ffn_size}"
         problems.append(_problem(f"{prefix}.tensor_parallel_size", tp, rule, f"use a divisor, or set expert_parallel_size={tp}"))

@@ -181,6 +181,15 @@ def test_a_model_that_is_not_supported(workplace: Path, change: dict[str, object
     assert problem.startswith("policy.model_name=prepared/tiny/model: config.json: ") and next(iter(change)) in problem
 
 
+def test_engines_need_experts_to_spread(workplace: Path):
+    path = workplace / "prepared/tiny/model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hybrid_override_pattern": "M-M*-M-"}))
+    engines = [f"{MEGATRON}.expert_model_parallel_size=1", f"{ENGINE}.tensor_parallel_size=2"]
+    assert found(*engines) == []
+    (problem,) = found(*engines, f"{ENGINE}.expert_parallel_size=2")
+    assert problem.startswith(f"{ENGINE}.expert_parallel_size=2: the model has 0 experts") and problem.endswith("set it to 1")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"model_type": "nemotron_h"}', "[" * 100_000])
 def test_a_damaged_model_config(workplace: Path, text: str):
     (workplace / "prepared/tiny/model/config.json").write_text(text)
