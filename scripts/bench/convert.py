@@ -64,9 +64,19 @@ def measure(folder: Path, gb: float, num_repeats: int) -> list[Row]:
     return [summary(direction, num_bytes, runs[direction]) for direction in sources]
 
 
+def prepare(source: Path) -> None:
+    """Puts the source into the page cache, and everything else to disk."""
+    for path in source.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                while file.read(16 << 20):
+                    pass
+    os.sync()
+
+
 def timed_copy(source: Path, out: Path) -> float:
     """Seconds of `cp -r` and an fsync of every file."""
-    os.sync()
+    prepare(source)
     started = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(out)], check=True)
     subprocess.run(["sync", *(str(path) for path in out.rglob("*") if path.is_file())], check=True)
@@ -77,7 +87,7 @@ def timed_copy(source: Path, out: Path) -> float:
 
 def timed_conversion(direction: str, source: Path, out: Path) -> dict[str, float]:
     """Seconds of a conversion in a process of its own, on the clock and of all cores, and by how many bytes its memory rose."""
-    os.sync()
+    prepare(source)
     command = [sys.executable, "-m", "scripts.bench.convert", "--child", direction, str(source), str(out)]
     measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     shutil.rmtree(out)
