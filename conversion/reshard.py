@@ -22,7 +22,6 @@ from conversion.boxes import (
     Piece,
     Slot,
     find_overlap,
-    full,
     intersect,
     lengths,
     place,
@@ -42,6 +41,8 @@ class ScheduleError(ValueError):
     """Layouts that do not fit together: some element would not be written, would be written twice, or would be lost."""
 
 
+_Parts = tuple[Fragment, list[Fragment]]
+"""A fragment as a worker reads it from its own unit, and in the parts in which it travels."""
 _Holders = dict[int, Holding]
 _Holdings = dict[str, dict[Box, _Holders]]
 """Canonical name, box of it, source class. Equal boxes in several classes are replicas of each other."""
@@ -121,6 +122,9 @@ def _without_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        # Puts what is new among the old objects, which are not looked through at once.
+        gc.freeze()
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
 
@@ -188,8 +192,11 @@ def _holdings(layouts: Sequence[Layout], ranks: Sequence[Sequence[int]]) -> _Hol
 
 def _check_piece(slot: Slot, shape: tuple[int, ...], piece: Piece) -> None:
     extra = len(piece.local) - len(piece.box)
-    is_same_size = extra >= 0 and lengths(piece.local) == (1,) * extra + lengths(piece.box)
-    if not is_same_size or intersect(piece.local, full(shape)) != piece.local:
+    is_same_size = extra >= 0 and lengths(piece.local[extra:]) == lengths(piece.box) and volume(piece.local[:extra]) == 1
+    is_inside = len(piece.local) == len(shape) and all(
+        0 <= start < stop <= size for (start, stop), size in zip(piece.local, shape, strict=True)
+    )
+    if not (is_same_size and is_inside):
         raise ScheduleError(f"{slot}: box {piece.box} of {piece.name} does not fit box {piece.local} of shape {shape}")
 
 
@@ -205,7 +212,7 @@ def _drafts(
         raise ValueError(f"refit buffer of {buffer_bytes} bytes is too small; it takes at least {least}")
     # Where held boxes overlap, which of them a fragment comes from depends on what is near; elsewhere there is no choice.
     has_choice = any(len(boxes) > 1 and find_overlap(boxes) for boxes in found.holdings.values())
-    fragments: dict[object, list[Fragment]] = {}
+    fragments: dict[object, list[_Parts]] = {}
     index_of: dict[object, int] = {}
     drafts: list[_Draft] = []
     class_of = {}
@@ -215,11 +222,12 @@ def _drafts(
         num_shares = sharing[unit_of[target]]
         key = (id(layout), own, near, num_shares)
         if key not in index_of:
-            fragments_key = key if has_choice else id(layout)
+            fragments_key = key if has_choice else (id(layout), num_shares)
             if fragments_key not in fragments:
-                fragments[fragments_key] = _fragments(layout, found.holdings, own, near)
+                whole = _fragments(layout, found.holdings, own, near)
+                fragments[fragments_key] = [(fragment, split_fragment(fragment, buffer_bytes // num_shares)) for fragment in whole]
             index_of[key] = len(drafts)
-            drafts.append(_draft(found, layout, fragments[fragments_key], own, near, num_shares, len(targets), buffer_bytes))
+            drafts.append(_draft(found, layout, fragments[fragments_key], own, near, num_shares, len(targets)))
         class_of[target] = index_of[key]
     return drafts, class_of
 
@@ -244,7 +252,7 @@ def _fragments(layout: Layout, holdings: _Holdings, own: int | None, near: froze
                         num_bytes = volume(part) * DTYPE_BYTES[next(iter(holders.values())).dtype]
                         local = place(part, piece.box, piece.local)
                         fragments.append(Fragment(slot, local, content.dtype, piece.transform, part_holders, num_bytes))
-                    rest = [left for part in rest for left in subtract(part, held_box)]
+                    rest = [] if parts == rest else [left for part in rest for left in subtract(part, held_box)]
                     if not rest:
                         break
             if rest:
@@ -276,26 +284,26 @@ def _check_all_read(found: _Sources, layouts: Iterable[Layout]) -> None:
 def _draft(
     found: _Sources,
     layout: Layout,
-    fragments: Sequence[Fragment],
+    fragments: Sequence[_Parts],
     own: int | None,
     near: frozenset[int],
     num_shares: int,
     num_targets: int,
-    buffer_bytes: int,
 ) -> _Draft:
     """Sorts the fragments of a class by who may send them, and spreads each group over bins of about equal size."""
     local: list[Fragment] = []
     groups: dict[frozenset[int], list[Fragment]] = defaultdict(list)
     known: dict[tuple[int, ...], frozenset[int]] = {}
-    for fragment in fragments:
-        if own in fragment.holders:
+    for fragment, parts in fragments:
+        holders = fragment.holders
+        if own in holders:
             local.append(fragment)
             continue
-        classes = tuple(fragment.holders)
+        classes = tuple(holders)
         if classes not in known:
             every = frozenset(classes)
             known[classes] = every & near or every
-        groups[known[classes]].extend(split_fragment(fragment, buffer_bytes // num_shares))
+        groups[known[classes]] += parts
     bins = []
     for candidates, members in groups.items():
         num_ranks = sum(len(found.ranks[source_class]) for source_class in candidates)

@@ -29,19 +29,20 @@ class Fragment(NamedTuple):
     """In the sources' dtype."""
 
 
-def split_fragment(fragment: Fragment, buffer_bytes: int) -> Iterator[Fragment]:
+def split_fragment(fragment: Fragment, buffer_bytes: int) -> list[Fragment]:
     """The fragment in parts that several of fit one buffer."""
     max_bytes = max(ALIGNMENT, buffer_bytes // _BOXES_PER_BUFFER // ALIGNMENT * ALIGNMENT)
     if fragment.num_bytes <= max_bytes:
-        yield fragment
-        return
+        return [fragment]
     element = DTYPE_BYTES[next(iter(fragment.holders.values())).dtype]
+    fragments = []
     for box in split(fragment.box, max_bytes // element):
         parts: dict[Holding, Holding] = {}
         for holding in fragment.holders.values():
             parts[holding] = holding._replace(box=part_of(holding.box, fragment.box, box))
         holders = {source_class: parts[holding] for source_class, holding in fragment.holders.items()}
-        yield fragment._replace(box=box, holders=holders, num_bytes=volume(box) * element)
+        fragments.append(fragment._replace(box=box, holders=holders, num_bytes=volume(box) * element))
+    return fragments
 
 
 def split(box: Box, max_elements: int) -> Iterator[Box]:
