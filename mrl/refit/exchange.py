@@ -102,7 +102,10 @@ class Exchange:
         self._parts.stamps[0] = NO_ROUND
         # One buffer serves all rounds: a round ends before the next one begins.
         buffer = torch.empty(part.packed_bytes(), dtype=torch.uint8, device=self.memory.tensor.device)
-        self._outgoing = [self._pack_of(part, round_index, buffer) for round_index in range(part.num_rounds)]
+        # In the order in which they run, because a checksum that two of them need is taken by the first.
+        self._outgoing = [self._pack_of(part, 0, buffer)]
+        self._locals = [self._local(local) for local in part.locals]
+        self._outgoing += [self._pack_of(part, round_index, buffer) for round_index in range(1, part.num_rounds)]
         self._incoming = [
             [
                 Incoming(route.peer, self._traveling(route, message, self._arrival(route, message)))
@@ -110,7 +113,6 @@ class Exchange:
             ]
             for round_index in range(part.num_rounds)
         ]
-        self._locals = [self._local(local) for local in part.locals]
         assert group is not None or not any(self._outgoing + self._incoming), "messages need a group"
 
     def handles(self) -> UnitHandles:
@@ -134,14 +136,19 @@ class Exchange:
         outgoing, incoming = self._outgoing[round_index], self._incoming[round_index]
         self._parts.stamps[0] = NO_ROUND
         if self._group is not None and (outgoing or incoming):
-            self._group.run(outgoing, incoming, what=f"round {round_index}")
-        for write_checksums in self._locals if round_index == 0 else ():
-            write_checksums()
+            self._group.run(outgoing, incoming, what=f"round {round_index}", meanwhile=lambda: self._write_local_checksums(round_index))
+        else:
+            self._write_local_checksums(round_index)
         wait_for(self._device)
         self._parts.stamps[1] += 1
         # Last: it is what tells the workers that the rest is there.
         self._parts.stamps[0] = round_index
         wait_for(self._device)
+
+    def _write_local_checksums(self, round_index: int) -> None:
+        # All local boxes are read in round 0.
+        for write in self._locals if round_index == 0 else ():
+            write()
 
     def _pack_of(self, part: RankPart, round_index: int, buffer: Tensor) -> list[Outgoing]:
         outgoing, start = [], 0

@@ -67,15 +67,19 @@ class ExchangeGroup:
                 f"within {timeout_s:g} s: {error}"
             ) from error
 
-    def run(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str) -> None:
+    def run(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None]) -> None:
         """Sends and receives all messages of one round, `what`. Between two participants both sides list theirs in the same order.
+
+        `meanwhile` is called when all are packed and on their way.
 
         Raises:
             RefitError: a peer did not do its part in time.
         """
         deadline = time.monotonic() + self._timeout_s
         try:
-            for work in self._post(outgoing, incoming):
+            works = self._post(outgoing, incoming)
+            meanwhile()
+            for work in works:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
             sources, units = ({message.peer for message in messages} for messages in (incoming, outgoing))

@@ -171,6 +171,8 @@ def prepare(
         dict(unit_of={0: 0, 1: 0}),
         dict(unit_of={0: 1, 1: 2}),
         dict(tp=2, buffer_bytes=32 << 10),
+        # Ranks send in later rounds what their own workers have read in the first.
+        dict(unit_of={0: 0, 1: 1, 2: 2, 3: 3}, buffer_bytes=16 << 10),
         dict(tp=1, dtypes=("bfloat16", "bfloat16")),
         dict(tp=2, dtypes=("bfloat16", "float32")),
         dict(tp=2, num_engines=2, on_one_node=True),
@@ -186,6 +188,7 @@ def prepare(
         "two_engines_one_unit",
         "two_engines_two_units",
         "many_rounds",
+        "many_rounds_to_four_engines",
         "bf16",
         "bf16_to_fp32",
         "two_engines_on_one_node",
