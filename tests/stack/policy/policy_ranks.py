@@ -262,12 +262,12 @@ def settle_with_flipped_bytes(rank: Rank, config: RunConfig, slots: Sequence[str
         policy.settle()
         messages = []
         for name in slots:
-            (tensor,) = [tensor for slot, tensor in policy._tensors.items() if str(slot) == name]
-            value = tensor.detach().view(-1).view(torch.uint8)
-            value[5] ^= rank.rank == rank.world_size - 1
-            messages.append(message_of(policy.settle))
-            value[5] ^= rank.rank == rank.world_size - 1
-            policy.settle()
+            values = [tensor.detach().view(-1).view(torch.uint8) for slot, tensor in policy._tensors.items() if str(slot) == name]
+            for _ in range(2):
+                if rank.rank == rank.world_size - 1:
+                    values[0][5] ^= True
+                messages.append(message_of(policy.settle))
+            assert messages.pop() == ""
         return messages
 
 

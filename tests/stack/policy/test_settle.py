@@ -46,8 +46,12 @@ def test_settled_weights_are_the_main_parameters_cast_down(ranks: RankPool, fold
     assert all(np.array_equal(weights[name], other_weights[name]) for name in weights)
 
 
+@pytest.mark.parametrize("model_type", ["nemotron_h", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("precision", [[], BF16], ids=["fp32", "bf16"])
-def test_the_first_refit_after_a_step_brings_the_main_parameters_cast_down(ranks: RankPool, folder: Path, precision: list[str]):
+def test_the_first_refit_after_a_step_brings_the_main_parameters_cast_down(
+    ranks: RankPool, tmp_path: Path, model_type: str, precision: list[str]
+):
+    folder = models.save_model(tmp_path, model_type)
     config = policy_ranks.run_config(folder, "dp2", *precision)
     (live, shards), (_, other_shards) = ranks.run(policy_ranks.refit_after_steps, config, world_size=2)
     dtype = "bfloat16" if precision else "float32"
@@ -88,6 +92,13 @@ def test_a_flipped_byte_in_one_copy_is_named_on_all_ranks(ranks: RankPool, folde
         for (slot, copies), message in zip(slots.items(), messages, strict=True):
             assert "copies of 1 weights differ" in message
             assert slot in message and copies in message, message
+
+
+def test_a_flipped_byte_in_the_copy_of_a_tied_embedding_is_named(ranks: RankPool, tmp_path: Path):
+    config = policy_ranks.run_config(models.save_model(tmp_path, "qwen3"), "pp2 dp2")
+    for (message,) in ranks.run(policy_ranks.settle_with_flipped_bytes, config, ["output_layer.weight"], world_size=4):
+        assert "copies of 1 weights differ" in message
+        assert "embedding.word_embeddings.weight" in message and "ranks [0, 1, 2] / [3]" in message
 
 
 def test_a_tensor_without_a_conversion_is_an_error(ranks: RankPool, folder: Path):
