@@ -25,8 +25,8 @@ def list_cache() -> None:
     items = cache_items(root)
     for item in items:
         entry = item.entry
-        described = (entry.dtype or "as stored", entry.model) if entry else ("", "")
-        lines.append((item.key[:KEY_LENGTH], _size(item.num_bytes), _age(time.time() - item.used), _state(item), *described))
+        dtype, model = (entry.dtype or "as stored", entry.model) if entry else ("", "")
+        lines.append((item.key[:KEY_LENGTH], _size(item.num_bytes), _age(time.time() - item.used), _state(item), dtype, model))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         logger.info("%s", "  ".join(field.ljust(width) for field, width in zip(line, widths, strict=True)).rstrip())

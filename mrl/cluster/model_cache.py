@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
-
-import ray.actor
 
 from conversion.cache import cached_mcore, discard, mcore_in_use, root_of
 from conversion.canary import PATIENCE_S, is_answered, release_canary, retire_canary
@@ -55,8 +53,8 @@ def starting_weights(hf: Path, root: Path | None, parallel: MegatronParallel) ->
         yield StartingWeights(hf, parallel, cached)
 
 
-def check_shared(root: Path, actors: Sequence[ray.actor.ActorHandle], *, deadline_s: float, patience_s: float = PATIENCE_S) -> None:
-    """Returns if every actor and this process see each other's new files in `root`.
+def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: float = PATIENCE_S) -> None:
+    """Returns if every actor (with a method as `PolicyActor.answer_canary`) and this process see each other's new files in `root`.
 
     Raises:
         RuntimeError: names the node that does not.

@@ -35,12 +35,12 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[list[ray.actor.ActorHandle]]:
+def nodes() -> Iterator[list]:
     with ray_runtime(load_config("grpo_tiny.yaml", [])):
         yield [ray.remote(Node).options(num_cpus=0).remote() for _ in range(2)]
 
 
-def test_nodes_that_share_the_cache_pass_and_leave_nothing(nodes: list[ray.actor.ActorHandle], tmp_path: Path):
+def test_nodes_that_share_the_cache_pass_and_leave_nothing(nodes: list, tmp_path: Path):
     root = tmp_path / "cache"
     for node in nodes:
         ray.get(node.move.remote(root, root), timeout=60)
@@ -51,7 +51,7 @@ def test_nodes_that_share_the_cache_pass_and_leave_nothing(nodes: list[ray.actor
 @pytest.mark.parametrize(
     ("is_mirror", "reason"), [(False, "node other cannot see"), (True, "the node of the driver cannot see what node other wrote")]
 )
-def test_a_node_that_does_not_share_the_cache_is_named(nodes: list[ray.actor.ActorHandle], tmp_path: Path, is_mirror: bool, reason: str):
+def test_a_node_that_does_not_share_the_cache_is_named(nodes: list, tmp_path: Path, is_mirror: bool, reason: str):
     root = tmp_path / "cache"
     ray.get([nodes[0].move.remote(root, root), nodes[1].move.remote(root, tmp_path / "other", is_mirror=is_mirror)], timeout=60)
     with pytest.raises(RuntimeError, match=f"{root}: this cache is not shared: {reason}.*set MRL_CACHE to a folder that all nodes share"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -73,7 +73,7 @@ def test_a_kill_at_any_moment_leaves_the_cache_usable(hf: Path, tmp_path: Path):
     assert os.listdir(root / "building") == []
 
 
-def run_and_kill(context: multiprocessing.context.ForkServerContext, hf: Path, root: Path, log: Path, *, after_s: float | None) -> None:
+def run_and_kill(context: ForkServerContext, hf: Path, root: Path, log: Path, *, after_s: float | None) -> None:
     """One process that fills the cache, killed after a while, or waited for."""
     process = context.Process(target=fill, args=(hf, root, log))
     process.start()

@@ -12,7 +12,7 @@ from conversion.boxes import Layout
 from conversion.families.registry import FAMILIES, family
 from conversion.manifest import TABLE_VERSION
 
-_DECODER = dict(
+_DECODER: dict[str, object] = dict(
     vocab_size=100,
     hidden_size=8,
     intermediate_size=12,
@@ -25,7 +25,7 @@ _DECODER = dict(
     max_position_embeddings=128,
     tie_word_embeddings=False,
 )
-_HYBRID = dict(
+_HYBRID: dict[str, object] = dict(
     hybrid_override_pattern="ME*-",
     num_hidden_layers=4,
     vocab_size=100,
@@ -46,7 +46,7 @@ _HYBRID = dict(
     layer_norm_epsilon=1e-5,
     max_position_embeddings=128,
 )
-_LATENT = dict(
+_LATENT: dict[str, object] = dict(
     num_key_value_heads=4,
     q_lora_rank=6,
     kv_lora_rank=5,
@@ -62,14 +62,20 @@ _LATENT = dict(
     first_k_dense_replace=1,
     num_nextn_predict_layers=0,
 )
+
+
+def _with(settings: dict[str, object], **changes: object) -> dict[str, object]:
+    return settings | changes
+
+
 CONFIGS: Mapping[str, list[dict[str, object]]] = {
-    "deepseek_v3": [_DECODER | _LATENT, _DECODER | _LATENT | dict(q_lora_rank=None)],
-    "llama": [_DECODER, _DECODER | dict(tie_word_embeddings=True)],
-    "mixtral": [_DECODER | dict(num_local_experts=4, num_experts_per_tok=2)],
-    "nemotron_h": [_HYBRID, _HYBRID | dict(moe_latent_size=4)],
+    "deepseek_v3": [_DECODER | _LATENT, _with(_DECODER | _LATENT, q_lora_rank=None)],
+    "llama": [_DECODER, _with(_DECODER, tie_word_embeddings=True)],
+    "mixtral": [_with(_DECODER, num_local_experts=4, num_experts_per_tok=2)],
+    "nemotron_h": [_HYBRID, _with(_HYBRID, moe_latent_size=4)],
     "qwen2": [_DECODER],
-    "qwen3": [_DECODER, _DECODER | dict(tie_word_embeddings=True)],
-    "qwen3_moe": [_DECODER | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, norm_topk_prob=True, mlp_only_layers=[1])],
+    "qwen3": [_DECODER, _with(_DECODER, tie_word_embeddings=True)],
+    "qwen3_moe": [_with(_DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, norm_topk_prob=True, mlp_only_layers=[1])],
 }
 
 # By version, then by model_type. Versions that were published stay.
