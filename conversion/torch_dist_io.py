@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import threading
@@ -22,7 +23,7 @@ from conversion.boxes import Box, Layout, Piece, Slot, full, lengths, place
 from conversion.file_boxes import StoredTensor, overlap, read_stored
 from conversion.pickles import METADATA_NAMES, RefusedPickle, unpickle
 from conversion.tensors import box_view
-from conversion.torch_archive import find_content
+from conversion.torch_archive import MAX_TENSOR_BYTES, archive_of, find_content
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 METADATA_FILE = ".metadata"
@@ -122,7 +123,7 @@ class TorchDistFolder:
             part = box_view(target, wanted)
             num_elements += part.numel()
             try:
-                stored = self._find(chunk)
+                stored = self._find(chunk, self.dtype(key))
                 if stored is None:
                     part.copy_(box_view(self._load(chunk), inside))
                 elif stored.shape != lengths(chunk.box):
@@ -179,21 +180,34 @@ class TorchDistFolder:
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         return _Chunk(box, str(path), info.offset, info.length)
 
-    def _find(self, chunk: _Chunk) -> StoredTensor | None:
+    def _find(self, chunk: _Chunk, dtype: torch.dtype) -> StoredTensor | None:
         """Where the content of a chunk lies; None where only torch can tell."""
         with self._lock:
             if chunk.file not in self._files:
                 self._files[chunk.file] = os.open(self._folder / chunk.file, os.O_RDONLY | os.O_CLOEXEC)
             if chunk not in self._stored:
-                path = self._folder / chunk.file
-                try:
-                    content = find_content(_Slice(self._files[chunk.file], chunk.offset, chunk.length), f"{path} at byte {chunk.offset}")
-                except RefusedPickle:
-                    # Parameters and subclasses of tensors: torch knows which of them are harmless.
-                    content = None
-                found = None if content is None else StoredTensor(path, chunk.offset + content.offset, content.dtype, content.shape)
-                self._stored[chunk] = found
+                self._stored[chunk] = self._ours(chunk, dtype) or self._anybodys(chunk)
             return self._stored[chunk]
+
+    def _ours(self, chunk: _Chunk, dtype: torch.dtype) -> StoredTensor | None:
+        """Where the content of a chunk lies if it stands in an archive as we write it, which takes no parsing."""
+        shape = lengths(chunk.box)
+        if math.prod(shape) * dtype.itemsize > MAX_TENSOR_BYTES:
+            return None
+        archive = archive_of(dtype, shape)
+        start = os.pread(self._files[chunk.file], len(archive.before), chunk.offset)
+        if chunk.length != archive.size() or start != archive.before:
+            return None
+        return StoredTensor(self._folder / chunk.file, chunk.offset + len(start), dtype, shape)
+
+    def _anybodys(self, chunk: _Chunk) -> StoredTensor | None:
+        path = self._folder / chunk.file
+        try:
+            content = find_content(_Slice(self._files[chunk.file], chunk.offset, chunk.length), f"{path} at byte {chunk.offset}")
+        except RefusedPickle:
+            # Parameters and subclasses of tensors: torch knows which of them are harmless.
+            return None
+        return None if content is None else StoredTensor(path, chunk.offset + content.offset, content.dtype, content.shape)
 
     def _load(self, chunk: _Chunk) -> Tensor:
         data = _Slice(self._files[chunk.file], chunk.offset, chunk.length)

@@ -31,7 +31,7 @@ from conversion.file_boxes import BoxSource, fill_from
 from conversion.manifest import FileRecord
 from conversion.output_file import OutputFile, write_tensor
 from conversion.tensors import torch_dtype
-from conversion.torch_archive import ALIGNMENT, Archive
+from conversion.torch_archive import ALIGNMENT, Archive, archive_of
 from conversion.torch_dist_io import METADATA_FILE
 
 # What megatron.core.dist_checkpointing looks for before it opens a folder.
@@ -86,7 +86,7 @@ class _Item:
 def _placed(chunks: Sequence[Chunk], start: int) -> list[_Item]:
     items = []
     for chunk in chunks:
-        archive = Archive.of(torch_dtype(chunk.content.dtype), chunk.content.shape)
+        archive = archive_of(torch_dtype(chunk.content.dtype), chunk.content.shape)
         start += -start % ALIGNMENT
         items.append(_Item(chunk, archive, start))
         start += archive.size()
