@@ -49,7 +49,7 @@ class StoredTensor:
 
 def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, which it shares."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def blocks(shape: Sequence[int], max_elements: int) -> Iterator[Box]:

@@ -86,7 +86,7 @@ class OutputFile:
         self._flushed = self._position - self._position % _PAGE_BYTES
         first = self._buffers[0]
         first.used = first.carried = self._position - self._flushed
-        read_exactly(self._file, path, self._flushed, memoryview(first.data.numpy())[: first.used])
+        read_exactly(self._file, path, self._flushed, first.data.numpy().data[: first.used])
         self._size = self._position
         self._is_direct = _set_direct(self._file, True)
         self._taps: list[tuple[Hash, int, int]] = []
@@ -113,7 +113,7 @@ class OutputFile:
     def commit(self, num_bytes: int, tap: Hash | None = None) -> None:
         """Appends the first bytes of what `space` gave. A `tap` is updated with them in the background, until the next `settle`."""
         buffer = self._buffers[self._current]
-        self._section = isal_zlib.crc32(memoryview(buffer.data.numpy())[buffer.used : buffer.used + num_bytes], self._section)
+        self._section = isal_zlib.crc32(buffer.data.numpy().data[buffer.used : buffer.used + num_bytes], self._section)
         self._section_bytes += num_bytes
         if tap is not None:
             self._taps.append((tap, buffer.used, buffer.used + num_bytes))
@@ -175,7 +175,7 @@ class OutputFile:
     def _flush(self) -> None:
         """Hands the filled part of the current buffer to the background, and waits for the next buffer."""
         buffer = self._buffers[self._current]
-        block, position = memoryview(buffer.data.numpy()), self._flushed
+        block, position = buffer.data.numpy().data, self._flushed
         taps, self._taps = self._taps, []
         # Whole pages are written. What follows the last byte in them is overwritten by the next buffer, or cut off in the end.
         num_pages = -(-buffer.used // _PAGE_BYTES)

@@ -10,6 +10,7 @@ import math
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from functools import lru_cache
 from typing import IO
 
 import torch
+from torch._utils import _rebuild_tensor_v2
 
 from conversion.pickles import STORAGE_CLASSES, TENSOR_NAMES, PlainTensor, unpickle
 
@@ -45,7 +47,7 @@ class _Tensor:
     def __reduce__(self) -> tuple[object, ...]:
         strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         storage = _Storage(self.dtype, math.prod(self.shape))
-        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, strides, False, OrderedDict())
+        return _rebuild_tensor_v2, (storage, 0, self.shape, strides, False, OrderedDict())
 
 
 class _Pickler(pickle.Pickler):
@@ -81,7 +83,7 @@ class Archive:
         }
         before, entries = bytearray(), []
         for name, content in records.items():
-            key, crc32 = b"archive/" + name.encode(), zipfile.crc32(content)
+            key, crc32 = b"archive/" + name.encode(), zlib.crc32(content)
             entries.append((key, crc32, len(content), len(before)))
             before += _local_header(key, len(before), crc32=crc32, size=len(content)) + content
         offset = len(before)

@@ -203,7 +203,8 @@ class TorchDistFolder:
     def _anybodys(self, chunk: _Chunk) -> StoredTensor | None:
         path = self._folder / chunk.file
         try:
-            content = find_content(_Slice(self._files[chunk.file], chunk.offset, chunk.length), f"{path} at byte {chunk.offset}")
+            data = io.BufferedReader(_Slice(self._files[chunk.file], chunk.offset, chunk.length))
+            content = find_content(data, f"{path} at byte {chunk.offset}")
         except RefusedPickle:
             # Parameters and subclasses of tensors: torch knows which of them are harmless.
             return None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from conversion.checkpoint_folder import find_checkpoint
@@ -276,7 +277,7 @@ def test_what_torch_wrote_is_read_like_what_we_write(mcore_folder: Path, hf_fold
     state["decoder.final_norm.weight"] = torch.nn.Parameter(state["decoder.final_norm.weight"])
     router = "decoder.layers.1.mlp.router.weight"
     state[router] = state[router].t().contiguous().t()
-    torch.distributed.checkpoint.save(state, checkpoint_id=checkpoint, no_dist=True)
+    dcp.save(state, checkpoint_id=checkpoint, no_dist=True)
     shutil.copyfile(mcore_folder / "iter_0000000" / "hf_config.json", checkpoint / "hf_config.json")
     assert main(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
     assert main(["compare", str(tmp_path / "out"), str(hf_folder)]) == 0

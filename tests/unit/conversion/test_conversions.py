@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -87,7 +88,7 @@ def test_torch_reads_what_was_written(folders, tmp_path: Path):
     metadata = FileSystemReader(iteration).read_metadata()
     key = "decoder.layers.0.mlp.experts.experts.linear_fc2.weight"
     target = {key: torch.zeros(metadata.state_dict_metadata[key].size, dtype=torch.bfloat16)}  # type: ignore[union-attr]  # a tensor
-    torch.distributed.checkpoint.load(target, storage_reader=FileSystemReader(iteration), no_dist=True)
+    dcp.load(target, storage_reader=FileSystemReader(iteration), no_dist=True)
     before = load_file(folders["qwen3_moe"] / "model.safetensors")
     expected = torch.stack([before[f"model.layers.0.mlp.experts.{index}.down_proj.weight"] for index in range(8)])
     assert torch.equal(target[key], expected)
