@@ -139,11 +139,9 @@ def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     check_files(folder, names[part::num_parts])
 
 
-def discard(folder: Path) -> None:
-    """Takes a damaged checkpoint out of the cache. One that replaced it meanwhile may go too, and is made again when it is asked for."""
-    aside = take_out(folder.parent, root_of(folder))
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+def discard(folder: Path, seen: Entry | None) -> None:
+    """Takes a damaged checkpoint, `seen` with this marker (None if unreadable), out of the cache; not one that replaced it meanwhile."""
+    remove_entry(folder.parent, lambda entry: read_entry(entry) == seen)
 
 
 def root_of(folder: Path) -> Path:
@@ -151,15 +149,21 @@ def root_of(folder: Path) -> Path:
     return folder.parent.parent.parent
 
 
-def take_out(entry: Path, root: Path) -> Path | None:
-    """Where an entry lies now that nobody finds it any more, to be removed; None if it was not there."""
+def remove_entry(entry: Path, may_go: Callable[[Path], bool]) -> bool:
+    """Removes an entry, and tells whether it did. `may_go` judges it where it lies, and again where nobody finds it any more."""
+    if not may_go(entry):
+        return False
     # Not under the name of a builder: what is half removed must not be inherited.
-    aside = root / BUILDING / owned_name(f"removed-{entry.name}")
+    aside = entry.parent.parent / BUILDING / owned_name(f"removed-{entry.name}")
     try:
         entry.rename(aside)
     except FileNotFoundError:
-        return None
-    return aside
+        return False
+    # What was judged may have been replaced before the rename.
+    if not may_go(aside) and publish(aside, entry):
+        return False
+    shutil.rmtree(aside, ignore_errors=True)
+    return True
 
 
 def read_entry(folder: Path) -> Entry | None:
@@ -192,8 +196,10 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
     watch = _Watch(root / BUILDING, key)
     while read_entry(final) is None:
         if final.exists():
-            logger.warning("%s has no readable %s: it is made again", final, MARKER)
-            discard(final / CHECKPOINT_FOLDER)
+            # Its marker is read once more now that it is there: it may have been published since.
+            if remove_entry(final, lambda entry: read_entry(entry) is None):
+                logger.warning("%s had no readable %s: it is made again", final, MARKER)
+            continue
         if watch.others_at_work():
             time.sleep(POLL_S)
             continue

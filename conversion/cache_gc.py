@@ -6,9 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.cache import BUILDING, ENTRIES, HASHES, LEASES, MARKER, Entry, read_entry, take_out
+from conversion.cache import BUILDING, ENTRIES, HASHES, LEASES, MARKER, Entry, read_entry, remove_entry
 from conversion.canary import CANARIES, retire_canary
-from conversion.files import publish
 from conversion.owners import is_alive, owned, owner_of
 
 DAY_S = 86400.0
@@ -72,7 +71,8 @@ def collect_garbage(root: Path, *, now: float, older_than_days: float | None = N
             reason = f"not used for {(now - item.used) / DAY_S:.1f} days"
         elif max_bytes is not None and num_bytes > max_bytes:
             reason = "longest unused, and the cache is larger than asked for"
-        if reason is not None and not item.is_live and _remove_entry(item, root):
+        # Who takes a lease looks for the entry afterwards; here it is the other way round.
+        if reason is not None and remove_entry(item.path, lambda _, item=item: not _is_leased(item.path, item.key)):
             removals.append(Removal(item, reason))
             num_bytes -= item.num_bytes
     return removals
@@ -92,17 +92,6 @@ def _item(path: Path, key: str) -> Item | None:
 
 def _is_leased(entry: Path, key: str) -> bool:
     return any(is_alive(lease) for lease in owned(entry.parent.parent / LEASES, key))
-
-
-def _remove_entry(item: Item, root: Path) -> bool:
-    """Whether it is gone. Who takes a lease looks for the entry afterwards; here it is the other way round."""
-    aside = take_out(item.path, root)
-    if aside is None:
-        return False
-    is_unused = not _is_leased(item.path, item.key)
-    if is_unused or not publish(aside, item.path):
-        shutil.rmtree(aside)
-    return is_unused
 
 
 def _remove_leftover(path: Path) -> bool:

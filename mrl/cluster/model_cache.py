@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from conversion.cache import cached_mcore, discard, mcore_in_use, root_of
+from conversion.cache import cached_mcore, discard, mcore_in_use, read_entry, root_of
 from conversion.canary import PATIENCE_S, is_answered, release_canary, retire_canary
 from conversion.families.common import MegatronParallel
 from mrl import env
@@ -33,11 +33,12 @@ class StartingWeights:
             ValueError: the new one is damaged too.
         """
         assert self.cached is not None
+        seen = read_entry(self.cached.parent)
         try:
             check(self.cached)
         except ValueError as error:
             logger.warning("The cached model is damaged and is converted again: %s", error)
-            discard(self.cached)
+            discard(self.cached, seen)
             cached_mcore(self.hf, root_of(self.cached), parallel=self.parallel)
             check(self.cached)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from conversion.cache import check_entry
+from conversion.cache import Entry, check_entry, read_entry
 from conversion.canary import answer_canary
 from conversion.families.common import MegatronParallel
 from mrl.cluster.model_cache import check_shared, starting_weights
@@ -71,6 +71,26 @@ def test_a_damaged_entry_is_converted_again_and_named(tmp_path: Path, caplog: py
         check_entry(weights.cached)
     with starting_weights(model, tmp_path / "cache", MegatronParallel()) as weights, pytest.raises(ValueError, match="always"):
         weights.repair_unless(refuse)
+
+
+def test_of_two_runs_that_find_the_same_damage_one_repairs_it(tmp_path: Path):
+    model = models.save_nemotron_h(tmp_path / "model")
+    with starting_weights(model, tmp_path / "cache", MegatronParallel()) as weights:
+        assert weights.cached is not None
+        (weights.cached / "manifest.json").write_text("damaged")
+        repaired: list[Entry | None] = []
+
+        def check_while_another_repairs(folder: Path) -> None:
+            try:
+                check_entry(folder)
+            finally:
+                if not repaired:
+                    weights.repair_unless(check_entry)
+                    repaired.append(read_entry(folder.parent))
+
+        weights.repair_unless(check_while_another_repairs)
+        assert [read_entry(weights.cached.parent)] == repaired
+        check_entry(weights.cached)
 
 
 def refuse(folder: Path) -> None:

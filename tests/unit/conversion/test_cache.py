@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from conversion import cache, file_hashes
-from conversion.cache import cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
+from conversion.cache import Entry, cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
 from conversion.manifest import verify_manifest
 from conversion.owners import owned, owned_name
 from tests.unit.conversion.cached_models import save_model
@@ -164,7 +164,7 @@ def test_an_entry_that_is_not_whole_is_made_again(hf: Path, root: Path, damage: 
     (folder / "iter_0000000" / "metadata.json").write_text("damaged")
     marker = folder.parent / "entry.json"
     if damage == "discarded":
-        discard(folder)
+        discard(folder, read_entry(folder.parent))
     elif damage == "no marker":
         marker.unlink()
     else:
@@ -172,6 +172,35 @@ def test_an_entry_that_is_not_whole_is_made_again(hf: Path, root: Path, damage: 
     assert cached_mcore(hf, root) == folder
     check_entry(folder)
     assert os.listdir(root / "building") == []
+
+
+@pytest.mark.parametrize("moment", ["before it is looked for again", "before it is taken out"])
+def test_what_another_process_publishes_meanwhile_stays(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch, moment: str):
+    built = cached_mcore(hf, root.with_name("elsewhere")).parent
+    final = root / "entries" / built.name
+    final.mkdir(parents=True)
+    number, looks = built.stat().st_ino, []
+
+    def look_too_early(folder: Path) -> Entry | None:
+        found = read_entry(folder)
+        looks.append(folder)
+        if len(looks) == (1 if moment == "before it is looked for again" else 2):
+            built.rename(final)
+        return found
+
+    monkeypatch.setattr(cache, "read_entry", look_too_early)
+    check_entry(cached_mcore(hf, root, build=never))
+    assert final.stat().st_ino == number
+    assert os.listdir(root / "building") == []
+
+
+def test_only_the_entry_that_was_seen_is_discarded(hf: Path, root: Path):
+    folder = cached_mcore(hf, root)
+    damaged = read_entry(folder.parent)
+    discard(folder, damaged)
+    cached_mcore(hf, root)
+    discard(folder, damaged)
+    check_entry(folder)
 
 
 def test_a_builder_at_work_is_waited_for(hf: Path, root: Path):

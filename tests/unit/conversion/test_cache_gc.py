@@ -87,8 +87,8 @@ def test_a_use_that_begins_while_gc_decides_is_respected(root: Path, monkeypatch
     def look_too_early(entry: Path, key: str) -> bool:
         looks.append(key)
         found = look(entry, key)
-        if len(looks) == 3:
-            # All three have been found unused; now somebody takes the first.
+        if len(looks) == 7:
+            # Each was seen twice in the lists, and the first once more. All have been found unused; now somebody takes the first.
             (root / "leases" / owned_name(looks[0])).touch()
         return found
 
