@@ -205,6 +205,8 @@ class OutputFile:
                     raise
                 self._is_direct = _set_direct(self._file, False)
         if not self._is_direct and self._syncing.done():
+            # The system tells of pages that it could not write only once.
+            self._syncing.result()
             self._syncing = self._syncer.submit(os.fdatasync, self._file)
 
     def _mark(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import random
 import zlib
 from pathlib import Path
@@ -108,10 +110,26 @@ def test_tensors_are_written_where_bytes_are_not_aligned(tmp_path: Path):
 
 def test_an_error_in_the_background_ends_the_writing(tmp_path: Path):
     with pytest.raises(OSError), OutputFile(tmp_path / "file") as out:
-        import os
-
         os.close(out._file)
         out._file = os.open("/dev/full", os.O_WRONLY)
         for _ in range(10):
             out.append(bytes(4_000_000))
         out.close()
+
+
+def test_a_failure_to_sync_that_is_told_once_ends_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As Linux does: the next call succeeds, although pages are lost."""
+    failures = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+
+    def fdatasync(file: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(output_file.os, "fdatasync", fdatasync)
+    monkeypatch.setattr(output_file, "_set_direct", lambda file, is_direct: False)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), OutputFile(tmp_path / "file") as out:
+        for _ in range(10):
+            out.append(bytes(4_000_000))
+            out.settle()
+        out.close()
+    assert not failures
