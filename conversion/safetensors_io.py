@@ -46,8 +46,7 @@ class SafetensorsFolder:
         """
         self._folder = Path(folder)
         self._lock = threading.Lock()
-        self._files: dict[str, int] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._files: dict[str, _File] = {}
         try:
             self._file_of = self._find_files()
         except (OSError, ValueError, KeyError) as error:
@@ -107,13 +106,13 @@ class SafetensorsFolder:
                 f"{self._folder}: {name} has shape {entry.shape}, but box {box} of it is needed; the weights do not fit config.json"
             )
         file = self._file_of[name]
-        read_stored(self._files[file], StoredTensor(self._folder / file, entry.offset, dtype, entry.shape), box, target)
+        read_stored(self._files[file].descriptor, StoredTensor(self._folder / file, entry.offset, dtype, entry.shape), box, target)
 
     def check(self, canonical: Mapping[str, tuple[int, ...]]) -> None:
-        """Returns if the folder holds exactly these tensors.
+        """Returns if the folder holds exactly these tensors. Opens every file.
 
         Raises:
-            ValueError: a tensor is missing, has another shape, or is one that nobody asks for.
+            ValueError: a tensor is missing, has another shape, or is one that nobody asks for, be it only in a file and not in the index.
         """
         missing, unknown = canonical.keys() - self.names, self.names - canonical.keys()
         if missing or unknown:
@@ -124,6 +123,11 @@ class SafetensorsFolder:
         for name, shape in canonical.items():
             if self.shape(name) != shape:
                 raise ValueError(f"{self._folder}: {name} has shape {self.shape(name)}; by config.json it must be {shape}")
+        # All files are open by now: the index names none without a tensor.
+        for file, opened in self._files.items():
+            unlisted = {name for name in opened.entries if self._file_of.get(name) != file}
+            if unlisted:
+                raise ValueError(f"{self._folder / file} holds tensors that {INDEX_FILE} does not place there: {_listed(unlisted)}")
 
     def _find_files(self) -> dict[str, str]:
         if self._folder.is_file():
@@ -143,13 +147,12 @@ class SafetensorsFolder:
         except ValueError:
             os.close(descriptor)
             raise
-        self._files[file] = descriptor
-        self._entries |= entries
+        self._files[file] = _File(descriptor, entries)
         return set(entries)
 
     def _close(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        for file in self._files.values():
+            os.close(file.descriptor)
         self._files.clear()
 
     def _entry(self, name: str) -> _Entry:
@@ -160,8 +163,8 @@ class SafetensorsFolder:
             with self._lock:
                 if file not in self._files:
                     self._open(file)
-            return self._entries[name]
-        except (OSError, ValueError, KeyError) as error:
+            return self._files[file].entries[name]
+        except (FileNotFoundError, ValueError, KeyError) as error:
             raise ValueError(f"{self._folder / file}: {name} cannot be read: {error}") from error
 
 
@@ -170,6 +173,12 @@ class _Entry:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    descriptor: int
+    entries: dict[str, _Entry]
 
 
 def _read_header(file: int, path: Path) -> dict[str, _Entry]:

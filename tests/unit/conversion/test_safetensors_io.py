@@ -85,6 +85,28 @@ def test_folders_without_weights_are_refused(tmp_path: Path):
         SafetensorsFolder(tmp_path)
 
 
+def shards(folder: Path, weight_map: dict[str, str], **files: dict[str, torch.Tensor]) -> Path:
+    for file, tensors in files.items():
+        save_file(tensors, folder / f"{file}.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {name: f"{file}.safetensors" for name, file in weight_map.items()}}))
+    return folder
+
+
+def test_a_tensor_in_two_shards_is_read_from_the_one_that_the_index_names(tmp_path: Path):
+    first, second = {"a": torch.zeros(4), "b": torch.ones(4)}, {"b": torch.full((4,), 2.0), "c": torch.full((4,), 3.0)}
+    shards(tmp_path, {"a": "x", "b": "x", "c": "y"}, x=first, y=second)
+    with SafetensorsFolder(tmp_path) as source:
+        assert [source.read(name, ((0, 1),)).item() for name in ("a", "c", "b")] == [0, 3, 1]
+        with pytest.raises(ValueError, match=r"y.safetensors holds tensors that model.safetensors.index.json does not place there: b$"):
+            source.check({name: (4,) for name in "abc"})
+
+
+def test_a_tensor_that_only_a_shard_knows_is_refused(tmp_path: Path):
+    shards(tmp_path, {"a": "x"}, x={"a": torch.zeros(4), "stray": torch.zeros(1)})
+    with SafetensorsFolder(tmp_path) as source, pytest.raises(ValueError, match="does not place there: stray$"):
+        source.check({"a": (4,)})
+
+
 def test_a_missing_shard_is_named(tmp_path: Path):
     write_safetensors(tmp_path, InMemory(TENSORS), list(TENSORS), max_shard_bytes=64)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
