@@ -40,8 +40,12 @@ def convert_mcore_to_hf(
     iteration, root = checkpoint.iteration, checkpoint.iteration.parent
     known = None
     if (root / MANIFEST).exists():
-        known = read_manifest(root).tensors
-        check_files(root, [f"{iteration.name}/{name}" for name in (METADATA_FILE, HF_CONFIG_FILE)])
+        manifest = read_manifest(root)
+        known = manifest.tensors
+        described = {f"{iteration.name}/{name}" for name in (METADATA_FILE, HF_CONFIG_FILE)}
+        # The checksums of tensors that are cast say nothing of what they are cast to.
+        cast = set() if dtype is None else {name for name in manifest.files if name.startswith(f"{iteration.name}/")}
+        check_files(root, sorted(described | cast))
     origin = {"format": "torch_dist", "folder": str(iteration.resolve()), "files": _identity(iteration)}
     plan = {"source": origin, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "table_version": TABLE_VERSION}
     target = None if dtype is None else torch_dtype(dtype)

@@ -17,7 +17,7 @@ from conversion.chunks import Chunk, files_of_one, files_of_ranks
 from conversion.families.common import Family, HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.file_boxes import content_checksums
-from conversion.manifest import TABLE_VERSION, TensorRecord, check_same_tensors, seal
+from conversion.manifest import MANIFEST, TABLE_VERSION, TensorRecord, check_files, check_same_tensors, seal
 from conversion.progress import Progress, counter
 from conversion.safetensors_io import SafetensorsFolder
 from conversion.tensors import dtype_name, torch_dtype
@@ -48,6 +48,9 @@ def convert_hf_to_mcore(
     with SafetensorsFolder(hf) as source:
         canonical = model.canonical(hf_config)
         source.check(canonical)
+        if dtype is not None and (hf / MANIFEST).exists():
+            # The checksums of tensors that are cast say nothing of what they are cast to.
+            check_files(hf, [path.name for path in source.files])
         dtypes = {name: dtype or dtype_name(source.dtype(name)) for name in canonical}
         layout = _with_dtypes(model.torch_dist_layout(hf_config, "float32"), dtypes)
         files = _cut_into_files(model, hf_config, parallel, layout)

@@ -203,15 +203,30 @@ def test_a_flipped_byte_is_found_wherever_it_is(pair: tuple[Path, Path], tmp_pat
     assert list(faults_against_manifest(checkpoint)) == []
 
 
-def test_a_flipped_byte_of_a_weight_is_found_by_the_way_back(pair: tuple[Path, Path], tmp_path: Path):
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+def test_a_flipped_byte_of_a_weight_is_found_by_the_way_back(pair: tuple[Path, Path], tmp_path: Path, dtype: str | None):
     checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore"))
     data = checkpoint / "iter_0000000" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 4
     data.write_bytes(content)
-    with pytest.raises(ValueError, match="not the values that were written"):
-        convert_mcore_to_hf(checkpoint, tmp_path / "back")
+    with pytest.raises(ValueError, match="not the values that were written" if dtype is None else "__0_0.distcp: its checksum differs"):
+        convert_mcore_to_hf(checkpoint, tmp_path / "back", dtype=dtype)
     assert {path.name for path in tmp_path.iterdir()} == {"mcore"}
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+def test_a_flipped_byte_of_an_export_is_found_when_it_is_converted_again(pair: tuple[Path, Path], tmp_path: Path, dtype: str | None):
+    convert_mcore_to_hf(pair[1], tmp_path / "hf")
+    data = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 4
+    data.write_bytes(content)
+    with pytest.raises(
+        ValueError, match="not the values that were written" if dtype is None else "model.safetensors: its checksum differs"
+    ):
+        convert_hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", dtype=dtype)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
 
 
 def test_missing_and_added_files_are_found(pair: tuple[Path, Path], tmp_path: Path):
