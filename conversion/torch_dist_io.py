@@ -6,6 +6,7 @@ import io
 import math
 import os
 import pickle
+import re
 import threading
 import weakref
 from bisect import bisect_left
@@ -27,6 +28,10 @@ from conversion.torch_archive import MAX_TENSOR_BYTES, archive_of, find_content
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 METADATA_FILE = ".metadata"
+
+# Training state, under the names of Megatron's trainers. What has another name is a weight, and must have a place.
+_NO_WEIGHT = re.compile(r"(chained_\d+\.)?(optimizer|optimizer_state_dict|grad_scaler|opt_param_scheduler|rng_state|rerun_state_machine)\b")
+_GROUPED_MLP_KEYS = (".experts.weight1", ".experts.weight2")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -136,17 +141,22 @@ class TorchDistFolder:
             raise ValueError(f"{self._folder}: {key} cannot be read: the chunks in its metadata do not cover {box} once")
 
     def check(self, layout: Layout) -> None:
-        """Returns if the checkpoint holds exactly these weights. State of the optimizer is not looked at.
+        """Returns if the checkpoint holds exactly these weights. State of the optimizer, of schedules and of generators is not looked at.
 
         Raises:
-            ValueError: a tensor is missing, has another shape, or is a weight that nobody asks for.
+            ValueError: a tensor is missing, has another shape, or is a weight that nobody asks for; or experts are of a legacy module.
         """
         wanted = {slot.name: content.shape for slot, content in layout.items()}
+        legacy = sorted(key for key in self.keys if key.endswith(_GROUPED_MLP_KEYS))
+        if legacy:
+            raise ValueError(
+                f"{self._folder}: {legacy[0]} has all experts of Megatron's legacy GroupedMLP in one tensor, which is not supported; "
+                "save the model with SequentialMLP or TEGroupedMLP"
+            )
         for key, shape in wanted.items():
             if self.shape(key) != shape:
                 raise ValueError(f"{self._folder}: {key} has shape {self.shape(key)}; by the model's config it must be {shape}")
-        modules = {key.split(".")[0] for key in wanted}
-        unknown = sorted(key for key in self.keys - wanted.keys() if key.split(".")[0] in modules)
+        unknown = sorted(key for key in self.keys - wanted.keys() if not _NO_WEIGHT.match(key))
         if unknown:
             raise ValueError(f"{self._folder}: weights that the model's config does not have: {', '.join(unknown[:6])}")
 

@@ -90,6 +90,43 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path):
         source.check(simple((3, 2), "a", "b"))
 
 
+def test_weights_that_the_model_has_no_place_for_are_refused_wherever_they_are(tmp_path: Path):
+    """Such as the head of a model that config.json says is tied."""
+    layout = simple((2, 2), "a")
+    for index, stray in enumerate(("output_layer.weight", "mtp.layers.0.weight", "optimizers_own.weight")):
+        more = {Slot(stray): SlotLayout((2, 2), "float32", (Piece("b", full((2, 2)), full((2, 2))),))}
+        source = TorchDistFolder(written(new(tmp_path / str(index)), layout | more, {name: torch.ones(2, 2) for name in "ab"}))
+        with pytest.raises(ValueError, match=f"weights that the model's config does not have: {stray}"):
+            source.check(layout)
+
+
+def test_training_state_is_not_looked_at(tmp_path: Path):
+    keys = (
+        "optimizer.state.exp_avg.decoder.a",
+        "chained_0.optimizer.state.fp32_param.decoder.a",
+        "chained_12.optimizer.state.x",
+        "rng_state",
+    )
+    more = {Slot(key): SlotLayout((2, 2), "float32", (Piece("b", full((2, 2)), full((2, 2))),)) for key in keys}
+    layout = simple((2, 2), "a")
+    TorchDistFolder(written(tmp_path, layout | more, {name: torch.ones(2, 2) for name in "ab"})).check(layout)
+
+
+def test_legacy_experts_are_refused_by_name(tmp_path: Path):
+    source = TorchDistFolder(
+        written(tmp_path, simple((2, 2), "layers.0.mlp.experts.weight1"), {"layers.0.mlp.experts.weight1": torch.ones(2, 2)})
+    )
+    with pytest.raises(
+        ValueError, match="decoder.layers.0.mlp.experts.weight1 has all experts of Megatron's legacy GroupedMLP in one tensor"
+    ):
+        source.check(simple((2, 2), "layers.0.mlp.experts.experts.linear_fc1.weight"))
+
+
+def new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 def test_parts_in_several_dtypes_are_refused(tmp_path: Path):
     layout = {
         Slot(f"decoder.w.{part}"): SlotLayout((1,), dtype, (Piece("w", ((index, index + 1),), ((0, 1),)),))
