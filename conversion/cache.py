@@ -6,6 +6,7 @@ That others wait for a builder at work only spares them the same work.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -14,7 +15,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MARKER = "entry.json"
 CHECKPOINT_FOLDER = "mcore"
+# Whose source may have changed since its key was taken.
+_UNCHECKED = "unchecked"
 # What lies below the root of the cache.
 ENTRIES, BUILDING, LEASES, HASHES = "entries", "building", "leases", "hashes"
 
@@ -80,7 +83,8 @@ def cached_mcore(
     `build` replaces the conversion.
 
     Raises:
-        ValueError: the folder cannot be converted, or the cache cannot be written.
+        ValueError: the folder cannot be converted, or changes meanwhile; or the cache cannot be written.
+        OSError: the folder cannot be read.
     """
     with mcore_in_use(hf, root, dtype=dtype, parallel=parallel, build=build) as folder:
         return folder
@@ -93,7 +97,7 @@ def mcore_in_use(
     """`cached_mcore`, and inside the `with` block nobody's gc removes the entry.
 
     Raises:
-        ValueError: as `cached_mcore`.
+        ValueError, OSError: as `cached_mcore`.
     """
     open_cache(root)
     with _usable(root):
@@ -104,7 +108,6 @@ def mcore_in_use(
         with heartbeat(lease):
             with _usable(root):
                 _fill(hf, root, key, dtype=dtype, build=build or _conversion(hf, dtype, parallel))
-                _mark_used(root / ENTRIES / key)
             yield root / ENTRIES / key / CHECKPOINT_FOLDER
     finally:
         lease.unlink(missing_ok=True)
@@ -174,10 +177,16 @@ def read_entry(folder: Path) -> Entry | None:
         return None
 
 
-def _mark_used(entry: Path) -> None:
-    # gc removes first what was not used for longest. Only the owner of a file may touch it.
-    with suppress(PermissionError):
+def _mark_used(entry: Path) -> bool:
+    """Makes an entry the last that gc removes; False if it is not there."""
+    try:
         os.utime(entry / MARKER)
+    except FileNotFoundError:
+        return False
+    except PermissionError:
+        # Only the owner of a file may touch it.
+        pass
+    return True
 
 
 def _conversion(hf: Path, dtype: str | None, parallel: MegatronParallel) -> Build:
@@ -194,7 +203,8 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
     """Returns when the entry is there and complete, whoever made it."""
     final = root / ENTRIES / key
     watch = _Watch(root / BUILDING, key)
-    while read_entry(final) is None:
+    # It is gone again for a moment where gc takes it out and sees the lease then.
+    while read_entry(final) is None or not _mark_used(final):
         if final.exists():
             # Its marker is read once more now that it is there: it may have been published since.
             if remove_entry(final, lambda entry: read_entry(entry) is None):
@@ -205,25 +215,33 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
             continue
         aside = root / BUILDING / owned_name(key)
         aside.mkdir()
+        # Whoever sees itself alone is seen by all who come later. Where new names show late two may build; one publishes.
+        if watch.others_at_work(besides=aside):
+            aside.rmdir()
+            time.sleep(random.uniform(0, MAX_BACKOFF_S))
+            continue
         try:
-            # Whoever sees itself alone is seen by all who come later. Where new names show late two may build; one publishes.
-            if watch.others_at_work(besides=aside):
-                aside.rmdir()
-                time.sleep(random.uniform(0, MAX_BACKOFF_S))
-                continue
             with heartbeat(aside):
-                _build(hf, aside, final, watch.dead(), dtype=dtype, build=build)
-        finally:
+                _build(hf, root, key, aside, watch.dead(), dtype=dtype, build=build)
+        except ValueError:
+            # After any other error, as after a kill, the next builder goes on from what is there.
             shutil.rmtree(aside, ignore_errors=True)
+            raise
 
 
-def _build(hf: Path, aside: Path, final: Path, dead: list[Path], *, dtype: str | None, build: Build) -> None:
+def _build(hf: Path, root: Path, key: str, aside: Path, dead: list[Path], *, dtype: str | None, build: Build) -> None:
     started = time.monotonic()
+    final = root / ENTRIES / key
     logger.info("First use of %s: converting it into the cache, %s", hf, final)
     _inherit(aside, dead)
     folder = aside / CHECKPOINT_FOLDER
     if not folder.exists():
-        build(folder)
+        unchecked = aside / _UNCHECKED
+        shutil.rmtree(unchecked, ignore_errors=True)
+        build(unchecked)
+        if entry_key(hf, root, dtype=dtype) != key:
+            raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")
+        unchecked.rename(folder)
     for path in aside.iterdir():
         if path != folder:
             # What an interrupted builder left, and this one had no use for.
@@ -236,6 +254,7 @@ def _build(hf: Path, aside: Path, final: Path, dead: list[Path], *, dtype: str |
         logger.info("%s is in the cache (%.2f GB, %.1f s)", hf, num_bytes / 1e9, time.monotonic() - started)
     else:
         logger.info("another process has put %s into the cache meanwhile", hf)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _inherit(aside: Path, dead: list[Path]) -> None:
@@ -292,10 +311,13 @@ class _Watch:
 
 @contextmanager
 def _usable(root: Path) -> Iterator[None]:
-    """Gives errors of the file system the way out."""
+    """Gives errors of the cache's file system the way out."""
     try:
         yield
     except OSError as error:
+        # Only what is written can find no room, and errors of the model's folder name a file there.
+        if not (Path(error.filename).is_relative_to(root) if error.filename else error.errno in (errno.ENOSPC, errno.EDQUOT)):
+            raise
         raise ValueError(
             f"the cache of converted models at {root} cannot be used: {error}; set MRL_CACHE to a writable folder with room that all nodes "
             "share, or MRL_CACHE=off to read the Hugging Face files directly"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -52,3 +53,15 @@ def fill_unseeing(hf: Path, root: Path, log: Path) -> str:
     """`fill` on a file system where nobody ever sees that somebody else is at work."""
     cache._Watch.others_at_work = lambda self, *, besides=None: False
     return fill(hf, root, log)
+
+
+def fill_until(hf: Path, root: Path, error: BaseException) -> None:
+    """Ends `fill` by an error, after the conversion and before the entry is published."""
+    torch.set_num_threads(1)
+
+    def fail(folder: Path) -> None:
+        raise error
+
+    cache.sync_tree = fail
+    with suppress(ValueError, type(error)):
+        cache.cached_mcore(hf, root)

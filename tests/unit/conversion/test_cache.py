@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -15,7 +17,8 @@ from conversion import cache, file_hashes
 from conversion.cache import Entry, cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
 from conversion.manifest import verify_manifest
 from conversion.owners import owned, owned_name
-from tests.unit.conversion.cached_models import save_model
+from conversion.to_megatron import convert_hf_to_mcore
+from tests.unit.conversion.cached_models import fill_until, light_processes, save_model
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,14 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(hf: Path, root
         cached_mcore(hf, root)
 
 
+def test_a_model_that_cannot_be_read_is_not_the_fault_of_the_cache(root: Path, tmp_path: Path):
+    model = save_model(tmp_path / "model")
+    (model / "config.json").unlink()
+    (model / "config.json").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"config\.json"):
+        cached_mcore(model, root)
+
+
 def test_a_changed_byte_anywhere_is_found_by_name(hf: Path, root: Path):
     folder = cached_mcore(hf, root)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -192,6 +203,49 @@ def test_what_another_process_publishes_meanwhile_stays(hf: Path, root: Path, mo
     check_entry(cached_mcore(hf, root, build=never))
     assert final.stat().st_ino == number
     assert os.listdir(root / "building") == []
+
+
+def test_a_model_that_changes_while_it_is_converted_is_refused(root: Path, tmp_path: Path):
+    model, other = save_model(tmp_path / "model"), save_model(tmp_path / "other", seed=1)
+
+    def replace_and_build(out: Path) -> None:
+        shutil.copy(other / "model.safetensors", model / "model.safetensors")
+        convert_hf_to_mcore(model, out)
+
+    with pytest.raises(ValueError, match=f"{model} changed while it was converted"):
+        cached_mcore(model, root, build=replace_and_build)
+    assert os.listdir(root / "entries") == os.listdir(root / "building") == []
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["no room", "ctrl-c"])
+def test_an_interrupted_conversion_continues(hf: Path, root: Path, error: BaseException):
+    child = light_processes().Process(target=fill_until, args=(hf, root, error))
+    child.start()
+    child.join(timeout=60)
+    assert child.exitcode == 0 and os.listdir(root / "entries") == os.listdir(root / "leases") == []
+    check_entry(cached_mcore(hf, root, build=never))
+    assert os.listdir(root / "building") == []
+
+
+def test_an_entry_that_gc_takes_out_and_puts_back_is_found(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
+    entry = cached_mcore(hf, root).parent
+    aside = root / "building" / owned_name(f"removed-{entry.name}")
+    looks = []
+
+    def look_too_early(folder: Path) -> Entry | None:
+        looks.append(folder)
+        found = read_entry(folder)
+        if len(looks) == 1:
+            entry.rename(aside)
+        return found
+
+    def put_back(out: Path) -> None:
+        aside.rename(entry)
+        convert_hf_to_mcore(hf, out)
+
+    monkeypatch.setattr(cache, "read_entry", look_too_early)
+    check_entry(cached_mcore(hf, root, build=put_back))
+    assert len(looks) > 1
 
 
 def test_only_the_entry_that_was_seen_is_discarded(hf: Path, root: Path):
