@@ -88,7 +88,8 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
         ValueError: it is missing, incomplete, or does not fit its config.
     """
     checkpoint = find_checkpoint(mcore)
-    folder = TorchDistFolder(checkpoint.iteration)
+    # The checksums of a manifest are looked at while tensors are read.
+    folder = TorchDistFolder(checkpoint.iteration, verify=not (checkpoint.iteration.parent / MANIFEST).exists())
     layout = family(checkpoint.hf_config).torch_dist_layout(
         checkpoint.hf_config, "float32", _padded_vocabulary(folder, checkpoint), stacked_layers=_STACKED_LAYERS_KEY in folder.keys
     )

@@ -157,6 +157,23 @@ def find_content(file: IO[bytes], what: str) -> Content | None:
         header = file.read(30)
         if len(header) < 30 or header[:4] != b"PK\x03\x04":
             raise ValueError("no header before the content")
-        return Content(data.header_offset + 30 + sum(struct.unpack("<2H", header[26:30])), dtype, shape)
-    except (zipfile.BadZipFile, KeyError, OSError, EOFError, NotImplementedError, struct.error) as error:
+        content = Content(data.header_offset + 30 + sum(struct.unpack("<2H", header[26:30])), dtype, shape)
+        if content.offset + data.file_size > file.seek(0, io.SEEK_END):
+            raise ValueError("the content ends behind the archive")
+        return content
+    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, struct.error) as error:
         raise ValueError(f"{what} is damaged: {error!r}") from error
+
+
+def check_archive(file: IO[bytes], what: str) -> None:
+    """Returns if every record of an archive has its CRC-32. Reads all of it once.
+
+    Raises:
+        ValueError: the archive is damaged.
+    """
+    try:
+        damaged = zipfile.ZipFile(file).testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error) as error:
+        raise ValueError(f"{what} is damaged: {error!r}") from error
+    if damaged is not None:
+        raise ValueError(f"{what} is damaged: {damaged} does not have its CRC-32")

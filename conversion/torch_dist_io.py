@@ -7,12 +7,12 @@ import math
 import os
 import pickle
 import re
-import threading
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -20,14 +20,16 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from conversion.boxes import Box, Layout, Piece, Slot, full, lengths, place
+from conversion.boxes import Box, Layout, Piece, Slot, full, lengths, place, tiling_fault
 from conversion.file_boxes import StoredTensor, overlap, read_stored
 from conversion.pickles import METADATA_NAMES, RefusedPickle, unpickle
 from conversion.tensors import box_view
-from conversion.torch_archive import MAX_TENSOR_BYTES, archive_of, find_content
+from conversion.torch_archive import MAX_TENSOR_BYTES, archive_of, check_archive, find_content
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 METADATA_FILE = ".metadata"
+MAX_OPEN_FILES = 256
+"""Far below what a process may have, and what a checkpoint of many ranks has."""
 
 # Training state, under the names of Megatron's trainers. What has another name is a weight, and must have a place.
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?(optimizer|optimizer_state_dict|grad_scaler|opt_param_scheduler|rng_state|rerun_state_machine)\b")
@@ -64,10 +66,10 @@ class _Chunk:
 
 
 class TorchDistFolder:
-    """The tensors of a torch_dist checkpoint (an iter_ folder), by key."""
+    """The tensors of a torch_dist checkpoint (an iter_ folder), by key. Not for several threads at once."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads the metadata.
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        """Reads the metadata. With `verify`, each chunk is held against the checksums in its archive before it is first read.
 
         Raises:
             ValueError: it is not a complete torch_dist checkpoint.
@@ -79,7 +81,8 @@ class TorchDistFolder:
         self._chunks: dict[str, tuple[list[_Chunk], list[int], int]] = {}
         self._stored: dict[_Chunk, StoredTensor | None] = {}
         self._files: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._verify = verify
+        self._loaded: tuple[_Chunk, Tensor] | None = None
         weakref.finalize(self, _close, self._files)
 
     @property
@@ -114,19 +117,19 @@ class TorchDistFolder:
         return tensor
 
     def read_into(self, key: str, box: Box, target: Tensor) -> None:
-        """Copies a box of a global tensor into `target`, cast to its dtype. Memory holds no more than `target` and a block.
+        """Copies a box of a global tensor into `target`, cast to its dtype.
+
+        Memory holds no more than `target` and a block; where only torch can read a chunk, that chunk too, until it reads another.
 
         Raises:
             ValueError: there is no such tensor, or a file is missing or damaged.
         """
-        num_elements = 0
-        for chunk in self._chunks_in(key, box):
-            common = overlap(chunk.box, box)
-            if common is None:
-                continue
-            _, inside, wanted = common
+        parts = [(chunk, *common[1:]) for chunk in self._chunks_in(key, box) if (common := overlap(chunk.box, box)) is not None]
+        fault = tiling_fault(lengths(box), [wanted for _, _, wanted in parts])
+        if fault is not None:
+            raise ValueError(f"{self._folder}: {key} cannot be read: the chunks in its metadata do not cover {box} once: there, {fault}")
+        for chunk, inside, wanted in parts:
             part = box_view(target, wanted)
-            num_elements += part.numel()
             try:
                 stored = self._find(chunk, self.dtype(key))
                 if stored is None:
@@ -134,11 +137,10 @@ class TorchDistFolder:
                 elif stored.shape != lengths(chunk.box):
                     raise ValueError(f"{chunk.file} holds a tensor of shape {stored.shape} instead of {lengths(chunk.box)}")
                 else:
-                    read_stored(self._files[chunk.file], stored, inside, part)
-            except (OSError, EOFError, RuntimeError, ValueError) as error:
+                    read_stored(self._file(chunk), stored, inside, part)
+            # Other errors of the system are no fault of the checkpoint.
+            except (FileNotFoundError, EOFError, RuntimeError, ValueError) as error:
                 raise ValueError(f"{self._folder}: {key} cannot be read: {error}") from error
-        if num_elements != target.numel():
-            raise ValueError(f"{self._folder}: {key} cannot be read: the chunks in its metadata do not cover {box} once")
 
     def check(self, layout: Layout) -> None:
         """Returns if the checkpoint holds exactly these weights. State of the optimizer, of schedules and of generators is not looked at.
@@ -192,12 +194,11 @@ class TorchDistFolder:
 
     def _find(self, chunk: _Chunk, dtype: torch.dtype) -> StoredTensor | None:
         """Where the content of a chunk lies; None where only torch can tell."""
-        with self._lock:
-            if chunk.file not in self._files:
-                self._files[chunk.file] = os.open(self._folder / chunk.file, os.O_RDONLY | os.O_CLOEXEC)
-            if chunk not in self._stored:
-                self._stored[chunk] = self._ours(chunk, dtype) or self._anybodys(chunk)
-            return self._stored[chunk]
+        if chunk not in self._stored:
+            if self._verify:
+                check_archive(self._slice(chunk), self._what(chunk))
+            self._stored[chunk] = self._ours(chunk, dtype) or self._anybodys(chunk)
+        return self._stored[chunk]
 
     def _ours(self, chunk: _Chunk, dtype: torch.dtype) -> StoredTensor | None:
         """Where the content of a chunk lies if it stands in an archive as we write it, which takes no parsing."""
@@ -205,30 +206,50 @@ class TorchDistFolder:
         if math.prod(shape) * dtype.itemsize > MAX_TENSOR_BYTES:
             return None
         archive = archive_of(dtype, shape)
-        start = os.pread(self._files[chunk.file], len(archive.before), chunk.offset)
+        start = os.pread(self._file(chunk), len(archive.before), chunk.offset)
         if chunk.length != archive.size() or start != archive.before:
             return None
         return StoredTensor(self._folder / chunk.file, chunk.offset + len(start), dtype, shape)
 
     def _anybodys(self, chunk: _Chunk) -> StoredTensor | None:
-        path = self._folder / chunk.file
         try:
-            data = io.BufferedReader(_Slice(self._files[chunk.file], chunk.offset, chunk.length))
-            content = find_content(data, f"{path} at byte {chunk.offset}")
+            content = find_content(self._slice(chunk), self._what(chunk))
         except RefusedPickle:
             # Parameters and subclasses of tensors: torch knows which of them are harmless.
             return None
-        return None if content is None else StoredTensor(path, chunk.offset + content.offset, content.dtype, content.shape)
+        if content is None:
+            return None
+        return StoredTensor(self._folder / chunk.file, chunk.offset + content.offset, content.dtype, content.shape)
 
     def _load(self, chunk: _Chunk) -> Tensor:
-        data = _Slice(self._files[chunk.file], chunk.offset, chunk.length)
+        if self._loaded is not None and self._loaded[0] == chunk:
+            return self._loaded[1]
+        self._loaded = None
         try:
-            tensor = torch.load(io.BufferedReader(data), map_location="cpu", weights_only=True)
+            tensor = torch.load(self._slice(chunk), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(f"{chunk.file} at byte {chunk.offset} is not a plain tensor, so it is not read: {error}") from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != lengths(chunk.box):
             raise ValueError(f"{chunk.file} at byte {chunk.offset} does not hold a tensor of shape {lengths(chunk.box)}")
-        return tensor.detach()
+        self._loaded = chunk, tensor.detach()
+        return self._loaded[1]
+
+    def _slice(self, chunk: _Chunk) -> IO[bytes]:
+        """The archive of a chunk, as a file that is read at once."""
+        return io.BufferedReader(_Slice(self._file(chunk), chunk.offset, chunk.length))
+
+    def _what(self, chunk: _Chunk) -> str:
+        return f"{self._folder / chunk.file} at byte {chunk.offset}"
+
+    def _file(self, chunk: _Chunk) -> int:
+        """A descriptor of the file of a chunk, which is closed when many others were asked for since."""
+        descriptor = self._files.pop(chunk.file, None)
+        if descriptor is None:
+            descriptor = os.open(self._folder / chunk.file, os.O_RDONLY | os.O_CLOEXEC)
+        self._files[chunk.file] = descriptor
+        if len(self._files) > MAX_OPEN_FILES:
+            os.close(self._files.pop(next(iter(self._files))))
+        return descriptor
 
 
 def _close(files: dict[str, int]) -> None:
@@ -251,9 +272,8 @@ class _Slice(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError("seek before the start")
-        self._position = base + offset
+        # As io.BytesIO does. An error would look like one of the disk.
+        self._position = max(0, base + offset)
         return self._position
 
     def tell(self) -> int:

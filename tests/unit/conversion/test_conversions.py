@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -213,6 +215,37 @@ def test_a_flipped_byte_of_a_weight_is_found_by_the_way_back(pair: tuple[Path, P
     with pytest.raises(ValueError, match="not the values that were written" if dtype is None else "__0_0.distcp: its checksum differs"):
         convert_mcore_to_hf(checkpoint, tmp_path / "back", dtype=dtype)
     assert {path.name for path in tmp_path.iterdir()} == {"mcore"}
+
+
+@pytest.mark.parametrize("position", [1, 2])
+def test_a_flipped_byte_of_a_weight_is_found_without_a_manifest(pair: tuple[Path, Path], tmp_path: Path, position: int):
+    """As in checkpoints that others wrote."""
+    checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
+    data = checkpoint / "iter_0000000" / "__1_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) * position // 3] ^= 4
+    data.write_bytes(content)
+    with pytest.raises(ValueError, match="__1_0.distcp at byte .* is damaged: archive/data/0 does not have its CRC-32"):
+        convert_mcore_to_hf(checkpoint, tmp_path / "back")
+    assert {path.name for path in tmp_path.iterdir()} == {"mcore"}
+
+
+def test_what_was_written_is_kept_when_the_disk_of_the_source_fails(pair: tuple[Path, Path], tmp_path: Path, monkeypatch):
+    checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore"))
+    real, reads = os.preadv, []
+
+    def preadv(file: int, buffers: list[memoryview], offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{file}").startswith(str(checkpoint)):
+            reads.append(offset)
+        if len(reads) == 8:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        convert_mcore_to_hf(checkpoint, tmp_path / "back")
+    monkeypatch.undo()
+    assert [path.name.split("@")[0] for path in sorted(tmp_path.iterdir())] == [".back.partial", "mcore"]
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])

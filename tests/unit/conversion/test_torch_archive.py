@@ -11,7 +11,7 @@ import torch
 
 from conversion.file_boxes import byte_view
 from conversion.pickles import METADATA_NAMES, RefusedPickle, unpickle
-from conversion.torch_archive import ALIGNMENT, Archive, find_content
+from conversion.torch_archive import ALIGNMENT, Archive, check_archive, find_content
 
 TENSORS = [
     torch.randn(3, 5),
@@ -67,6 +67,28 @@ def test_a_pickle_that_runs_something_is_refused_by_the_name_of_what_it_asks_for
     torch.save(Evil(), stream)
     with pytest.raises(RefusedPickle, match=r"asks for builtins\.eval, which checkpoints of weights do not need"):
         find_content(stream, "it")
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}")
+def test_a_flipped_bit_of_the_content_is_found(tensor: torch.Tensor):
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    for data in (bytearray(stream.getvalue()), bytearray(archived(tensor))):
+        check_archive(io.BytesIO(data), "it")
+        content = find_content(io.BytesIO(data), "it")
+        assert content is not None
+        data[content.offset + tensor.nbytes - 1] ^= 1
+        with pytest.raises(ValueError, match="it is damaged: archive/data/0 does not have its CRC-32"):
+            check_archive(io.BytesIO(data), "it")
+
+
+def test_content_that_would_end_behind_the_archive_is_refused():
+    data = bytearray(archived(torch.zeros(100)))
+    header = data.index(b"archive/data/0") - 30
+    # How long the extra field is, after which the content begins.
+    data[header + 28 : header + 30] = b"\xff\xff"
+    with pytest.raises(ValueError, match="the content ends behind the archive"):
+        find_content(io.BytesIO(data), "it")
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK", b"no archive at all"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from conversion import torch_dist_io
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
-from conversion.chunks import files_of_one
+from conversion.chunks import Chunk, files_of_one, restricted
 from conversion.families.registry import family
 from conversion.torch_dist_io import CanonicalTensors, TorchDistFolder
 from conversion.torch_dist_out import write_torch_dist
@@ -154,3 +157,44 @@ def test_a_missing_or_short_file_is_named(tmp_path: Path):
     data.unlink()
     with pytest.raises(ValueError, match="decoder.a cannot be read"):
         source.read("decoder.a")
+
+
+def in_files_of_rows(folder: Path, tensor: Tensor) -> Path:
+    """A checkpoint of `decoder.a` with a chunk and a file for every two rows."""
+    layout = simple(tuple(tensor.shape), "a")
+    (content,) = layout.values()
+    boxes = [((start, start + 2), *full(tensor.shape[1:])) for start in range(0, len(tensor), 2)]
+    files = [[Chunk("decoder.a", tuple(low for low, _ in box), restricted(content, box))] for box in boxes]
+    write_torch_dist(folder, layout, files, InMemory({"a": tensor}))
+    return folder
+
+
+def test_chunks_that_overlap_and_leave_as_much_out_are_refused(tmp_path: Path):
+    in_files_of_rows(tmp_path, torch.arange(4.0))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["decoder.a"].chunks[1].offsets = torch.Size([1])
+    metadata.storage_data[MetadataIndex("decoder.a", torch.Size([1]))] = metadata.storage_data[MetadataIndex("decoder.a", torch.Size([2]))]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"do not cover \(\(0, 4\),\) once: there, boxes .* overlap"):
+        TorchDistFolder(tmp_path).read("decoder.a")
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_dist_io, "MAX_OPEN_FILES", 2)
+    tensor = torch.randn(12, 3)
+    source = TorchDistFolder(in_files_of_rows(tmp_path, tensor))
+    for _ in range(2):
+        assert torch.equal(source.read("decoder.a"), tensor)
+        assert len(source._files) == 2
+
+
+def test_what_only_torch_can_read_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tensor = torch.randn(8, 6)
+    torch.distributed.checkpoint.save({"decoder.a": tensor.t().contiguous().t()}, checkpoint_id=tmp_path, no_dist=True)
+    real, loads = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loads.append(args) or real(*args, **kwargs))
+    source, rows = TorchDistFolder(tmp_path), torch.empty(8, 6)
+    for row in range(8):
+        source.read_into("decoder.a", ((row, row + 1), (0, 6)), rows[row : row + 1])
+    assert torch.equal(rows, tensor)
+    assert len(loads) == 1
