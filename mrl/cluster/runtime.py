@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ray
+from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
 
 from mrl.cluster.reaper import start_reaper
 from mrl.config.schema import RunConfig
@@ -64,6 +65,8 @@ def use_private_token(folder: Path) -> None:
     token_file.touch(mode=0o600)
     token_file.write_text(secrets.token_hex(32))
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
+    # A process that has had a cluster before would offer that one's token.
+    AuthenticationTokenLoader.instance().reset_cache()
     # It says at every start that token authentication is on, and how to switch it off.
     logging.getLogger("ray").setLevel(logging.ERROR)
 

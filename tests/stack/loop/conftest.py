@@ -85,6 +85,13 @@ def toss_coins(actor) -> None:
 @pytest.fixture(scope="package")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     folder = tmp_path_factory.mktemp("live")
+    with pytest.MonkeyPatch.context() as patch:
+        # Other tests have used the same model, and the cache keeps the files as their ranks read them.
+        patch.setenv("MRL_CACHE", str(folder / "cache"))
+        yield from _live_run(folder)
+
+
+def _live_run(folder: Path) -> Iterator[LiveRun]:
     overrides = [
         *write_inputs(folder),
         *SMALL,
