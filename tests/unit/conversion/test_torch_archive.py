@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.serialization import _get_layout
 
 from conversion.file_boxes import byte_view
 from conversion.pickles import METADATA_NAMES, RefusedPickle, unpickle
@@ -103,3 +106,15 @@ def test_the_list_for_metadata_has_nothing_that_acts():
         assert isinstance(what, type | torch.dtype) or name == ("torch.serialization", "_get_layout"), name
     with pytest.raises(ValueError, match="it is damaged"):
         unpickle(b"\x80\x04.", METADATA_NAMES, "it")
+
+
+@pytest.mark.parametrize(
+    "target", [b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n", b"cpathlib\nPath\n", b"ctorch.serialization\n_get_layout\n"]
+)
+@pytest.mark.parametrize("state", [b"N}Vload_id\nVevil\ns\x86", b"}Vload_id\nVevil\ns"], ids=["slots", "attributes"])
+def test_a_pickle_cannot_change_what_outlives_it(target: bytes, state: bytes):
+    """By the opcode that gives an object its state, with a class or a function in the place of the object."""
+    with pytest.raises(RefusedPickle, match="would change .*(StorageMeta|Path|_get_layout).*, which checkpoints of weights do not need"):
+        unpickle(b"\x80\x02" + target + state + b"b.", METADATA_NAMES, "it")
+    assert StorageMeta().load_id is None
+    assert not hasattr(Path, "load_id") and not hasattr(_get_layout, "load_id")
