@@ -12,6 +12,7 @@ from pathlib import Path
 
 from conversion.compare import differences, faults_against_manifest
 from conversion.families.common import MegatronParallel
+from conversion.files import weight_files
 from conversion.progress import log_progress
 from conversion.to_hf import convert_mcore_to_hf
 from conversion.to_megatron import convert_hf_to_mcore
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_TO_MCORE, _TO_HF = "hf-to-mcore", "mcore-to-hf"
 # Enough to see what is wrong; a folder of another model differs in everything.
 MAX_LINES = 50
 
@@ -35,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 2
     except OSError as error:
-        logger.error("%s; what a conversion has written so far is kept, and the same command goes on from there", error)
+        is_conversion = options.command in (_TO_MCORE, _TO_HF)
+        logger.error("%s%s", error, "; what was written so far is kept, and the same command goes on from there" if is_conversion else "")
         return 2
 
 
@@ -49,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     dtype = _DTYPES.get(options.dtype)
     progress = log_progress(options.command)
-    if options.command == "mcore-to-hf":
+    if options.command == _TO_HF:
         max_shard_bytes = size_in_bytes(options.max_shard_size)
         convert_mcore_to_hf(options.mcore, options.out, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress)
     else:
@@ -86,13 +89,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mrl.convert", description="Convert, compare and verify weights of Hugging Face folders and Megatron checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    to_mcore = commands.add_parser("hf-to-mcore", help="a Hugging Face folder to a Megatron torch_dist checkpoint")
+    to_mcore = commands.add_parser(_TO_MCORE, help="a Hugging Face folder to a Megatron torch_dist checkpoint")
     to_mcore.add_argument("--hf", required=True, help="folder with config.json and safetensors files, or the id of a model on the Hub")
     for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         to_mcore.add_argument(
             f"--{axis}", type=_positive, default=1, help=f"{what} parallel size of the ranks that each get a file of their own (default: 1)"
         )
-    to_hf = commands.add_parser("mcore-to-hf", help="a Megatron torch_dist checkpoint to a Hugging Face folder")
+    to_hf = commands.add_parser(_TO_HF, help="a Megatron torch_dist checkpoint to a Hugging Face folder")
     to_hf.add_argument("--mcore", type=Path, required=True, help="a step_N folder of a run, its policy/weights, or an iter_ folder")
     to_hf.add_argument("--max-shard-size", default="5GB", help="of one safetensors file, with MB, GB, MiB or GiB (default: %(default)s)")
     for direction in (to_mcore, to_hf):
@@ -137,9 +140,13 @@ def hf_folder(model: str) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
-    except LocalEntryNotFoundError:
-        logger.info("%s is not in the local Hugging Face cache: downloading it", model)
+        found = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
+        # Whoever used only the tokenizer or the config has no weights there.
+        if (found / "config.json").exists() and all(path.exists() for path in weight_files(found)):
+            return found
+    except (LocalEntryNotFoundError, ValueError):
+        pass
+    logger.info("%s is not in the local Hugging Face cache, or not all of it: downloading it", model)
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -136,7 +136,7 @@ def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_fold
         ["hf-to-mcore", "--hf", str(empty), "--out", out], caplog
     )
     nowhere = ["hf-to-mcore", "--hf", str(hf_folder), "--out", "/proc/none/out"]
-    assert "No such file or directory: '/proc/none'; what a conversion has written so far is kept" in refused(nowhere, caplog)
+    assert "No such file or directory: '/proc/none'; what was written so far is kept" in refused(nowhere, caplog)
     assert not Path(out).exists()
 
 
@@ -228,6 +228,10 @@ def test_a_model_of_the_local_hub_cache_is_found_by_its_id(hf_folder: Path, tmp_
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     message = refused(["hf-to-mcore", "--hf", "some/other", "--out", str(tmp_path / "out")], caplog)
     assert "--hf some/other is neither a folder nor in the local Hugging Face cache, and it cannot be downloaded" in message
+    # As after a use of the tokenizer alone.
+    (repository / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
+    refused(["hf-to-mcore", "--hf", "some/model", "--out", str(tmp_path / "out")], caplog)
+    assert "some/model is not in the local Hugging Face cache, or not all of it: downloading it" in caplog.messages
 
 
 class Evil:
