@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from conversion.files import publish, sync_tree
-from conversion.owners import heartbeat, is_alive, owned, owned_name
+from conversion.owners import REMOVED, heartbeat, is_alive, owned, owned_name, remove_leftover
 
 # What a leftover was to become; one that was to become something else is of no use.
 _PLAN = "plan.json"
@@ -58,4 +58,7 @@ def _take_over(what: str, aside: Path, plan: Mapping[str, object]) -> None:
         except (OSError, ValueError):
             # Not begun, or somebody else's by now.
             pass
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove_leftover(leftover)
+    for leftover in owned(aside.parent, f"{what}{REMOVED}"):
+        if not is_alive(leftover):
+            remove_leftover(leftover)

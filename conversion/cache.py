@@ -23,7 +23,7 @@ from conversion.families.common import MegatronParallel
 from conversion.file_hashes import file_hashes
 from conversion.files import INDEX_FILE, publish, sha256_file, sync_tree, weight_files, write_atomic
 from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, read_manifest
-from conversion.owners import heartbeat, is_alive, owned, owned_name, owner_of
+from conversion.owners import heartbeat, is_alive, owned, owned_name, owner_of, removal_name, remove_leftover
 from conversion.progress import log_progress
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def remove_entry(entry: Path, may_go: Callable[[Path], bool]) -> bool:
     if not may_go(entry):
         return False
     # Not under the name of a builder: what is half removed must not be inherited.
-    aside = entry.parent.parent / BUILDING / owned_name(f"removed-{entry.name}")
+    aside = entry.parent.parent / BUILDING / removal_name(entry.name)
     try:
         entry.rename(aside)
     except FileNotFoundError:
@@ -270,7 +270,7 @@ def _inherit(aside: Path, dead: list[Path]) -> None:
                 continue
             except FileNotFoundError:
                 pass
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove_leftover(leftover)
 
 
 class _Watch:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.cache import BUILDING, ENTRIES, HASHES, LEASES, MARKER, Entry, read_entry, remove_entry
 from conversion.canary import CANARIES, retire_canary
-from conversion.owners import is_alive, owned, owner_of
+from conversion.owners import is_alive, owned, owner_of, remove_leftover, time_of_folder
 
 DAY_S = 86400.0
 
@@ -53,7 +53,7 @@ def collect_garbage(root: Path, *, now: float, older_than_days: float | None = N
     Entries in use stay, whatever their age and size.
     """
     removals = [Removal(item, "left by a process that is gone") for item in cache_items(root) if item.path.parent.name == BUILDING]
-    removals = [removal for removal in removals if not removal.item.is_live and _remove_leftover(removal.item.path)]
+    removals = [removal for removal in removals if not removal.item.is_live and remove_leftover(removal.item.path)]
     for path in owned(root / LEASES):
         if not is_alive(path):
             path.unlink(missing_ok=True)
@@ -71,8 +71,7 @@ def collect_garbage(root: Path, *, now: float, older_than_days: float | None = N
             reason = f"not used for {(now - item.used) / DAY_S:.1f} days"
         elif max_bytes is not None and num_bytes > max_bytes:
             reason = "longest unused, and the cache is larger than asked for"
-        # Who takes a lease looks for the entry afterwards; here it is the other way round.
-        if reason is not None and remove_entry(item.path, lambda _, item=item: not _is_leased(item.path, item.key)):
+        if reason is not None and remove_entry(item.path, lambda _, item=item: _is_unused(item)):
             removals.append(Removal(item, reason))
             num_bytes -= item.num_bytes
     return removals
@@ -90,19 +89,20 @@ def _item(path: Path, key: str) -> Item | None:
     return Item(path, key, entry, num_bytes, used, is_live)
 
 
+def _is_unused(item: Item) -> bool:
+    """By the leases of this moment. Who takes a lease looks for the entry afterwards; gc looks for the lease last."""
+    # A network file system lists a folder anew for who has changed it.
+    time_of_folder(item.path.parent.parent / LEASES)
+    return not _is_leased(item.path, item.key)
+
+
 def _is_leased(entry: Path, key: str) -> bool:
     return any(is_alive(lease) for lease in owned(entry.parent.parent / LEASES, key))
 
 
-def _remove_leftover(path: Path) -> bool:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-    return not path.exists()
-
-
 def _forget_hashes(folder: Path, *, now: float, older_than_days: float | None) -> None:
     for path in folder.glob("*"):
-        if older_than_days is not None and now - path.stat().st_mtime > older_than_days * DAY_S:
-            path.unlink(missing_ok=True)
+        # Another gc may be faster.
+        with suppress(FileNotFoundError):
+            if older_than_days is not None and now - path.stat().st_mtime > older_than_days * DAY_S:
+                path.unlink()

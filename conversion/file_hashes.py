@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from conversion.files import sha256_file, write_atomic
+from conversion.owners import time_of_folder
 
 # A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
 SETTLED_S = 2.0
@@ -56,8 +56,9 @@ def file_hash(path: Path, memory: Path) -> str:
         raise ValueError(f"{path} is missing: the folder is not a complete model; download it again") from error
     if has_changed:
         raise ValueError(f"{path} changed while it was read; wait until its writer is done, and start again")
-    if time.time() - max(identity[3:]) / 1e9 > SETTLED_S:
-        memory.mkdir(parents=True, exist_ok=True)
+    memory.mkdir(parents=True, exist_ok=True)
+    # Model and memory may lie on one file server, whose clock may differ from ours.
+    if time_of_folder(memory) - max(identity[3:]) / 1e9 > SETTLED_S:
         write_atomic(record, digest)
     return digest
 

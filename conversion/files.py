@@ -56,12 +56,15 @@ def publish(aside: Path, final: Path) -> bool:
 
     Of several processes that publish one folder exactly one gets True, on network file systems too: rename(2) decides, no lock is taken.
     """
+    folder = aside.stat()
     try:
         aside.rename(final)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             return False
-        raise
+        # A file server that is asked again, because its answer got lost, does not find what it has renamed.
+        if error.errno != errno.ENOENT or not final.exists() or not os.path.samestat(folder, final.stat()):
+            raise
     sync_folder(final.parent)
     return True
 

@@ -118,10 +118,16 @@ def file_names(folder: Path) -> list[str]:
 
 
 def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, TensorRecord], known: Mapping[str, FileRecord]) -> None:
-    """Writes the manifest of a folder that is complete. Files are read for their checksums, except those that are `known`."""
+    """Writes the manifest of a folder that is complete. Files are read for their checksums, except those that are `known`.
+
+    Raises:
+        ValueError: a known file is missing.
+    """
     for journal in folder.rglob(f"*{JOURNAL_SUFFIX}"):
         journal.unlink()
     files = {name: known[name] if name in known else file_record(folder / name) for name in file_names(folder)}
+    if missing := sorted(known.keys() - files.keys()):
+        raise ValueError(f"{folder} lacks files that were written to it: {', '.join(missing[:6])}; something has removed them, start again")
     write_manifest(folder, Manifest(source, tensors, files))
 
 

@@ -6,9 +6,11 @@ is abandoned.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,6 +21,11 @@ from pathlib import Path
 HEARTBEAT_S = 10.0
 # A host may be suspended, its network down, its clock or the file server's wrong: none of them for this long.
 ABANDONED_S = 3600.0
+
+REMOVED = ".removed"
+"""Ends the name of what is on its way out."""
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(?P<what>.+)@(?P<host>[^@]*)\.(?P<boot>[0-9a-f]+)\.(?P<namespace>\d+)\.(?P<pid>\d+)\.(?P<start>\d+)\.[0-9a-f]+")
 
@@ -84,7 +91,29 @@ def is_alive(path: Path) -> bool:
         touched = path.stat().st_mtime
     except FileNotFoundError:
         return False
-    return _time_of_folder(path.parent) - touched < ABANDONED_S
+    return time_of_folder(path.parent) - touched < ABANDONED_S
+
+
+def removal_name(what: str) -> str:
+    """`owned_name` of something on its way out, which nobody takes over."""
+    return owned_name(f"{what.removesuffix(REMOVED)}{REMOVED}")
+
+
+def remove_leftover(path: Path) -> bool:
+    """Removes what lies at `path`, with a name of `owned_name`; False if somebody else has taken it over or removed it."""
+    parsed = owner_of(path.name)
+    assert parsed is not None, f"{path} has a name of owned_name"
+    # Removing takes time, in which another process could take it over and build in it.
+    aside = path.with_name(removal_name(parsed[0]))
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return False
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink(missing_ok=True)
+    return True
 
 
 @contextmanager
@@ -98,6 +127,9 @@ def heartbeat(path: Path) -> Iterator[None]:
                 os.utime(path)
             except FileNotFoundError:
                 return
+            except OSError as error:
+                # A file server may be away for a while. Who stops beating is taken for dead.
+                logger.warning("%s cannot be touched: %s", path, error)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()
@@ -108,7 +140,7 @@ def heartbeat(path: Path) -> Iterator[None]:
         thread.join()
 
 
-def _time_of_folder(folder: Path) -> float:
+def time_of_folder(folder: Path) -> float:
     """Now, by the clock that stamps the files of `folder`: a file server's clock may differ from ours."""
     probe = folder / owned_name("clock")
     probe.touch()

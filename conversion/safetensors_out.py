@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conversion.boxes import Box
 from conversion.file_boxes import BoxSource, content_checksums
-from conversion.files import INDEX_FILE, SINGLE_FILE, write_atomic
+from conversion.files import INDEX_FILE, SINGLE_FILE
 from conversion.manifest import FileRecord, TensorRecord
 from conversion.output_file import OutputFile, write_tensor
 from conversion.safetensors_io import DTYPES, SafetensorsFolder
@@ -78,7 +78,7 @@ def write_safetensors(
     if len(shards) > 1:
         weight_map = {name: shard.file for shard in shards for name in shard.names}
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        write_atomic(folder / INDEX_FILE, json.dumps(content, indent=2) + "\n")
+        (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return {name: tensors[name] for name in names}, files
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from conversion import cache, file_hashes
 from conversion.cache import Entry, cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
 from conversion.manifest import verify_manifest
-from conversion.owners import owned, owned_name
+from conversion.owners import owned, owned_name, removal_name
 from conversion.to_megatron import convert_hf_to_mcore
 from tests.unit.conversion.cached_models import fill_until, light_processes, save_model
 
@@ -229,7 +229,7 @@ def test_an_interrupted_conversion_continues(hf: Path, root: Path, error: BaseEx
 
 def test_an_entry_that_gc_takes_out_and_puts_back_is_found(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
     entry = cached_mcore(hf, root).parent
-    aside = root / "building" / owned_name(f"removed-{entry.name}")
+    aside = root / "building" / removal_name(entry.name)
     looks = []
 
     def look_too_early(folder: Path) -> Entry | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from conversion import cache_gc
-from conversion.cache import MARKER, cached_mcore, check_entry, mcore_in_use
+from conversion.cache import MARKER, cached_mcore, check_entry, entry_key, mcore_in_use
 from conversion.cache_gc import DAY_S, cache_items, collect_garbage
-from conversion.owners import ABANDONED_S, owned_name
+from conversion.owners import ABANDONED_S, owned, owned_name
+from conversion.to_megatron import convert_hf_to_mcore
 from tests.unit.conversion.cached_models import save_model
 
 
@@ -107,7 +110,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(root: Path):
     far_away[1] = "123"
     abandoned = [*far_away[:-1], "0123"]
     for folder in ("building", "leases"):
-        for name in (mine, ".".join(far_away), ".".join(abandoned), name_of_the_dead(key), name_of_the_dead(f"removed-{key}")):
+        for name in (mine, ".".join(far_away), ".".join(abandoned), name_of_the_dead(key), name_of_the_dead(f"{key}.removed")):
             path = root / folder / name
             path.mkdir() if folder == "building" else path.touch()
         long_ago = time.time() - ABANDONED_S - 60
@@ -116,6 +119,34 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(root: Path):
     assert [removal.reason for removal in removals] == ["left by a process that is gone"] * 3
     for folder in ("building", "leases"):
         assert sorted(os.listdir(root / folder)) == sorted([mine, ".".join(far_away)])
+
+
+@pytest.mark.parametrize("remover", ["gc", "a builder of the cache", "a conversion"])
+def test_what_is_being_removed_cannot_be_taken_over(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remover: str):
+    root, out = tmp_path / "cache", tmp_path / "out"
+    key = entry_key(models[0], root, dtype=None)
+    folder, what = (tmp_path, ".out.partial") if remover == "a conversion" else (root / "building", key)
+    # A builder of another boot left it, long ago.
+    leftover = folder / re.sub(r"\.[0-9a-f]+\.", ".123.", owned_name(what), count=1)
+    leftover.mkdir(parents=True)
+    os.utime(leftover, (0, 0))
+    remove, removed = shutil.rmtree, []
+
+    def remove_slowly(path: Path, *, ignore_errors: bool = False) -> None:
+        if not removed:
+            removed.append(path)
+            with pytest.raises(FileNotFoundError):
+                leftover.rename(tmp_path / "taken over")
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_slowly)
+    if remover == "gc":
+        collect_garbage(root, now=time.time())
+    elif remover == "a conversion":
+        convert_hf_to_mcore(models[0], out)
+    else:
+        cached_mcore(models[0], root)
+    assert removed and not removed[0].exists() and owned(folder) == []
 
 
 def test_an_entry_without_its_marker_goes(root: Path):

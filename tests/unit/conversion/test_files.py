@@ -28,6 +28,18 @@ def test_what_is_not_a_lost_race_is_an_error(tmp_path: Path):
         publish(tmp_path / "none", tmp_path / "final")
 
 
+def test_a_rename_whose_answer_got_lost_has_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rename = Path.rename
+
+    def rename_twice(path: Path, target: Path) -> None:
+        rename(path, target)
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_twice)
+    (tmp_path / "aside").mkdir()
+    assert publish(tmp_path / "aside", tmp_path / "final")
+
+
 def test_atomic_writes_leave_nothing_else(tmp_path: Path):
     write_atomic(tmp_path / "a", "1")
     write_atomic(tmp_path / "a", "2")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -94,6 +96,19 @@ def test_the_heart_beats_until_the_file_is_renamed(tmp_path: Path, monkeypatch: 
         path.rename(tmp_path / "b")
         time.sleep(0.05)
     assert os.listdir(tmp_path) == ["b"]
+
+
+def test_the_heart_beats_on_while_the_file_server_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(owners, "HEARTBEAT_S", 0.01)
+    beats = threading.Semaphore(0)
+
+    def utime(path: Path) -> None:
+        beats.release()
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "utime", utime)
+    with heartbeat(tmp_path):
+        assert all(beats.acquire(timeout=10) for _ in range(3))
 
 
 def test_a_forked_child_is_an_owner_of_its_own():
