@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.attempts import built_aside
-from conversion.checkpoint_folder import HF_CONFIG_FILE, Checkpoint, copy_companions, find_checkpoint, write_json
+from conversion.checkpoint_folder import HF_CONFIG_FILE, Checkpoint, copy_companions, file_state, find_checkpoint, write_json
 from conversion.families.registry import family
 from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, check_same_tensors, read_manifest, seal
 from conversion.progress import Progress, counter
@@ -105,4 +105,4 @@ def _padded_vocabulary(source: TorchDistFolder, checkpoint: Checkpoint) -> int:
 
 def _identity(iteration: Path) -> dict[str, object]:
     """What tells another state of the source; contents are told by the checksums of the tensors."""
-    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(iteration.iterdir()) if path.is_file()}
+    return {path.name: file_state(path) for path in sorted(iteration.iterdir()) if path.is_file()}

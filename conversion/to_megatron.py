@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from conversion.attempts import built_aside
 from conversion.boxes import DTYPE_BYTES, Layout
-from conversion.checkpoint_folder import HF_CONFIG_FILE, ITERATION_FOLDER, LATEST_FILE, copy_companions, read_config, write_json
+from conversion.checkpoint_folder import HF_CONFIG_FILE, ITERATION_FOLDER, LATEST_FILE, copy_companions, file_state, read_config, write_json
 from conversion.chunks import Chunk, files_of_one, files_of_ranks
 from conversion.families.common import Family, HfConfig, MegatronParallel
 from conversion.families.registry import family
@@ -82,8 +82,7 @@ def _cut_into_files(model: Family, hf_config: HfConfig, parallel: MegatronParall
 
 def _identity(hf: Path, source: SafetensorsFolder) -> dict[str, object]:
     """What tells another state of the source; contents are told by the checksums of the tensors."""
-    paths = [hf / "config.json", *source.files]
-    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    return {path.name: file_state(path) for path in (hf / "config.json", *source.files)}
 
 
 @contextmanager

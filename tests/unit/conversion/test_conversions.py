@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from conversion.boxes import tiling_fault
+from conversion.checkpoint_folder import file_state
 from conversion.chunks import files_of_ranks
 from conversion.compare import differences, faults_against_manifest
 from conversion.families.common import MegatronParallel
@@ -260,6 +261,18 @@ def test_a_flipped_byte_of_an_export_is_found_when_it_is_converted_again(pair: t
     ):
         convert_hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", dtype=dtype)
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+
+
+def test_a_replaced_source_is_told_apart_although_its_times_are_kept(tmp_path: Path):
+    """As by `cp -p`: what was made of the old one must not be continued."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_text("old")
+    before = file_state(first)
+    assert file_state(first) == before
+    second.write_text("new")
+    shutil.copystat(first, second)
+    second.rename(first)
+    assert first.stat().st_mtime_ns == before[1] and file_state(first) != before
 
 
 def test_missing_and_added_files_are_found(pair: tuple[Path, Path], tmp_path: Path):
