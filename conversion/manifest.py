@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,13 +101,10 @@ def read_manifest(folder: Path) -> Manifest:
 def file_record(path: Path) -> FileRecord:
     """Checksums of a file, which is read once."""
     sha256, crc32, size = hashlib.sha256(), 0, 0
-    buffer = bytearray(_BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(buffer):
-            block = memoryview(buffer)[:num_bytes]
-            sha256.update(block)
-            crc32 = isal_zlib.crc32(block, crc32)
-            size += num_bytes
+    for block in _blocks(path):
+        sha256.update(block)
+        crc32 = isal_zlib.crc32(block, crc32)
+        size += len(block)
     return FileRecord(size, sha256.hexdigest(), crc32)
 
 
@@ -194,11 +191,18 @@ def _fault(path: Path, name: str, record: FileRecord, *, with_sha256: bool) -> s
 
 def file_crc32(path: Path) -> int:
     """CRC-32 of a file."""
-    crc32, buffer = 0, bytearray(_BLOCK_BYTES)
+    crc32 = 0
+    for block in _blocks(path):
+        crc32 = isal_zlib.crc32(block, crc32)
+    return crc32
+
+
+def _blocks(path: Path) -> Iterator[memoryview]:
+    """The content of a file; each block is overwritten by the next."""
+    buffer = bytearray(_BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):
-            crc32 = isal_zlib.crc32(memoryview(buffer)[:num_bytes], crc32)
-    return crc32
+            yield memoryview(buffer)[:num_bytes]
 
 
 def _refuse(folder: Path, faults: list[str]) -> None:

@@ -1,16 +1,11 @@
-"""Boxes of torch tensors: views, value changes, and tensors of a layout put together out of canonical ones."""
+"""Boxes of torch tensors: views and value changes."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from conversion.boxes import DTYPE_BYTES, Box, SlotLayout
-
-ReadBox = Callable[[str, Box], Tensor]
-"""Reads a box of a canonical tensor, in the dtype that it is stored in."""
+from conversion.boxes import DTYPE_BYTES, Box
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -54,13 +49,3 @@ def transformed(tensor: Tensor, transform: str | None) -> Tensor:
     if transform != "neg_exp":
         raise ValueError(f"unknown transform {transform!r}; known: neg_exp")
     return -torch.exp(tensor.float())
-
-
-@torch.no_grad()
-def fill(tensor: Tensor, content: SlotLayout, read: ReadBox) -> None:
-    """Writes every piece of a slot into its tensor, cast to the tensor's dtype; padding becomes zero."""
-    for box in content.padding:
-        box_view(tensor, box).zero_()
-    for piece in content.pieces:
-        target = box_view(tensor, piece.local)
-        target.copy_(transformed(read(piece.name, piece.box), piece.transform).view(target.shape))
