@@ -5,24 +5,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total) now and then."""
+Progress = Callable[[int, int, int], None]
+"""Called with (bytes done, bytes in total, bytes that an earlier attempt had done) now and then."""
 
 REPORT_S = 5.0
 
 
-def counter(progress: Progress | None, total: int) -> Callable[[int], None]:
-    """Adds up numbers of bytes and tells `progress`."""
-    done = 0
+class Report(Protocol):
+    """Takes numbers of bytes as they are done."""
 
-    def add(num_bytes: int) -> None:
-        nonlocal done
+    def __call__(self, num_bytes: int, *, is_kept: bool = False) -> None:
+        """`is_kept` where an earlier attempt had done them."""
+        ...
+
+
+def counter(progress: Progress | None, total: int) -> Report:
+    """Adds up numbers of bytes and tells `progress`."""
+    done = kept = 0
+
+    def add(num_bytes: int, *, is_kept: bool = False) -> None:
+        nonlocal done, kept
         done += num_bytes
+        kept += num_bytes if is_kept else 0
         if progress is not None:
-            progress(done, total)
+            progress(done, total, kept)
 
     return add
 
@@ -31,13 +41,13 @@ def log_progress(what: str) -> Progress:
     """Logs a line with bytes, rate and time left every few seconds; nothing for what is done sooner."""
     started = reported = time.monotonic()
 
-    def report(done: int, total: int) -> None:
+    def report(done: int, total: int, kept: int) -> None:
         nonlocal reported
         now = time.monotonic()
         if now - reported < REPORT_S:
             return
         reported = now
-        rate = done / (now - started)
+        rate = (done - kept) / (now - started)
         logger.info(
             "%s: %.2f of %.2f GB (%d %%), %.2f GB/s, %.0f s left", what, done / 1e9, total / 1e9, 100 * done // max(total, 1), rate / 1e9,
             (total - done) / max(rate, 1),

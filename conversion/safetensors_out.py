@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from conversion.file_boxes import BoxSource, content_checksums
 from conversion.files import INDEX_FILE, SINGLE_FILE
 from conversion.manifest import FileRecord, TensorRecord
 from conversion.output_file import OutputFile, write_tensor
+from conversion.progress import Report, counter
 from conversion.safetensors_io import DTYPES, SafetensorsFolder
 from conversion.tensors import dtype_name
 
@@ -58,7 +59,7 @@ def write_safetensors(
     max_shard_bytes: int,
     dtype: torch.dtype | None = None,
     known: Mapping[str, TensorRecord] | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Report | None = None,
 ) -> tuple[dict[str, TensorRecord], dict[str, FileRecord]]:
     """Writes tensors as one file or as shards with an index; checksums of the tensors and of their files.
 
@@ -72,7 +73,7 @@ def write_safetensors(
     files = {}
     for shard in shards:
         expected = {name: known[name] for name in shard.names if known and name in known and known[name].dtype == dtype_name(dtypes[name])}
-        report = progress or (lambda num_bytes: None)
+        report = progress or counter(None, 0)
         checksums, files[shard.file] = _write_shard(folder / shard.file, shard.names, source, dtypes, expected, report)
         tensors |= {name: TensorRecord(dtype_name(dtypes[name]), source.shape(name), *found) for name, found in checksums.items()}
     if len(shards) > 1:
@@ -88,7 +89,7 @@ def _write_shard(
     source: BoxSource,
     dtypes: Mapping[str, torch.dtype],
     known: Mapping[str, TensorRecord],
-    report: Callable[[int], None],
+    report: Report,
 ) -> tuple[dict[str, tuple[str, int]], FileRecord]:
     # Wide elements first keep all of them aligned, as the safetensors library has it.
     names = sorted(names, key=lambda name: -dtypes[name].itemsize)
@@ -116,7 +117,7 @@ def _write_shard(
     with SafetensorsFolder(path) as written:
         for name in done:
             checksums[name] = content_checksums(written, name, dtypes[name])
-            report(math.prod(source.shape(name)) * dtypes[name].itemsize)
+            report(math.prod(source.shape(name)) * dtypes[name].itemsize, is_kept=True)
     return checksums, record
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from conversion.chunks import Chunk, is_stacked, restricted
 from conversion.file_boxes import BoxSource, fill_from
 from conversion.manifest import FileRecord
 from conversion.output_file import OutputFile, write_tensor
+from conversion.progress import Report, counter
 from conversion.tensors import torch_dtype
 from conversion.torch_archive import ALIGNMENT, Archive, archive_of
 from conversion.torch_dist_io import METADATA_FILE
@@ -47,14 +48,14 @@ _MODULES_WITH_EXTRA_STATE = ("in_proj", "out_proj", "linear_qkv", "linear_proj",
 
 
 def write_torch_dist(
-    folder: Path, layout: Layout, files: Sequence[Sequence[Chunk]], source: BoxSource, *, progress: Callable[[int], None] | None = None
+    folder: Path, layout: Layout, files: Sequence[Sequence[Chunk]], source: BoxSource, *, progress: Report | None = None
 ) -> dict[str, FileRecord]:
     """Writes a checkpoint of weights that megatron.core.dist_checkpointing loads at any parallel layout; checksums of its data files.
 
     `files` holds the chunks of each file, which together are the layout's tensors. What an interrupted call has written of them is kept
     if it is still right. `progress` gets numbers of bytes as they are done.
     """
-    report = progress or (lambda num_bytes: None)
+    report = progress or counter(None, 0)
     metadata = Metadata(
         {slot.name: TensorStorageMetadata(_properties(content), torch.Size(content.shape), []) for slot, content in layout.items()},
         storage_data={},
@@ -107,16 +108,14 @@ def _describe(metadata: Metadata, file: str, extra_states: Sequence[str], items:
         metadata.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(file, item.offset, item.archive.size())
 
 
-def _write_file(
-    path: Path, extra_states: Sequence[str], items: Sequence[_Item], source: BoxSource, report: Callable[[int], None]
-) -> FileRecord:
+def _write_file(path: Path, extra_states: Sequence[str], items: Sequence[_Item], source: BoxSource, report: Report) -> FileRecord:
     with OutputFile(path) as out:
         # The extra states count as one item.
         if not out.num_items:
             out.append(_EMPTY_STATE * len(extra_states))
             out.end_item()
         num_done = out.num_items - 1
-        report(sum(item.archive.num_bytes for item in items[:num_done]))
+        report(sum(item.archive.num_bytes for item in items[:num_done]), is_kept=True)
         for item in items[num_done:]:
             out.append(bytes(item.offset - out.position) + item.archive.before)
             out.end_section()
