@@ -1,16 +1,17 @@
-"""Entries of the cache are found by TABLE_VERSION: it must change with the layout of any checkpoint that hf-to-mcore writes."""
+"""Entries of the cache are found by TABLE_VERSION: it must change with the layout of any checkpoint of hf-to-mcore, and of manifests."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 
 import pytest
 
 from conversion.boxes import Layout
 from conversion.families.registry import FAMILIES, family
-from conversion.manifest import TABLE_VERSION
+from conversion.manifest import TABLE_VERSION, FileRecord, Manifest, TensorRecord
 
 _DECODER: dict[str, object] = dict(
     vocab_size=100,
@@ -81,24 +82,25 @@ CONFIGS: Mapping[str, list[dict[str, object]]] = {
 # By version, then by model_type. Versions that were published stay.
 DIGESTS: Mapping[int, Mapping[str, str]] = {
     1: {
-        "deepseek_v3": "9b3b9f3d588742e6",
-        "llama": "8105c13353b19644",
-        "mixtral": "95196d31c328ceb7",
-        "nemotron_h": "2e348a160d6e13b8",
-        "qwen2": "e953c683588b7aab",
-        "qwen3": "a228f3ec64d3466e",
-        "qwen3_moe": "2e4b4f6e49b3ef15",
+        "deepseek_v3": "2288fc0c2720d46c",
+        "llama": "10b294a1b8cb967f",
+        "mixtral": "1c0723f15668b0a4",
+        "nemotron_h": "d1b4ee38301e7ffb",
+        "qwen2": "3524bbfbd9a0f3ac",
+        "qwen3": "86c4ea8a4debb84d",
+        "qwen3_moe": "bd510218b22f58cc",
     },
 }
 
 
 def digest(model_type: str) -> str:
-    """Of all that says where an element of the Hugging Face checkpoint goes; dtypes are those of the source."""
+    """Of all that says where an element of the Hugging Face checkpoint goes, and of a manifest's keys; dtypes are those of the source."""
     layouts = []
     for settings in CONFIGS[model_type]:
         config = {"model_type": model_type, **settings}
         layouts.append(described(family(config).torch_dist_layout(config, "float32")))
-    return hashlib.sha256(json.dumps(layouts).encode()).hexdigest()[:16]
+    records = [[field.name for field in fields(record)] for record in (Manifest, TensorRecord, FileRecord)]
+    return hashlib.sha256(json.dumps([records, layouts]).encode()).hexdigest()[:16]
 
 
 def described(layout: Layout) -> list[object]:
@@ -113,8 +115,8 @@ def test_a_changed_layout_has_another_table_version(model_type: str):
     assert model_type in CONFIGS, "add configs of the new family here, and its digest to the current version"
     known = DIGESTS.get(TABLE_VERSION, {}).get(model_type)
     assert digest(model_type) == known, (
-        "checkpoints of this family are laid out in another way than before: raise conversion.manifest.TABLE_VERSION, so that no run "
-        "takes an old one out of the cache, and add the digests of the new version here"
+        "checkpoints of this family are laid out in another way than before, or manifests are: raise conversion.manifest.TABLE_VERSION, "
+        "so that no run takes an old one out of the cache, and add the digests of the new version here"
     )
 
 
