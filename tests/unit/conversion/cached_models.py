@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -12,8 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from conversion import cache
+from conversion import cache, output_file
 from conversion.families.registry import family
+from conversion.output_file import OutputFile
 from conversion.to_megatron import convert_hf_to_mcore
 from tests.unit.conversion.dense import TINY
 
@@ -53,6 +55,36 @@ def fill_unseeing(hf: Path, root: Path, log: Path) -> str:
     """`fill` on a file system where nobody ever sees that somebody else is at work."""
     cache._Watch.others_at_work = lambda self, *, besides=None: False
     return fill(hf, root, log)
+
+
+def fill_marking(hf: Path, root: Path, log: Path) -> None:
+    """`fill` that could be continued after every item of a file; where it goes on in one, a line of `log` says after how many items."""
+    output_file._MARK_BYTES = 1
+    continue_file = OutputFile._continue
+
+    def logged(self: OutputFile) -> tuple[int, int]:
+        found = continue_file(self)
+        if found[0]:
+            with log.with_suffix(".continued").open("a") as file:
+                file.write(f"{found[0]}\n")
+        return found
+
+    OutputFile._continue = logged
+    fill(hf, root, log)
+
+
+def fill_and_die(hf: Path, root: Path, log: Path) -> None:
+    """`fill_marking`, killed by itself in the middle of a file, once its journal tells of two items."""
+    end_item = OutputFile.end_item
+
+    def ended(self: OutputFile) -> None:
+        end_item(self)
+        while self.num_items == 5:
+            if len(self._journal.read_text().splitlines()) >= 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    OutputFile.end_item = ended
+    fill_marking(hf, root, log)
 
 
 def fill_until(hf: Path, root: Path, error: BaseException) -> None:
