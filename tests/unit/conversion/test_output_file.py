@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import random
+import signal
 import zlib
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def write_items(path: Path, items: list[bytes], *, stop_after: int | None = None
         found = out.num_items
         for index, item in enumerate(items[found:], found):
             if index == stop_after:
-                # As a kill does: nothing that is in flight is waited for.
+                # As an error does: what is in flight is written.
                 return None, found
             out.append(item)
             if index % 2:
@@ -71,6 +72,23 @@ def test_an_attempt_that_stopped_is_continued(tmp_path: Path, often: None, stop_
     # At most a mark's distance, here seven items on average, is written again.
     assert (found > stop_after - 20 or stop_after < 20) and found <= stop_after
     assert write_items(path, items) == (record, 60)
+
+
+@pytest.mark.parametrize("stop_after", [20, 40, 60])
+def test_an_attempt_that_was_killed_is_continued(tmp_path: Path, often: None, stop_after: int):
+    items, path = items_of(60), tmp_path / "file"
+    pid = os.fork()
+    if not pid:
+        with OutputFile(path) as out:
+            for item in items[:stop_after]:
+                out.append(item)
+                out.end_item()
+            # Nothing that is in flight is waited for.
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    record, found = write_items(path, items)
+    assert record == expected(b"".join(items)) and path.read_bytes() == b"".join(items)
+    assert found <= stop_after
 
 
 def test_what_does_not_match_the_journal_is_written_again(tmp_path: Path, often: None):
