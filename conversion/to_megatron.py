@@ -39,7 +39,7 @@ def convert_hf_to_mcore(
     with the same arguments.
 
     Raises:
-        ValueError: the folder is missing or incomplete, its model is not supported; or `out` exists.
+        ValueError: the folder is missing or incomplete, its model is not supported, or it changes meanwhile; or `out` exists.
     """
     if not (hf / "config.json").exists():
         raise ValueError(f"--hf {hf} has no config.json; name the folder of a Hugging Face model")
@@ -65,6 +65,8 @@ def convert_hf_to_mcore(
                 data = write_torch_dist(iteration, layout, files, source, progress=counter(progress, total))
                 tensors = {name: TensorRecord(dtypes[name], shape, *checksums[name].result()) for name, shape in canonical.items()}
             check_same_tensors(hf, tensors)
+            if _identity(hf, source) != origin["files"]:
+                raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")
             write_json(iteration / HF_CONFIG_FILE, hf_config)
             # JSON is YAML too. NeMo RL's loader looks for this file.
             write_json(iteration / "run_config.yaml", {"model": model.megatron_arguments(hf_config)})

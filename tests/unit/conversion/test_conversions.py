@@ -275,6 +275,17 @@ def test_a_replaced_source_is_told_apart_although_its_times_are_kept(tmp_path: P
     assert first.stat().st_mtime_ns == before[1] and file_state(first) != before
 
 
+def test_a_source_that_changes_while_it_is_converted_is_refused(tmp_path: Path):
+    model = write_folder(tmp_path / "model", tiny_config("nemotron_h"))
+
+    def change(done: int, total: int, kept: int) -> None:
+        (model / "config.json").touch()
+
+    with pytest.raises(ValueError, match=f"{model} changed while it was converted"):
+        convert_hf_to_mcore(model, tmp_path / "mcore", progress=change)
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def test_missing_and_added_files_are_found(pair: tuple[Path, Path], tmp_path: Path):
     checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore"))
     (checkpoint / "stray").write_text("")
