@@ -31,8 +31,10 @@ METADATA_FILE = ".metadata"
 MAX_OPEN_FILES = 256
 """Far below what a process may have, and what a checkpoint of many ranks has."""
 
-# Training state, under the names of Megatron's trainers. What has another name is a weight, and must have a place.
-_NO_WEIGHT = re.compile(r"(chained_\d+\.)?(optimizer|optimizer_state_dict|grad_scaler|opt_param_scheduler|rng_state|rerun_state_machine)\b")
+# Training state, under the names of Megatron's trainers and ours. What has another name is a weight, and must have a place.
+_NO_WEIGHT = re.compile(
+    r"(chained_\d+\.)?(optimizer|optimizer_state_dict|grad_scaler|opt_param_scheduler|rng|rng_state|rerun_state_machine)\b"
+)
 _GROUPED_MLP_KEYS = (".experts.weight1", ".experts.weight2")
 
 
