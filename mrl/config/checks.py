@@ -104,6 +104,9 @@ def _engine(generation: GenerationConfig, *, is_cpu: bool) -> list[str]:
         rule = f"every one of policy.generation.vllm_cfg.max_num_seqs={vllm.max_num_seqs} rollouts needs a token of a step"
         key = "policy.generation.vllm_cfg.max_num_batched_tokens"
         problems.append(_problem(key, vllm.max_num_batched_tokens, rule, f"use at least {vllm.max_num_seqs}"))
+    if vllm.load_format == "dummy":
+        rule = "the first refit proves the conversion tables on the model's weights, as vLLM's own loader read them"
+        problems.append(_problem("policy.generation.vllm_cfg.load_format", vllm.load_format, rule, "leave it out"))
     if any(token_id < 0 for token_id in generation.stop_token_ids or ()):
         problems.append(_problem("policy.generation.stop_token_ids", generation.stop_token_ids, "an id is below 0", "use 0 or more"))
     return problems

@@ -52,7 +52,7 @@ class VllmConfig:
     enforce_eager: bool = False
     """No CUDA graphs. Must be true on hosts without GPUs."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """How an engine gets its first weights; the first refit must find or leave them right in any case."""
+    """How vLLM reads the engine's first weights. `dummy` is refused: the first refit must find them right."""
 
 
 @traced

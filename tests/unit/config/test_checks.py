@@ -86,6 +86,7 @@ BAD = [
      f"{ENGINE}.max_model_len=4097", "lower policy.max_total_sequence_length"),
     ([f"{ENGINE}.enforce_eager=false"], f"{ENGINE}.enforce_eager=false", "set it to true"),
     ([f"{ENGINE}.max_num_batched_tokens=64"], f"{ENGINE}.max_num_batched_tokens=64", "at least 128"),
+    ([f"{ENGINE}.load_format=dummy"], f"{ENGINE}.load_format=dummy", "leave it out"),
     (["policy.generation.stop_token_ids=[1,-2]"], "policy.generation.stop_token_ids=[1, -2]", "0 or more"),
     (["policy.precision=bfloat16"], f"{MEGATRON}.optimizer.bf16=false", "set it to true"),
     ([f"{MEGATRON}.optimizer.clip_grad=2.0"], f"{MEGATRON}.optimizer.clip_grad=2.0", "leave it out"),
