@@ -52,10 +52,6 @@ class Arena:
         """The arena as the engine workers of this unit see it."""
         return ArenaHandle(self._memory.handle(), self._table)
 
-    def table(self) -> dict[Slot, ArenaRow]:
-        """Where each slot lies."""
-        return dict(self._table)
-
     def tensors(self) -> dict[Slot, Tensor]:
         """The weights by slot: the live tensors, not copies."""
         return dict(self._slots)

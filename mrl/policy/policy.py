@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conversion.boxes import Layout, Slot
+from conversion.boxes import Slot
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
 from conversion.families.registry import family
 from conversion.safetensors_io import fill_layout
@@ -90,10 +90,6 @@ class Policy:
         place = self._coordinates
         coords = MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp)
         return self._config.policy.megatron_cfg.parallel, coords, self._config.policy.precision, "te" if compat.HAVE_TE else "local"
-
-    def layout(self) -> Layout:
-        """What this rank holds of which canonical tensor. Not collective."""
-        return self._layout
 
     def enter(self, phase: Phase) -> None:
         """Brings every kind of memory where `mrl.capacity.phases` wants it in `phase`. Not collective.

@@ -39,11 +39,6 @@ class RefitWorker:
     puller: Puller | None = None
     exchange: Exchange | None = None
 
-    def live_layout(self) -> dict[Slot, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of each live tensor."""
-        tensors = engine_tensors(self.get_model())
-        return {slot: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items()}
-
     def live_digest(self) -> dict[Slot, int]:
         """Checksum of each live tensor."""
         return digest(engine_tensors(self.get_model()))

@@ -18,7 +18,7 @@ def load_and_save(rank: Rank, config: RunConfig, hf_folder: Path, source: Path, 
         for tensor in policy.settled_weights().values():
             tensor.detach().fill_(7)
         policy.load_checkpoint(source)
-        expected, layout = read_layout(hf_folder, policy.layout()), policy.layout()
+        expected, layout = read_layout(hf_folder, policy._layout), policy._layout
         differing = []
         for slot, tensor in policy.settled_weights().items():
             for box in layout[slot].padding:

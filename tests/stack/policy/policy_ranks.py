@@ -152,7 +152,7 @@ def canonical_weights(policy: Policy) -> dict[str, np.ndarray]:
 
     weights = {name: np.full(shape, np.nan, np.float32) for name, shape in family(policy._hf_config).canonical(policy._hf_config).items()}
     for slot, tensor in policy.settled_weights().items():
-        for piece in policy.layout()[slot].pieces:
+        for piece in policy._layout[slot].pieces:
             target = weights[piece.name][tuple(slice(start, stop) for start, stop in piece.box)]
             target[...] = box_view(tensor.detach(), piece.local).float().numpy().reshape(target.shape)
     return weights
@@ -392,7 +392,7 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
         hf_config, vllm_cfg = policy._hf_config, config.policy.generation.vllm_cfg
         target = family(hf_config).vllm_layout(hf_config, VllmParallel(), 0, vllm_cfg.precision)
         layouts: list[Layout] = [{}] * rank.world_size
-        dist.all_gather_object(layouts, policy.layout())
+        dist.all_gather_object(layouts, policy._layout)
         # On nodes of their own, ranks send each other what they would read in the arenas of one node.
         nodes = {index: index for index in range(rank.world_size)}
         schedule = reshard(dict(enumerate(layouts)), {0: target}, unit_of={0: 0}, node_of=nodes, buffer_bytes=100_000)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from conversion.boxes import Slot
+from conversion.tensors import dtype_name
 from mrl.refit.errors import RefitError
 from mrl.refit.zero import digest
 from tests.rollouts import StartEngine, differences, random_requests, run
@@ -35,13 +36,20 @@ def engine(start_engine: StartEngine, trainer: Trainer) -> Engine:
     return engine
 
 
+def model_of(engine: Engine) -> torch.nn.Module:
+    return engine._llm.model_executor.driver_worker.get_model()
+
+
 def live(engine: Engine, name: str) -> torch.nn.Parameter:
-    return dict(engine._llm.model_executor.driver_worker.get_model().named_parameters())[name]
+    return dict(model_of(engine).named_parameters())[name]
 
 
 def test_loaded_tensors_are_those_of_the_table(engine: Engine, checkpoint: Checkpoint) -> None:
+    from mrl.rollout.worker import engine_tensors
+
+    tensors = engine_tensors(model_of(engine))
     layout = {slot: (slot_layout.shape, slot_layout.dtype) for slot, slot_layout in vllm_layout(checkpoint(0)).items()}
-    assert engine.live_layout() == [layout]
+    assert {slot: (tuple(tensor.shape), dtype_name(tensor.dtype)) for slot, tensor in tensors.items()} == layout
     assert engine.live_digest() == [digest(expected_tensors(checkpoint(0)))]
 
 

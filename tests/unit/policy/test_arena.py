@@ -88,7 +88,8 @@ def test_tied_weights_move_once():
     model[1].weight = model[0].weight
     arena = Arena(live_tensors(model), name="test")
     assert model[0].weight is model[1].weight
-    assert arena.table()[Slot("0.weight")] == arena.table()[Slot("1.weight")]
+    table = arena.handle().table
+    assert table[Slot("0.weight")] == table[Slot("1.weight")]
 
 
 def test_rebound_added_and_lost_weights_are_named():
