@@ -44,15 +44,15 @@ class EngineActor:
         # Imported here: the driver holds this class too, and must not import vllm.
         from mrl.rollout.engine import Engine
 
-        self.engine = Engine(config.policy.model_name, config.policy.generation, seed=config.grpo.seed)
+        self.engine = Engine(
+            config.policy.model_name, config.policy.generation, seed=config.grpo.seed, worker_timeout_s=config.deadlines.refit_s
+        )
+        self.engine.die_with_workers()
         self.engine.enter("load")
 
-    def add(self, requests: list[RolloutRequest]) -> None:
-        """Queues requests."""
+    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[list[RolloutInfo], list[Rollout]]:
+        """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, payload second (same order)."""
         self.engine.add(requests)
-
-    def poll(self, budget_s: float) -> tuple[list[RolloutInfo], list[Rollout]]:
-        """Steps the engine for `budget_s`; what has finished, metadata first, payload second (same order)."""
         end = time.monotonic() + budget_s
         finished: list[Rollout] = []
         while self.engine.num_unfinished and time.monotonic() < end:
@@ -98,6 +98,8 @@ class EngineGroup:
         self.num_restarts = 0
         self._fruitless = [0] * len(placement.engines)
         self._unfinished: list[dict[str, RolloutRequest]] = [{} for _ in placement.engines]
+        # The next poll takes them along, so that a refusal is seen by whoever waits for the rollouts.
+        self._unsent: list[list[RolloutRequest]] = [[] for _ in placement.engines]
         self._polls: dict[ray.ObjectRef, tuple[int, ray.ObjectRef]] = {}
         self._building: dict[str, ray.ObjectRef] = {}
         self.actors: list = [self._start(units) for units in placement.engines]
@@ -112,19 +114,15 @@ class EngineGroup:
 
     def wait_until_built(self) -> None:
         """Waits for the engines that the constructor started."""
-        wait_all(self._building, deadline_s=self.deadlines.start_s, what="start")
-        self._building = {}
+        building, self._building = self._building, {}
+        wait_all(building, deadline_s=self.deadlines.start_s, what="start")
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queues requests on the engines. A request stays on record until its rollout has arrived."""
-        per_engine: list[list[RolloutRequest]] = [[] for _ in self.actors]
-        loads = [len(requests) for requests in self._unfinished]
         for request in requests:
-            index = min(range(len(loads)), key=loads.__getitem__)
-            loads[index] += 1
-            per_engine[index].append(request)
-        for index, mine in enumerate(per_engine):
-            self._submit_to(index, mine)
+            index = min(range(self.num_engines), key=lambda index: len(self._unfinished[index]))
+            self._unfinished[index][request.request_id] = request
+            self._unsent[index].append(request)
 
     def collect(self, timeout_s: float) -> list[RolloutInfo]:
         """Rollouts that have finished since the last call; waits until there is one.
@@ -132,6 +130,7 @@ class EngineGroup:
         Raises:
             ActorLost: an engine died (its `key` names it); call `restart`, refit it, then `resubmit`.
             DeadlineExceeded: nothing finished within `timeout_s`.
+            ValueError: an engine refuses a request; see `Engine.add`.
         """
         end = time.monotonic() + timeout_s
         while self.num_unfinished:
@@ -154,6 +153,7 @@ class EngineGroup:
         """Starts a dead engine again. It refuses to generate until it has been refitted.
 
         Raises:
+            ActorLost: it died while it started.
             RuntimeError: it has died too often without producing a rollout.
         """
         self._fruitless[index] += 1
@@ -170,9 +170,7 @@ class EngineGroup:
 
     def resubmit(self, index: int) -> None:
         """Asks an engine's unfinished requests again, after a restart and a refit."""
-        requests = list(self._unfinished[index].values())
-        self._unfinished[index] = {}
-        self._submit_to(index, requests)
+        self._unsent[index] = list(self._unfinished[index].values())
 
     def call(self, method: str, *arguments: object, deadline_s: float, only: Sequence[int] | None = None) -> dict[int, object]:
         """`Engine.<method>(*arguments)` on every engine, or on those of `only`; results by engine index."""
@@ -216,16 +214,12 @@ class EngineGroup:
         self._building[name(units.engine_index)] = actor.build.remote(self.config)
         return actor
 
-    def _submit_to(self, index: int, requests: list[RolloutRequest]) -> None:
-        if requests:
-            self._unfinished[index].update({request.request_id: request for request in requests})
-            self.actors[index].add.remote(requests)
-
     def _poll_idle_engines(self) -> None:
         polled = {index for index, _ in self._polls.values()}
         for index, actor in enumerate(self.actors):
             if self._unfinished[index] and index not in polled:
-                poll = actor.poll.options(num_returns=2).remote(POLL_BUDGET_S)
+                poll = actor.poll.options(num_returns=2).remote(self._unsent[index], POLL_BUDGET_S)
+                self._unsent[index] = []
                 infos, payload = cast(tuple[ray.ObjectRef, ray.ObjectRef], poll)
                 self._polls[infos] = (index, payload)
 

@@ -1,6 +1,7 @@
 """Refit, driven: settle, exchange, pull, verify, version. The schedule is built once; every step repeats it.
 
-A refit is idempotent until its version is set: if an engine dies in it, the engine is started again and the refit begins anew.
+A refit is idempotent until its version is set: if an engine dies in it, the engine is started again and the refit begins anew. One that
+dies while it starts is one more such death; `EngineGroup.restart` counts them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from conversion.boxes import Slot
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
@@ -21,6 +21,7 @@ from conversion.schedule import Schedule
 from mrl.cluster.engine_group import EngineGroup, index_of
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.probe import live_digests
 from mrl.cluster.waiting import ActorLost, wait_all
 from mrl.config.schema import RunConfig
 from mrl.refit.group import GroupAddress
@@ -84,10 +85,11 @@ class Refit:
         Raises:
             RuntimeError: naming the tensors on which the conversion tables and vLLM's loader disagree.
         """
-        before = self._digests()
+        before = live_digests(self.engines, deadline_s=self.deadline_s)
 
         def check() -> None:
-            for worker_before, worker_after in zip(before, self._digests(), strict=True):
+            after = live_digests(self.engines, deadline_s=self.deadline_s)
+            for worker_before, worker_after in zip(before, after, strict=True):
                 check_unchanged(worker_before, worker_after)
 
         self.weight_version += 1
@@ -104,27 +106,29 @@ class Refit:
         self.weight_version += 1
         return self._refit(range(self.engines.num_engines))
 
-    def run_engine(self, index: int) -> None:
-        """Gives one restarted engine the current weights, under the current version."""
-        self._prepare_again(index)
-        self._refit([index])
+    def restart_engine(self, index: int) -> None:
+        """Starts a dead engine again, gives it the current weights under the current version, and asks its unfinished requests again.
 
-    def _refit(self, engines: Sequence[int], check: Callable[[], None] | None = None) -> RefitReport:
-        restarted: list[int] = []
-        is_prepared = True
+        Raises:
+            RuntimeError: it keeps dying.
+        """
+        self._refit([], died=index)
+
+    def _refit(self, engines: Sequence[int], check: Callable[[], None] | None = None, died: int | None = None) -> RefitReport:
+        # All that are started again: dedicated engines take part in the exchange of a refit that is not theirs, and may die in it.
+        restarted: set[int] = set()
         while True:
             try:
-                if not is_prepared:
-                    self._prepare_again(restarted[-1])
-                    is_prepared = True
+                if died is not None:
+                    restarted.add(died)
+                    self.engines.restart(died)
+                    self._prepare_again(died)
+                    died = None
                 report = self._attempt(sorted({*engines, *restarted}), check)
             except ActorLost as lost:
-                restarted.append(index_of(lost))
-                self.engines.restart(restarted[-1])
-                is_prepared = False
+                died = index_of(lost)
             else:
-                # Dedicated engines take part in the exchange of a refit that is not theirs; one may have died in it.
-                for index in set(restarted) - set(engines):
+                for index in restarted:
                     self.engines.resubmit(index)
                 return report
 
@@ -153,11 +157,6 @@ class Refit:
             padding_bytes=sum(report.padding_bytes for report in reports),
             copied_bytes=copied_bytes,
         )
-
-    def _digests(self) -> list[dict[Slot, int]]:
-        """Checksums of every live tensor of every engine worker, in order."""
-        digests = cast(dict[int, list[dict[Slot, int]]], self.engines.call("live_digest", deadline_s=self.deadline_s))
-        return [digest for workers in digests.values() for digest in workers]
 
     def _exchange(self, round_index: int) -> None:
         """One round, by all participants at once: trainer ranks, and the workers of dedicated engines, whether they are refitted or not."""

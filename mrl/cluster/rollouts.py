@@ -27,14 +27,14 @@ class RolloutCollector:
     """Samples groups of rollouts and has them scored while generation goes on."""
 
     def __init__(
-        self, engines: EngineGroup, rewards: Rewards, *, run_seed: int, deadline_s: float, refit_engine: Callable[[int], None]
+        self, engines: EngineGroup, rewards: Rewards, *, run_seed: int, deadline_s: float, restart_engine: Callable[[int], None]
     ) -> None:
-        """`refit_engine(index)` gives a restarted engine the current weights; no token is drawn from it before."""
+        """`restart_engine(index)` starts a dead engine again; see `Refit.restart_engine`."""
         self.engines = engines
         self.rewards = rewards
         self.run_seed = run_seed
         self.deadline_s = deadline_s
-        self.refit_engine = refit_engine
+        self.restart_engine = restart_engine
 
     def generate(
         self,
@@ -58,7 +58,7 @@ class RolloutCollector:
             try:
                 finished = self.engines.collect(self.deadline_s)
             except ActorLost as lost:
-                self._recover(index_of(lost))
+                self.restart_engine(index_of(lost))
                 continue
             for info in finished:
                 if info.weight_version != weight_version:
@@ -81,8 +81,3 @@ class RolloutCollector:
     def _request(self, prompt: Prompt, sampling: SamplingParams, epoch: int, index: int) -> RolloutRequest:
         seed = request_seed(self.run_seed, epoch, prompt.prompt_id, index)
         return RolloutRequest(prompt.prompt_id, index, epoch, seed, prompt.token_ids, sampling)
-
-    def _recover(self, index: int) -> None:
-        self.engines.restart(index)
-        self.refit_engine(index)
-        self.engines.resubmit(index)

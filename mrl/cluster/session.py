@@ -51,7 +51,7 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
         policies, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
         rewards.wait_until_built()
         collector = RolloutCollector(
-            engines, rewards, run_seed=config.grpo.seed, deadline_s=config.deadlines.generate_s, refit_engine=refit.run_engine
+            engines, rewards, run_seed=config.grpo.seed, deadline_s=config.deadlines.generate_s, restart_engine=refit.restart_engine
         )
         yield Session(policies, engines, rewards, refit, collector)
 

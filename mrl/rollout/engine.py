@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing.connection
+import os
+import threading
 from collections.abc import Mapping, Sequence
 
 from vllm import EngineArgs, LLMEngine, RequestOutput
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from conversion.boxes import Slot
 from mrl.capacity import phases
@@ -20,9 +24,6 @@ from mrl.types import Rollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
-# A worker call that takes longer hangs. The largest one copies and checks all weights of a GPU, which takes seconds.
-WORKER_TIMEOUT_S = 300.0
-
 # A refit writes weights in place, at the rows and columns where the checkpoint has them. Other expert kernels of GPUs reorder, pad or
 # shuffle them at load time; other placements give a worker other experts, EPLB during the run.
 LAYOUT_ARGUMENTS: Mapping[str, object] = {"moe_backend": "triton", "expert_placement_strategy": "linear", "enable_eplb": False}
@@ -34,8 +35,12 @@ class Engine:
     `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start.
     """
 
-    def __init__(self, model_dir: str, config: GenerationConfig, *, seed: int) -> None:
-        """Starts the engine with the weights of `model_dir`, read by vLLM's own loader."""
+    def __init__(self, model_dir: str, config: GenerationConfig, *, seed: int, worker_timeout_s: float) -> None:
+        """Starts the engine with the weights of `model_dir`, read by vLLM's own loader.
+
+        A call of its workers (all that moves, compares or lists weights) hangs when it takes longer than `worker_timeout_s`.
+        """
+        self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
         self._is_colocated = config.colocated.enabled
         self._llm = LLMEngine.from_engine_args(engine_arguments(model_dir, config, seed=seed))
@@ -94,10 +99,6 @@ class Engine:
         """Drops requests and what they have sampled. Ids that have finished meanwhile are ignored."""
         known = [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
         self._llm.abort_request(known)
-
-    def live_layout(self) -> list[dict[Slot, tuple[tuple[int, ...], str]]]:
-        """Per worker: shape and dtype of every parameter and persistent buffer of the live model."""
-        return self._workers("live_layout")
 
     def live_digest(self) -> list[dict[Slot, int]]:
         """Per worker: checksum of every parameter and persistent buffer of the live model."""
@@ -172,12 +173,33 @@ class Engine:
             self._llm.wake_up(tags=sorted(wanted - self._awake))
         self._awake = wanted
 
+    def die_with_workers(self) -> None:
+        """From here on, this process is killed when a worker process of the engine ends before `shutdown`.
+
+        Nothing works without the worker, and an engine that ends as a whole is one that its owner can start again.
+        """
+        executor = self._llm.model_executor
+        if isinstance(executor, MultiprocExecutor):
+            threading.Thread(target=_kill_after_worker, args=(executor,), daemon=True).start()
+
     def shutdown(self) -> None:
         """Ends the engine and its worker processes."""
         self._llm.engine_core.shutdown()
 
     def _workers(self, method: str, *arguments: object) -> list:
-        return self._llm.collective_rpc(method, timeout=WORKER_TIMEOUT_S, args=arguments)
+        return self._llm.collective_rpc(method, timeout=self._worker_timeout_s, args=arguments)
+
+
+def _kill_after_worker(executor: MultiprocExecutor) -> None:
+    workers = executor.workers
+    multiprocessing.connection.wait([worker.proc.sentinel for worker in workers])
+    # vLLM's own monitor sets `is_failed` before it shuts down what is left.
+    if executor.is_failed or not getattr(executor, "shutting_down", False):
+        logger.error("A worker process of the engine ended; ending the engine")
+        for worker in workers:
+            # One that waits for the dead worker in a collective keeps its memory for long.
+            worker.proc.kill()
+        os._exit(1)
 
 
 def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int) -> EngineArgs:

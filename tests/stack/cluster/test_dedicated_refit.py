@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import cast
 
@@ -9,8 +11,11 @@ import pytest
 import ray
 
 from conversion.boxes import Slot
+from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.session import placed_units, start_models
+from mrl.cluster.units import EngineUnits
 from mrl.config.load import load_config
+from mrl.types import RolloutRequest, SamplingParams
 from tests.stack.loop.conftest import SMALL, write_inputs
 
 DEADLINE_S = 120.0
@@ -22,8 +27,33 @@ def scale_weights(policy) -> None:
         tensor.data.mul_(1.25)
 
 
+def die_in_round(engine, fatal_round: int) -> None:
+    """The engine's process ends in the middle of a round: its messages are posted, its peers are at theirs."""
+    exchange = engine._llm.model_executor.driver_worker.worker.exchange
+    write = exchange._write_local_checksums
+
+    def die(round_index: int) -> None:
+        if round_index == fatal_round:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(round_index)
+
+    exchange._write_local_checksums = die
+
+
+def die_at_the_next_start(engines: EngineGroup, patch: pytest.MonkeyPatch) -> None:
+    start = engines._start
+
+    def start_and_die(units: EngineUnits):
+        patch.undo()
+        actor = start(units)
+        ray.kill(actor)
+        return actor
+
+    patch.setattr(engines, "_start", start_and_die)
+
+
 @pytest.mark.timeout(280)
-def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path):
+def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     overrides = [
         *write_inputs(tmp_path, num_rows=8),
         *SMALL,
@@ -51,7 +81,14 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path):
         assert sum(changed[slot] != loaded[slot] for slot in loaded) > len(loaded) // 2
 
         # A new engine holds what vLLM has loaded again, in a group that its predecessor has left.
-        ray.kill(engines.actors[0])
+        engines.apply(die_in_round, 1, deadline_s=DEADLINE_S)
+        die_at_the_next_start(engines, monkeypatch)
         refit.run()
-        assert engines.num_restarts == 1
+        assert engines.num_restarts == 2
         assert digest() == changed
+
+        sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=None, max_new_tokens=2, stop_token_ids=())
+        request = RolloutRequest("prompt", 0, 0, 0, (1, 2, 3), sampling)
+        engines.submit([request, request])
+        with pytest.raises(ValueError, match="engine 0 failed in generation: requests were added twice"):
+            engines.collect(DEADLINE_S)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conversion.boxes import Slot
+from mrl.cluster.probe import live_digests
 from mrl.cluster.refit import Refit
 from mrl.cluster.waiting import DeadlineExceeded
 from mrl.train import refit, save_checkpoint, train_step
@@ -159,7 +160,7 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     script = (
         "import sys, json\nfrom mrl.config.schema_generation import GenerationConfig, VllmConfig\nfrom mrl.rollout.engine import Engine\n"
         "config = GenerationConfig(max_new_tokens=8, vllm_cfg=VllmConfig(precision='float32', enforce_eager=True, max_model_len=256))\n"
-        "engine = Engine(sys.argv[1], config, seed=0)\n"
+        "engine = Engine(sys.argv[1], config, seed=0, worker_timeout_s=240.0)\n"
         "print('DIGEST', json.dumps({str(slot): crc for slot, crc in engine.live_digest()[0].items()}))\n"
     )
     import json
@@ -175,7 +176,7 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     assert answer.returncode == 0, answer.stderr[-3000:]
     (line,) = [line for line in answer.stdout.splitlines() if line.startswith("DIGEST ")]
     fresh = json.loads(line.removeprefix("DIGEST "))
-    for digest in live.run.session.refit._digests():
+    for digest in live_digests(live.run.session.engines, deadline_s=DEADLINE_S):
         assert {str(slot): crc for slot, crc in digest.items()} == fresh
 
 

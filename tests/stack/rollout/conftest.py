@@ -57,7 +57,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 2048} | vllm_cfg
         settings = dataclasses.replace(VllmConfig(precision="float32", enforce_eager=True), **limits)
         folder = checkpoint(model) if isinstance(model, int) else model
-        alive.append(Engine(str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=settings), seed=1))
+        alive.append(Engine(str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=settings), seed=1, worker_timeout_s=300.0))
         return alive[0]
 
     yield start

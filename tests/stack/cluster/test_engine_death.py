@@ -1,0 +1,43 @@
+"""An engine of several processes ends as a whole, so that its owner sees the death and can start it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from mrl.cluster.engine_group import EngineGroup
+from mrl.cluster.session import placed_units
+from mrl.cluster.waiting import ActorLost
+from mrl.config.load import load_config
+from tests.stack.loop.conftest import SMALL, write_inputs
+
+DEADLINE_S = 60.0
+
+
+def worker_pids(engine) -> list[int]:
+    return [worker.proc.pid for worker in engine._llm.model_executor.workers]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.timeout(180)
+def test_an_engine_ends_with_any_of_its_workers(tmp_path: Path):
+    sizes = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
+    with placed_units(config) as placement:
+        engines = EngineGroup(config, placement, log_folder=tmp_path / "logs")
+        engines.wait_until_built()
+        ((first, second),) = cast(list[list[int]], engines.apply(worker_pids, deadline_s=DEADLINE_S))
+        os.kill(second, signal.SIGKILL)
+        with pytest.raises(ActorLost, match="engine 0 died during live_digest"):
+            engines.call("live_digest", deadline_s=DEADLINE_S)
+        assert not is_running(first)
