@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 import ray
+from ray.actor import ActorHandle
 
 from conversion.boxes import Slot
 from mrl.cluster.engine_group import EngineGroup
@@ -46,7 +47,7 @@ def die_at_the_next_start(engines: EngineGroup, patch: pytest.MonkeyPatch) -> No
     def start_and_die(units: EngineUnits):
         patch.undo()
         actor = start(units)
-        ray.kill(actor)
+        ray.kill(cast(ActorHandle, actor))
         return actor
 
     patch.setattr(engines, "_start", start_and_die)
