@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from conversion.files import publish, sync_tree
@@ -51,13 +51,11 @@ def _take_over(what: str, aside: Path, plan: Mapping[str, object]) -> None:
     for leftover in owned(aside.parent, what):
         if is_alive(leftover):
             continue
-        try:
+        # Errors: it was not begun, or is somebody else's by now.
+        with suppress(OSError, ValueError):
             if not aside.exists() and json.loads((leftover / _PLAN).read_text(encoding="utf-8")) == plan:
                 leftover.rename(aside)
                 continue
-        except (OSError, ValueError):
-            # Not begun, or somebody else's by now.
-            pass
         remove_leftover(leftover)
     for leftover in owned(aside.parent, f"{what}{REMOVED}"):
         if not is_alive(leftover):

@@ -15,7 +15,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,6 +41,8 @@ STALLED_S = 60.0
 # Builders who find each other before either has begun step back for a moment.
 MAX_BACKOFF_S = 0.2
 REPORT_S = 30.0
+# The largest models take minutes.
+MAX_WAIT_S = 6 * 3600.0
 
 ONE_FILE = MegatronParallel()
 
@@ -180,12 +182,11 @@ def read_entry(folder: Path) -> Entry | None:
 def _mark_used(entry: Path) -> bool:
     """Makes an entry the last that gc removes; False if it is not there."""
     try:
-        os.utime(entry / MARKER)
+        # Only the owner of a file may touch it.
+        with suppress(PermissionError):
+            os.utime(entry / MARKER)
     except FileNotFoundError:
         return False
-    except PermissionError:
-        # Only the owner of a file may touch it.
-        pass
     return True
 
 
@@ -202,7 +203,7 @@ def _conversion(hf: Path, dtype: str | None, parallel: MegatronParallel) -> Buil
 def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) -> None:
     """Returns when the entry is there and complete, whoever made it."""
     final = root / ENTRIES / key
-    watch = _Watch(root / BUILDING, key)
+    watch, deadline = _Watch(root / BUILDING, key), time.monotonic() + MAX_WAIT_S
     # It is gone again for a moment where gc takes it out and sees the lease then.
     while read_entry(final) is None or not _mark_used(final):
         if final.exists():
@@ -211,6 +212,9 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
                 logger.warning("%s had no readable %s: it is made again", final, MARKER)
             continue
         if watch.others_at_work():
+            if time.monotonic() > deadline:
+                where = f"{root / BUILDING}/{key}*"
+                raise ValueError(f"others have been at work on {where} for {MAX_WAIT_S / 3600:g} h; end them, or set another MRL_CACHE")
             time.sleep(POLL_S)
             continue
         aside = root / BUILDING / owned_name(key)
@@ -264,12 +268,10 @@ def _inherit(aside: Path, dead: list[Path]) -> None:
         parsed = owner_of(leftover.name)
         if is_empty and parsed is not None and parsed[1].is_visible():
             # Only of this boot of this host: after a power loss files may have their length and not their content.
-            try:
+            with suppress(FileNotFoundError):
                 leftover.rename(aside)
                 is_empty = False
                 continue
-            except FileNotFoundError:
-                pass
         remove_leftover(leftover)
 
 

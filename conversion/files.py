@@ -12,6 +12,9 @@ from pathlib import Path
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+# A file system that does not answer for this long will not.
+IO_TIMEOUT_S = 3600.0
+
 
 def sync_file(path: Path) -> None:
     """Forces a file's content to disk."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from conversion.boxes import Box, lengths, volume
 from conversion.file_boxes import BLOCK_BYTES, blocks, read_exactly
+from conversion.files import IO_TIMEOUT_S
 from conversion.manifest import JOURNAL_SUFFIX, FileRecord
 
 # Two blocks are filled while two others are hashed and written.
@@ -151,7 +152,7 @@ class OutputFile:
         self._mark()
         self.settle()
         for mark in [*self._marks, self._syncing]:
-            mark.result()
+            mark.result(IO_TIMEOUT_S)
         self._shut()
         os.ftruncate(self._file, self._position)
         os.fsync(self._file)
@@ -206,7 +207,7 @@ class OutputFile:
                 self._is_direct = _set_direct(self._file, False)
         if not self._is_direct and self._syncing.done():
             # The system tells of pages that it could not write only once.
-            self._syncing.result()
+            self._syncing.result(IO_TIMEOUT_S)
             self._syncing = self._syncer.submit(os.fdatasync, self._file)
 
     def _mark(self) -> None:
@@ -217,7 +218,7 @@ class OutputFile:
 
         def write() -> None:
             with self._journal.open("a", encoding="utf-8") as journal:
-                journal.write(_Mark(num_items, num_bytes, digest.result()).line())
+                journal.write(_Mark(num_items, num_bytes, digest.result(IO_TIMEOUT_S)).line())
 
         self._marks.append(self._writer.submit(write))
 
@@ -313,5 +314,5 @@ def _set_direct(file: int, is_direct: bool) -> bool:
 def _wait(buffer: _Buffer) -> None:
     """Returns when the background has done with a buffer; raises what it raised."""
     for future in buffer.pending:
-        future.result()
+        future.result(IO_TIMEOUT_S)
     buffer.pending = []

@@ -137,7 +137,7 @@ def heartbeat(path: Path) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        thread.join()
+        thread.join(HEARTBEAT_S)
 
 
 def time_of_folder(folder: Path) -> float:

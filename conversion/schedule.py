@@ -88,14 +88,20 @@ class Lane:
     # The driver pickles a lane for each rank and worker that takes part in it, thousands of times: once is enough.
     @cached_property
     def _pickled(self) -> bytes:
-        return pickle.dumps(self.messages, protocol=5)
+        return pickle.dumps(_PlainLane(self.messages), protocol=5)
 
     def __reduce__(self) -> tuple[object, tuple[bytes]]:
-        return _unpickled_lane, (self._pickled,)
+        return pickle.loads, (self._pickled,)
 
 
-def _unpickled_lane(messages: bytes) -> Lane:
-    return Lane(pickle.loads(messages))
+@dataclass(frozen=True)
+class _PlainLane:
+    """Unpickles as a Lane of these messages."""
+
+    messages: tuple[Message, ...]
+
+    def __reduce__(self) -> tuple[object, tuple[tuple[Message, ...]]]:
+        return Lane, (self.messages,)
 
 
 class Transfer(NamedTuple):

@@ -17,6 +17,7 @@ from conversion.chunks import Chunk, files_of_one, files_of_ranks
 from conversion.families.common import Family, HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.file_boxes import content_checksums
+from conversion.files import IO_TIMEOUT_S
 from conversion.manifest import MANIFEST, TABLE_VERSION, TensorRecord, check_files, check_same_tensors, seal
 from conversion.progress import Progress, counter
 from conversion.safetensors_io import SafetensorsFolder
@@ -63,7 +64,9 @@ def convert_hf_to_mcore(
             # Taken from the source by another path than what is written, so that `verify` proves the way from one to the other.
             with _in_background(lambda name: content_checksums(source, name, torch_dtype(dtypes[name])), canonical) as checksums:
                 data = write_torch_dist(iteration, layout, files, source, progress=counter(progress, total))
-                tensors = {name: TensorRecord(dtypes[name], shape, *checksums[name].result()) for name, shape in canonical.items()}
+                tensors = {
+                    name: TensorRecord(dtypes[name], shape, *checksums[name].result(IO_TIMEOUT_S)) for name, shape in canonical.items()
+                }
             check_same_tensors(hf, tensors)
             if _identity(hf, source) != origin["files"]:
                 raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from conversion.compare import differences, faults_against_manifest
@@ -139,13 +140,11 @@ def hf_folder(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
+    # Whoever used only the tokenizer or the config has no weights there: an error, or files that are not all there.
+    with suppress(LocalEntryNotFoundError, ValueError):
         found = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
-        # Whoever used only the tokenizer or the config has no weights there.
         if (found / "config.json").exists() and all(path.exists() for path in weight_files(found)):
             return found
-    except (LocalEntryNotFoundError, ValueError):
-        pass
     logger.info("%s is not in the local Hugging Face cache, or not all of it: downloading it", model)
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))

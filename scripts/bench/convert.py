@@ -27,6 +27,7 @@ from tests.long.record import Row, record
 from tests.unit.conversion.hf_folders import large_config, write_large_folder
 
 TARGET_RATIO = 0.8
+TIMEOUT_S = 900.0
 CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"hf-to-mcore": convert_hf_to_mcore, "mcore-to-hf": convert_mcore_to_hf}
 
 
@@ -78,8 +79,8 @@ def timed_copy(source: Path, out: Path) -> float:
     """Seconds of `cp -r` and an fsync of every file."""
     prepare(source)
     started = time.perf_counter()
-    subprocess.run(["cp", "-r", str(source), str(out)], check=True)
-    subprocess.run(["sync", *(str(path) for path in out.rglob("*") if path.is_file())], check=True)
+    subprocess.run(["cp", "-r", str(source), str(out)], check=True, timeout=TIMEOUT_S)
+    subprocess.run(["sync", *(str(path) for path in out.rglob("*") if path.is_file())], check=True, timeout=TIMEOUT_S)
     seconds = time.perf_counter() - started
     shutil.rmtree(out)
     return seconds
@@ -89,7 +90,7 @@ def timed_conversion(direction: str, source: Path, out: Path) -> dict[str, float
     """Seconds of a conversion in a process of its own, on the clock and of all cores, and by how many bytes its memory rose."""
     prepare(source)
     command = [sys.executable, "-m", "scripts.bench.convert", "--child", direction, str(source), str(out)]
-    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout)
     shutil.rmtree(out)
     return measured
 

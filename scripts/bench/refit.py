@@ -172,7 +172,7 @@ def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> t
         address = GroupAddress("127.0.0.1", port, "exchange", len(ranks)) if len(ranks) > 1 else None
         for rank, child in enumerate(ranks):
             child.send(build_trainer, rank, sources[rank], schedule.rank_part(rank), address, device)
-        handles = {rank: cast(UnitHandles, child.result()) for rank, child in enumerate(ranks)}
+        handles = {rank: cast(UnitHandles, child.result(children.DEADLINE_S)) for rank, child in enumerate(ranks)}
         for target, worker in enumerate(workers):
             part = schedule.worker_part(target)
             worker.call(build_engine, targets[target], device)

@@ -55,10 +55,10 @@ class Child:
     def send(self, function: Callable, *args: object) -> None:
         self._connection.send((function, args))
 
-    def result(self) -> object:
+    def result(self, timeout_s: float = DEADLINE_S) -> object:
         """What the function returned; its error is raised here."""
-        if not self._connection.poll(DEADLINE_S):
-            raise TimeoutError(f"child {self._process.pid} gave no result in {DEADLINE_S} s")
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError(f"child {self._process.pid} gave no result in {timeout_s} s")
         value = self._connection.recv()
         if isinstance(value, Exception):
             raise value

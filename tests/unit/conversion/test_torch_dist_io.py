@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from conversion import torch_dist_io
@@ -191,7 +191,7 @@ def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_only_torch_can_read_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tensor = torch.randn(8, 6)
-    checkpoint.save({"decoder.a": tensor.t().contiguous().t()}, checkpoint_id=tmp_path, no_dist=True)
+    save_checkpoint({"decoder.a": tensor.t().contiguous().t()}, checkpoint_id=tmp_path, no_dist=True)
     real, loads = torch.load, []
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loads.append(args) or real(*args, **kwargs))
     source, rows = TorchDistFolder(tmp_path), torch.empty(8, 6)
