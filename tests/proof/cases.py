@@ -54,14 +54,14 @@ class Case:
             sources or self.sources, targets or self.targets, unit_of=self.unit_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes
         )
 
-    def source_arrays(self) -> dict[int, Arrays]:
-        """What every rank holds."""
-        by_layout = {id(layout): build_layout(layout, self.canonical) for layout in self.sources.values()}
-        return {rank: by_layout[id(layout)] for rank, layout in self.sources.items()}
+    def source_arrays(self, sources: Mapping[int, Layout]) -> dict[int, Arrays]:
+        """What every rank holds by its layout."""
+        by_layout = {id(layout): build_layout(layout, self.canonical) for layout in sources.values()}
+        return {rank: by_layout[id(layout)] for rank, layout in sources.items()}
 
-    def faults(self, schedule: Schedule) -> list[str]:
-        """Slots whose values differ from a direct cut of the canonical tensors."""
-        found = carry_out(self, schedule, self.source_arrays())
+    def faults(self, schedule: Schedule, *, sources: Mapping[int, Layout] | None = None) -> list[str]:
+        """Slots that differ from a direct cut of the canonical tensors. `sources`: what ranks hold, if not what their tables say."""
+        found = carry_out(self, schedule, self.source_arrays(sources or self.sources))
         expected = {id(layout): build_layout(layout, self.canonical) for layout in self.targets.values()}
         return [
             f"{target}: {slot}"

@@ -101,10 +101,14 @@ def is_caught(case: Case, rule: str, side: str, change: Change) -> bool | None:
         return None
     layouts = {key: wrong[id(layout)] or layout for key, layout in right.items()}
     try:
-        schedule = case.reshard(sources=layouts) if side == "source" else case.reshard(targets=layouts)
+        if change is scale and side == "source":
+            # Ranks hold other values than the table says. A table that says so is refused whatever the values are.
+            faults = case.faults(schedule := case.reshard(), sources=layouts)
+        else:
+            faults = case.faults(schedule := case.reshard(sources=layouts) if side == "source" else case.reshard(targets=layouts))
     except ScheduleError:
         return True
-    if case.faults(schedule):
+    if faults:
         return True
     # Tied output layers are copies of the embedding: where every worker reads the embedding, nobody reads them.
     pulls = [pull for target in case.targets for pulls in schedule.worker_part(target).all_pulls() for pull in pulls]
@@ -123,7 +127,7 @@ def test_a_wrong_rule_is_caught(change: Change):
     seen = set()
     for seed in range(NUM_SEEDS):
         case = Case(random.Random(seed))
-        # One rank and one worker that share a unit give the least room for luck; many rounds add nothing here.
+        # A single round: more of them take time, and which of them carries a box does not depend on the rule.
         case.buffer_bytes = 1 << 20
         model_type = str(case.drawn.hf_config["model_type"])
         for side, rule in rules_of(case):
