@@ -1,7 +1,10 @@
 """Speed of a refit inside one host against a plain copy of the same bytes, at the same time of day, by the same number of processes.
 
-Trainer ranks and engine workers are real processes that share memory and exchange over gloo, as in a run. Weights have the shapes of
-Nemotron-3-Nano-30B-A3B (52 layers, 128 experts), every width divided by --divide. Repeats of copy and refit take turns.
+Trainer ranks and engine workers are real processes that share memory and exchange over gloo, as in a run. Weights are those of
+Nemotron-3-Nano-30B-A3B, all 52 layers and 128 experts, with the hidden size divided by --divide and nothing else. Matrices that a layout
+cuts along their columns have the hidden size as their height, so their rows, which strided copies run along, are as long as in the real
+model; matrices are smaller by the factor, so what a copy costs apart from its bytes weighs more than there. Repeats of copy and refit take
+turns.
 
 - refit: exchange and pull, without checksums. Its speed is given as a share of the plain copy's (one Tensor.copy_ by every engine worker
   of as many bytes as it has weights).
@@ -10,7 +13,7 @@ Nemotron-3-Nano-30B-A3B (52 layers, 128 experts), every width divided by --divid
 
 Prints a line for each pair of layouts and writes docs/data/refit.json.
 
-Usage: python -m scripts.bench.refit [--divide 8] [--repeats 9] [--device cpu|cuda] [--only NAME] [--no-record]
+Usage: python -m scripts.bench.refit [--divide 64] [--repeats 9] [--device cpu|cuda] [--only NAME] [--no-record]
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from conversion.boxes import Layout
+from conversion.boxes import DTYPE_BYTES, Layout, volume
 from conversion.families.common import HfConfig, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
@@ -33,7 +36,7 @@ from conversion.schedule import RankPart, Schedule
 from conversion.tensors import torch_dtype
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
-from mrl.refit.group import ExchangeGroup, GroupAddress
+from mrl.refit.group import ExchangeGroup, GroupAddress, Incoming, Outgoing
 from mrl.refit.unit import UnitHandles, handles_of, wait_for
 from scripts.bench.shapes import narrowed
 from tests.long.record import Row, record
@@ -96,6 +99,18 @@ class State(children.State):
     copy: Tensor
     num_bytes: int
     """Of the live tensors."""
+    group: CountingGroup | None
+
+
+class CountingGroup(ExchangeGroup):
+    """Counts what leaves."""
+
+    sent_bytes = 0
+
+    def run(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None]) -> None:
+        """One round."""
+        self.sent_bytes += sum(message.buffer.nbytes for message in outgoing)
+        super().run(outgoing, incoming, what=what, meanwhile=meanwhile)
 
 
 def build_trainer(state: State, rank: int, layout: Layout, part: RankPart, address: GroupAddress | None, device: str) -> UnitHandles:
@@ -106,8 +121,8 @@ def build_trainer(state: State, rank: int, layout: Layout, part: RankPart, addre
         for slot, item in layout.items()
     }
     state.arena = Arena(weights, name=f"mrl-arena-{rank}")
-    group = ExchangeGroup(address, rank, device=torch.device(device), timeout_s=60.0) if address else None
-    state.exchange = Exchange(part, weights, state.arena.handle(), group=group)
+    state.group = CountingGroup(address, rank, device=torch.device(device), timeout_s=60.0) if address else None
+    state.exchange = Exchange(part, weights, state.arena.handle(), group=state.group)
     return state.exchange.handles()
 
 
@@ -135,23 +150,32 @@ def exchange(state: State, round_index: int) -> float:
     return state.exchange.checksum_seconds - before
 
 
+def sent_bytes(state: State) -> int:
+    """Bytes of all messages that this rank has sent so far."""
+    return state.group.sent_bytes if state.group else 0
+
+
 @dataclass
-class Times:
-    """One repeat, in seconds of wall time."""
+class Repeat:
+    """Seconds of wall time, and bytes."""
 
     plain_copy: float = 0.0
     moving: float = 0.0
     checksums: float = 0.0
+    moved_bytes: int = 0
+    """Written to engines' parameters, and sent by ranks."""
 
     def one_round(self, ranks: Sequence[Child], workers: Sequence[Child], index: int) -> None:
-        """Runs a round and adds its times."""
+        """Runs a round and adds what it took."""
+        sent_before = sum(cast(list[int], call_all(ranks, sent_bytes)))
         taken, total = seconds(call_all, ranks, exchange, index)
         # The rank that has spent least on checksums has been moving longest.
         summing = min(cast(list[float], taken))
-        _, pulling = seconds(call_all, workers, children.pull, index)
+        pulled, pulling = seconds(call_all, workers, children.pull, index)
         _, comparing = seconds(call_all, workers, children.verify, index)
         self.moving += total - summing + pulling
         self.checksums += summing + comparing
+        self.moved_bytes += sum(cast(list[int], pulled)) + sum(cast(list[int], call_all(ranks, sent_bytes))) - sent_before
 
 
 def seconds(function: Callable[..., object], *arguments: object) -> tuple[object, float]:
@@ -161,11 +185,11 @@ def seconds(function: Callable[..., object], *arguments: object) -> tuple[object
     return value, time.perf_counter() - start
 
 
-def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> tuple[Schedule, list[Times]]:
+def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> list[Repeat]:
     """Starts the processes and repeats plain copy and refit in turn; the first pass, which touches fresh pages, is left out."""
     sources, targets, schedule = case.sources(hf_config), case.targets(hf_config), case.schedule(hf_config)
     ranks, workers = [Child() for _ in sources], [Child() for _ in targets]
-    times = []
+    repeats = []
     try:
         ranks[0].call(children.open_store)
         port, _ = cast(tuple[int, int], ranks[0].call(children.count_group))
@@ -178,55 +202,59 @@ def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> t
             worker.call(build_engine, targets[target], device)
             worker.call(children.prepare_pull, part, handles_of(part, handles))
         for _ in range(num_repeats + 1):
-            times.append(Times())
-            _, times[-1].plain_copy = seconds(call_all, workers, plain_copy)
+            repeats.append(Repeat())
+            _, repeats[-1].plain_copy = seconds(call_all, workers, plain_copy)
             for index in range(schedule.num_rounds):
-                times[-1].one_round(ranks, workers, index)
+                repeats[-1].one_round(ranks, workers, index)
             call_all(workers, children.finish)
     finally:
         for child in ranks + workers:
             child.stop()
-    return schedule, times[1:]
+    return repeats[1:]
 
 
-def row_of(name: str, divide: int, device: str, schedule: Schedule, times: Sequence[Times]) -> Row:
+def needed_bytes(layout: Layout) -> int:
+    """Bytes of the weights in a worker's tensors."""
+    return sum(DTYPE_BYTES[item.dtype] * volume(piece.local) for item in layout.values() for piece in item.pieces)
+
+
+def row_of(name: str, divide: int, hf_config: HfConfig, device: str, repeats: Sequence[Repeat]) -> Row:
     """One line of the table."""
-    needed = sum(schedule.copied_bytes(target) for target in schedule.assignments)
-    # Between hosts a box travels to the worker's host, where it is copied once more; within a host it is copied once.
-    moved = needed + schedule.link_bytes()["network"]
-    speeds = sorted(item.plain_copy / item.moving for item in times)
-    multiples = sorted((item.moving + item.checksums) / item.plain_copy for item in times)
-    has_target = schedule.link_bytes()["network"] == 0
+    needed = sum(needed_bytes(layout) for layout in CASES[name].targets(hf_config).values())
+    speeds = sorted(item.plain_copy / item.moving for item in repeats)
+    multiples = sorted((item.moving + item.checksums) / item.plain_copy for item in repeats)
+    has_target = CASES[name].num_hosts == 1
     return {
         "policy to engine": name,
         "device": device,
-        "widths divided by": divide,
+        "hidden size divided by": divide,
         "gigabytes": needed / 1e9,
-        "bytes moved / needed": round(moved / needed, 3),
-        "plain copy GB/s": needed / statistics.median(item.plain_copy for item in times) / 1e9,
+        "bytes moved / needed": round(max(item.moved_bytes for item in repeats) / needed, 3),
+        "plain copy GB/s": needed / statistics.median(item.plain_copy for item in repeats) / 1e9,
         "refit / copy speed": statistics.median(speeds),
         "at least": MIN_SPEED[device] if has_target else None,
         "lowest to highest": f"{speeds[0]:.2f} to {speeds[-1]:.2f}",
         "refit + verification / copy time": statistics.median(multiples),
         "at most": MAX_TIME[device] if has_target else None,
         "lowest to highest time": f"{multiples[0]:.2f} to {multiples[-1]:.2f}",
-        "repeats": len(times),
+        "repeats": len(repeats),
     }
 
 
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--divide", type=int, default=8, help="what every width of the model is divided by")
+    parser.add_argument("--divide", type=int, default=64, help="what the hidden size of the model is divided by")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", choices=sorted(MIN_SPEED), default="cpu")
     parser.add_argument("--only", choices=list(CASES), help="one case")
     parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
     arguments = parser.parse_args()
     rows = []
+    hf_config = narrowed(arguments.divide)
     for name in [arguments.only] if arguments.only else CASES_OF[arguments.device]:
-        measured = measure(CASES[name], narrowed(arguments.divide), arguments.repeats, arguments.device)
-        rows.append(row_of(name, arguments.divide, arguments.device, *measured))
+        repeats = measure(CASES[name], hf_config, arguments.repeats, arguments.device)
+        rows.append(row_of(name, arguments.divide, hf_config, arguments.device, repeats))
         print(
             ", ".join(f"{key}: {value:.3g}" if isinstance(value, float) else f"{key}: {value}" for key, value in rows[-1].items()),
             flush=True,

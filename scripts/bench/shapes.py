@@ -9,28 +9,18 @@ from conversion.families.common import HfConfig
 
 NANO = Path(__file__).parent / "models" / "nemotron3_nano_30b_a3b.config.json"
 
-# What a matrix is wide and high; how many there are of each (layers, experts, heads) stays.
-_WIDTHS = (
-    "vocab_size",
-    "hidden_size",
-    "head_dim",
-    "mamba_head_dim",
-    "ssm_state_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "moe_shared_expert_intermediate_size",
-)
-
 
 def narrowed(factor: int) -> HfConfig:
-    """Its config with every width divided by `factor`: as many tensors, about `factor` squared times fewer bytes.
+    """Its config with the hidden size divided by `factor`: as many tensors, each nearly `factor` times smaller.
+
+    Every matrix has the hidden size as its height or its width. Those with the hidden size as their height (output projections, down
+    projections of experts) are the ones that tensor parallelism cuts along the columns, so the rows of the parts stay as long as they are.
 
     Raises:
-        ValueError: `factor` does not divide a width.
+        ValueError: `factor` does not divide the hidden size.
     """
     config = json.loads(NANO.read_text(encoding="utf-8"))
-    for key in _WIDTHS:
-        if config[key] % factor:
-            raise ValueError(f"--divide {factor} does not divide {key}={config[key]}; use a power of two up to 64")
-        config[key] //= factor
+    if config["hidden_size"] % factor:
+        raise ValueError(f"--divide {factor} does not divide hidden_size={config['hidden_size']}; use 32, 64, 96 or 128")
+    config["hidden_size"] //= factor
     return config
