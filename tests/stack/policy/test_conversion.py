@@ -64,11 +64,14 @@ def test_stacked_layers_as_other_trainers_write_them_are_read(ranks: RankPool, t
 
 
 @pytest.mark.parametrize(
-    ("model_type", "target"), [("qwen3", "pp2 dp2"), ("qwen3", "one"), *((model_type, "pp2 dp4 ep4") for model_type in MOE)]
+    ("model_type", "target"),
+    [("qwen3", "pp2 dp2"), ("qwen3", "one"), *((model_type, "pp2 dp4 ep4") for model_type in (*MOE, "nemotron_h"))],
 )
 def test_a_trained_checkpoint_goes_to_another_layout_without_a_changed_bit(ranks: RankPool, tmp_path: Path, model_type: str, target: str):
-    hf_folder = models.save_model(tmp_path / "hf", model_type)
-    source = "tp2 sp pp2 ep2" if model_type in MOE else "tp2 sp pp2"
+    # Layers that two stages can share.
+    even = dict(hybrid_override_pattern="MEM*-E", num_hidden_layers=6) if model_type == "nemotron_h" else {}
+    hf_folder = models.save_model(tmp_path / "hf", model_type, **even)
+    source = "tp2 sp pp2" if model_type in DENSE else "tp2 sp pp2 ep2"
     config, first = policy_ranks.run_config(hf_folder, source), tmp_path / "first"
     unbroken, _, _ = ranks.run(policy_ranks.save_after_steps, config, first, 2, world_size=policy_ranks.world_size(source))[0]
     config, second = policy_ranks.run_config(hf_folder, target), tmp_path / "second"
