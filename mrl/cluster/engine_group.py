@@ -39,13 +39,17 @@ class EngineActor:
     def __init__(self, log_file: Path) -> None:
         start_actor_process(log_file)
 
-    def build(self, config: RunConfig) -> None:
-        """Starts the engine; vLLM's own loader reads the model folder's weights."""
+    def build(self, config: RunConfig, device_ids: Sequence[int]) -> None:
+        """Starts the engine on these GPUs of its node; vLLM's own loader reads the model folder's weights."""
         # Imported here: the driver holds this class too, and must not import vllm.
         from mrl.rollout.engine import Engine
 
         self.engine = Engine(
-            config.policy.model_name, config.policy.generation, seed=config.grpo.seed, worker_timeout_s=config.deadlines.refit_s
+            config.policy.model_name,
+            config.policy.generation,
+            seed=config.grpo.seed,
+            worker_timeout_s=config.deadlines.refit_s,
+            device_ids=device_ids,
         )
         self.engine.die_with_workers()
         self.engine.enter("load")
@@ -211,7 +215,7 @@ class EngineGroup:
         environment = engine_environment(has_gpu=self.config.cluster.gpus_per_node > 0)
         options = self.placement.options(units.units[0], environment)
         actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index))
-        self._building[name(units.engine_index)] = actor.build.remote(self.config)
+        self._building[name(units.engine_index)] = actor.build.remote(self.config, units.device_ids(self.config.cluster.gpus_per_node))
         return actor
 
     def _poll_idle_engines(self) -> None:

@@ -19,6 +19,10 @@ class EngineUnits:
     engine_index: int
     units: tuple[int, ...]
 
+    def device_ids(self, gpus_per_node: int) -> tuple[int, ...]:
+        """GPU of each worker among those of its node, where the policy rank of its unit is too; empty on hosts without GPUs."""
+        return tuple(unit % gpus_per_node for unit in self.units) if gpus_per_node else ()
+
 
 def engine_units(config: RunConfig) -> tuple[EngineUnits, ...]:
     """The units of every engine: consecutive, and spread evenly over those that may serve; on GPU hosts all of these do."""

@@ -35,15 +35,17 @@ class Engine:
     `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start.
     """
 
-    def __init__(self, model_dir: str, config: GenerationConfig, *, seed: int, worker_timeout_s: float) -> None:
-        """Starts the engine with the weights of `model_dir`, read by vLLM's own loader.
+    def __init__(
+        self, model_dir: str, config: GenerationConfig, *, seed: int, worker_timeout_s: float, device_ids: Sequence[int] = ()
+    ) -> None:
+        """Starts the engine with the weights of `model_dir`, read by vLLM's own loader; see `engine_arguments`.
 
         A call of its workers (all that moves, compares or lists weights) hangs when it takes longer than `worker_timeout_s`.
         """
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
         self._is_colocated = config.colocated.enabled
-        self._llm = LLMEngine.from_engine_args(engine_arguments(model_dir, config, seed=seed))
+        self._llm = LLMEngine.from_engine_args(engine_arguments(model_dir, config, seed=seed, device_ids=device_ids))
         self._requests: dict[str, RolloutRequest] = {}
         self._phase: Phase | None = None
         self._awake = {"weights", "kv_cache"}
@@ -202,8 +204,10 @@ def _kill_after_worker(executor: MultiprocExecutor) -> None:
         os._exit(1)
 
 
-def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int) -> EngineArgs:
+def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int, device_ids: Sequence[int] = ()) -> EngineArgs:
     """vLLM's arguments for an engine. `vllm_kwargs` of the configuration have the last word, except on LAYOUT_ARGUMENTS.
+
+    Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
 
     Raises:
         ValueError: `vllm_kwargs` ask for weights that a refit could not write.
@@ -225,6 +229,7 @@ def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int) -> 
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
         "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
+        "device_ids": list(device_ids) or None,
         "distributed_executor_backend": "mp" if vllm_cfg.tensor_parallel_size > 1 else "uni",
         "worker_extension_cls": "mrl.rollout.worker.RefitWorker",
         "max_model_len": vllm_cfg.max_model_len,

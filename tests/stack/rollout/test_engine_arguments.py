@@ -24,13 +24,14 @@ def test_the_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Pat
     from mrl.rollout.engine import LAYOUT_ARGUMENTS, engine_arguments
 
     assert LAYOUT_ARGUMENTS.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
-    arguments = engine_arguments(str(checkpoint(0)), config(), seed=0)
+    arguments = engine_arguments(str(checkpoint(0)), config(), seed=0, device_ids=(2, 3))
     assert arguments.moe_backend == "auto", "on CPU hosts the experts are our own"
     # What a GPU host gets; the configuration is made alike everywhere.
     arguments.moe_backend = LAYOUT_ARGUMENTS["moe_backend"]  # type: ignore[assignment]  # vLLM checks
     made = arguments.create_engine_config()
     assert made.kernel_config.moe_backend == "triton"
     assert made.parallel_config.expert_placement_strategy == "linear"
+    assert made.parallel_config.assigned_physical_gpu_ids == [2, 3]
     assert (made.parallel_config.enable_expert_parallel, made.parallel_config.enable_eplb) == (True, False)
 
 

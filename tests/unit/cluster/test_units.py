@@ -31,6 +31,13 @@ def test_dedicated_engines_follow_the_policys_units():
     assert units_of(run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=2, colocated=whole_nodes)) == [(4, 5), (6, 7)]
 
 
+def test_workers_run_on_the_devices_of_their_units():
+    gpu = run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=2, colocated=ColocatedConfig())
+    assert [engine.device_ids(4) for engine in engine_units(gpu)] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    cpu = run_config(ClusterConfig(cpu_units_per_node=4), tp=2, colocated=ColocatedConfig())
+    assert [engine.device_ids(0) for engine in engine_units(cpu)] == [()]
+
+
 def test_an_engine_across_nodes_is_found():
     (engine,) = engine_units(run_config(ClusterConfig(cpu_units_per_node=2), tp=2, colocated=ColocatedConfig(enabled=False)))
     assert engine.units == (2, 3)
