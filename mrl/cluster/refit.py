@@ -221,10 +221,14 @@ def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGrou
     parallel = VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size)
     workers = [found.vllm_layout(hf_config, parallel, worker, vllm_cfg.precision) for worker in range(parallel.tp)]
     targets = {unit: workers[worker] for engine in placement.engines for worker, unit in enumerate(engine.units)}
-    return reshard(
-        {rank: layouts[place] for rank, place in enumerate(places)},
-        targets,
-        unit_of={unit: unit for unit in targets},
-        node_of=placement.node_of,
-        buffer_bytes=int(config.policy.refit_buffer_size_gb * 1e9),
-    )
+    size_gb = config.policy.refit_buffer_size_gb
+    try:
+        return reshard(
+            {rank: layouts[place] for rank, place in enumerate(places)},
+            targets,
+            unit_of={unit: unit for unit in targets},
+            node_of=placement.node_of,
+            buffer_bytes=int(size_gb * 1e9),
+        )
+    except ValueError as error:
+        raise ValueError(f"no refit from this policy to these engines with policy.refit_buffer_size_gb={size_gb}: {error}") from error
