@@ -135,5 +135,5 @@ def _message(round: int, offset: int, fragments: Sequence[Fragment]) -> Message:
     copies, end = [], 0
     for row, (slot, box, dtype, transform, holders, num_bytes) in enumerate(fragments):
         copies.append(Copy(slot, box, dtype, transform, holders, num_bytes, end, row))
-        end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        end += align(num_bytes)
     return Message(round, offset, end, end + align(CHECKSUM_BYTES * len(copies)), tuple(copies))

@@ -32,8 +32,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def box_view(tensor: Tensor, box: Box) -> Tensor:
-    """The elements of `box`, as a view."""
-    return tensor[tuple(slice(start, stop) for start, stop in box)]
+    """The elements of `box`, as a view without gradient."""
+    return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
 
 
 def transformed(tensor: Tensor, transform: str | None) -> Tensor:

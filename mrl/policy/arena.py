@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Slot
+from conversion.schedule import align
 from conversion.tensors import dtype_name
-from mrl.refit.memory import align, create_memory
+from mrl.refit.memory import create_memory
 from mrl.refit.unit import ArenaHandle, ArenaRow
 
 if TYPE_CHECKING:

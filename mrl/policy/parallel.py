@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,6 +53,8 @@ def initialize(
     if torch.cuda.is_available():
         torch.cuda.set_device(device_index)
         backend = "cpu:gloo,cuda:nccl"
+        # Else the monitor of the first group ends this process when NCCL reports a dead peer in any group, such as that of the refit.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     else:
         cpu.install()
         # Ranks share the host's cores, and results must not depend on how many there are.

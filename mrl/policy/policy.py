@@ -218,6 +218,10 @@ class Policy:
 
         Collective over all participants at `address`; None where this rank is all there is.
         """
+        if self._exchange is not None:
+            # Before the next one: two would not fit.
+            self._exchange.close()
+            self._exchange = None
         weights = self.settled_weights()
         device = next(iter(weights.values())).device
         group = ExchangeGroup(address, self._rank, device=device, timeout_s=self._timeout_s) if address else None

@@ -12,10 +12,11 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from conversion.boxes import Box, Layout, Piece, Slot
+from conversion.tensors import box_view
 from mrl.policy.reports import SettleReport
 from mrl.refit.checksum import Checksums
 from mrl.refit.transforms import Value
-from mrl.refit.unit import box_view, live_tensors
+from mrl.refit.unit import live_tensors
 
 
 @dataclass(frozen=True)

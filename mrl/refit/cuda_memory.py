@@ -54,11 +54,13 @@ class CudaMemory:
         self.tensor = self._storage_bytes[:num_bytes]
         self._gpu = gpu_uuid(self.tensor.device)
         torch.cuda.synchronize(self.tensor.device)
-        # Shared once: each call would add a reference counter that nobody counts down.
-        self._ipc: _IpcHandle = self._storage_bytes.untyped_storage()._share_cuda_()
+        self._ipc: _IpcHandle | None = None
 
     def handle(self) -> CudaHandle:
-        """Handle of the current epoch."""
+        """Handle of the current epoch. From the first one on, the GPU's memory is taken until this process ends."""
+        if self._ipc is None:
+            # Shared once: each call would add a reference counter that nobody counts down.
+            self._ipc = self._storage_bytes.untyped_storage()._share_cuda_()
         return CudaHandle(self._header.handle(), self._gpu, self._ipc, self.num_bytes)
 
     def bump_epoch(self) -> None:

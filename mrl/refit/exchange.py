@@ -16,13 +16,13 @@ from torch import Tensor
 
 from conversion.boxes import Box, Slot, lengths
 from conversion.schedule import CHECKSUM_BYTES, LocalCopies, Message, RankPart, Route, Transfer
-from conversion.tensors import torch_dtype
+from conversion.tensors import box_view, torch_dtype
 from mrl.refit.checksum import Checksums
 from mrl.refit.copies import Copies, Copy
 from mrl.refit.group import ExchangeGroup, Incoming, Outgoing
 from mrl.refit.memory import create_memory
 from mrl.refit.transforms import Value
-from mrl.refit.unit import NO_ROUND, ArenaHandle, ExchangeMemory, UnitHandles, box_view, bytes_as, reads_arena, wait_for
+from mrl.refit.unit import NO_ROUND, ArenaHandle, ExchangeMemory, UnitHandles, bytes_as, reads_arena, wait_for
 
 
 class _Source(NamedTuple):
@@ -117,7 +117,12 @@ class Exchange:
 
     def handles(self) -> UnitHandles:
         """What the engine workers of this unit need to pull."""
-        return UnitHandles(self.rank, self._arena, self.memory.handle())
+        return UnitHandles(self.rank, self._arena, self.memory.handle() if self._arena else None)
+
+    def close(self) -> None:
+        """Leaves the group. Not collective; the exchange cannot be used afterwards."""
+        if self._group is not None:
+            self._group.close()
 
     @property
     def checksum_seconds(self) -> float:

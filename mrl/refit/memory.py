@@ -10,9 +10,6 @@ import torch
 from mrl.refit.cuda_memory import CudaHandle, CudaMemory, MappedCudaMemory
 from mrl.refit.host_memory import HostHandle, HostMemory, MappedHostMemory
 
-# Boxes start on cache lines, which also aligns every dtype.
-ALIGNMENT = 64
-
 SharedMemory = HostMemory | CudaMemory
 MemoryHandle = HostHandle | CudaHandle
 MappedMemory = MappedHostMemory | MappedCudaMemory
@@ -38,8 +35,3 @@ def open_handle(handle: MemoryHandle) -> MappedMemory:
         RefitError: the owner is gone, the epoch of the handle is not the memory's, or this process does not see the GPU.
     """
     return MappedHostMemory(handle) if isinstance(handle, HostHandle) else MappedCudaMemory(handle)
-
-
-def align(num_bytes: int) -> int:
-    """`num_bytes` rounded up to `ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from conversion.boxes import Box, Slot, lengths, tiling_fault
 from conversion.schedule import CHECKSUM_BYTES, Pull, WorkerPart
-from conversion.tensors import torch_dtype
+from conversion.tensors import box_view, torch_dtype
 from mrl.refit.checksum import Checksums
 from mrl.refit.copies import Copies, Copy
 from mrl.refit.errors import RefitError
 from mrl.refit.memory import MappedMemory, SharedMemory, open_handle
 from mrl.refit.transforms import Value
-from mrl.refit.unit import ArenaRow, ExchangeMemory, UnitHandles, box_view, bytes_as, reads_arena, wait_for
+from mrl.refit.unit import ArenaRow, ExchangeMemory, UnitHandles, bytes_as, reads_arena, wait_for
 
 # Enough to see a pattern; a wrong layout makes thousands.
 _MAX_REPORTED = 8
@@ -73,15 +73,18 @@ class Puller:
         handles: UnitHandles,
         *,
         own_memory: SharedMemory | None = None,
+        addresses: Mapping[Slot, int] | None = None,
     ) -> None:
         """Maps the unit's memory and prepares all copies.
 
         `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call. `own_memory` is the
-        exchange memory where it belongs to this process (a dedicated engine) and need not be mapped.
+        exchange memory where it belongs to this process (a dedicated engine) and need not be mapped. `addresses` are those of an earlier
+        puller of this model.
 
         Raises:
             RefitError: some element of a live tensor is not written exactly once by pulls and padding, the schedule names a tensor, shape
-                or dtype that the model does not have, or the unit's memory cannot be mapped.
+                or dtype that the model does not have, a tensor has moved since `addresses`, or the unit's memory cannot be mapped or lies
+                on another device.
         """
         self._live = live
         self._unit = handles.unit
@@ -89,11 +92,14 @@ class Puller:
         rounds = part.all_pulls()
         check_coverage(tensors, [pull for pulls in rounds for pull in pulls], part.padding)
         # CUDA graphs and views of the model hold addresses, so writing elsewhere would change nothing that is read.
-        self._addresses = {slot: tensor.data_ptr() for slot, tensor in tensors.items()}
+        self.addresses = dict(addresses) if addresses is not None else _addresses(tensors)
+        self._check_addresses(tensors)
         self._total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._exchange = None if own_memory else open_handle(handles.exchange)
+        assert handles.exchange is None or own_memory is None
+        self._exchange = open_handle(handles.exchange) if handles.exchange else None
         memory = self._exchange or own_memory
         assert memory is not None
+        check_devices(tensors, memory.tensor.device, unit=handles.unit)
         self._parts = ExchangeMemory.split(memory.tensor)
         near = {route.peer for route in part.receives if reads_arena(route, memory.tensor.device)}
         assert near <= handles.peers.keys(), "handles without the arenas of the node: see handles_of"
@@ -111,10 +117,9 @@ class Puller:
         """Copies the boxes of one round into the live tensors and returns their bytes there. Round 0 also zeroes the padding.
 
         Raises:
-            RefitError: a live tensor has moved, the unit's memory is stale or its owner gone, or the round was not exchanged before.
+            RefitError: the unit's memory is stale or its owner gone, or the round was not exchanged before.
         """
         if round_index == 0:
-            self._check_addresses()
             self._reports = {}
             for padding in self._padding:
                 padding.target.zero_()
@@ -146,7 +151,7 @@ class Puller:
         """The report of the whole refit.
 
         Raises:
-            RefitError: a box differs, or not every byte of the live tensors was verified.
+            RefitError: a box differs, a live tensor has moved since the first preparation, or not every byte of them was verified.
         """
         mismatches = tuple(line for report in self._reports.values() for line in report.mismatches)
         num_bytes = sum(report.num_bytes for report in self._reports.values())
@@ -159,7 +164,8 @@ class Puller:
                 f"refit: the worker of unit {self._unit} verified {len(self._reports)} of {len(self._rounds)} rounds, "
                 f"{num_bytes} bytes and {padding_bytes} bytes of padding of {self._total_bytes} live bytes"
             )
-        self._check_addresses()
+        # Only here: whenever the model has moved, what was written and verified elsewhere is of no use.
+        self._check_addresses(self._live())
         return VerifyReport(num_bytes, padding_bytes, self._total_bytes, ())
 
     def _prepare(self, tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull]) -> _Round:
@@ -183,11 +189,10 @@ class Puller:
         # Boxes differ at most by leading dimensions of length 1 (experts stacked in the engine), so this is a view.
         return box_view(bytes_as(memory.tensor, row.offset, row.shape, dtype), pull.source_box).view(shape)
 
-    def _check_addresses(self) -> None:
-        tensors = self._live()
-        addresses = {slot: tensor.data_ptr() for slot, tensor in tensors.items()}
-        if addresses != self._addresses:
-            moved = sorted({str(slot) for slot, _ in addresses.items() ^ self._addresses.items()})
+    def _check_addresses(self, tensors: Mapping[Slot, Tensor]) -> None:
+        addresses = _addresses(tensors)
+        if addresses != self.addresses:
+            moved = sorted({str(slot) for slot, _ in addresses.items() ^ self.addresses.items()})
             raise RefitError(
                 f"{len(moved)} engine tensors were rebound, added or lost after the refit was prepared: {', '.join(moved[:_MAX_REPORTED])}"
             )
@@ -203,6 +208,24 @@ class Puller:
 
     def _describe(self, pull: Pull) -> str:
         return f"{pull.target} box {pull.target_box} differs from source rank {pull.source_rank} (pulled from unit {self._unit})"
+
+
+def _addresses(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
+    return {slot: tensor.data_ptr() for slot, tensor in tensors.items()}
+
+
+def check_devices(tensors: Mapping[Slot, Tensor], device: torch.device, *, unit: int) -> None:
+    """Returns if all live tensors lie on `device`, where the memory of their unit lies.
+
+    Raises:
+        RefitError: naming a tensor and both devices.
+    """
+    for slot, tensor in tensors.items():
+        if tensor.device != device:
+            raise RefitError(
+                f"{slot} of the engine lies on {tensor.device}, the memory of its unit {unit} on {device}: an engine worker runs on the "
+                "device of the policy rank of its unit; remove device_ids from policy.generation.vllm_kwargs"
+            )
 
 
 def check_coverage(tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull], padding: Mapping[Slot, Sequence[Box]]) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from conversion.boxes import Box, Slot
-from conversion.schedule import Route, WorkerPart
+from conversion.boxes import Slot
+from conversion.schedule import Route, WorkerPart, align
 from mrl.refit.host_memory import HostHandle
-from mrl.refit.memory import MemoryHandle, align
+from mrl.refit.memory import MemoryHandle
 
 # Two words (int64) in front of the body: the round that lies in the memory, and how many rounds were ever written.
 _NUM_STAMPS = 2
@@ -44,7 +44,8 @@ class UnitHandles:
     unit: int
     arena: ArenaHandle | None
     """None on the unit of a dedicated engine, which has no trainer rank."""
-    exchange: MemoryHandle
+    exchange: MemoryHandle | None
+    """None on the unit of a dedicated engine, whose worker receives in memory of its own."""
     peers: Mapping[int, ArenaHandle] = field(default_factory=dict)
     """Arenas of other ranks of the node, by rank, that the worker reads too."""
 
@@ -95,11 +96,6 @@ def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
     # Transformer Engine adds `_extra_state` entries, which are not weights.
     state = model.state_dict(keep_vars=True)
     return {Slot(name, chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
-
-
-def box_view(tensor: Tensor, box: Box) -> Tensor:
-    """The elements of `box` in `tensor`, as a view without gradient."""
-    return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
 
 
 def bytes_as(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

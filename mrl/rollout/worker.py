@@ -5,7 +5,7 @@ vLLM imports this module in every worker before it builds the model, so this is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ class RefitWorker:
 
     puller: Puller | None = None
     exchange: Exchange | None = None
+    addresses: Mapping[Slot, int] | None = None
+    """Of the live tensors when a refit was first prepared: CUDA graphs read there."""
 
     def live_digest(self) -> dict[Slot, int]:
         """Checksum of each live tensor."""
@@ -50,13 +52,17 @@ class RefitWorker:
         """
         mine = workers[self.rank]
         # Gives back what an earlier refit has mapped or received into.
+        if self.exchange is not None:
+            self.exchange.close()
         self.puller = self.exchange = None
+        check_tensors(self.get_model())
         if isinstance(mine.source, ExchangeSeat):
             self.exchange = take_seat(mine.source, next(self.get_model().parameters()).device)
         handles = self.exchange.handles() if self.exchange else mine.source
         assert isinstance(handles, UnitHandles)
         own_memory = self.exchange.memory if self.exchange else None
-        self.puller = Puller(lambda: engine_tensors(self.get_model()), mine.part, handles, own_memory=own_memory)
+        self.puller = Puller(lambda: engine_tensors(self.get_model()), mine.part, handles, own_memory=own_memory, addresses=self.addresses)
+        self.addresses = self.puller.addresses
 
     def exchange_round(self, round_index: int) -> None:
         """A dedicated engine's part of one round of the exchange; see `Exchange.run`."""
@@ -100,20 +106,27 @@ def engine_tensors(model: nn.Module) -> dict[Slot, Tensor]:
     """All that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
 
     A tied parameter counts under its first name. Buffers that are views of a parameter (`conv_weights` of a Mamba mixer) follow it.
-
-    Raises:
-        RefitError: two tensors overlap, so that a refit would write some bytes twice; or a constant buffer is not 1.
     """
     persistent = model.state_dict(keep_vars=True).keys()
     tensors: dict[str, Tensor] = dict(model.named_parameters())
-    for name, buffer in model.named_buffers():
-        if name.rpartition(".")[2] in CONSTANT_BUFFERS:
-            if buffer.item() != 1.0:
-                raise RefitError(f"{name} is {buffer.item()}, but a refit knows no quantised KV cache")
-        elif name in persistent:
-            tensors[name] = buffer
-    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
-    for (_, end, name), (start, _, following) in zip(spans, spans[1:], strict=False):
-        if start < end:
-            raise RefitError(f"{name} and {following} share memory in the engine")
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent and not _is_constant(name)}
     return {Slot(name): tensor for name, tensor in tensors.items()}
+
+
+def check_tensors(model: nn.Module) -> None:
+    """Returns if a refit can write the tensors of a model.
+
+    Raises:
+        RefitError: two tensors overlap, so that some bytes would be written twice; or a constant buffer is not 1.
+    """
+    for name, buffer in model.named_buffers():
+        if _is_constant(name) and buffer.item() != 1.0:
+            raise RefitError(f"{name} is {buffer.item()}, but a refit knows no quantised KV cache")
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, slot) for slot, tensor in engine_tensors(model).items())
+    for (_, end, slot), (start, _, following) in zip(spans, spans[1:], strict=False):
+        if start < end:
+            raise RefitError(f"{slot} and {following} share memory in the engine")
+
+
+def _is_constant(name: str) -> bool:
+    return name.rpartition(".")[2] in CONSTANT_BUFFERS

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from conversion.boxes import Layout, Slot
 from conversion.families.common import MegatronCoords, MegatronParallel
 from conversion.families.registry import family
+from conversion.tensors import box_view
 from mrl.config.schema_megatron import OptimizerConfig, SchedulerConfig
 from mrl.config.schema_policy import PolicyConfig
 from mrl.data.packing import PackedRow
-from mrl.refit.unit import box_view, live_tensors
+from mrl.refit.unit import live_tensors
 from tests.stack.ranks import Rank
 
 

@@ -12,7 +12,7 @@ import torch
 from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.safetensors_io import read_layout
-from mrl.refit.unit import box_view
+from conversion.tensors import box_view
 from tests import models
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import RankPool

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot
 from conversion.schedule import RankPart, WorkerPart
-from conversion.tensors import torch_dtype
+from conversion.tensors import box_view, torch_dtype
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.memory import SharedMemory
 from mrl.refit.pull import Puller, VerifyReport
 from mrl.refit.transforms import apply
-from mrl.refit.unit import UnitHandles, box_view
+from mrl.refit.unit import UnitHandles
 
 # Starts of processes on a busy machine take most of it.
 DEADLINE_S = 120

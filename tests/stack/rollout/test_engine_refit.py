@@ -90,10 +90,12 @@ def test_a_rebound_parameter_is_named(engine: Engine, trainer: Trainer) -> None:
     parameter = live(engine, "lm_head.weight")
     ours = parameter.data
     parameter.data = ours.clone()
-    trainer.exchange(0)
-    with pytest.raises(RefitError, match="lm_head.weight"):
-        engine.pull(0)
+    with pytest.raises(RefitError, match="rebound.*lm_head.weight"):
+        refit(engine, trainer, version=4)
+    with pytest.raises(RefitError, match="rebound.*lm_head.weight"):
+        engine.prepare_refit(trainer.workers())
     parameter.data = ours
+    engine.prepare_refit(trainer.workers())
     refit(engine, trainer, version=4)
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from conversion.schedule import align
 from mrl.refit.errors import RefitError
 from mrl.refit.host_memory import HostMemory
-from mrl.refit.memory import align, create_memory, open_handle
+from mrl.refit.memory import create_memory, open_handle
 
 SPAWN = multiprocessing.get_context("spawn")
 

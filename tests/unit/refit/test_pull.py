@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pytest
@@ -44,9 +45,9 @@ class Unit:
     exchange: Exchange
     live: dict[Slot, Tensor]
 
-    def puller(self, *, without: Slot | None = None) -> Puller:
+    def puller(self, *, without: Slot | None = None, addresses: Mapping[Slot, int] | None = None) -> Puller:
         part = drop_copies(self.schedule.worker_part(0), lambda copy: copy.target == without)
-        return Puller(lambda: self.live, part, self.exchange.handles())
+        return Puller(lambda: self.live, part, self.exchange.handles(), addresses=addresses)
 
     def expected(self) -> dict[Slot, Tensor]:
         weights = {slot.name: tensor for slot, tensor in self.weights.items()}
@@ -155,9 +156,18 @@ def test_live_tensors_must_stay_where_they_are(unit):
     unit.live[GATE] = unit.live[GATE].clone()
     with pytest.raises(RefitError, match="rebound.*gate"):
         puller.finish()
-    unit.exchange.run(0)
+    refit(unit, puller)
     with pytest.raises(RefitError, match="rebound.*gate"):
-        puller.pull(0)
+        puller.finish()
+    # What reads the old memory does so after another preparation too.
+    with pytest.raises(RefitError, match="rebound.*gate"):
+        unit.puller(addresses=puller.addresses)
+
+
+def test_an_engine_on_another_device_than_its_unit_is_refused(unit):
+    unit.live = {slot: tensor.to("meta") for slot, tensor in unit.live.items()}
+    with pytest.raises(RefitError, match=r"w of the engine lies on meta, the memory of its unit 0 on cpu.*device_ids"):
+        unit.puller()
 
 
 def test_a_pull_needs_an_exchange_of_its_own(unit):

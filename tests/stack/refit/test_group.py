@@ -1,0 +1,77 @@
+"""The group of the exchange between three real processes over gloo, of which one never comes or dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import torch
+
+from mrl.refit.errors import RefitError
+from mrl.refit.group import GroupAddress, Incoming, Outgoing
+from tests.stack.refit import children
+from tests.stack.refit.children import Child, State
+
+NUM_BYTES = 1 << 16
+
+
+@pytest.fixture
+def three() -> Iterator[list[Child]]:
+    participants = [Child() for _ in range(3)]
+    yield participants
+    for child in participants:
+        child.stop()
+
+
+def join(participants: list[Child], *, timeout_s: float) -> None:
+    """Those given join a group of three."""
+    participants[0].call(children.open_store)
+    port, _ = cast(tuple[int, int], participants[0].call(children.count_group))
+    for rank, child in enumerate(participants):
+        child.send(children.join_world, rank, GroupAddress("127.0.0.1", port, "group", 3), timeout_s)
+    for child in participants:
+        child.result()
+
+
+def send(state: State, peers: list[int]) -> None:
+    messages = [Outgoing(peer, torch.full((NUM_BYTES,), peer, dtype=torch.uint8), lambda: None) for peer in peers]
+    state.group.run(messages, [], what="round 7", meanwhile=lambda: None)
+
+
+def receive(state: State) -> list[int]:
+    buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    state.group.run([], [Incoming(0, buffer)], what="round 7", meanwhile=lambda: None)
+    return buffer.unique().tolist()
+
+
+def send_what_cannot_be_packed(state: State) -> None:
+    def pack() -> None:
+        raise RuntimeError("no memory")
+
+    state.group.run([Outgoing(1, torch.zeros(1, dtype=torch.uint8), pack)], [], what="round 7", meanwhile=lambda: None)
+
+
+def test_a_participant_that_never_comes_ends_the_meeting_in_time(three):
+    start = time.monotonic()
+    with pytest.raises(RefitError, match="participant 0 of 3 could not join 'group' at 127.0.0.1:.* within 2 s"):
+        join(three[:2], timeout_s=2.0)
+    with pytest.raises(RefitError, match="participant 1 of 3 could not join"):
+        three[1].result()
+    assert time.monotonic() - start < children.DEADLINE_S / 2
+
+
+def test_a_dead_receiver_keeps_nothing_from_the_living(three):
+    join(three, timeout_s=30.0)
+    three[1].stop()
+    three[2].send(receive)
+    with pytest.raises(RefitError, match=r"did not finish round 7 .*sending to ranks \[1, 2\]"):
+        three[0].call(send, [1, 2])
+    assert three[2].result() == [2]
+
+
+def test_only_errors_of_the_transport_are_called_so(three):
+    join(three, timeout_s=30.0)
+    with pytest.raises(RuntimeError, match="^no memory$"):
+        three[0].call(send_what_cannot_be_packed)
