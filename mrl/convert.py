@@ -18,6 +18,7 @@ from conversion.progress import log_progress
 from conversion.to_hf import convert_mcore_to_hf
 from conversion.to_megatron import convert_hf_to_mcore
 from mrl.convert_cache import clean_cache, list_cache
+from mrl.store.console import bar_progress
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
         return _report(faults_against_manifest(options.folder), f"{options.folder} is what its manifest says: every file and every tensor")
     started = time.monotonic()
     dtype = _DTYPES.get(options.dtype)
-    progress = log_progress(options.command)
+    progress = bar_progress(options.command, sys.stderr) if sys.stderr.isatty() else log_progress(options.command)
     if options.command == _TO_HF:
         max_shard_bytes = size_in_bytes(options.max_shard_size)
         convert_mcore_to_hf(options.mcore, options.out, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from typing import TextIO
 
 from tqdm import tqdm
+
+from conversion.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -77,3 +80,19 @@ class _LineWriter:
 
     def flush(self) -> None:
         sys.stderr.flush()
+
+
+def bar_progress(what: str, terminal: TextIO) -> Progress:
+    """Draws how far a conversion is: a bar with bytes, rate and time left."""
+    bar: tqdm | None = None
+
+    def report(done: int, total: int, kept: int) -> None:
+        nonlocal bar
+        bar = bar or tqdm(total=total, desc=what, unit="B", unit_scale=True, file=terminal)
+        # The rate is of what was done now.
+        bar.initial = kept
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return report

@@ -1,4 +1,9 @@
-from mrl.store.console import step_header, step_lines
+import io
+import re
+import time
+
+from conversion.progress import counter
+from mrl.store.console import bar_progress, step_header, step_lines
 
 # Tutorial 002's block, whose lines users grep.
 BLOCK = """\
@@ -39,3 +44,16 @@ def test_two_digit_steps_keep_the_width():
 def test_a_saved_step_shows_the_checkpoint_time():
     times = step_lines({**METRICS, "time/checkpoint": 8.0}, num_prompts=32, num_generations=16)[3]
     assert times == "[Time]     total=45.2s (gen=23.4s, reward=1.2s, train=18.6s, ckpt=8.0s)"
+
+
+def test_a_bar_shows_bytes_and_the_rate_of_what_is_done_now():
+    terminal = io.StringIO()
+    add = counter(bar_progress("there", terminal), 8 * 10**9)
+    add(6 * 10**9, is_kept=True)
+    time.sleep(0.1)
+    add(2 * 10**9)
+    last = terminal.getvalue().rpartition("\r")[2]
+    assert last.startswith("there: 100%") and "8.00G/8.00G" in last
+    # 2 GB in 0.1 s; with the 6 GB kept it would be 80 GB/s.
+    (rate,) = re.findall(r"([\d.]+)GB/s", last)
+    assert 1 < float(rate) <= 20
