@@ -60,7 +60,7 @@ class CudaMemory:
         """Handle of the current epoch. From the first one on, the GPU's memory is taken until this process ends."""
         if self._ipc is None:
             # Shared once: each call would add a reference counter that nobody counts down.
-            self._ipc = self._storage_bytes.untyped_storage()._share_cuda_()
+            self._ipc = cast(_IpcHandle, self._storage_bytes.untyped_storage()._share_cuda_())
         return CudaHandle(self._header.handle(), self._gpu, self._ipc, self.num_bytes)
 
     def bump_epoch(self) -> None:

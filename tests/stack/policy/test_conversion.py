@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_stacked_layers_as_other_trainers_write_them_are_read(ranks: RankPool, t
 )
 def test_a_trained_checkpoint_goes_to_another_layout_without_a_changed_bit(ranks: RankPool, tmp_path: Path, model_type: str, target: str):
     # Layers that two stages can share.
-    even = dict(hybrid_override_pattern="MEM*-E", num_hidden_layers=6) if model_type == "nemotron_h" else {}
+    even: dict[str, Any] = dict(hybrid_override_pattern="MEM*-E", num_hidden_layers=6) if model_type == "nemotron_h" else {}
     hf_folder = models.save_model(tmp_path / "hf", model_type, **even)
     source = "tp2 sp pp2" if model_type in DENSE else "tp2 sp pp2 ep2"
     config, first = policy_ranks.run_config(hf_folder, source), tmp_path / "first"
