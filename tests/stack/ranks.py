@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-
 # Each policy leaves some 50 threads of gloo behind: hooks of Megatron's DDP keep it alive, in a circle that Python's collector cannot see.
 # A run has one policy a process; here, hundreds of them would slow each other down.
 MAX_RUNS = 12
