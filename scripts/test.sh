@@ -48,10 +48,10 @@ fi
 # The budgets add up to 42 minutes (tests/README.md has the table).
 part "ruff check" 30 "$PYTHON" -m ruff check .
 part "ruff format" 30 "$PYTHON" -m ruff format --check .
-part pyright 180 "$PYTHON" -m pyright --pythonpath "$PYTHON"
-part unit 240 "$PYTHON" -m pytest tests/unit --durations=5
-part proof 150 "$PYTHON" -m pytest tests/proof --durations=5
-part stack 660 "$PYTHON" -m pytest tests/stack --durations=10
-part learn 720 "$PYTHON" -m pytest tests/learn --durations=5
-part faults 480 "$PYTHON" -m pytest tests/faults --durations=5
+part pyright 90 "$PYTHON" -m pyright --pythonpath "$PYTHON"
+part unit 150 "$PYTHON" -m pytest tests/unit --durations=5
+part proof 120 "$PYTHON" -m pytest tests/proof --durations=5
+part stack 1080 "$PYTHON" -m pytest tests/stack --durations=10
+part learn 480 "$PYTHON" -m pytest tests/learn --durations=5
+part faults 330 "$PYTHON" -m pytest tests/faults --durations=5
 report
