@@ -16,7 +16,7 @@ from typing import cast
 
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
-from conversion.reshard import reshard
+from conversion.reshard import ScheduleError, reshard
 from conversion.schedule import Schedule
 from mrl.cluster.engine_group import EngineGroup, index_of
 from mrl.cluster.placement import Placement
@@ -230,5 +230,7 @@ def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGrou
             node_of=placement.node_of,
             buffer_bytes=int(size_gb * 1e9),
         )
+    except ScheduleError:
+        raise
     except ValueError as error:
-        raise ValueError(f"no refit from this policy to these engines with policy.refit_buffer_size_gb={size_gb}: {error}") from error
+        raise ValueError(f"policy.refit_buffer_size_gb={size_gb}: {error}") from error
