@@ -53,5 +53,5 @@ part unit 150 "$PYTHON" -m pytest tests/unit --durations=5
 part proof 120 "$PYTHON" -m pytest tests/proof --durations=5
 part stack 1080 "$PYTHON" -m pytest tests/stack --durations=10
 part learn 480 "$PYTHON" -m pytest tests/learn --durations=5
-part faults 330 "$PYTHON" -m pytest tests/faults --durations=5
+part faults 390 "$PYTHON" -m pytest tests/faults --durations=5
 report
