@@ -12,7 +12,8 @@ from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.config.schema import RunConfig
 from mrl.data.batch import max_row_tokens, row_multiple
-from mrl.data.packing import pack_row, plan_rows
+from mrl.data.packing import pack_row
+from mrl.data.planning import plan_rows
 from mrl.types import Rollout, RolloutRequest
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 from typing import TYPE_CHECKING
 
-from mrl.data.packing import plan_rows
+from mrl.data.planning import plan_rows
 from mrl.types import Batch, RolloutGroup, TrainSequence
 
 if TYPE_CHECKING:

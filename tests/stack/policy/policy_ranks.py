@@ -14,7 +14,8 @@ import torch
 
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
-from mrl.data.packing import PackedRow, pack_row, plan_rows
+from mrl.data.packing import PackedRow, pack_row
+from mrl.data.planning import plan_rows
 from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.stack.ranks import Rank
 
