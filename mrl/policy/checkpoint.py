@@ -44,7 +44,7 @@ _FORMAT = {
 class TrainState:
     """All that a checkpoint holds."""
 
-    chunk: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
@@ -93,7 +93,8 @@ def load(weights_dir: Path, state: TrainState) -> None:
         if common["parallel"] == parallel_sizes():
             sharded["rng"] = _rng_state()
     loaded = dist_checkpointing.load(sharded, str(folder))
-    unwrap_model(state.chunk).load_state_dict(loaded["model"])
+    for chunk, key in zip(state.chunks, _model_keys(state), strict=True):
+        unwrap_model(chunk).load_state_dict(loaded[key])
     if not has_optimizer:
         state.optimizer.reload_model_params()
         return
@@ -118,7 +119,15 @@ def parallel_sizes() -> dict[str, int]:
 
 
 def _model_state(state: TrainState) -> ShardedStateDict:
-    return {"model": unwrap_model(state.chunk).sharded_state_dict(metadata=_metadata())}
+    return {
+        key: unwrap_model(chunk).sharded_state_dict(metadata=_metadata())
+        for chunk, key in zip(state.chunks, _model_keys(state), strict=True)
+    }
+
+
+def _model_keys(state: TrainState) -> list[str]:
+    """Where each chunk stands in a state dict. Files do not show it: their keys count layers over the whole model."""
+    return [f"model{index}" for index in range(len(state.chunks))]
 
 
 def _optimizer_state(state: TrainState, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:

@@ -76,10 +76,11 @@ def wrap_ddp(chunks: list[MegatronModule], config: PolicyConfig) -> list[Distrib
         use_distributed_optimizer=config.megatron_cfg.optimizer.use_distributed_optimizer,
     )
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
-    for chunk in wrapped:
-        chunk.config.finalize_model_grads_func = sum_gradients
-        # With overlap, only the last microbatch may start the reduction of a bucket.
-        chunk.config.no_sync_func = chunk.no_sync
+    # The schedules ask the first chunk's config, which all chunks share.
+    schedule_config = wrapped[0].config
+    schedule_config.finalize_model_grads_func = sum_gradients
+    # With overlap, only the last microbatch may start the reduction of a bucket.
+    schedule_config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     return wrapped
 
 

@@ -61,13 +61,12 @@ class Policy:
         self._coordinates = parallel.coordinates()
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
         self._layout = family(self._hf_config).megatron_layout(self._hf_config, *self.layout_arguments())
-        (bare_chunk,) = build_model(config.policy, self._hf_config)
-        (self._chunk,) = wrap_ddp([bare_chunk], config.policy)
-        self._tensors = rank_tensors([self._chunk], self._layout)
-        self._arena = Arena(self._tensors, buffer_views([self._chunk]), name=f"mrl-arena-{rank}")
-        optimizer = build_optimizer([self._chunk], config.policy.megatron_cfg)
+        self._chunks = wrap_ddp(build_model(config.policy, self._hf_config), config.policy)
+        self._tensors = rank_tensors(self._chunks, self._layout)
+        self._arena = Arena(self._tensors, buffer_views(self._chunks), name=f"mrl-arena-{rank}")
+        optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.grpo.max_num_steps)
-        self._state = TrainState(self._chunk, optimizer, scheduler)
+        self._state = TrainState(self._chunks, optimizer, scheduler)
         self._copy_check = CopyCheck(self._tensors, self._layout)
         self._distribution = TokenDistribution(
             vocab_size=int(str(self._hf_config["vocab_size"])),
@@ -159,10 +158,11 @@ class Policy:
             RuntimeError: copies differ; names weights and ranks.
         """
         if self._settled is None and self._config.policy.megatron_cfg.optimizer.use_distributed_optimizer:
-            self._chunk.start_param_sync(force_sync=True)
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
         # Gathered once, a damaged copy must not be overwritten with a good one before it is seen, nor spread.
         self._settled = None
-        self._arena.check(rank_tensors([self._chunk], self._layout))
+        self._arena.check(rank_tensors(self._chunks, self._layout))
         self._settled = self._copy_check.run()
         return self._settled
 
@@ -204,7 +204,7 @@ class Policy:
         batch, self._batch = self._current_batch(), None
         self._settled = None
         return train_step(
-            self._state.chunk,
+            self._state.chunks,
             self._state.optimizer,
             self._state.scheduler,
             batch.train_rows(self._coordinates.is_last_stage),
@@ -245,7 +245,7 @@ class Policy:
 
     def _logprobs(self, rows: list[PackedRow]) -> list[Tensor]:
         self.settled_weights()
-        return compute_logprobs(self._chunk, rows, self._distribution)
+        return compute_logprobs(self._chunks, rows, self._distribution)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:

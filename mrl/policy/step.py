@@ -78,18 +78,18 @@ def global_batch_size(rows: list[PackedRow]) -> BatchSize:
 
 
 @torch.no_grad()
-def compute_logprobs(chunk: DistributedDataParallel, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
+def compute_logprobs(chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
     """Log-probability of every label, one float32 [T] per row; an empty list on all but the last pipeline stage."""
 
     def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Tensor]]:
         row = next(iterator)
         return _forward(model, row), lambda logits, non_loss_data: distribution.logprobs(logits, row.labels_T.to(logits.device))
 
-    return _run_schedule(forward_step, rows, chunk, forward_only=True)
+    return _run_schedule(forward_step, rows, chunks, forward_only=True)
 
 
 def train_step(
-    chunk: DistributedDataParallel,
+    chunks: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     rows: list[TrainRow],
@@ -103,9 +103,10 @@ def train_step(
     Raises:
         RuntimeError: loss or gradient is NaN or infinite. Parameters and optimizer state are as before, on all ranks.
     """
-    chunk.zero_grad_buffer()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    row_metrics = _forward_backward(chunk, rows, size, distribution, config)
+    row_metrics = _forward_backward(chunks, rows, size, distribution, config)
     metrics = finish_metrics(_global_metrics(row_metrics), num_valid_tokens=size.num_valid_tokens)
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
@@ -121,7 +122,7 @@ def train_step(
 
 
 def _forward_backward(
-    chunk: DistributedDataParallel, rows: list[TrainRow], size: BatchSize, distribution: TokenDistribution, config: LossConfig
+    chunks: list[DistributedDataParallel], rows: list[TrainRow], size: BatchSize, distribution: TokenDistribution, config: LossConfig
 ) -> list[dict[str, Tensor]]:
     def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
         item = next(iterator)
@@ -145,11 +146,11 @@ def _forward_backward(
         # The count is what megatron would divide gradients by; `model.sum_gradients` drops it.
         return loss, torch.ones((), dtype=torch.int, device=device), metrics
 
-    return _run_schedule(forward_step, rows, chunk, forward_only=False)
+    return _run_schedule(forward_step, rows, chunks, forward_only=False)
 
 
 def _forward(model: DistributedDataParallel, row: PackedRow) -> Tensor:
-    """Logits [1, T, V] on the last stage, hidden states for the next stage elsewhere."""
+    """Logits [1, T, V] from the last chunk of the model, hidden states for the next one from any other."""
     device = next(model.parameters()).device
     cu_seqlens = row.cu_seqlens.to(device)
     packed = PackedSeqParams(
@@ -166,11 +167,12 @@ def _forward(model: DistributedDataParallel, row: PackedRow) -> Tensor:
     )
 
 
-def _run_schedule(forward_step: Callable[..., object], rows: list, chunk: DistributedDataParallel, *, forward_only: bool) -> list:
+def _run_schedule(forward_step: Callable[..., object], rows: list, chunks: list[DistributedDataParallel], *, forward_only: bool) -> list:
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(rows),
-        model=chunk,
+        # Every chunk computes every row.
+        data_iterator=[iter(rows) for _ in chunks],
+        model=chunks,
         num_microbatches=len(rows),
         # Rows differ in length: the model's variable_seq_lengths makes stages tell each other the shape.
         seq_length=1,

@@ -56,15 +56,15 @@ def go_stale(policy, rank: int) -> None:
     """This rank's parameter gather never happens: its next settle finds the weights of before the step."""
     if policy._rank != rank:
         return
-    sync = policy._chunk.start_param_sync
+    sync = policy._chunks[0].start_param_sync
 
     def stale_sync(*arguments: object, **options: object) -> None:
         sync(*arguments, **options)
-        policy._chunk.start_param_sync = sync
+        policy._chunks[0].start_param_sync = sync
         for slot, tensor in policy.remembered.items():
             policy._tensors[slot].detach().copy_(tensor)
 
-    policy._chunk.start_param_sync = stale_sync
+    policy._chunks[0].start_param_sync = stale_sync
 
 
 def worker_of(engine):

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from conversion.boxes import Layout, Slot
-from conversion.families.common import MegatronCoords, MegatronParallel
+from conversion.families.common import MegatronCoords
 from conversion.families.registry import family
 from conversion.tensors import box_view
 from mrl.config.schema_megatron import OptimizerConfig, SchedulerConfig
 from mrl.config.schema_policy import PolicyConfig
 from mrl.data.packing import PackedRow
-from mrl.refit.unit import live_tensors
 from tests.stack.ranks import Rank
 
 
@@ -64,11 +63,15 @@ def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[li
     """
     from mrl.policy import parallel
 
-    (chunk,), layout, _ = _build(rank, config, folder)
-    chunk.zero_grad_buffer()
-    loss = _forward_backward(chunk, folder, rows)
+    chunks, layout, _ = _build(rank, config, folder)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    loss = _forward_backward(chunks, folder, rows)
     grads = {
-        Slot(name.removeprefix("module.")): parameter.main_grad for name, parameter in chunk.named_parameters() if parameter.requires_grad
+        Slot(name.removeprefix("module."), index): parameter.main_grad
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
     }
     result = _canonical(grads, layout, _shapes(folder))
     parallel.shutdown()
@@ -80,9 +83,9 @@ def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[lis
     from mrl.policy import parallel
     from mrl.policy.step import TokenDistribution, compute_logprobs
 
-    (chunk,), _, _ = _build(rank, config, folder)
+    chunks, _, _ = _build(rank, config, folder)
     distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
-    result = [row.numpy() for row in compute_logprobs(chunk, [packed_row(row) for row in rows], distribution)]
+    result = [row.numpy() for row in compute_logprobs(chunks, [packed_row(row) for row in rows], distribution)]
     parallel.shutdown()
     return result
 
@@ -94,20 +97,22 @@ def train(
     from mrl.policy import parallel
     from mrl.policy.optimizer import build_optimizer, build_scheduler
 
-    (chunk,), _, tensors = _build(rank, config, folder)
-    optimizer = build_optimizer([chunk], config.megatron_cfg)
+    chunks, _, tensors = _build(rank, config, folder)
+    optimizer = build_optimizer(chunks, config.megatron_cfg)
     scheduler = build_scheduler(optimizer, config.megatron_cfg, num_train_steps=num_steps)
     routers = {slot.name: tensor for slot, tensor in tensors.items() if ".router." in slot.name}
     before, steps = _copies(routers), []
     for _ in range(num_steps):
-        chunk.zero_grad_buffer()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = _forward_backward(chunk, folder, rows)
+        loss = _forward_backward(chunks, folder, rows)
         _, grad_norm, _ = optimizer.step()
         scheduler.step(increment=1)
         steps.append((loss, float(grad_norm)))
     if config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather:
-        chunk.start_param_sync(force_sync=True)
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
     after = _copies(routers)
     parallel.shutdown()
     return steps, before, after
@@ -131,14 +136,11 @@ def transformers_beside_megatron(rank: Rank, folder: Path, sequence: list[int]) 
         return model(torch.tensor([sequence])).logits[0].numpy()
 
 
-def _forward_backward(chunk: torch.nn.Module, folder: Path, rows: list[list[list[int]]]) -> float:
-    """Loss of this rank's rows, 0 on all but the last stage; gradients are in the chunk's buffers."""
-    from megatron.core.distributed import DistributedDataParallel
-
+def _forward_backward(chunks: list, folder: Path, rows: list[list[list[int]]]) -> float:
+    """Loss of this rank's rows, 0 on all but the last stage; gradients are in the chunks' buffers."""
     from mrl.policy import parallel
     from mrl.policy.step import TokenDistribution, _forward, _run_schedule
 
-    assert isinstance(chunk, DistributedDataParallel)
     place = parallel.coordinates()
     distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
 
@@ -152,14 +154,13 @@ def _forward_backward(chunk: torch.nn.Module, folder: Path, rows: list[list[list
         return _forward(model, row), loss_of
 
     mine = [packed_row(row) for row in rows[place.dp :: place.dp_size]]
-    return sum(float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunk, forward_only=False))
+    return sum(float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunks, forward_only=False))
 
 
 def _build(rank: Rank, config: PolicyConfig, folder: Path):
-    from megatron.core.utils import unwrap_model
-
     from mrl.policy import parallel
     from mrl.policy.model import build_model, wrap_ddp
+    from mrl.policy.weights import rank_tensors
 
     megatron = config.megatron_cfg
     parallel.initialize(
@@ -175,19 +176,12 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):
     place = parallel.coordinates()
     layout = family(_hf_config(folder)).megatron_layout(
         _hf_config(folder),
-        MegatronParallel(
-            tp=megatron.tensor_model_parallel_size,
-            pp=megatron.pipeline_model_parallel_size,
-            ep=megatron.expert_model_parallel_size,
-            etp=megatron.expert_tensor_parallel_size,
-            num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
-        ),
+        megatron.parallel,
         MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp),
         config.precision,
     )
     chunks = wrap_ddp(build_model(config, _hf_config(folder)), config)
-    tensors = live_tensors(unwrap_model(chunks[0]), 0)
-    assert tensors.keys() == layout.keys()
+    tensors = rank_tensors(chunks, layout)
     whole = _load(folder)
     for slot, slot_layout in layout.items():
         tensors[slot].data.zero_()

@@ -275,7 +275,7 @@ def settle_with_flipped_bytes(rank: Rank, config: RunConfig, slots: Sequence[str
 def settle_with_unknown_buffer(rank: Rank, config: RunConfig) -> str:
     """Message of a settle when the live model has a persistent buffer that no conversion table knows."""
     with open_policy(rank, config) as policy:
-        policy._chunk.module.register_buffer("scale", torch.ones(3))
+        policy._chunks[0].module.register_buffer("scale", torch.ones(3))
         return message_of(policy.settle)
 
 
@@ -366,7 +366,8 @@ def class_origins(rank: Rank, config: RunConfig) -> tuple[dict[str, str], dict[s
     from mrl.policy import cpu, step
 
     with open_policy(rank, config) as policy:
-        parts = [*policy._chunk.modules(), policy._state.scheduler, policy._state.optimizer, *optimizers(policy)]
+        modules = [module for chunk in policy._chunks for module in chunk.modules()]
+        parts = [*modules, policy._state.scheduler, policy._state.optimizer, *optimizers(policy)]
         parts += [part.optimizer for part in optimizers(policy)]
         origins = {type(part).__name__: type(part).__module__ for part in parts}
         assert step.get_forward_backward_func is get_forward_backward_func
