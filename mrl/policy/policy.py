@@ -25,11 +25,12 @@ from mrl.data.packing import PackedRow
 from mrl.policy import checkpoint, compat, parallel
 from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
+from mrl.policy.distribution import TokenDistribution
 from mrl.policy.model import build_model, wrap_ddp
 from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.perturb import perturb
 from mrl.policy.reports import SettleReport
-from mrl.policy.step import BatchSize, TokenDistribution, TrainRow, compute_logprobs, global_batch_size, train_step
+from mrl.policy.step import BatchSize, TrainRow, compute_logprobs, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, rank_tensors
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup, GroupAddress

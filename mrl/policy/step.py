@@ -23,26 +23,7 @@ from torch import Tensor
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, finish_metrics, policy_loss
 from mrl.config.schema_algo import LossConfig
 from mrl.data.packing import PackedRow
-from mrl.policy.logprobs import vocab_parallel_logprobs
-
-
-@dataclass(frozen=True)
-class TokenDistribution:
-    """How logits become the distribution that tokens are drawn from."""
-
-    vocab_size: int
-    """Without the padding of the vocabulary."""
-    temperature: float
-
-    def logprobs(self, logits: Tensor, labels_T: Tensor) -> Tensor:
-        """Log-probability of each label, shape [T], from a row's logits [1, T, V]."""
-        return vocab_parallel_logprobs(
-            logits[0],
-            labels_T,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
+from mrl.policy.distribution import TokenDistribution
 
 
 @dataclass(frozen=True)

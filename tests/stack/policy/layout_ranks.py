@@ -81,7 +81,8 @@ def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[li
 def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[np.ndarray]:
     """Log-probability of every label by row, on the last stage; every rank takes all rows."""
     from mrl.policy import parallel
-    from mrl.policy.step import TokenDistribution, compute_logprobs
+    from mrl.policy.distribution import TokenDistribution
+    from mrl.policy.step import compute_logprobs
 
     chunks, _, _ = _build(rank, config, folder)
     distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
@@ -139,7 +140,8 @@ def transformers_beside_megatron(rank: Rank, folder: Path, sequence: list[int]) 
 def _forward_backward(chunks: list, folder: Path, rows: list[list[list[int]]]) -> float:
     """Loss of this rank's rows, 0 on all but the last stage; gradients are in the chunks' buffers."""
     from mrl.policy import parallel
-    from mrl.policy.step import TokenDistribution, _forward, _run_schedule
+    from mrl.policy.distribution import TokenDistribution
+    from mrl.policy.step import _forward, _run_schedule
 
     place = parallel.coordinates()
     distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
