@@ -20,7 +20,6 @@ from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import wait_all
 from mrl.config import trace
 from mrl.config.schema import RunConfig
-from mrl.data.batch import row_multiple
 from mrl.data.packing import pack_row
 from mrl.types import Batch, TrainSequence
 
@@ -75,7 +74,8 @@ class PolicyActor:
         packed = [
             pack_row(
                 [(index, next(payload), sequence.advantage, sequence.is_valid) for index, sequence in row],
-                divisible_by=row_multiple(self.config.policy),
+                divisible_by=self.config.policy.row_multiple,
+                sequence_multiple=self.config.policy.sequence_multiple,
                 pad_token_id=self.pad_token_id,
             )
             for row in rows

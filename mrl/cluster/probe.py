@@ -11,8 +11,8 @@ from conversion.boxes import Slot
 from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.config.schema import RunConfig
-from mrl.data.batch import max_row_tokens, row_multiple
-from mrl.data.packing import pack_row
+from mrl.data.batch import max_row_tokens
+from mrl.data.packing import pack_row, padded_length
 from mrl.data.planning import plan_rows
 from mrl.types import Rollout, RolloutRequest
 
@@ -27,11 +27,17 @@ def sample_everywhere(engines: EngineGroup, requests: Sequence[RolloutRequest], 
 
 def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int) -> list[np.ndarray]:
     """The trainer's log-probability of every generated token, float32 [L] per rollout, in the rollouts' order."""
-    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]
+    policy = config.policy
+    lengths = [padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), policy.sequence_multiple) for rollout in rollouts]
     # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
-    (plan,) = plan_rows(lengths, dp_size=1, row_tokens=max_row_tokens(config.policy))
+    (plan,) = plan_rows(lengths, dp_size=1, row_tokens=max_row_tokens(policy))
     rows = [
-        pack_row([(i, rollouts[i], 0.0, True) for i in row], divisible_by=row_multiple(config.policy), pad_token_id=pad_token_id)
+        pack_row(
+            [(i, rollouts[i], 0.0, True) for i in row],
+            divisible_by=policy.row_multiple,
+            sequence_multiple=policy.sequence_multiple,
+            pad_token_id=pad_token_id,
+        )
         for row in plan
     ]
     answers = cast(list[list[np.ndarray]], policies.call("logprobs_of_rows", rows, deadline_s=config.deadlines.train_s))

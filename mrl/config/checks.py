@@ -85,7 +85,7 @@ def _lengths(policy: PolicyConfig) -> list[str]:
         problems.append(
             _problem("policy.generation.vllm_cfg.max_model_len", max_model_len, rule, "leave it out, and it follows the latter")
         )
-    multiple = math.lcm(policy.make_sequence_length_divisible_by, packing.sequence_length_round)
+    multiple = policy.row_multiple
     longest = math.ceil(total / multiple) * multiple
     for name, tokens in (("train_mb_tokens", packing.train_mb_tokens), ("logprob_mb_tokens", packing.logprob_mb_tokens)):
         if tokens < longest:

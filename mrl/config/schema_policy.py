@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -60,3 +61,16 @@ class PolicyConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every sequence of a row is padded to a multiple of this many tokens: context parallelism cuts it into 2 * CP chunks."""
+        cp = self.megatron_cfg.context_parallel_size
+        return 1 if cp == 1 else 2 * cp
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are padded to a multiple of this many tokens."""
+        megatron = self.megatron_cfg
+        parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel and megatron.context_parallel_size > 1 else 1
+        return math.lcm(self.make_sequence_length_divisible_by, self.sequence_packing.sequence_length_round, self.sequence_multiple * parts)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from math import lcm
 from typing import TYPE_CHECKING
 
+from mrl.data.packing import padded_length
 from mrl.data.planning import plan_rows
 from mrl.types import Batch, RolloutGroup, TrainSequence
 
@@ -30,7 +30,7 @@ def make_batch(groups: list[RolloutGroup], advantages: list[list[float]], config
     return Batch(
         sequences=sequences,
         rows=plan_rows(
-            [sequence.rollout.num_tokens for sequence in sequences],
+            [padded_length(sequence.rollout.num_tokens, config.policy.sequence_multiple) for sequence in sequences],
             dp_size=config.data_parallel_size,
             row_tokens=max_row_tokens(config.policy),
         ),
@@ -39,12 +39,7 @@ def make_batch(groups: list[RolloutGroup], advantages: list[list[float]], config
     )
 
 
-def row_multiple(config: PolicyConfig) -> int:
-    """Rows are padded to a multiple of this many tokens."""
-    return lcm(config.make_sequence_length_divisible_by, config.sequence_packing.sequence_length_round)
-
-
 def max_row_tokens(config: PolicyConfig) -> int:
     """Tokens of sequences that a row may hold. The same rows serve logprobs and training, and stay within both limits when padded."""
     limit = min(config.sequence_packing.train_mb_tokens, config.sequence_packing.logprob_mb_tokens)
-    return limit - limit % row_multiple(config)
+    return limit - limit % config.row_multiple

@@ -32,7 +32,7 @@ class PackedRow:
     advantages_T: torch.Tensor
     """float32, of the label's sequence; 0 where it was not generated or is not valid."""
     cu_seqlens: torch.Tensor
-    """int32 [num_sequences + 1], from 0 to T. Padding at the end is a sequence of its own."""
+    """int32 [num_sequences + 1], from 0 to T: each sequence with the padding behind it. Padding at the end is a sequence of its own."""
     max_seqlen: int
     sequence_indices: list[int]
     """Indices into `Batch.sequences`, without the padding."""
@@ -49,18 +49,31 @@ class PackedRow:
         return sum(bool(self.loss_mask_T[start:stop].any()) for start, stop in zip(bounds, bounds[1:], strict=False))
 
 
-def pack_row(sequences: list[tuple[int, Rollout, float, bool]], *, divisible_by: int, pad_token_id: int) -> PackedRow:
-    """One row of `(index, rollout, advantage, is_valid)`, padded to a multiple of `divisible_by` tokens; without sequences, all padding."""
+def padded_length(length: int, multiple: int) -> int:
+    """`length` rounded up to a multiple."""
+    return -(-length // multiple) * multiple
+
+
+def pack_row(
+    sequences: list[tuple[int, Rollout, float, bool]], *, divisible_by: int, sequence_multiple: int = 1, pad_token_id: int
+) -> PackedRow:
+    """One row of `(index, rollout, advantage, is_valid)`; without sequences, all padding.
+
+    Every sequence is padded at its end to a multiple of `sequence_multiple` tokens, where causal layers hide it from the sequence, and
+    the row to a multiple of `divisible_by`, itself a multiple of the other.
+    """
+    assert divisible_by % sequence_multiple == 0
     lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for _, rollout, _, _ in sequences]
-    num_tokens = max(1, -(-sum(lengths) // divisible_by)) * divisible_by
-    padding = [num_tokens - sum(lengths)] if num_tokens > sum(lengths) else []
-    bounds = np.cumsum([0, *lengths, *padding])
+    padded = [padded_length(length, sequence_multiple) for length in lengths]
+    num_tokens = padded_length(max(1, sum(padded)), divisible_by)
+    padding = [num_tokens - sum(padded)] if num_tokens > sum(padded) else []
+    bounds = np.cumsum([0, *padded, *padding])
 
     token_ids = np.full(num_tokens, pad_token_id, dtype=np.int64)
     labels = np.zeros(num_tokens, dtype=np.int64)
     loss_mask, generated_mask, generator_logprobs, advantages = np.zeros((4, num_tokens), dtype=np.float32)
-    for (_, rollout, advantage, is_valid), start, stop in zip(sequences, bounds[:-1], bounds[1:], strict=False):
-        prompt_length = len(rollout.request.token_ids)
+    for (_, rollout, advantage, is_valid), start, length in zip(sequences, bounds[:-1], lengths, strict=False):
+        prompt_length, stop = len(rollout.request.token_ids), start + length
         token_ids[start : start + prompt_length] = rollout.request.token_ids
         token_ids[start + prompt_length : stop] = rollout.token_ids
         labels[start : stop - 1] = token_ids[start + 1 : stop]

@@ -70,9 +70,7 @@ def _in_order(of_ranks: Tensor, cp_size: int) -> Tensor:
     return torch.cat([early, late.flip(0)]).transpose(0, 1).flatten(1, 2)
 
 
-def _chunk_attention(
-    query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token: Tensor, chunk_index: int, scale: float | None
-) -> Tensor:
+def _chunk_attention(query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token: Tensor, chunk_index: int, scale: float | None) -> Tensor:
     """[N, C, H, D]: attention of the chunk of this index over itself and what stands before it."""
     length = query_NCHD.shape[1]
     blocks = []

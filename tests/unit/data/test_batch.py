@@ -3,7 +3,7 @@ import pytest
 from mrl.config.schema import ClusterConfig, RunConfig
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.schema_policy import PolicyConfig, SequencePackingConfig
-from mrl.data.batch import make_batch, max_row_tokens, row_multiple
+from mrl.data.batch import make_batch, max_row_tokens
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
 
 
@@ -39,9 +39,20 @@ def test_a_batch_by_hand():
 
 def test_padding_stays_within_the_limit():
     config = run_config(row_tokens=33)
-    assert (row_multiple(config.policy), max_row_tokens(config.policy)) == (2, 32)
+    assert (config.policy.row_multiple, max_row_tokens(config.policy)) == (2, 32)
     config.policy.sequence_packing.sequence_length_round = 5
-    assert (row_multiple(config.policy), max_row_tokens(config.policy)) == (10, 30)
+    assert (config.policy.row_multiple, max_row_tokens(config.policy)) == (10, 30)
+
+
+def test_context_parallelism_plans_with_padded_sequences():
+    config = run_config(row_tokens=36)
+    config.policy.megatron_cfg.context_parallel_size = 2
+    assert (config.policy.sequence_multiple, config.policy.row_multiple) == (4, 4)
+    # With prompts: 17 and 18 tokens, which a row of 36 would hold without their padding to 20.
+    assert make_batch([group("a", [13, 14], ["ok", "ok"])], [[0.5, 1.0]], config).rows == (((0,), (1,)),)
+    config.policy.megatron_cfg.sequence_parallel = True
+    # A rank's part of a row, T / cp tokens, is cut once more, into tp parts.
+    assert (config.policy.sequence_multiple, config.policy.row_multiple, max_row_tokens(config.policy)) == (4, 8, 32)
 
 
 def test_a_rollout_longer_than_a_row_is_refused():

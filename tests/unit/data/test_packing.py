@@ -31,6 +31,15 @@ def test_a_row_by_hand():
     assert dtypes == {torch.int64} and row.cu_seqlens.dtype == torch.int32 and row.loss_mask_T.dtype == torch.float32
 
 
+def test_padding_stands_behind_each_sequence():
+    sequences = [(4, rollout([1, 2], [3]), 0.5, True), (9, rollout([5], [6, 7, 8]), -1.5, True)]
+    row = pack_row(sequences, divisible_by=12, sequence_multiple=4, pad_token_id=PAD)
+    assert row.token_ids_T.tolist() == [1, 2, 3, PAD, 5, 6, 7, 8, PAD, PAD, PAD, PAD]
+    assert row.labels_T.tolist() == [2, 3, 0, 0, 6, 7, 8, 0, 0, 0, 0, 0]
+    assert row.loss_mask_T.tolist() == [0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
+    assert row.cu_seqlens.tolist() == [0, 4, 8, 12]
+
+
 def test_an_invalid_sequence_is_generated_but_not_trained():
     row = pack_row([(0, rollout([1, 2], [3]), 9.0, False)], divisible_by=1, pad_token_id=PAD)
     assert row.generated_mask_T.tolist() == [0, 1, 0]
@@ -50,16 +59,21 @@ def test_a_full_row_has_no_padding_sequence():
     assert row.cu_seqlens.tolist() == [0, 4]
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=6), st.integers(1, 8))
-def test_every_sequence_can_be_read_back(shapes: list[tuple[int, int, bool]], divisible_by: int):
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=6), st.integers(1, 8), st.sampled_from([1, 4]))
+def test_every_sequence_can_be_read_back(shapes: list[tuple[int, int, bool]], divisible_by: int, sequence_multiple: int):
+    divisible_by *= sequence_multiple
     rollouts = [rollout(list(range(1, p + 1)), list(range(100, 100 + g))) for p, g, _ in shapes]
     sequences = [(i, item, float(i + 1), is_valid) for i, (item, (_, _, is_valid)) in enumerate(zip(rollouts, shapes, strict=True))]
-    row = pack_row(sequences, divisible_by=divisible_by, pad_token_id=PAD)
+    row = pack_row(sequences, divisible_by=divisible_by, sequence_multiple=sequence_multiple, pad_token_id=PAD)
     bounds = row.cu_seqlens.tolist()
     assert bounds[-1] == len(row.token_ids_T) and bounds[-1] % divisible_by == 0
     assert row.max_seqlen == max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
     for (_, item, advantage, is_valid), start, stop in zip(sequences, bounds, bounds[1:], strict=False):
-        assert row.token_ids_T[start:stop].tolist() == [*item.request.token_ids, *item.token_ids.tolist()]
+        tokens = [*item.request.token_ids, *item.token_ids.tolist()]
+        padding = [PAD] * (stop - start - len(tokens))
+        assert (stop - start) % sequence_multiple == 0 and len(padding) < sequence_multiple
+        assert row.token_ids_T[start:stop].tolist() == tokens + padding
+        assert row.position_ids_T[start:stop].tolist() == list(range(stop - start))
         generated = row.generated_mask_T[start:stop].bool()
         assert row.labels_T[start:stop][generated].tolist() == item.token_ids.tolist()
         assert row.generator_logprobs_T[start:stop][generated].tolist() == item.generator_logprobs.tolist()
