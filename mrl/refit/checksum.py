@@ -1,4 +1,4 @@
-"""Checksums of the bytes of tensors: crc32 of what lies in host memory, `word_sum` of what lies on a GPU.
+"""Checksums of the bytes of tensors: crc32 of what lies in host memory, `word_sum` of what lies on a GPU, there taken by one kernel.
 
 Both sides of a refit hold their weights on the same kind of device, so they take the same checksum.
 """
@@ -39,7 +39,7 @@ class Checksums:
 
     def __init__(self, values: Sequence[Value]) -> None:
         values = [value._replace(tensor=value.tensor.detach()) for value in values]
-        self._on_device = values if values and values[0].tensor.device.type != "cpu" else []
+        self._on_device = _DeviceSums(values) if values and values[0].tensor.device.type != "cpu" else None
         buffer = np.empty(_GATHER_BYTES, dtype=np.uint8)
         self._on_host = [] if self._on_device else [_prepare(value.tensor, buffer) if value.is_plain else value for value in values]
 
@@ -47,9 +47,35 @@ class Checksums:
     def take(self) -> Tensor:
         """The checksum of each value as it is now, int64 [number of values], on the host. Waits for the device."""
         if self._on_device:
-            return torch.stack([word_sum(value.now()) for value in self._on_device]).cpu()
+            return self._on_device.take()
         sums = [crc32(prepared) if isinstance(prepared, memoryview) else _slow_sum(prepared) for prepared in self._on_host]
         return torch.tensor(sums, dtype=torch.int64)
+
+
+class _DeviceSums:
+    """Sums of values on a GPU; those that are made from the weights first are summed one by one."""
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        # Triton comes with torch for GPUs; hosts without one need not have it.
+        from mrl.refit.triton_kernels import BoxSums, is_summable
+
+        self._num_values = len(values)
+        in_place = [index for index, value in enumerate(values) if value.is_plain and is_summable(value.tensor)]
+        self._in_place = torch.tensor(in_place, dtype=torch.int64)
+        self._kernel = BoxSums([values[index].tensor for index in in_place]) if in_place else None
+        kept = set(in_place)
+        self._made = {index: value for index, value in enumerate(values) if index not in kept}
+
+    def take(self) -> Tensor:
+        """int64 [number of values], on the host."""
+        kernel_sums = self._kernel.take() if self._kernel else None
+        made_sums = [word_sum(value.now()) for value in self._made.values()]
+        sums = torch.empty(self._num_values, dtype=torch.int64)
+        if kernel_sums is not None:
+            sums[self._in_place] = kernel_sums.cpu()
+        if made_sums:
+            sums[list(self._made)] = torch.stack(made_sums).cpu()
+        return sums
 
 
 def checksum(tensor: Tensor) -> int:

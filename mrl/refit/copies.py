@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from mrl.refit.runs import as_runs, contiguous_from
 from mrl.refit.transforms import apply
+
+if TYPE_CHECKING:
+    from mrl.refit.triton_kernels import BoxCopies
 
 
 class Copy(NamedTuple):
@@ -22,33 +25,29 @@ class Copy(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """The target gets the source's bytes."""
-        return self.transform is None and self.source.dtype == self.target.dtype
+        """The target gets the source's bytes, on the device where they lie."""
+        return self.transform is None and self.source.dtype == self.target.dtype and self.source.device == self.target.device
 
 
 class Copies:
-    """Copies that run together, with no more than one call of native code for each."""
+    """Copies that run together: of a GPU by one kernel, of the host with no more than one call of native code for each."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         copies = [copy._replace(target=copy.target.detach(), source=copy.source.detach()) for copy in copies]
         plain = [copy for copy in copies if copy.is_plain]
         self._changing = [copy for copy in copies if not copy.is_plain]
-        self._on_host = [_runs(copy) for copy in plain if _is_on_host(copy)]
-        self._on_device = _batches([copy for copy in plain if not _is_on_host(copy)])
+        self._on_host = [_runs(copy) for copy in plain if copy.target.device.type == "cpu"]
+        self._on_device = _box_copies([copy for copy in plain if copy.target.device.type != "cpu"])
 
     @torch.no_grad()
     def run(self) -> None:
         """Writes all targets; on a GPU, queues that."""
         for target, source in self._on_host:
             np.copyto(target, source)
-        for targets, sources in self._on_device:
-            torch._foreach_copy_(targets, sources)
+        if self._on_device:
+            self._on_device.run()
         for target, source, transform in self._changing:
             target.copy_(apply(source, transform, target.dtype))
-
-
-def _is_on_host(copy: Copy) -> bool:
-    return copy.target.device.type == copy.source.device.type == "cpu"
 
 
 def _runs(copy: Copy) -> tuple[np.ndarray, np.ndarray]:
@@ -57,11 +56,11 @@ def _runs(copy: Copy) -> tuple[np.ndarray, np.ndarray]:
     return as_runs(target, dim), as_runs(source, dim)
 
 
-def _batches(copies: Sequence[Copy]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Targets and sources that one batched kernel takes: contiguous ones of one dtype. The rest becomes one kernel each."""
-    groups: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source, _ in copies:
-        targets, sources = groups.setdefault((target.dtype, target.is_contiguous() and source.is_contiguous()), ([], []))
-        targets.append(target)
-        sources.append(source)
-    return list(groups.values())
+def _box_copies(copies: Sequence[Copy]) -> BoxCopies | None:
+    """What copies bytes inside one GPU; None if there is nothing to copy."""
+    if not copies:
+        return None
+    # Triton comes with torch for GPUs; hosts without one need not have it.
+    from mrl.refit.triton_kernels import BoxCopies
+
+    return BoxCopies([copy.target for copy in copies], [copy.source for copy in copies])

@@ -14,6 +14,7 @@ from conversion.schedule import CHECKSUM_BYTES, Pull, WorkerPart
 from conversion.tensors import box_view, torch_dtype
 from mrl.refit.checksum import Checksums
 from mrl.refit.copies import Copies, Copy
+from mrl.refit.device_checksum import bytes_of
 from mrl.refit.errors import RefitError
 from mrl.refit.memory import MappedMemory, SharedMemory, open_handle
 from mrl.refit.transforms import Value
@@ -141,7 +142,7 @@ class Puller:
         for padding in self._padding if round_index == 0 else ():
             padding_bytes += padding.target.nbytes
             # By bytes: a negative zero or a NaN is not what the forward pass of a fresh engine would read.
-            if padding.target.contiguous().reshape(-1).view(torch.uint8).any():
+            if bytes_of(padding.target).any():
                 mismatches.append(f"padding of {padding.slot} box {padding.box} is not zero on the worker of unit {self._unit}")
         report = VerifyReport(plan.num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
         self._reports[round_index] = report

@@ -41,7 +41,7 @@ BYTE_MODULES = {
     ).split()
 }
 # What a bare GPU machine has: enough to try the policy and the refit without the rest.
-BARE_LIBRARIES = {"isal", "megatron", "numpy", "safetensors", "torch"}
+BARE_LIBRARIES = {"isal", "megatron", "numpy", "safetensors", "torch", "triton"}
 HEAVY_LIBRARIES = {"megatron", "ray", "safetensors", "tokenizers", "torch", "transformers", "vllm"}
 
 OURS = re.compile(r"(mrl|conversion)(\.\w+)+(:\w+)?")

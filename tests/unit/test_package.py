@@ -17,8 +17,8 @@ from tests.unit.test_imports import imported_names
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Import names that differ from the name of their distribution.
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
-# Imported where they are installed, and done without elsewhere.
-OPTIONAL = {"mamba_ssm", "transformer_engine"}
+# Imported where they are installed, and done without elsewhere. torch for GPUs brings triton, in the version that it needs.
+OPTIONAL = {"mamba_ssm", "transformer_engine", "triton"}
 
 
 def names(requirements: list[str]) -> set[str]:
