@@ -27,6 +27,8 @@ def policy_loss(
     old_logprobs_T: Tensor,
     reference_logprobs_T: Tensor | None,
     *,
+    untruncated_logprobs_T: Tensor | None = None,
+    entropy_T: Tensor | None = None,
     generator_logprobs_T: Tensor,
     advantages_T: Tensor,
     loss_mask_T: Tensor,
@@ -40,8 +42,14 @@ def policy_loss(
     The clipped surrogate of PPO (arXiv:1707.06347) with separate bounds (arXiv:2503.14476), times the importance weight of the
     generator (arXiv:2410.18252), plus the KL penalty. `num_valid_tokens` and `num_valid_sequences` count over the global batch:
     the losses of all rows of all dp ranks add up to the loss of the batch. What stands outside the mask has no effect, NaN included.
+
+    Where top-k and top-p truncate the distribution, a logprob of -inf is a token that the trainer's arithmetic rules out and the
+    generator's did not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`,
+    by default `logprobs_T`, with a reference that is not truncated either. `entropy_T` only becomes a metric.
     """
-    is_valid_T = loss_mask_T > 0
+    is_drawable_T = ~(torch.isneginf(logprobs_T) | torch.isneginf(old_logprobs_T))
+    is_valid_T = (loss_mask_T > 0) & is_drawable_T
+    compared_T = torch.where(is_valid_T, logprobs_T if untruncated_logprobs_T is None else untruncated_logprobs_T, 0.0)
     logprobs_T = torch.where(is_valid_T, logprobs_T, 0.0)
     old_T = torch.where(is_valid_T, old_logprobs_T, 0.0).detach()
     generator_T = torch.where(is_valid_T, generator_logprobs_T, 0.0)
@@ -59,7 +67,7 @@ def policy_loss(
     kl_T = torch.zeros_like(logprobs_T)
     if reference_logprobs_T is not None and config.reference_policy_kl_penalty > 0:
         kl_T = kl_divergence(
-            logprobs_T,
+            compared_T,
             torch.where(is_valid_T, reference_logprobs_T, 0.0).detach(),
             kl_type=config.reference_policy_kl_type,
             input_clamp=config.kl_input_clamp_value,
@@ -75,6 +83,9 @@ def policy_loss(
     with torch.no_grad():
         metrics = token_metrics(logprobs_T, old_T, generator_T, ratio_T, is_valid_T)
         metrics[LOSS] = loss.detach()
+        metrics["outside_truncation_fraction"] = ((loss_mask_T > 0) & ~is_drawable_T).float().sum()
+        if entropy_T is not None:
+            metrics["entropy"] = entropy_T[is_valid_T].sum()
         metrics["kl_penalty"] = kl_T.detach()[is_valid_T].sum()
         metrics["probs_ratio_clamped"] = clipped_ratio_T.detach()[is_valid_T].sum()
         metrics["clip_fraction"] = (clipped_surrogate_T > surrogate_T)[is_valid_T].float().sum()

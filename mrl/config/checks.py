@@ -42,7 +42,7 @@ def find_problems(config: RunConfig) -> list[str]:
     if out_of_range:
         return problems
     problems += _batch(config) + _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
-    problems += _optimizer(config)
+    problems += _optimizer(config) + _logprobs(config.policy)
     if model is not None:
         problems += find_layout_problems(config, model) + find_missing_disk(config, model.num_parameters)
     return problems
@@ -91,6 +91,21 @@ def _lengths(policy: PolicyConfig) -> list[str]:
         if tokens < longest:
             rule = f"a packed row must hold policy.max_total_sequence_length={total}, padded to a multiple of {multiple}"
             problems.append(_problem(f"policy.sequence_packing.{name}", tokens, rule, f"use at least {longest}"))
+    return problems
+
+
+def _logprobs(policy: PolicyConfig) -> list[str]:
+    problems = []
+    chunk, megatron = policy.logprob_chunk_size, policy.megatron_cfg
+    if chunk is not None and not megatron.defer_fp32_logits:
+        rule = "logits of a part of a row leave no others to make float32; it needs policy.megatron_cfg.defer_fp32_logits=true"
+        problems.append(_problem("policy.logprob_chunk_size", chunk, rule, "set the latter, or leave this out"))
+    if chunk is not None and megatron.use_fused_linear_logprobs:
+        rule = (
+            "policy.megatron_cfg.use_fused_linear_logprobs=true takes "
+            f"policy.megatron_cfg.fused_linear_logprobs_chunk_size={megatron.fused_linear_logprobs_chunk_size} tokens at a time"
+        )
+        problems.append(_problem("policy.logprob_chunk_size", chunk, rule, "leave out the one or the other"))
     return problems
 
 

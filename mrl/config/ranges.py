@@ -53,6 +53,7 @@ RANGES: dict[str, Range] = {
     "policy.train_micro_batch_size": POSITIVE,
     "policy.logprob_batch_size": POSITIVE,
     "policy.max_total_sequence_length": Range(2, 2**31),
+    "policy.logprob_chunk_size": POSITIVE,
     "policy.make_sequence_length_divisible_by": POSITIVE,
     "policy.max_grad_norm": NOT_NEGATIVE,
     "policy.refit_buffer_size_gb": ABOVE_ZERO,
@@ -65,6 +66,7 @@ RANGES: dict[str, Range] = {
     "policy.megatron_cfg.expert_tensor_parallel_size": POSITIVE,
     "policy.megatron_cfg.num_layers_in_first_pipeline_stage": POSITIVE,
     "policy.megatron_cfg.num_layers_in_last_pipeline_stage": POSITIVE,
+    "policy.megatron_cfg.fused_linear_logprobs_chunk_size": POSITIVE,
     "policy.megatron_cfg.moe_router_bias_update_rate": NOT_NEGATIVE,
     "policy.megatron_cfg.optimizer.lr": ABOVE_ZERO,
     "policy.megatron_cfg.optimizer.min_lr": NOT_NEGATIVE,
@@ -80,6 +82,8 @@ RANGES: dict[str, Range] = {
     "policy.megatron_cfg.scheduler.end_weight_decay": NOT_NEGATIVE,
     "policy.generation.max_new_tokens": POSITIVE,
     "policy.generation.temperature": ABOVE_ZERO,
+    "policy.generation.top_p": Range(0, 1, is_low_open=True),
+    "policy.generation.top_k": POSITIVE,
     "policy.generation.num_cpu_engines": POSITIVE,
     "policy.generation.colocated.resources.gpus_per_node": POSITIVE,
     "policy.generation.colocated.resources.num_nodes": POSITIVE,
@@ -113,8 +117,6 @@ ONLY: dict[str, tuple[object, str]] = {
     "policy.megatron_cfg.enabled": (True, "Megatron-Core is the only training backend"),
     "policy.megatron_cfg.context_parallel_size": (1, "context parallelism is not supported"),
     "policy.megatron_cfg.optimizer.fp16": (False, "float16 is not supported; set policy.precision=bfloat16 or float32"),
-    "policy.generation.top_p": (1.0, "the trainer's logprobs are over the whole vocabulary, the sampler's would not be"),
-    "policy.generation.top_k": (None, "the trainer's logprobs are over the whole vocabulary, the sampler's would not be"),
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "engines with pipeline stages are not supported"),
 }
 """Keys of which mrl has only one value so far, and why."""

@@ -65,9 +65,10 @@ class GenerationConfig:
     temperature: float = 1.0
     """Sampling temperature, above 0."""
     top_p: float = 1.0
-    """Nucleus sampling. Only 1.0 is supported, because logprobs of the trainer are over the whole vocabulary."""
+    """Sample among the likeliest tokens whose probabilities add up to this; 1.0 = all. The trainer's logprobs are over the same tokens,
+    except those of the KL penalty."""
     top_k: int | None = None
-    """Keep the k likeliest tokens. Only null is supported, for the same reason."""
+    """Sample among the k likeliest tokens, before `top_p`; null = all. As for `top_p`, the trainer follows."""
     stop_token_ids: list[int] | None = None
     """Tokens that end a rollout; null = the model's end-of-sequence tokens."""
     num_cpu_engines: int = 1

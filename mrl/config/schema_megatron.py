@@ -90,6 +90,12 @@ class MegatronConfig:
     """Layers of the last stage; null = as many as the others."""
     sequence_parallel: bool = False
     """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
+    defer_fp32_logits: bool = False
+    """Make float32 logits of bfloat16 ones for some tokens at a time; false = for a whole packed row. The values are the same."""
+    use_fused_linear_logprobs: bool = False
+    """The same as policy.logprob_chunk_size, which then stays null, with the number of tokens below."""
+    fused_linear_logprobs_chunk_size: int = 256
+    """Tokens whose logits are in memory at the same time if `use_fused_linear_logprobs`."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     freeze_moe_router: bool = True

@@ -48,6 +48,10 @@ class PolicyConfig:
     """Longest sequences that fit into a packed row in training."""
     logprob_batch_size: int = follows("policy.train_micro_batch_size")
     """Longest sequences that fit into a packed row in logprob passes."""
+    logprob_chunk_size: int | None = None
+    """Tokens whose logits are in memory at the same time, in logprob passes and in training: the output layer and its gradient are
+    computed for so many at a time, twice in training. null = the logits of a whole packed row are made once and kept for the gradient.
+    Needs megatron_cfg.defer_fp32_logits."""
     max_total_sequence_length: int = 512
     """Longest prompt plus rollout, in tokens."""
     make_sequence_length_divisible_by: int = follows("policy.megatron_cfg.tensor_model_parallel_size")
@@ -61,6 +65,12 @@ class PolicyConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    @property
+    def output_chunk_tokens(self) -> int | None:
+        """Tokens for which the output layer is computed at a time; None = a whole packed row."""
+        megatron = self.megatron_cfg
+        return megatron.fused_linear_logprobs_chunk_size if megatron.use_fused_linear_logprobs else self.logprob_chunk_size
 
     @property
     def sequence_multiple(self) -> int:

@@ -1,87 +1,213 @@
-"""Log-probabilities of given tokens from vocabulary-parallel logits, without a full-vocabulary copy on any rank.
+"""Log-probabilities and entropy from vocabulary-parallel logits, or from hidden states without the logits of a whole row.
 
-T packed tokens, V local vocabulary columns (padding included).
+Neither keeps or gathers the whole vocabulary on any rank. T packed tokens, V local vocabulary columns (padding included), D hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# fp32 copies of the logits live for this many rows at a time: 4 bytes x 1024 x V/tp, 0.27 GB for 131,072 columns at tp 2.
+from mrl.policy.distribution import TokenDistribution, local_max
+
+# fp32 copies of given logits live for this many rows at a time: 4 bytes x 1024 x V/tp, 0.27 GB for 131,072 columns at tp 2.
 CHUNK_TOKENS = 1024
 
 
-def vocab_parallel_logprobs(
-    logits_TV: Tensor, labels_T: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
-) -> Tensor:
-    """Log-probability of each label, shape [T], float32, differentiable, the same on every rank of `group`.
+@dataclass(frozen=True)
+class TokenScores:
+    """What the distribution says of the label at each position, float32 [T], the same on every rank of the tp group."""
 
-    `logits_TV` holds this rank's columns of the padded vocabulary, in rank order; columns from `vocab_size` on are padding and have no
-    probability. Logits are divided by `temperature` in float32 first, as the sampler does. Collective over `group` (tensor parallel):
-    every rank calls it, in the same order; the backward pass needs no collective.
+    logprobs_T: Tensor
+    """With gradient; -inf, without gradient, where top-k or top-p leave the label out."""
+    untruncated_logprobs_T: Tensor
+    """As if every token could be drawn, with gradient; the same tensor where the distribution is not truncated."""
+    entropy_T: Tensor
+    """Entropy of the distribution in nats, without gradient."""
+
+
+def scores_of_logits(logits_TV: Tensor, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup) -> TokenScores:
+    """Scores of the labels, from this rank's columns of the padded vocabulary, in rank order.
+
+    Columns from `vocab_size` on are padding and have no probability. Logits are divided by the temperature in float32 first, as the
+    sampler does. Collective over `group` (tensor parallel): every rank calls it, in the same order; the backward pass has no collective.
     """
-    return _VocabParallelLogprobs.apply(logits_TV, labels_T, vocab_size, temperature, group)
+    return _token_scores(_ScoresOfLogits.apply(logits_TV, labels_T, distribution, group), distribution)
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
+def scores_of_hidden(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup, *, chunk_tokens: int
+) -> TokenScores:
+    """As `scores_of_logits` of `hidden_TD @ weight_VD.T`, of which only `chunk_tokens` rows are ever there, in the backward pass too.
+
+    Every rank passes the hidden states of all T tokens; their gradient is that of this rank's columns, still to be summed over `group`.
+    The weight's gradient is summed over the chunks in float32.
+    """
+    return _token_scores(_ScoresOfHidden.apply(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens), distribution)
+
+
+def _token_scores(outputs: tuple[Tensor, Tensor, Tensor], distribution: TokenDistribution) -> TokenScores:
+    logprobs_T, untruncated_T, entropy_T = outputs
+    return TokenScores(logprobs_T, untruncated_T if distribution.is_truncated else logprobs_T, entropy_T)
+
+
+class _ScoresOfLogits(torch.autograd.Function):
     """Saves the logits as they are and makes the softmax again in the backward pass, so that no [T, V] float32 tensor is kept."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_TV: Tensor,
-        labels_T: Tensor,
-        vocab_size: int,
-        temperature: float,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        num_columns = logits_TV.shape[1]
-        first_column = group.rank() * num_columns
-        num_real = min(max(vocab_size - first_column, 0), num_columns)
-        column_T = labels_T - first_column
-        is_local_T = (column_T >= 0) & (column_T < num_real)
-        column_T = torch.where(is_local_T, column_T, 0)
-
-        max_T = _local_max(logits_TV[:, :num_real])
-        dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=group)
-        max_T = max_T / temperature
-        sum_and_label = torch.zeros(2, len(labels_T), device=logits_TV.device)
-        for rows in _chunks(len(labels_T)):
-            scaled = logits_TV[rows].float() / temperature
-            sum_and_label[0, rows] = torch.exp(scaled[:, :num_real] - max_T[rows, None]).sum(dim=-1)
-            label = scaled.gather(1, column_T[rows, None])[:, 0]
-            sum_and_label[1, rows] = torch.where(is_local_T[rows], label, 0.0)
-        dist.all_reduce(sum_and_label, group=group)
-
-        log_sum_T = sum_and_label[0].log()
-        ctx.save_for_backward(logits_TV, max_T + log_sum_T, column_T, is_local_T)
-        ctx.num_real, ctx.temperature = num_real, temperature
-        # The label's logit first, which loses fewest bits.
-        return (sum_and_label[1] - max_T) - log_sum_T
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        columns = _Columns(logits_TV.shape[1], labels_T, distribution, group)
+        rows = _chunks(len(labels_T), CHUNK_TOKENS)
+        sums = _Sums.over(lambda chunk: logits_TV[chunk, : columns.num_real], rows, columns)
+        ctx.columns, ctx.rows = columns, rows
+        return _finish(ctx, sums, logits_TV)
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits_TV, log_normalizer_T, column_T, is_local_T = ctx.saved_tensors
-        num_real, temperature = ctx.num_real, ctx.temperature
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits_TV, *saved = ctx.saved_tensors
+        num_real = ctx.columns.num_real
         grad_TV = torch.zeros_like(logits_TV)
-        for rows in _chunks(len(grad_T)):
-            scale = grad_T[rows, None] / temperature
-            grad = torch.exp(logits_TV[rows, :num_real].float() / temperature - log_normalizer_T[rows, None]).mul_(-scale)
-            if num_real:
-                grad.scatter_add_(1, column_T[rows, None], scale * is_local_T[rows, None])
-            grad_TV[rows, :num_real] = grad.to(logits_TV.dtype)
-        return grad_TV, None, None, None, None
+        for chunk in ctx.rows:
+            grad = _logit_gradient(logits_TV[chunk, :num_real], chunk, ctx.columns, saved, grads)
+            grad_TV[chunk, :num_real] = grad.to(logits_TV.dtype)
+        return grad_TV, None, None, None
 
 
-def _local_max(logits_TV: Tensor) -> Tensor:
-    if logits_TV.shape[1] == 0:
-        return torch.full((logits_TV.shape[0],), -torch.inf, device=logits_TV.device)
-    return logits_TV.amax(dim=-1).float()
+class _ScoresOfHidden(torch.autograd.Function):
+    """Saves the hidden states, and makes the logits of a chunk again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        distribution: TokenDistribution,
+        group: dist.ProcessGroup,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        columns = _Columns(len(weight_VD), labels_T, distribution, group)
+        rows = _chunks(len(labels_T), chunk_tokens)
+        real_VD = weight_VD[: columns.num_real]
+        sums = _Sums.over(lambda chunk: hidden_TD[chunk] @ real_VD.t(), rows, columns)
+        ctx.columns, ctx.rows = columns, rows
+        return _finish(ctx, sums, hidden_TD, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden_TD, weight_VD, *saved = ctx.saved_tensors
+        num_real = ctx.columns.num_real
+        real_VD = weight_VD[:num_real]
+        grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        # A sum of many chunks would lose the small ones in bfloat16.
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for chunk in ctx.rows:
+            grad = _logit_gradient(hidden_TD[chunk] @ real_VD.t(), chunk, ctx.columns, saved, grads).to(weight_VD.dtype)
+            if grad_hidden_TD is not None:
+                grad_hidden_TD[chunk] = grad @ real_VD
+            if grad_weight_VD is not None:
+                grad_weight_VD[:num_real] += grad.t() @ hidden_TD[chunk]
+        return grad_hidden_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None, None
 
 
-def _chunks(num_tokens: int) -> list[slice]:
-    return [slice(start, min(start + CHUNK_TOKENS, num_tokens)) for start in range(0, num_tokens, CHUNK_TOKENS)]
+class _Columns:
+    """Which columns of the vocabulary this rank has, and which labels are among them."""
+
+    def __init__(self, num_columns: int, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup) -> None:
+        first_column = group.rank() * num_columns
+        self.num_real = min(max(distribution.vocab_size - first_column, 0), num_columns)
+        column_T = labels_T - first_column
+        self.is_local_T = (column_T >= 0) & (column_T < self.num_real)
+        self.label_T = torch.where(self.is_local_T, column_T, 0)
+        self.distribution, self.group = distribution, group
+
+
+@dataclass
+class _Sums:
+    """Over all ranks, float32 [T]. A label's own logit is kept apart from the normalizer, which loses fewest bits."""
+
+    max_T: Tensor
+    log_sum_T: Tensor
+    """log of the sum of exp(logit - max) over the tokens that can be drawn."""
+    untruncated_log_sum_T: Tensor
+    mean_T: Tensor
+    """Mean of logit - max under the distribution."""
+    label_T: Tensor
+    least_kept_T: Tensor
+
+    @classmethod
+    def over(cls, logits_of: Callable[[slice], Tensor], rows: list[slice], columns: _Columns) -> _Sums:
+        """Sums over this rank's real columns of the logits of each chunk of rows, then over the ranks: a chunk waits for no other rank
+        unless the distribution is truncated."""
+        distribution, group = columns.distribution, columns.group
+        max_T = torch.empty(len(columns.label_T), device=columns.label_T.device)
+        least_kept_T = torch.full_like(max_T, -torch.inf)
+        whole_T, kept_T, moment_T, label_T = sums = torch.zeros(4, len(max_T), device=max_T.device)
+        for chunk in rows:
+            scaled = logits_of(chunk).float() / distribution.temperature
+            max_T[chunk] = local_max(scaled)
+            shifted = scaled - max_T[chunk, None]
+            exps = torch.exp(shifted)
+            whole_T[chunk] = exps.sum(dim=-1)
+            if distribution.is_truncated:
+                least_kept_T[chunk] = distribution.least_kept(scaled, group)
+                exps.masked_fill_(scaled < least_kept_T[chunk, None], 0.0)
+            kept_T[chunk] = exps.sum(dim=-1)
+            moment_T[chunk] = exps.mul_(shifted).sum(dim=-1)
+            if columns.num_real:
+                label = scaled.gather(1, columns.label_T[chunk, None])[:, 0]
+                label_T[chunk] = torch.where(columns.is_local_T[chunk], label, 0.0)
+
+        global_max_T = max_T.clone()
+        dist.all_reduce(global_max_T, op=dist.ReduceOp.MAX, group=group)
+        below_T = max_T - global_max_T
+        moment_T += kept_T * below_T
+        sums[:3] *= torch.exp(below_T)
+        dist.all_reduce(sums, group=group)
+        return cls(global_max_T, kept_T.log(), whole_T.log(), moment_T / kept_T, label_T, least_kept_T)
+
+
+def _finish(ctx: Any, sums: _Sums, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of a forward pass, from which entropy takes no gradient."""
+    is_kept_T = sums.label_T >= sums.least_kept_T
+    above_T = sums.label_T - sums.max_T
+    # NaN logits must stay NaN.
+    logprobs_T = torch.where(sums.label_T < sums.least_kept_T, -torch.inf, above_T - sums.log_sum_T)
+    entropy_T = sums.log_sum_T - sums.mean_T
+    ctx.save_for_backward(*inputs, sums.max_T + sums.log_sum_T, sums.max_T + sums.untruncated_log_sum_T, sums.least_kept_T, is_kept_T)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(entropy_T)
+    return logprobs_T, above_T - sums.untruncated_log_sum_T, entropy_T
+
+
+def _logit_gradient(logits: Tensor, chunk: slice, columns: _Columns, saved: list[Tensor], grads: tuple[Tensor | None, ...]) -> Tensor:
+    """Gradient of the logits of a chunk of rows, float32, from the gradients of both log-probabilities."""
+    normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = saved
+    distribution = columns.distribution
+    scaled = logits.float() / distribution.temperature
+    result = torch.zeros_like(scaled)
+    grad_T, untruncated_grad_T, _ = grads
+    if grad_T is not None:
+        scale = torch.where(is_kept_T[chunk], grad_T[chunk], 0.0)[:, None] / distribution.temperature
+        torch.exp(scaled - normalizer_T[chunk, None], out=result).mul_(-scale)
+        if distribution.is_truncated:
+            result.masked_fill_(scaled < least_kept_T[chunk, None], 0.0)
+        if columns.num_real:
+            result.scatter_add_(1, columns.label_T[chunk, None], scale * columns.is_local_T[chunk, None])
+    if untruncated_grad_T is not None:
+        scale = untruncated_grad_T[chunk, None] / distribution.temperature
+        result.addcmul_(torch.exp(scaled - untruncated_normalizer_T[chunk, None]), -scale)
+        if columns.num_real:
+            result.scatter_add_(1, columns.label_T[chunk, None], scale * columns.is_local_T[chunk, None])
+    return result
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]

@@ -20,6 +20,7 @@ from conversion.families.common import HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.layouts import MEGATRON_VOCABULARY_MULTIPLE
 from mrl.policy import compat
+from mrl.policy.output import ChunkedOutputLayer
 from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     )
     _check_layers(model, config.megatron_cfg)
     _mark_parameters(model, config.megatron_cfg)
+    if model.post_process and config.output_chunk_tokens is not None:
+        model.output_layer = ChunkedOutputLayer(model.output_layer, chunk_tokens=config.output_chunk_tokens)
     if torch.cuda.is_available():
         model.cuda()
     return [Float16Module(transformer_config, model) if transformer_config.bf16 else model]

@@ -69,10 +69,7 @@ class Policy:
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.grpo.max_num_steps)
         self._state = TrainState(self._chunks, optimizer, scheduler)
         self._copy_check = CopyCheck(self._tensors, self._layout)
-        self._distribution = TokenDistribution(
-            vocab_size=int(str(self._hf_config["vocab_size"])),
-            temperature=config.policy.generation.temperature,
-        )
+        self._distribution = TokenDistribution.of(config.policy, int(str(self._hf_config["vocab_size"])))
         self._settled: SettleReport | None = None
         self._reference: dict[Slot, Tensor] | None = None
         self._batch: _Batch | None = None
@@ -184,17 +181,20 @@ class Policy:
     def compute_old_logprobs(self) -> None:
         """Log-probabilities of the batch under the current weights, before the update. They stay on the last pipeline stage."""
         batch = self._current_batch()
-        batch.old_logprobs = self._logprobs(batch.rows)
+        batch.old_logprobs = self._logprobs(batch.rows, self._distribution)
 
     def compute_reference_logprobs(self) -> None:
-        """Log-probabilities of the batch under the weights that the run started from. Afterwards the current ones are back, bit for bit."""
+        """Log-probabilities of the batch under the weights that the run started from, of whatever token: the reference is never truncated.
+
+        Afterwards the current weights are back, bit for bit.
+        """
         batch = self._current_batch()
         with self._reference_weights():
-            batch.reference_logprobs = self._logprobs(batch.rows)
+            batch.reference_logprobs = self._logprobs(batch.rows, self._distribution.untruncated)
 
     def logprobs_of_rows(self, rows: list[PackedRow]) -> list[np.ndarray]:
         """Log-probability of every label, float32 [T] per row; an empty list on all but the last pipeline stage."""
-        return [logprobs.cpu().numpy() for logprobs in self._logprobs(rows)]
+        return [logprobs.cpu().numpy() for logprobs in self._logprobs(rows, self._distribution)]
 
     def train_step(self) -> dict[str, float]:
         """One optimizer step on the batch, which is then used up; returns metrics `train/*`, the same floats on every rank.
@@ -244,9 +244,9 @@ class Policy:
             raise RuntimeError("there is no batch: set_batch comes first, and every train_step uses its batch up")
         return self._batch
 
-    def _logprobs(self, rows: list[PackedRow]) -> list[Tensor]:
+    def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
         self.settled_weights()
-        return compute_logprobs(self._chunks, rows, self._distribution)
+        return compute_logprobs(self._chunks, rows, distribution)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:

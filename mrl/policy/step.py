@@ -24,6 +24,7 @@ from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, finish_metrics, poli
 from mrl.config.schema_algo import LossConfig
 from mrl.data.packing import PackedRow
 from mrl.policy.distribution import TokenDistribution
+from mrl.policy.output import token_scores
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,10 @@ def compute_logprobs(chunks: list[DistributedDataParallel], rows: list[PackedRow
 
     def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Tensor]]:
         row = next(iterator)
-        return _forward(model, row), lambda logits, non_loss_data: distribution.logprobs(logits, row.labels_T.to(logits.device))
+        return _forward(model, row), lambda output, non_loss_data: logprobs_of(output, row, model)
+
+    def logprobs_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> Tensor:
+        return token_scores(model, output, row.labels_T.to(output.device), distribution).logprobs_T
 
     return _run_schedule(forward_step, rows, chunks, forward_only=True)
 
@@ -107,15 +111,18 @@ def _forward_backward(
 ) -> list[dict[str, Tensor]]:
     def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
         item = next(iterator)
-        return _forward(model, item.row), lambda logits: loss_of(logits, item)
+        return _forward(model, item.row), lambda output: loss_of(output, item, model)
 
-    def loss_of(logits: Tensor, item: TrainRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        row, device = item.row, logits.device
+    def loss_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        row, device = item.row, output.device
         assert item.old_logprobs_T is not None
+        scores = token_scores(model, output, row.labels_T.to(device), distribution)
         loss, metrics = policy_loss(
-            distribution.logprobs(logits, row.labels_T.to(device)),
+            scores.logprobs_T,
             item.old_logprobs_T,
             item.reference_logprobs_T,
+            untruncated_logprobs_T=scores.untruncated_logprobs_T,
+            entropy_T=scores.entropy_T,
             generator_logprobs_T=row.generator_logprobs_T.to(device),
             advantages_T=row.advantages_T.to(device),
             loss_mask_T=row.loss_mask_T.to(device),
@@ -131,7 +138,7 @@ def _forward_backward(
 
 
 def _forward(model: DistributedDataParallel, row: PackedRow) -> Tensor:
-    """Logits [1, T, V] from the last chunk of the model, hidden states for the next one from any other."""
+    """What `token_scores` takes from the last chunk of the model, hidden states for the next one from any other."""
     device = next(model.parameters()).device
     cu_seqlens = row.cu_seqlens.to(device)
     packed = PackedSeqParams(

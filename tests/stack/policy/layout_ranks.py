@@ -66,7 +66,7 @@ def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[li
     chunks, layout, _ = _build(rank, config, folder)
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    loss = _forward_backward(chunks, folder, rows)
+    loss = _forward_backward(chunks, config, folder, rows)
     grads = {
         Slot(name.removeprefix("module."), index): parameter.main_grad
         for index, chunk in enumerate(chunks)
@@ -85,7 +85,7 @@ def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[lis
     from mrl.policy.step import compute_logprobs
 
     chunks, _, _ = _build(rank, config, folder)
-    distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
+    distribution = TokenDistribution.of(config, _vocab_size(folder))
     result = [row.numpy() for row in compute_logprobs(chunks, [packed_row(row) for row in rows], distribution)]
     parallel.shutdown()
     return result
@@ -107,7 +107,7 @@ def train(
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = _forward_backward(chunks, folder, rows)
+        loss = _forward_backward(chunks, config, folder, rows)
         _, grad_norm, _ = optimizer.step()
         scheduler.step(increment=1)
         steps.append((loss, float(grad_norm)))
@@ -137,20 +137,21 @@ def transformers_beside_megatron(rank: Rank, folder: Path, sequence: list[int]) 
         return model(torch.tensor([sequence])).logits[0].numpy()
 
 
-def _forward_backward(chunks: list, folder: Path, rows: list[list[list[int]]]) -> float:
+def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> float:
     """Loss of this rank's rows, 0 on all but the last stage; gradients are in the chunks' buffers."""
     from mrl.policy import parallel
     from mrl.policy.distribution import TokenDistribution
+    from mrl.policy.output import token_scores
     from mrl.policy.step import _forward, _run_schedule
 
     place = parallel.coordinates()
-    distribution = TokenDistribution(vocab_size=_vocab_size(folder), temperature=1.0)
+    distribution = TokenDistribution.of(config, _vocab_size(folder))
 
     def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module):
         row = next(iterator)
 
-        def loss_of(logits: torch.Tensor):
-            loss = (distribution.logprobs(logits, row.labels_T) * row.advantages_T).sum() / len(rows)
+        def loss_of(output: torch.Tensor):
+            loss = (token_scores(model, output, row.labels_T, distribution).logprobs_T * row.advantages_T).sum() / len(rows)
             return loss, torch.ones((), dtype=torch.int), {"loss": loss.detach()}
 
         return _forward(model, row), loss_of

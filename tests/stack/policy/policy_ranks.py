@@ -159,34 +159,6 @@ def canonical_weights(policy: Policy) -> dict[str, np.ndarray]:
     return weights
 
 
-def logprob_gradients(rank: Rank, vocab_size: int, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """Vocabulary-parallel logprobs of `logits_and_labels`, and this rank's columns of the gradient of their weighted sum."""
-    import torch.distributed as dist
-
-    from mrl.policy import logprobs
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rank.master_port}", rank=rank.rank, world_size=rank.world_size)
-    logprobs.CHUNK_TOKENS = 7
-    logits, labels, weights = logits_and_labels(vocab_size)
-    columns = logits.shape[1] // rank.world_size
-    mine = logits[:, rank.rank * columns :][:, :columns].clone().requires_grad_()
-    group = dist.group.WORLD
-    assert group is not None
-    result = logprobs.vocab_parallel_logprobs(mine, labels, vocab_size=vocab_size, temperature=temperature, group=group)
-    (result * weights).sum().backward()
-    dist.destroy_process_group()
-    assert mine.grad is not None
-    return result.detach().numpy(), mine.grad.numpy()
-
-
-def logits_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits over 512 columns (padding gets the largest ones), labels, and a weight per token."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(40, 512, generator=generator) * 5
-    logits[:, vocab_size:] = 50.0
-    return logits, torch.randint(0, vocab_size, (40,), generator=generator), torch.randn(40, generator=generator)
-
-
 def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tuple[str, bool, list[dict[str, float]]]:
     """A step in which the last rank's advantages are `advantage`: its message, whether no byte of weights and optimizer changed.
 

@@ -268,3 +268,40 @@ def test_any_split_into_rows_gives_the_same_loss_and_metrics(lengths: list[int],
         combine = min if name in MIN_METRICS else max if name in MAX_METRICS else sum
         assert combine(float(part[name]) for part in parts) == pytest.approx(float(value), rel=1e-9, abs=1e-12), name
     assert float(metrics[LOSS]) == float(loss)
+
+
+def test_tokens_outside_the_truncation_are_masked_and_counted():
+    row = random_row(3)
+    valid = row["loss_mask_T"] > 0
+    position = int(valid.nonzero()[2])
+    without = dict(row, loss_mask_T=row["loss_mask_T"].clone())
+    without["loss_mask_T"][position] = 0
+    count = float(valid.sum())
+    expected, _ = compute(without, CONFIG, num_valid_tokens=count)
+    for name in ("logprobs_T", "old_logprobs_T"):
+        outside = dict(row, **{name: row[name].clone()})
+        outside[name][position] = -torch.inf
+        value, metrics = compute(outside, CONFIG, num_valid_tokens=count)
+        assert torch.equal(value, expected)
+        assert finish_metrics({key: float(number) for key, number in metrics.items()}, num_valid_tokens=count)[
+            "outside_truncation_fraction"
+        ] == pytest.approx(1 / count)
+        assert all(torch.isfinite(number) for number in metrics.values())
+
+
+def test_the_kl_penalty_compares_untruncated_logprobs():
+    row = random_row(4)
+    config = replace(CONFIG, reference_policy_kl_penalty=0.1)
+    untruncated = row["logprobs_T"] - 0.3
+    valid = row["loss_mask_T"] > 0
+    _, metrics = compute(dict(row, untruncated_logprobs_T=untruncated), config)
+    difference = (row["reference_logprobs_T"] - untruncated)[valid].double()
+    assert float(metrics["kl_penalty"]) == pytest.approx(float((difference.exp() - difference - 1).sum()), rel=1e-5)
+
+
+def test_entropy_is_averaged_over_valid_tokens():
+    row = random_row(5)
+    entropy = torch.linspace(0.0, 3.0, len(row["logprobs_T"]))
+    value, metrics = compute(dict(row, entropy_T=entropy), CONFIG)
+    assert float(metrics["entropy"]) == pytest.approx(float(entropy[row["loss_mask_T"] > 0].sum()))
+    assert torch.equal(value, compute(row, CONFIG)[0])

@@ -57,6 +57,19 @@ def test_dedicated_engines_that_fit(workplace: Path, overrides: list[str], num_p
     assert config.data_parallel_size == num_policy_ranks // 2
 
 
+def test_chunks_of_the_output_layer(workplace: Path):
+    chunked = ("policy.logprob_chunk_size=2048", f"{MEGATRON}.defer_fp32_logits=true")
+    fused = (f"{MEGATRON}.use_fused_linear_logprobs=true", f"{MEGATRON}.fused_linear_logprobs_chunk_size=512")
+    for overrides, expected in (((), None), (chunked, 2048), (fused, 512)):
+        config = load_config("grpo_tiny.yaml", overrides)
+        assert find_problems(config) == []
+        assert config.policy.output_chunk_tokens == expected
+
+
+def test_truncated_sampling_is_allowed(workplace: Path):
+    assert found("policy.generation.top_p=0.9", "policy.generation.top_k=20") == []
+
+
 BAD = [
     # overrides, key=value, part of the way out
     (["policy.model_name=nowhere"], "policy.model_name=nowhere", "mrl.prepare tiny"),
@@ -75,6 +88,9 @@ BAD = [
     (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt=1", "at least 2"),
     (["loss_fn.truncated_importance_sampling_ratio=2", "loss_fn.use_importance_sampling_correction=false"],
      "loss_fn.truncated_importance_sampling_ratio=2", "set it to null"),
+    (["policy.logprob_chunk_size=64"], "policy.logprob_chunk_size=64", "set the latter"),
+    (["policy.logprob_chunk_size=64", f"{MEGATRON}.defer_fp32_logits=true", f"{MEGATRON}.use_fused_linear_logprobs=true"],
+     "policy.logprob_chunk_size=64", "the one or the other"),
     (["policy.generation.max_new_tokens=1280"], "policy.generation.max_new_tokens=1280", "lower the one or raise the other"),
     ([f"{ENGINE}.max_model_len=1281"], f"{ENGINE}.max_model_len=1281", "leave it out"),
     ([f"{ENGINE}.max_model_len=16"], f"{ENGINE}.max_model_len=16", "leave it out"),

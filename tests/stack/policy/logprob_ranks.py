@@ -1,0 +1,112 @@
+"""What runs on the ranks of the logprob tests: scores of random hidden states, and their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from tests.stack.ranks import Rank
+
+if TYPE_CHECKING:
+    from mrl.policy.distribution import TokenDistribution
+
+NUM_TOKENS = 40
+NUM_COLUMNS = 512
+"""Of the padded vocabulary."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A distribution, and how its scores are computed; `chunk_tokens` None = from the logits of the whole row."""
+
+    vocab_size: int = 264
+    temperature: float = 0.7
+    top_k: int | None = None
+    top_p: float = 1.0
+    chunk_tokens: int | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
+
+    def distribution(self) -> TokenDistribution:
+        from mrl.policy.distribution import TokenDistribution
+
+        return TokenDistribution(self.vocab_size, self.temperature, self.top_k, self.top_p)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of which padding gets the largest logits. Half of the labels are likely ones. Two weights per token, of the two log-probabilities."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    labels: torch.Tensor
+    token_weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """Scores by name; this rank's columns of the logits and its part of the gradients of the weighted sum of the log-probabilities."""
+
+    scores: dict[str, np.ndarray]
+    logits: np.ndarray
+    grad_hidden: np.ndarray
+    grad_weight: np.ndarray
+
+
+def inputs(case: Case) -> Inputs:
+    generator = torch.Generator().manual_seed(case.vocab_size)
+    dtype = torch.bfloat16 if case.precision == "bfloat16" else torch.float32
+    hidden = torch.randn(NUM_TOKENS, 24, generator=generator) + 0.5
+    weight = torch.randn(NUM_COLUMNS, 24, generator=generator) * 0.7
+    weight[case.vocab_size :] = 4.0
+    labels = torch.randint(0, case.vocab_size, (NUM_TOKENS,), generator=generator)
+    labels[::2] = (hidden @ weight[: case.vocab_size].t()).argmax(dim=-1)[::2]
+    return Inputs(hidden.to(dtype), weight.to(dtype), labels, torch.randn(2, NUM_TOKENS, generator=generator))
+
+
+def results(rank: Rank, cases: list[Case]) -> list[Result]:
+    """Of every case, on this rank's columns."""
+    import torch.distributed as dist
+
+    from mrl.policy import logprobs
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rank.master_port}", rank=rank.rank, world_size=rank.world_size)
+    logprobs.CHUNK_TOKENS = 7
+    result = [_result(rank, case) for case in cases]
+    dist.destroy_process_group()
+    return result
+
+
+def _result(rank: Rank, case: Case) -> Result:
+    import torch.distributed as dist
+
+    from mrl.policy.logprobs import scores_of_hidden, scores_of_logits
+
+    group = dist.group.WORLD
+    assert group is not None
+    given = inputs(case)
+    columns = NUM_COLUMNS // rank.world_size
+    hidden = given.hidden.requires_grad_()
+    weight = given.weight[rank.rank * columns :][:columns].clone().requires_grad_()
+    logits = hidden @ weight.t()
+    if case.chunk_tokens is None:
+        scores = scores_of_logits(logits, given.labels, case.distribution(), group)
+    else:
+        scores = scores_of_hidden(hidden, weight, given.labels, case.distribution(), group, chunk_tokens=case.chunk_tokens)
+    first, second = given.token_weights
+    # A log-probability of -inf times a weight is not a loss; the product's gradient still reaches the operator.
+    drawable = torch.where(torch.isneginf(scores.logprobs_T), 0.0, scores.logprobs_T)
+    (drawable * first + scores.untruncated_logprobs_T * second).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return Result(
+        {
+            "logprobs": scores.logprobs_T.detach().numpy(),
+            "untruncated_logprobs": scores.untruncated_logprobs_T.detach().numpy(),
+            "entropy": scores.entropy_T.numpy(),
+        },
+        logits.detach().float().numpy(),
+        hidden.grad.float().numpy(),
+        weight.grad.float().numpy(),
+    )
