@@ -8,12 +8,11 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from conversion.compare import differences, faults_against_manifest
 from conversion.families.common import MegatronParallel
-from conversion.files import weight_files
+from conversion.hub import model_folder
 from conversion.progress import log_progress
 from conversion.to_hf import convert_mcore_to_hf
 from conversion.to_megatron import convert_hf_to_mcore
@@ -59,7 +58,7 @@ def _run(options: argparse.Namespace) -> int:
         convert_mcore_to_hf(options.mcore, options.out, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress)
     else:
         parallel = MegatronParallel(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
-        convert_hf_to_mcore(hf_folder(options.hf), options.out, parallel=parallel, dtype=dtype, progress=progress)
+        convert_hf_to_mcore(model_folder(options.hf), options.out, parallel=parallel, dtype=dtype, progress=progress)
     logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
     return 0
 
@@ -127,33 +126,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
-
-
-def hf_folder(model: str) -> Path:
-    """The folder of a model: `model` itself, or the snapshot of a Hub id, from the local cache if it is there, else downloaded.
-
-    Raises:
-        ValueError: neither is to be had.
-    """
-    if Path(model).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    # Whoever used only the tokenizer or the config has no weights there: an error, or files that are not all there.
-    with suppress(LocalEntryNotFoundError, ValueError):
-        found = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
-        if (found / "config.json").exists() and all(path.exists() for path in weight_files(found)):
-            return found
-    logger.info("%s is not in the local Hugging Face cache, or not all of it: downloading it", model)
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"--hf {model} is neither a folder nor in the local Hugging Face cache, and it cannot be downloaded: {error}; "
-            "name a folder, or download the model on a host with a network"
-        ) from error
 
 
 def size_in_bytes(text: str, *, option: str = "--max-shard-size") -> int:

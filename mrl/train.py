@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from conversion.cache import open_cache
+from conversion.hub import model_folder
 from mrl import env
 from mrl.algo.advantages import batch_advantages
 from mrl.cluster.session import Session, start_session
@@ -23,6 +24,7 @@ from mrl.config import trace
 from mrl.config.checks import check_config
 from mrl.config.files import find_config
 from mrl.config.load import load_config
+from mrl.config.model import use_local_folders
 from mrl.config.schema import RunConfig
 from mrl.data.batch import make_batch
 from mrl.data.order import prompts_of_step
@@ -203,7 +205,11 @@ def preflight(config: RunConfig) -> PromptData:
     Raises:
         ValueError: naming every key, file or row at fault, the rule, and the way out.
     """
+    model = config.policy.model_name
+    use_local_folders(config)
     check_config(config)
+    # A model of the Hub is downloaded once nothing else is wrong.
+    model_folder(model)
     root = env.cache_root()
     if root is not None:
         open_cache(root)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.families.registry import FAMILIES, family
+from conversion.hub import model_folder
+from mrl.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,20 @@ class ModelSizes:
     shared_expert_ffn_size: int
     max_sequence_length: int
     num_parameters: int
+
+
+def use_local_folders(config: RunConfig) -> None:
+    """Puts local folders in place of ids of the Hugging Face Hub; they hold config and tokenizer, and weights only if they did before.
+
+    Raises:
+        ValueError: naming the key; an id is not in the local Hugging Face cache and cannot be downloaded.
+    """
+    policy = config.policy
+    for key, holder, name in (("policy.model_name", policy, "model_name"), ("policy.tokenizer.name", policy.tokenizer, "name")):
+        try:
+            setattr(holder, name, str(model_folder(getattr(holder, name), with_weights=False)))
+        except ValueError as error:
+            raise ValueError(f"{key}={error}") from error
 
 
 def read_model(folder: Path) -> ModelSizes:

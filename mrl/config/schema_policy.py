@@ -16,7 +16,7 @@ from mrl.config.trace import traced
 @dataclass
 class TokenizerConfig:
     name: str = follows("policy.model_name")
-    """Folder of the tokenizer."""
+    """Folder of the tokenizer, or an id on the Hub."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to `apply_chat_template`; null = nothing."""
 
@@ -40,7 +40,7 @@ class SequencePackingConfig:
 @dataclass
 class PolicyConfig:
     model_name: str = required()
-    """Folder of the starting model in Hugging Face format."""
+    """Folder of the starting model in Hugging Face format, or its id on the Hub."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: int = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
     """Sequences per optimizer step. Must equal the rollouts per step."""

@@ -24,10 +24,20 @@ class ChatFormat:
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. Runs no code from the folder."""
+    """The tokenizer of a Hugging Face folder. Runs no code from the folder.
+
+    Raises:
+        ValueError: there is none that transformers can read.
+    """
     from transformers import AutoTokenizer  # takes seconds to import; readers of data without text need not wait
 
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(
+            f"policy.tokenizer.name={folder}: transformers finds no tokenizer there ({first_line}); give the folder of the model's"
+        ) from error
 
 
 def load_chat_format(config: DataDefaultConfig, *, template_kwargs: dict[str, object] | None) -> ChatFormat:

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from conversion.checkpoint_folder import find_checkpoint
 from conversion.families.registry import family
+from conversion.hub import model_folder
 from conversion.manifest import read_manifest, verify_manifest
 from conversion.to_hf import open_checkpoint
-from mrl.convert import hf_folder as hf_folder_of
 from mrl.convert import main, size_in_bytes
 from tests.unit.conversion.dense import TINY
 
@@ -222,12 +222,12 @@ def test_a_model_of_the_local_hub_cache_is_found_by_its_id(hf_folder: Path, tmp_
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
     shutil.copytree(hf_folder, repository / "snapshots" / ("0" * 40))
-    assert hf_folder_of("some/model") == repository / "snapshots" / ("0" * 40)
-    assert hf_folder_of(str(hf_folder)) == hf_folder
+    assert model_folder("some/model") == repository / "snapshots" / ("0" * 40)
+    assert model_folder(str(hf_folder)) == hf_folder
     # Nothing answers at this address.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     message = refused(["hf-to-mcore", "--hf", "some/other", "--out", str(tmp_path / "out")], caplog)
-    assert "--hf some/other is neither a folder nor in the local Hugging Face cache, and it cannot be downloaded" in message
+    assert "some/other is neither a folder nor complete in the local Hugging Face cache, and it cannot be downloaded" in message
     # As after a use of the tokenizer alone.
     (repository / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
     refused(["hf-to-mcore", "--hf", "some/model", "--out", str(tmp_path / "out")], caplog)

@@ -1,0 +1,51 @@
+"""A model may be named by its id on the Hub; a run of it goes on with the local snapshot."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from mrl.config.load import load_config
+from mrl.config.model import use_local_folders
+from mrl.prepare_tokenizer import byte_tokenizer
+from mrl.train import preflight
+
+REVISION = "0" * 40
+
+
+@pytest.fixture
+def snapshot(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny model as the hub library keeps it; nothing answers at the Hub's address."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(workplace / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    repository = workplace / "hub" / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(REVISION)
+    folder = Path(shutil.copytree("prepared/tiny/model", repository / "snapshots" / REVISION))
+    byte_tokenizer(4096).save_pretrained(folder)
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_a_run_of_an_id_starts_from_its_snapshot(snapshot: Path):
+    config = load_config("grpo_tiny.yaml", ["policy.model_name=some/model"])
+    data = preflight(config)
+    assert config.policy.model_name == config.policy.tokenizer.name == str(snapshot)
+    assert data.train
+
+
+def test_an_id_without_weights_ends_before_anything_starts(snapshot: Path):
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="some/model is neither a folder nor complete in the local Hugging Face cache"):
+        preflight(load_config("grpo_tiny.yaml", ["policy.model_name=some/model"]))
+
+
+def test_a_folder_without_a_tokenizer_is_named_with_its_key(workplace: Path):
+    with pytest.raises(ValueError, match="policy.tokenizer.name=prepared/tiny/model: transformers finds no tokenizer there"):
+        preflight(load_config("grpo_tiny.yaml"))
+
+
+def test_an_unknown_id_is_named_with_its_key(snapshot: Path):
+    with pytest.raises(ValueError, match="policy.tokenizer.name=no/tokenizer is neither a folder"):
+        use_local_folders(load_config("grpo_tiny.yaml", ["policy.tokenizer.name=no/tokenizer"]))
