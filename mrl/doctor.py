@@ -136,16 +136,17 @@ def stage(findings: list[Finding], check: Check) -> Iterator[None]:
         raise Failed from error
 
 
-def changed_tensors(before: Sequence[Mapping[Slot, int]], after: Sequence[Mapping[Slot, int]]) -> str:
-    """How many tensors of the engine workers have another checksum than before.
+def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: Mapping[int, Sequence[Mapping[Slot, int]]]) -> str:
+    """How many tensors of the engines' workers have another checksum than before; as `live_digests` gives them.
 
     Raises:
         RuntimeError: not all of them.
     """
-    kept = sorted({str(slot) for old, new in zip(before, after, strict=True) for slot in new if new[slot] == old[slot]})
+    workers = [pair for index, digests in after.items() for pair in zip(before[index], digests, strict=True)]
+    kept = sorted({str(slot) for old, new in workers for slot in new if new[slot] == old[slot]})
     if kept:
         raise RuntimeError(f"tensors of the engines that are as before: {', '.join(kept)}")
-    return f"{sum(map(len, after))} tensors, all changed"
+    return f"{sum(len(new) for _, new in workers)} tensors, all changed"
 
 
 def requests(config: RunConfig, data: PromptData) -> list[RolloutRequest]:

@@ -51,10 +51,9 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
     return [found[index] for index in range(len(rollouts))]
 
 
-def live_digests(engines: EngineGroup, *, deadline_s: float) -> list[dict[Slot, int]]:
-    """Checksums of every live tensor of every engine worker, in order."""
-    digests = cast(dict[int, list[dict[Slot, int]]], engines.call("live_digest", deadline_s=deadline_s))
-    return [digest for workers in digests.values() for digest in workers]
+def live_digests(engines: EngineGroup, *, deadline_s: float, only: Sequence[int] | None = None) -> dict[int, list[dict[Slot, int]]]:
+    """Checksums of every live tensor of every worker of the engines (all, or `only` these), by engine index."""
+    return cast(dict[int, list[dict[Slot, int]]], engines.call("live_digest", deadline_s=deadline_s, only=only))
 
 
 def _sample(engine: Engine, requests: list[RolloutRequest]) -> list[Rollout]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from conversion.boxes import Slot
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import ScheduleError, reshard
@@ -85,15 +86,8 @@ class Refit:
         Raises:
             RuntimeError: naming the tensors on which the conversion tables and vLLM's loader disagree.
         """
-        before = live_digests(self.engines, deadline_s=self.deadline_s)
-
-        def check() -> None:
-            after = live_digests(self.engines, deadline_s=self.deadline_s)
-            for worker_before, worker_after in zip(before, after, strict=True):
-                check_unchanged(worker_before, worker_after)
-
         self.weight_version += 1
-        report = self._refit(range(self.engines.num_engines), check)
+        report = self._refit(range(self.engines.num_engines), _Witness(self.engines, deadline_s=self.deadline_s))
         logger.info("Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}")
         return report
 
@@ -114,7 +108,7 @@ class Refit:
         """
         self._refit([], died=index)
 
-    def _refit(self, engines: Sequence[int], check: Callable[[], None] | None = None, died: int | None = None) -> RefitReport:
+    def _refit(self, engines: Sequence[int], witness: _Witness | None = None, died: int | None = None) -> RefitReport:
         # All that are started again: dedicated engines take part in the exchange of a refit that is not theirs, and may die in it.
         restarted: set[int] = set()
         while True:
@@ -124,17 +118,21 @@ class Refit:
                     self.engines.restart(died)
                     self._prepare_again(died)
                     died = None
-                report = self._attempt(sorted({*engines, *restarted}), check)
+                report = self._attempt(sorted({*engines, *restarted}), witness)
             except ActorLost as lost:
                 died = index_of(lost)
+                if witness is not None:
+                    witness.forget(died)
             else:
                 for index in restarted:
                     self.engines.resubmit(index)
                 return report
 
-    def _attempt(self, engines: Sequence[int], check: Callable[[], None] | None) -> RefitReport:
+    def _attempt(self, engines: Sequence[int], witness: _Witness | None) -> RefitReport:
         start = time.monotonic()
         copied_bytes = 0
+        if witness is not None:
+            witness.look()
         self.policies.call("enter", "refit", deadline_s=self.deadline_s)
         self.engines.call("enter", "refit", deadline_s=self.deadline_s, only=engines)
         self.policies.call("settle", deadline_s=self.deadline_s)
@@ -143,8 +141,8 @@ class Refit:
             copied = self.engines.call("pull", round_index, deadline_s=self.deadline_s, only=engines)
             self.engines.call("verify", round_index, deadline_s=self.deadline_s, only=engines)
             copied_bytes += sum(cast(dict[int, int], copied).values())
-        if check is not None:
-            check()
+        if witness is not None:
+            witness.check_unchanged()
         finished = self.engines.call("set_weight_version", self.weight_version, deadline_s=self.deadline_s, only=engines)
         # The policy makes room before the engines take their KV caches.
         self.policies.call("enter", "generate", deadline_s=self.deadline_s)
@@ -207,6 +205,30 @@ class Refit:
         units = self.units[engine].units
         seats = {unit: ExchangeSeat(self.schedule.rank_part(unit), address, self.deadline_s) for unit in units}
         return [WorkerRefit(self.schedule.worker_part(unit), seats[unit]) for unit in units]
+
+
+class _Witness:
+    """Knows what vLLM's own loader wrote into each engine."""
+
+    def __init__(self, engines: EngineGroup, *, deadline_s: float) -> None:
+        self._engines = engines
+        self._deadline_s = deadline_s
+        self._before: dict[int, list[dict[Slot, int]]] = {}
+
+    def look(self) -> None:
+        """Takes the digests of the engines that it does not know: none of them has been refitted since it was started."""
+        unknown = [index for index in range(self._engines.num_engines) if index not in self._before]
+        self._before |= live_digests(self._engines, deadline_s=self._deadline_s, only=unknown)
+
+    def forget(self, index: int) -> None:
+        """The engine died; the one that takes its place is looked at anew."""
+        self._before.pop(index, None)
+
+    def check_unchanged(self) -> None:
+        """Returns if all engines hold what they held when they were looked at; see `mrl.refit.zero.check_unchanged`."""
+        for index, after in live_digests(self._engines, deadline_s=self._deadline_s).items():
+            for worker_before, worker_after in zip(self._before[index], after, strict=True):
+                check_unchanged(worker_before, worker_after)
 
 
 def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGroup) -> Schedule:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,10 @@ def expect_refused(live: LiveRun, pattern: str) -> str:
 
 def recover(live: LiveRun) -> None:
     refit(live.run, live.state)
+
+
+def process_id(engine) -> int:
+    return os.getpid()
 
 
 def is_prevented_from_sampling(engine) -> bool:
@@ -176,7 +182,7 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     assert answer.returncode == 0, answer.stderr[-3000:]
     (line,) = [line for line in answer.stdout.splitlines() if line.startswith("DIGEST ")]
     fresh = json.loads(line.removeprefix("DIGEST "))
-    for digest in live_digests(live.run.session.engines, deadline_s=DEADLINE_S):
+    for (digest,) in live_digests(live.run.session.engines, deadline_s=DEADLINE_S).values():
         assert {str(slot): crc for slot, crc in digest.items()} == fresh
 
 
@@ -228,3 +234,17 @@ def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
     assert isinstance(moving, Refit)
     moving._prepare_again(0)
     recover(live)
+
+
+@pytest.mark.timeout(180)
+def test_an_engine_that_dies_before_refit_zero_has_looked_at_it_is_started_again(live: LiveRun):
+    session = live.run.session
+    session.policies.call("load_hf", live.config.policy.model_name, deadline_s=DEADLINE_S)
+    refit(live.run, live.state)
+    (pid, _) = live.on_engines(process_id)
+    os.kill(pid, signal.SIGKILL)
+    num_restarts = session.engines.num_restarts
+    report = session.refit.zero()
+    assert session.engines.num_restarts == num_restarts + 1
+    before, after = report.verified_bytes, refit(live.run, live.state).get("refit/verified_bytes")
+    assert before == after > 0
