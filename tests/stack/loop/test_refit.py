@@ -236,7 +236,7 @@ def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
     recover(live)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_an_engine_that_dies_before_refit_zero_has_looked_at_it_is_started_again(live: LiveRun):
     session = live.run.session
     session.policies.call("load_hf", live.config.policy.model_name, deadline_s=DEADLINE_S)
