@@ -12,10 +12,10 @@ from pathlib import Path
 
 from conversion.compare import differences, faults_against_manifest
 from conversion.families.common import MegatronParallel
-from conversion.hub import model_folder
 from conversion.progress import log_progress
 from conversion.to_hf import convert_mcore_to_hf
 from conversion.to_megatron import convert_hf_to_mcore
+from mrl.config.hub import model_folder
 from mrl.convert_cache import clean_cache, list_cache
 from mrl.store.console import bar_progress
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import cast
 
 from conversion.cache import open_cache
-from conversion.hub import model_folder
 from mrl import env
 from mrl.algo.advantages import batch_advantages
 from mrl.cluster.session import Session, start_session
@@ -23,6 +22,7 @@ from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config import trace
 from mrl.config.checks import check_config
 from mrl.config.files import find_config
+from mrl.config.hub import model_folder
 from mrl.config.load import load_config
 from mrl.config.model import use_local_folders
 from mrl.config.schema import RunConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.families.registry import FAMILIES, family
-from conversion.hub import model_folder
+from mrl.config.hub import model_folder
 from mrl.config.schema import RunConfig
 
 
