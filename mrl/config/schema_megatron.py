@@ -7,6 +7,7 @@ from typing import Literal
 
 from conversion.families.common import MegatronParallel
 from mrl.config.fields import Precision, follows
+from mrl.config.schema_peft import FreezeConfig, PeftConfig
 from mrl.config.trace import traced
 
 
@@ -100,6 +101,8 @@ class MegatronConfig:
     """Recompute activations in the backward pass."""
     freeze_moe_router: bool = True
     """Do not train the routers' weights."""
+    freeze_config: FreezeConfig = field(default_factory=FreezeConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     moe_router_dtype: Literal["fp32", "fp64"] = "fp64"
     """Type in which routing scores are computed."""
     moe_router_load_balancing_type: Literal["none"] = "none"

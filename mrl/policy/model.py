@@ -20,6 +20,7 @@ from conversion.families.common import HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.layouts import MEGATRON_VOCABULARY_MULTIPLE
 from mrl.policy import compat
+from mrl.policy.frozen import freeze
 from mrl.policy.output import ChunkedOutputLayer
 from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
 
@@ -58,7 +59,8 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
         **model_arguments,
     )
     _check_layers(model, config.megatron_cfg)
-    _mark_parameters(model, config.megatron_cfg)
+    _mark_parameters(model)
+    freeze([model], config, hf_config)
     if model.post_process and config.output_chunk_tokens is not None:
         model.output_layer = ChunkedOutputLayer(model.output_layer, chunk_tokens=config.output_chunk_tokens)
     if torch.cuda.is_available():
@@ -162,11 +164,9 @@ def _check_layers(model: MegatronModule, config: MegatronConfig) -> None:
         raise RuntimeError(f"this pipeline stage should hold the layers {list(expected)}, but Megatron built {live}")
 
 
-def _mark_parameters(model: MegatronModule, config: MegatronConfig) -> None:
+def _mark_parameters(model: MegatronModule) -> None:
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             # Megatron marks experts only where EP > 1, so that at TP 2, EP 1 their gradients would stay unsummed over tp,
             # and optimizer checkpoints would differ in form between EP 1 and EP 2.
             parameter.allreduce = False
-        if name.endswith("mlp.router.weight") and config.freeze_moe_router:
-            parameter.requires_grad_(False)
