@@ -36,6 +36,13 @@ def box_view(tensor: Tensor, box: Box) -> Tensor:
     return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
 
 
+def merged(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """base + scale * B A of an adapter's factors, computed in float32, in the dtype of the base; the base's bits where the product is 0."""
+    change = (b.float() @ a.float()).mul_(scale)
+    # -0.0 + 0.0 would lose its sign.
+    return torch.where(change == 0, base, (base.float() + change).to(base.dtype))
+
+
 def transformed(tensor: Tensor, transform: str | None) -> Tensor:
     """Canonical values as the holder keeps them, up to its dtype; `tensor` itself without a transform. See `Piece.transform`.
 

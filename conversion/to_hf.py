@@ -11,6 +11,7 @@ from conversion.attempts import built_aside
 from conversion.checkpoint_folder import HF_CONFIG_FILE, Checkpoint, copy_companions, file_state, find_checkpoint, write_json
 from conversion.families.registry import family
 from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, check_same_tensors, read_manifest, seal
+from conversion.merged import CheckpointAdapters, MergedTensors, find_adapters, write_peft
 from conversion.progress import Progress, counter
 from conversion.safetensors_out import write_safetensors
 from conversion.tensors import dtype_name, torch_dtype
@@ -78,7 +79,11 @@ class OpenCheckpoint:
 
     checkpoint: Checkpoint
     folder: TorchDistFolder
-    tensors: CanonicalTensors
+    tensors: CanonicalTensors | MergedTensors
+    """Its weights, with adapters merged if it has some."""
+    factors: CanonicalTensors
+    """Its weights, and the factors of adapters."""
+    adapters: CheckpointAdapters | None
 
 
 def open_checkpoint(mcore: Path) -> OpenCheckpoint:
@@ -93,7 +98,24 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
     layout = family(checkpoint.hf_config).torch_dist_layout(
         checkpoint.hf_config, "float32", _padded_vocabulary(folder, checkpoint), stacked_layers=_STACKED_LAYERS_KEY in folder.keys
     )
-    return OpenCheckpoint(checkpoint, folder, CanonicalTensors(folder, layout))
+    adapters = find_adapters(checkpoint, folder)
+    if adapters is None:
+        tensors = CanonicalTensors(folder, layout)
+        return OpenCheckpoint(checkpoint, folder, tensors, tensors, None)
+    factors = CanonicalTensors(folder, layout | adapters.layout)
+    return OpenCheckpoint(checkpoint, folder, MergedTensors(factors, adapters), factors, adapters)
+
+
+def export_adapters(mcore: Path, out: Path) -> None:
+    """Writes the adapters of a Megatron checkpoint as a folder of the library PEFT.
+
+    Raises:
+        ValueError: it has none, is missing, incomplete or damaged, or `out` exists.
+    """
+    opened = open_checkpoint(mcore)
+    if opened.adapters is None:
+        raise ValueError(f"--mcore {mcore}: the checkpoint has no adapters (policy.megatron_cfg.peft); mcore-to-hf converts its weights")
+    write_peft(opened.factors, opened.adapters, opened.checkpoint.hf_config, out)
 
 
 def _padded_vocabulary(source: TorchDistFolder, checkpoint: Checkpoint) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from conversion.compare import differences, faults_against_manifest
 from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
-from conversion.to_hf import convert_mcore_to_hf
+from conversion.to_hf import convert_mcore_to_hf, export_adapters
 from conversion.to_megatron import convert_hf_to_mcore
 from mrl.config.hub import model_folder
 from mrl.convert_cache import clean_cache, list_cache
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_TO_MCORE, _TO_HF = "hf-to-mcore", "mcore-to-hf"
+_TO_MCORE, _TO_HF, _ADAPTERS = "hf-to-mcore", "mcore-to-hf", "adapters"
 # Enough to see what is wrong; a folder of another model differs in everything.
 MAX_LINES = 50
 
@@ -51,6 +51,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "verify":
         return _report(faults_against_manifest(options.folder), f"{options.folder} is what its manifest says: every file and every tensor")
     started = time.monotonic()
+    if options.command == _ADAPTERS:
+        export_adapters(options.mcore, options.out)
+        logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
+        return 0
     dtype = _DTYPES.get(options.dtype)
     progress = bar_progress(options.command, sys.stderr) if sys.stderr.isatty() else log_progress(options.command)
     if options.command == _TO_HF:
@@ -96,12 +100,15 @@ def _parser() -> argparse.ArgumentParser:
         to_mcore.add_argument(
             f"--{axis}", type=_positive, default=1, help=f"{what} parallel size of the ranks that each get a file of their own (default: 1)"
         )
-    to_hf = commands.add_parser(_TO_HF, help="a Megatron torch_dist checkpoint to a Hugging Face folder")
+    to_hf = commands.add_parser(_TO_HF, help="a Megatron torch_dist checkpoint to a Hugging Face folder, adapters merged")
     to_hf.add_argument("--mcore", type=Path, required=True, help="a step_N folder of a run, its policy/weights, or an iter_ folder")
     to_hf.add_argument("--max-shard-size", default="5GB", help="of one safetensors file, with MB, GB, MiB or GiB (default: %(default)s)")
     for direction in (to_mcore, to_hf):
         direction.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
         direction.add_argument("--dtype", choices=sorted(_DTYPES), help="of all tensors (default: each keeps its own)")
+    adapters = commands.add_parser(_ADAPTERS, help="the LoRA adapters of a Megatron checkpoint to a folder of the library PEFT")
+    adapters.add_argument("--mcore", type=Path, required=True, help="a step_N folder of a run, its policy/weights, or an iter_ folder")
+    adapters.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     compare = commands.add_parser("compare", help="names, shapes, dtypes and values of two folders; exit code 1 if they differ")
     compare.add_argument("first", type=Path, metavar="A", help="a Hugging Face folder or a Megatron checkpoint")
     compare.add_argument("second", type=Path, metavar="B", help="another one")

@@ -18,6 +18,7 @@ from mrl.config.schema_data import EnvConfig
 from mrl.config.schema_generation import GenerationConfig
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.schema_policy import PolicyConfig
+from mrl.config.trained import find_training_problems
 
 
 def check_config(config: RunConfig) -> None:
@@ -44,6 +45,7 @@ def find_problems(config: RunConfig) -> list[str]:
     problems += _batch(config) + _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
     problems += _optimizer(config) + _logprobs(config.policy)
     if model is not None:
+        problems += find_training_problems(config.policy)
         problems += find_layout_problems(config, model) + find_missing_disk(config, model.num_parameters)
     return problems
 
@@ -230,7 +232,8 @@ def find_missing_disk(config: RunConfig, num_parameters: int) -> list[str]:
     if not checkpointing.enabled:
         return []
     weights = 2 if config.policy.precision == "bfloat16" else 4
-    optimizer = 12 if checkpointing.save_optimizer else 0  # main parameter and both moments, in float32
+    # Main parameter and both moments, in float32; those of adapters are next to nothing.
+    optimizer = 12 if checkpointing.save_optimizer and not config.policy.megatron_cfg.peft.enabled else 0
     checkpoint_bytes = num_parameters * (weights + optimizer)
     num_present = sum(1 for path in Path(checkpointing.checkpoint_dir).glob("step_*") if path.is_dir())
     needed = checkpoint_bytes * (max(0, checkpointing.keep_top_k - num_present) + 1)

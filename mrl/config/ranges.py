@@ -68,6 +68,9 @@ RANGES: dict[str, Range] = {
     "policy.megatron_cfg.num_layers_in_last_pipeline_stage": POSITIVE,
     "policy.megatron_cfg.fused_linear_logprobs_chunk_size": POSITIVE,
     "policy.megatron_cfg.moe_router_bias_update_rate": NOT_NEGATIVE,
+    "policy.megatron_cfg.peft.dim": POSITIVE,
+    "policy.megatron_cfg.peft.alpha": ABOVE_ZERO,
+    "policy.megatron_cfg.peft.dropout": FRACTION,
     "policy.megatron_cfg.optimizer.lr": ABOVE_ZERO,
     "policy.megatron_cfg.optimizer.min_lr": NOT_NEGATIVE,
     "policy.megatron_cfg.optimizer.weight_decay": NOT_NEGATIVE,
@@ -116,6 +119,7 @@ ONLY: dict[str, tuple[object, str]] = {
     "policy.sequence_packing.enabled": (True, "packed rows are the only batch format"),
     "policy.megatron_cfg.enabled": (True, "Megatron-Core is the only training backend"),
     "policy.megatron_cfg.context_parallel_size": (1, "context parallelism is not supported"),
+    "policy.megatron_cfg.peft.a2a_experimental": (False, "what adapters exchange is too small to gain by another way of communication"),
     "policy.megatron_cfg.optimizer.fp16": (False, "float16 is not supported; set policy.precision=bfloat16 or float32"),
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "engines with pipeline stages are not supported"),
 }

@@ -14,7 +14,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from conversion.adapters import Kind
+from conversion.tensors import merged
 from mrl.config.schema_peft import PeftConfig
+
 
 class Factor(nn.Module):
     """A or B of an adapter."""
@@ -93,14 +95,9 @@ class Adapter(nn.Module):
         return (output * self._scale).to(x.dtype)
 
     @torch.no_grad()
-    def merge_into(self, base: Tensor, merged: Tensor) -> None:
-        """Writes base + scale * B A to `merged`, computed in float32; where the product is 0, the bits of the base.
-
-        In one step of training two ranks that hold the same factors get the same bits.
-        """
-        change = (self.linear_out.weight.float() @ self.linear_in.weight.float()).mul_(self._scale)
-        # -0.0 + 0.0 would lose its sign.
-        merged.copy_(torch.where(change == 0, base, (base.float() + change).to(base.dtype)))
+    def merge_into(self, base: Tensor, target: Tensor) -> None:
+        """Writes what the layer's weight `base` is with the adapter; see `conversion.tensors.merged`."""
+        target.copy_(merged(base, self.linear_in.weight, self.linear_out.weight, self._scale))
 
     def _drop(self, x: Tensor, is_own: bool) -> Tensor:
         if not self.training or not self._dropout:

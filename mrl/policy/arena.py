@@ -39,6 +39,9 @@ class Arena:
             raise ValueError(f"weights must be contiguous to be shared with the engine; these are not: {', '.join(strided)}")
         self._slots = dict(slots)
         # Tied slots are one tensor under two names; it moves once.
+        storages = {tensor.untyped_storage().data_ptr() for tensor in slots.values()}
+        # Buffers of parameters that are no slots, such as adapters, stay where they are.
+        views = [view for view in views if view.untyped_storage().data_ptr() in storages]
         tensors = {id(tensor): tensor for tensor in [*slots.values(), *views]}.values()
         offsets, num_bytes = _place(tensors)
         self._memory = create_memory(num_bytes, name, _device(slots))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch.distributed import checkpoint as dcp
 
+from mrl.policy.lora import ATTRIBUTE
+
+if TYPE_CHECKING:
+    from mrl.config.schema_peft import PeftConfig
+
 # NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
 ITERATION_FOLDER = "iter_0000000"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
+
+_ADAPTERS = f"{ATTRIBUTE}."
 
 # Optimizer state by parameter rather than by shard, the same keys whether or not the model has experts, and keys of its own for each layer.
 _FORMAT = {
@@ -49,8 +57,13 @@ class TrainState:
     scheduler: OptimizerParamScheduler
 
 
-def save(weights_dir: Path, state: TrainState, *, hf_config: Mapping[str, object], save_optimizer: bool) -> None:
-    """Writes `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled."""
+def save(
+    weights_dir: Path, state: TrainState, *, hf_config: Mapping[str, object], save_optimizer: bool, peft: PeftConfig | None = None
+) -> None:
+    """Writes `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled.
+
+    `peft` describes the adapters, which are saved apart from the weights that they change; None if there are none.
+    """
     folder = weights_dir / ITERATION_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     # No rank may write before rank 0 has looked whether the folder is empty.
@@ -67,15 +80,17 @@ def save(weights_dir: Path, state: TrainState, *, hf_config: Mapping[str, object
     if dist.get_rank() == 0:
         (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
         # JSON is YAML; whoever writes it this way needs no YAML library.
-        (folder / "run_config.yaml").write_text(json.dumps({"model": parallel_sizes()}, indent=2))
+        adapters = {} if peft is None else {"peft": asdict(peft)}
+        (folder / "run_config.yaml").write_text(json.dumps({"model": parallel_sizes(), **adapters}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
     dist.barrier()
 
 
-def load(weights_dir: Path, state: TrainState) -> None:
+def load(weights_dir: Path, state: TrainState, *, has_adapters: bool = True) -> None:
     """Fills model, optimizer, schedule and, at the layout that saved it, random states. Collective over all ranks.
 
-    A checkpoint without optimizer state leaves schedule and moments as they are; main parameters are taken from the weights.
+    A checkpoint without optimizer state leaves schedule and moments as they are; main parameters are taken from the weights. One of the
+    model alone (`has_adapters` false) leaves adapters as they are, and is taken to be without optimizer state.
 
     Raises:
         ValueError: there is no checkpoint.
@@ -86,15 +101,19 @@ def load(weights_dir: Path, state: TrainState) -> None:
             f"{folder} is not a Megatron torch_dist checkpoint: it has no readable metadata.json; name a complete weights folder"
         )
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    has_optimizer = "optimizer" in common
+    has_optimizer = "optimizer" in common and has_adapters
     sharded = _model_state(state)
+    if not has_adapters:
+        sharded = {key: {name: entry for name, entry in part.items() if not name.startswith(_ADAPTERS)} for key, part in sharded.items()}
     if has_optimizer:
         sharded["optimizer"] = _optimizer_state(state, sharded, is_loading=True)
         if common["parallel"] == parallel_sizes():
             sharded["rng"] = _rng_state()
     loaded = dist_checkpointing.load(sharded, str(folder))
     for chunk, key in zip(state.chunks, _model_keys(state), strict=True):
-        unwrap_model(chunk).load_state_dict(loaded[key])
+        model = unwrap_model(chunk)
+        adapters = {} if has_adapters else {name: value for name, value in model.state_dict().items() if name.startswith(_ADAPTERS)}
+        model.load_state_dict(loaded[key] | adapters)
     if not has_optimizer:
         state.optimizer.reload_model_params()
         return

@@ -1,8 +1,7 @@
-"""Checkpoint entries of parameters that follow from conversion tables: what Megatron's modules write of themselves, for modules that are ours."""
+"""Checkpoint entries that follow from conversion tables, for parameters of modules that are not Megatron's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch

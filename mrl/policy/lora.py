@@ -53,6 +53,10 @@ class Lora:
         """What engines read instead of these live weights: the same tensors, but for adapted ones, which get memory of their own."""
         with torch.no_grad():
             self._merged = {slot: tensors[slot].detach().clone() for slot in self._adapters}
+        return self.as_read(tensors)
+
+    def as_read(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
+        """The live weights, the merged ones in place of those that are adapted."""
         return {slot: self._merged.get(slot, tensor) for slot, tensor in tensors.items()}
 
     def merge(self, tensors: Mapping[Slot, Tensor]) -> None:

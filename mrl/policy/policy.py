@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conversion.boxes import Slot
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
@@ -26,6 +26,7 @@ from mrl.policy import checkpoint, compat, parallel
 from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
 from mrl.policy.distribution import TokenDistribution
+from mrl.policy.lora import attach_adapters
 from mrl.policy.model import build_model, wrap_ddp
 from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.perturb import perturb
@@ -62,13 +63,17 @@ class Policy:
         self._coordinates = parallel.coordinates()
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
         self._layout = family(self._hf_config).megatron_layout(self._hf_config, *self.layout_arguments())
-        self._chunks = wrap_ddp(build_model(config.policy, self._hf_config), config.policy)
-        self._tensors = rank_tensors(self._chunks, self._layout)
-        self._arena = Arena(self._tensors, buffer_views(self._chunks), name=f"mrl-arena-{rank}")
+        bare_chunks = build_model(config.policy, self._hf_config)
+        self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.grpo.seed)
+        self._live_layout = self._layout | (self._lora.layout if self._lora else {})
+        self._chunks = wrap_ddp(bare_chunks, config.policy)
+        self._tensors = rank_tensors(self._chunks, self._live_layout)
+        self._weights = self._lora.merged_weights(self._base(self._tensors)) if self._lora else self._tensors
+        self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}")
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.grpo.max_num_steps)
         self._state = TrainState(self._chunks, optimizer, scheduler)
-        self._copy_check = CopyCheck(self._tensors, self._layout)
+        self._copy_check = CopyCheck(self._tensors, self._live_layout)
         self._distribution = TokenDistribution.of(config.policy, int(str(self._hf_config["vocab_size"])))
         self._settled: SettleReport | None = None
         self._reference: dict[Slot, Tensor] | None = None
@@ -113,7 +118,7 @@ class Policy:
         Raises:
             ValueError: there is no checkpoint.
         """
-        checkpoint.load(Path(folder), self._state)
+        checkpoint.load(Path(folder), self._state, has_adapters=False)
         with torch.no_grad():
             for slot, content in self._layout.items():
                 for box in content.padding:
@@ -125,12 +130,23 @@ class Policy:
         self._state.optimizer.reload_model_params()
         self._settled = None
         if self._config.loss_fn.reference_policy_kl_penalty > 0:
-            self._reference = {slot: tensor.detach().to("cpu", copy=True) for slot, tensor in self.settled_weights().items()}
+            self.settled_weights()
+            # Beside frozen weights training changes only buffers; adapters are switched off instead.
+            changing = {
+                slot: tensor for slot, tensor in self._tensors.items() if self._lora is None or not isinstance(tensor, nn.Parameter)
+            }
+            self._reference = {slot: tensor.detach().to("cpu", copy=True) for slot, tensor in changing.items()}
 
     def save_checkpoint(self, weights_dir: Path | str) -> None:
         """Writes `weights_dir/iter_0000000`, optimizer state included if so configured. See `mrl.policy.checkpoint.save`."""
         self.settled_weights()
-        checkpoint.save(Path(weights_dir), self._state, hf_config=self._hf_config, save_optimizer=self._config.checkpointing.save_optimizer)
+        checkpoint.save(
+            Path(weights_dir),
+            self._state,
+            hf_config=self._hf_config,
+            save_optimizer=self._config.checkpointing.save_optimizer,
+            peft=self._config.policy.megatron_cfg.peft if self._lora else None,
+        )
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
         """Goes on from a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`.
@@ -143,7 +159,8 @@ class Policy:
 
     def perturb(self, seed: int) -> None:
         """Changes every weight a little, as a function of `seed` alone: for diagnostics that need weights that no file holds."""
-        perturb(self.settled_weights(), self._layout, seed=seed)
+        self.settled_weights()
+        perturb(self._tensors, self._live_layout, seed=seed)
         self._state.optimizer.reload_model_params()
         self._settled = None
 
@@ -160,15 +177,19 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
         # Gathered once, a damaged copy must not be overwritten with a good one before it is seen, nor spread.
         self._settled = None
-        self._arena.check(rank_tensors(self._chunks, self._layout))
-        self._settled = self._copy_check.run()
-        return self._settled
+        live = rank_tensors(self._chunks, self._live_layout)
+        self._arena.check(self._lora.as_read(self._base(live)) if self._lora else live)
+        report = self._copy_check.run()
+        if self._lora:
+            self._lora.merge(live)
+        self._settled = report
+        return report
 
     def settled_weights(self) -> Mapping[Slot, Tensor]:
-        """The live weights by slot, settled if they are not yet. The only way to read weights."""
+        """The weights by slot, adapters merged, settled if they are not yet. The only way to read weights."""
         if self._settled is None:
             self.settle()
-        return self._tensors
+        return self._weights
 
     def set_batch(self, rows: list[PackedRow]) -> None:
         """Sets this rank's rows of the global batch; ranks with the same `dp_rank` pass the same rows.
@@ -246,23 +267,30 @@ class Policy:
 
     def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
         self.settled_weights()
-        return compute_logprobs(self._chunks, rows, distribution)
+        with self._lora.without_dropout() if self._lora else nullcontext():
+            return compute_logprobs(self._chunks, rows, distribution)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         if self._reference is None:
             raise RuntimeError("there is no reference model: load_hf and load_mcore keep it where loss_fn.reference_policy_kl_penalty > 0")
-        current = {slot: tensor.detach().to("cpu", copy=True) for slot, tensor in self.settled_weights().items()}
+        self.settled_weights()
+        current = {slot: self._tensors[slot].detach().to("cpu", copy=True) for slot in self._reference}
         self._write(self._reference)
         try:
-            yield
+            with self._lora.disabled() if self._lora else nullcontext():
+                yield
         finally:
             self._write(current)
 
     @torch.no_grad()
     def _write(self, values: Mapping[Slot, Tensor]) -> None:
-        for slot, tensor in self._tensors.items():
-            tensor.copy_(values[slot])
+        for slot, value in values.items():
+            self._tensors[slot].copy_(value)
+
+    def _base(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
+        """Without the factors of adapters."""
+        return {slot: tensors[slot] for slot in self._layout}
 
 
 @dataclass

@@ -36,7 +36,7 @@ HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 BYTE_MODULES = {
     f"conversion.{name}"
     for name in (
-        "attempts compare file_boxes manifest output_file pickles safetensors_io safetensors_out tensors to_hf to_megatron torch_archive "
+        "attempts compare file_boxes manifest merged output_file pickles safetensors_io safetensors_out tensors to_hf to_megatron torch_archive "
         "torch_dist_io torch_dist_out"
     ).split()
 }

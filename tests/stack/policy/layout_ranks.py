@@ -162,6 +162,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
 
 def _build(rank: Rank, config: PolicyConfig, folder: Path):
     from mrl.policy import parallel
+    from mrl.policy.lora import attach_adapters
     from mrl.policy.model import build_model, wrap_ddp
     from mrl.policy.weights import rank_tensors
 
@@ -183,7 +184,10 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):
         MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp),
         config.precision,
     )
-    chunks = wrap_ddp(build_model(config, _hf_config(folder)), config)
+    bare_chunks = build_model(config, _hf_config(folder))
+    lora = attach_adapters(bare_chunks, config, _hf_config(folder), seed=1)
+    layout = layout | (lora.layout if lora else {})
+    chunks = wrap_ddp(bare_chunks, config)
     tensors = rank_tensors(chunks, layout)
     whole = _load(folder)
     for slot, slot_layout in layout.items():
@@ -217,7 +221,8 @@ def _vocab_size(folder: Path) -> int:
 
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
+    """Weights, and the factors of adapters where a test wrote some."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:

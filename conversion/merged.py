@@ -1,0 +1,144 @@
+"""Adapters in a Megatron checkpoint: its weights with them merged, and the adapters alone in PEFT's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conversion.adapters import adapter_family, factor_names, layers_of_keys
+from conversion.attempts import built_aside
+from conversion.boxes import Box, Layout, full, lengths
+from conversion.checkpoint_folder import Checkpoint, read_config, write_json
+from conversion.families.registry import family
+from conversion.tensors import merged
+from conversion.torch_dist_io import CanonicalTensors, TorchDistFolder
+
+RUN_CONFIG_FILE = "run_config.yaml"
+_PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class CheckpointAdapters:
+    """The adapters that a checkpoint has beside its weights."""
+
+    layers: tuple[str, ...]
+    dim: int
+    alpha: float
+    dropout: float
+    factors: Mapping[str, tuple[str, str]]
+    """Canonical names of A and B, by that of their weight."""
+    layout: Layout
+
+    @property
+    def scale(self) -> float:
+        """What the product B A is multiplied by."""
+        return self.alpha / self.dim
+
+
+def find_adapters(checkpoint: Checkpoint, folder: TorchDistFolder) -> CheckpointAdapters | None:
+    """The adapters of a checkpoint, None if it has none.
+
+    Raises:
+        ValueError: it does not say how they are scaled.
+    """
+    layers = layers_of_keys(sorted(folder.keys))
+    if not layers:
+        return None
+    path = checkpoint.iteration / RUN_CONFIG_FILE
+    # JSON is YAML, and what mrl writes.
+    settings = read_config(path).get("peft")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: no section peft, which gives dim and alpha of the adapters in this checkpoint")
+    dim, alpha, dropout = int(settings["dim"]), float(settings["alpha"]), float(settings.get("dropout", 0.0))
+    base = family(checkpoint.hf_config)
+    layout = adapter_family(base, layers, dim).torch_dist_layout(checkpoint.hf_config, "float32")
+    return CheckpointAdapters(layers, dim, alpha, dropout, factor_names(base, checkpoint.hf_config, layers), layout)
+
+
+class MergedTensors:
+    """The canonical tensors of a checkpoint with its adapters merged: what engines sampled from."""
+
+    def __init__(self, tensors: CanonicalTensors, adapters: CheckpointAdapters) -> None:
+        """`tensors` are weights and factors."""
+        self._tensors, self._adapters = tensors, adapters
+        factors = {name for pair in adapters.factors.values() for name in pair}
+        self.names = [name for name in tensors.names if name not in factors]
+        """Names of the weights, in the order of the layout."""
+        self._current: tuple[str, Tensor, Tensor] | None = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._tensors.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """dtype of a tensor as it is stored."""
+        return self._tensors.dtype(name)
+
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Copies a box of a tensor into `target`, cast to its dtype.
+
+        Raises:
+            ValueError: a file is missing or damaged.
+        """
+        if name not in self._adapters.factors:
+            self._tensors.read_into(name, box, target)
+            return
+        if self._current is None or self._current[0] != name:
+            self._current = name, *(read_whole(self._tensors, factor) for factor in self._adapters.factors[name])
+        _, a, b = self._current
+        base = torch.empty(lengths(box), dtype=self.dtype(name))
+        self._tensors.read_into(name, box, base)
+        rows, columns = (slice(*bounds) for bounds in box)
+        target.copy_(merged(base, a[:, columns], b[rows], self._adapters.scale))
+
+
+def read_whole(tensors: CanonicalTensors, name: str) -> Tensor:
+    """A whole canonical tensor, in the dtype that it is stored in."""
+    tensor = torch.empty(tensors.shape(name), dtype=tensors.dtype(name))
+    tensors.read_into(name, full(tensor.shape), tensor)
+    return tensor
+
+
+def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_config: Mapping[str, object], out: Path) -> None:
+    """Writes a folder as the library PEFT reads it: adapter_model.safetensors and adapter_config.json.
+
+    Each weight of a fused layer gets its rows of B and a copy of the shared A.
+
+    Raises:
+        ValueError: `out` exists, or a file of the checkpoint is damaged.
+    """
+    content = {}
+    for weight, pair in adapters.factors.items():
+        for letter, factor in zip("AB", pair, strict=True):
+            content[f"base_model.model.{weight.removesuffix('.weight')}.lora_{letter}.weight"] = read_whole(tensors, factor)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": hf_config.get("_name_or_path"),
+        "r": adapters.dim,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "target_modules": _target_modules(set(adapters.factors), set(family(hf_config).canonical(hf_config))),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with built_aside(out, {"adapters": adapters.layers}) as folder:
+        save_file(content, folder / _PEFT_WEIGHTS, {"format": "pt"})
+        write_json(folder / _PEFT_CONFIG, config)
+
+
+def _target_modules(adapted: set[str], weights: set[str]) -> list[str]:
+    """Last parts of the names of modules, where all modules with that name are adapted; else full names."""
+    targets = set()
+    for weight in adapted:
+        module = weight.removesuffix(".weight")
+        last = "." + module.rpartition(".")[2] + ".weight"
+        is_everywhere = all(name in adapted for name in weights if name.endswith(last))
+        targets.add(module.rpartition(".")[2] if is_everywhere else module)
+    return sorted(targets)

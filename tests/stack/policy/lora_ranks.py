@@ -1,0 +1,102 @@
+"""What the tests of LoRA run on the ranks: a whole `Policy` with adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mrl.config.schema import RunConfig
+from tests.stack.policy.policy_ranks import main_shards, open_policy, optimizers, packed_rows, raw_checksums, set_batch, train
+from tests.stack.ranks import Rank
+
+
+@dataclass(frozen=True)
+class LoraRun:
+    """What a rank saw in a run with adapters."""
+
+    starts_as_base: bool
+    """Before the first step, merged weights are the base's bit for bit."""
+    metrics: list[dict[str, float]]
+    changed_base: list[str]
+    """Base weights that are not what they were, by name."""
+    trained: set[str]
+    """Names of what the optimizer updates."""
+    reference_error: float
+    """Largest difference between reference logprobs after training and logprobs before it."""
+    merged_error: float
+    """Largest difference between logprobs with adapters, and without adapters on the merged weights."""
+    change: float
+    """Largest difference that training made to a logprob."""
+    following: list[dict[str, float]]
+    """Metrics of two steps after the checkpoint."""
+    checksums: dict[str, int]
+    """Of every live tensor at the end."""
+
+
+def run_lora(rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int) -> LoraRun:
+    """Steps, a checkpoint, and two more steps."""
+    from megatron.core import parallel_state
+
+    with open_policy(rank, config) as policy:
+        assert policy._lora is not None
+        rows = packed_rows(policy.dp_rank, parallel_state.get_data_parallel_world_size())
+        before = policy.logprobs_of_rows(rows)
+        base = {slot: policy._tensors[slot].detach().clone() for slot in policy._layout}
+        starts_as_base = all(_same_bits(tensor, base[slot]) for slot, tensor in policy.settled_weights().items())
+        metrics = train(policy, num_steps)
+        changed = [str(slot) for slot, tensor in base.items() if not _same_bits(tensor, policy._tensors[slot])]
+        after = policy.logprobs_of_rows(rows)
+        set_batch(policy)
+        policy.compute_reference_logprobs()
+        assert policy._batch is not None
+        reference = [logprobs.numpy() for logprobs in policy._batch.reference_logprobs or []]
+        merged = {slot: tensor.detach().clone() for slot, tensor in policy.settled_weights().items()}
+        policy._write(merged)
+        with policy._lora.disabled():
+            of_merged = policy.logprobs_of_rows(rows)
+        policy._write(base)
+        policy.save_checkpoint(weights_dir)
+        following = train(policy, 2)
+        policy.settle()
+        return LoraRun(
+            starts_as_base,
+            metrics,
+            changed,
+            {name for name, _, _ in main_shards(policy)},
+            _largest(before, reference),
+            _largest(after, of_merged),
+            _largest(before, after),
+            following,
+            raw_checksums(policy),
+        )
+
+
+def exported_weights(rank: Rank, config: RunConfig, weights_dir: Path) -> dict[str, np.ndarray]:
+    """Canonical weights with the adapters of a checkpoint merged, for one rank."""
+    from tests.stack.policy.policy_ranks import canonical_weights
+
+    with open_policy(rank, config) as policy:
+        policy.load_checkpoint(weights_dir)
+        return canonical_weights(policy)
+
+
+def dropout_logprobs(rank: Rank, config: RunConfig) -> tuple[bool, float]:
+    """Whether two logprob passes over trained adapters are equal, and how much their train loss differs from one without dropout."""
+    with open_policy(rank, config) as policy:
+        metrics = train(policy, 3)
+        rows = packed_rows(0, 1)
+        first, second = policy.logprobs_of_rows(rows), policy.logprobs_of_rows(rows)
+        assert optimizers(policy)
+        return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), metrics[-1]["train/mean_abs_dlogp"]
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.detach().contiguous().view(torch.uint8), second.detach().contiguous().view(torch.uint8))
+
+
+def _largest(first: list[np.ndarray], second: list[np.ndarray]) -> float:
+    assert len(first) == len(second)
+    return max((float(np.abs(a - b).max()) for a, b in zip(first, second, strict=True)), default=0.0)

@@ -1,0 +1,74 @@
+"""Adapters: any layout gives the loss and the gradients of transformers on weights to which the adapters' product was added by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conversion.adapters import adapted_layers, adapter_family, factor_names
+from conversion.families.registry import family
+from mrl.config.schema_peft import PeftConfig
+from tests import models
+from tests.stack.policy.layouts import EP2, PP2, TP2, TP2_SP, Gradients, assert_close, gradients_of, transformers_gradients
+from tests.stack.ranks import RankPool
+
+PEFT = dict(enabled=True, dim=4, alpha=6.0)
+SCALE = 1.5
+
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "one": (1, {}),
+    "tp2 sp ep2": (2, TP2_SP | EP2),
+    "tp2 sp dp2 ep2": (4, TP2_SP | EP2),
+    "pp2": (2, PP2 | dict(num_layers_in_first_pipeline_stage=3)),
+    "tp2 sp etp2": (2, TP2_SP | dict(expert_tensor_parallel_size=2)),
+    "tp2": (2, TP2),
+    "recompute": (1, dict(activation_checkpointing=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Gradients]]:
+    """By family: a model with random factors of adapters beside its weights, and what transformers make of both."""
+    return {name: make_adapted(name, tmp_path_factory.mktemp(name)) for name in ("nemotron_h", "qwen3_moe", "qwen2")}
+
+
+def make_adapted(name: str, folder: Path) -> tuple[Path, Gradients]:
+    models.save_model(folder / "model", name, 0, pad_token_id=None)
+    hf_config = json.loads((folder / "model/config.json").read_text())
+    base = family(hf_config)
+    layers = adapted_layers(base, hf_config)
+    shapes = adapter_family(base, layers, 4).canonical(hf_config)
+    generator = torch.Generator().manual_seed(1)
+    factors = {tensor: torch.randn(shape, generator=generator) * 0.1 for tensor, shape in shapes.items()}
+    save_file(factors, folder / "model/adapters.safetensors")
+    shutil.copytree(folder / "model", folder / "merged")
+    (folder / "merged/adapters.safetensors").unlink()
+    weights = load_file(folder / "model/model.safetensors")
+    names = factor_names(base, hf_config, layers)
+    for weight, (a, b) in names.items():
+        weights[weight] += SCALE * factors[b] @ factors[a]
+    save_file(weights, folder / "merged/model.safetensors", {"format": "pt"})
+    (folder / "scratch").mkdir()
+    loss, grads = transformers_gradients(folder / "merged", folder / "scratch")
+    # W = W0 + s B A, so that dB = s dW A' and dA = s B' dW, summed over the weights that share A.
+    expected = {a: np.zeros(shapes[a], np.float32) for a, _ in names.values()}
+    for weight, (a, b) in names.items():
+        expected[b] = SCALE * grads[weight] @ factors[a].numpy().T
+        expected[a] += SCALE * factors[b].numpy().T @ grads[weight]
+    return folder / "model", (loss, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_moe", "qwen2"])
+def test_a_layout_gives_the_gradients_of_transformers(ranks: RankPool, adapted: dict[str, tuple[Path, Gradients]], name: str, layout: str):
+    folder, (expected_loss, expected) = adapted[name]
+    world_size, megatron = LAYOUTS[layout]
+    loss, grads = gradients_of(ranks, folder, world_size, megatron | dict(peft=PeftConfig(**PEFT)))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_close(grads, expected, 2e-5)

@@ -1,0 +1,109 @@
+"""A policy with adapters: what is trained, what engines and exports get, and that checkpoints go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from conversion.to_hf import convert_mcore_to_hf, export_adapters
+from tests import models
+from tests.stack.policy import lora_ranks, policy_ranks
+from tests.stack.policy.lora_ranks import LoraRun
+from tests.stack.ranks import RankPool
+
+LAYOUT = "tp2 sp dp2 ep2"
+PEFT = [
+    "policy.megatron_cfg.peft.enabled=true",
+    "policy.megatron_cfg.peft.dim=4",
+    "policy.megatron_cfg.peft.alpha=8",
+    "loss_fn.reference_policy_kl_penalty=0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoraRun]]:
+    weights_dir = tmp_path_factory.mktemp("step_2") / "weights"
+    config = policy_ranks.run_config(folder, LAYOUT, *PEFT)
+    return weights_dir, ranks.run(lora_ranks.run_lora, config, weights_dir, 2, world_size=policy_ranks.world_size(LAYOUT))
+
+
+def test_only_adapters_are_trained(run: tuple[Path, list[LoraRun]]):
+    for rank in run[1]:
+        assert rank.starts_as_base
+        assert rank.changed_base == []
+        assert rank.trained and all(name.startswith("adapters.") for name in rank.trained)
+        assert rank.change > 1e-3
+
+
+def test_reference_and_merged_logprobs(run: tuple[Path, list[LoraRun]]):
+    for rank in run[1]:
+        assert rank.reference_error == 0.0
+        assert rank.merged_error < 1e-5
+
+
+def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]]):
+    weights_dir, unbroken = run
+    config = policy_ranks.run_config(folder, LAYOUT, *PEFT)
+    resumed = ranks.run(policy_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(LAYOUT))
+    assert resumed == [(rank.following, rank.checksums) for rank in unbroken]
+
+
+@pytest.mark.parametrize("layout", ["one", pytest.param("pp2 dp2 ep2", marks=pytest.mark.long("parity"))])
+def test_another_layout_goes_on_with_the_same_losses(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], layout: str):
+    config = policy_ranks.run_config(folder, layout, *PEFT)
+    metrics, _ = ranks.run(policy_ranks.load_and_step, config, run[0], world_size=policy_ranks.world_size(layout))[0]
+    expected = run[1][0].following
+    for name, tolerance in (("train/loss", 5e-7), ("train/grad_norm", 5e-6)):
+        np.testing.assert_allclose([step[name] for step in metrics], [step[name] for step in expected], atol=tolerance, rtol=tolerance)
+
+
+def test_exports_hold_the_adapters(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], tmp_path: Path):
+    config = policy_ranks.run_config(folder, "one", *PEFT)
+    (live,) = ranks.run(lora_ranks.exported_weights, config, run[0], world_size=1)
+    convert_mcore_to_hf(run[0], tmp_path / "merged")
+    exported = load_file(tmp_path / "merged/model.safetensors")
+    base = load_file(folder / "model.safetensors")
+    assert exported.keys() == live.keys()
+    for name, values in live.items():
+        np.testing.assert_allclose(exported[name].numpy(), values, atol=1e-6, rtol=0, err_msg=name)
+    export_adapters(run[0], tmp_path / "peft")
+    factors = load_file(tmp_path / "peft/adapter_model.safetensors")
+    adapted = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in factors if ".lora_A." in name}
+    assert f"{sorted(adapted)[0]}.weight" in base and len(factors) == 2 * len(adapted)
+    for module in adapted:
+        a, b = (factors[f"base_model.model.{module}.lora_{letter}.weight"] for letter in "AB")
+        assert a.shape[0] == b.shape[1] == 4
+        expected = base[f"{module}.weight"] + 2.0 * b @ a
+        np.testing.assert_allclose(exported[f"{module}.weight"].numpy(), expected.numpy(), atol=1e-6, rtol=0, err_msg=module)
+    unadapted = exported.keys() - {f"{module}.weight" for module in adapted}
+    assert unadapted and all((exported[name] == base[name]).all() for name in unadapted)
+
+
+@pytest.mark.long("parity")
+@pytest.mark.parametrize("layout", ["tp2 sp dp2 ep2", "pp2 dp2 ep2"])
+def test_the_refit_moves_merged_weights(ranks: RankPool, folder: Path, layout: str):
+    config = policy_ranks.run_config(folder, layout, *PEFT)
+    engine, _ = ranks.run(policy_ranks.refit_after_steps, config, world_size=policy_ranks.world_size(layout))[0]
+    one = policy_ranks.run_config(folder, "one", *PEFT)
+    expected, _ = ranks.run(policy_ranks.refit_after_steps, one, world_size=1)[0]
+    assert engine.keys() == expected.keys()
+    for name, values in engine.items():
+        np.testing.assert_allclose(values, expected[name], atol=2e-6, rtol=0, err_msg=name)
+
+
+@pytest.mark.long("parity")
+@pytest.mark.parametrize("overrides", [["dropout=0.5"], ["dropout=0.5", "dropout_position=pre"], ["lora_dtype=float32"]])
+def test_logprobs_are_without_dropout(ranks: RankPool, folder: Path, overrides: list[str]):
+    settings = [*PEFT[:-1], *(f"policy.megatron_cfg.peft.{item}" for item in overrides)]
+    (is_same, difference), *_ = ranks.run(lora_ranks.dropout_logprobs, policy_ranks.run_config(folder, "one", *settings), world_size=1)
+    assert is_same
+    # The train pass drops values, the logprob pass before it does not.
+    assert (difference > 1e-4) == overrides[0].startswith("dropout")

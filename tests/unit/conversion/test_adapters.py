@@ -1,0 +1,126 @@
+"""Factors of adapters: on every rank of random layouts, and in checkpoints, B A is the part of the whole B A that stands in the weight."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+
+from conversion.adapters import INPUT, OUTPUT, adapted_layers, adapter_family, factor_names, layers_of_keys, linear_layers
+from conversion.boxes import Layout, Slot
+from conversion.families.registry import family
+from tests.proof.models import RandomCase, random_case
+
+DIM = 3
+
+HYBRID = dict(
+    model_type="nemotron_h",
+    hybrid_override_pattern="ME*-",
+    num_hidden_layers=4,
+    vocab_size=100,
+    hidden_size=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    mamba_num_heads=8,
+    mamba_head_dim=2,
+    n_groups=4,
+    ssm_state_size=3,
+    conv_kernel=4,
+    intermediate_size=12,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=6,
+    moe_shared_expert_intermediate_size=10,
+    layer_norm_epsilon=1e-5,
+    max_position_embeddings=128,
+)
+
+
+def canonical_values(case: RandomCase, layers: tuple[str, ...]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Random whole numbers for all factors, and the weights that are their products."""
+    base, rng = family(case.hf_config), np.random.default_rng(0)
+    shapes = adapter_family(base, layers, DIM).canonical(case.hf_config)
+    factors = {name: rng.integers(-9, 10, shape) for name, shape in shapes.items()}
+    products = {weight: factors[b] @ factors[a] for weight, (a, b) in factor_names(base, case.hf_config, layers).items()}
+    assert {name: values.shape for name, values in products.items()}.items() <= base.canonical(case.hf_config).items()
+    return factors, products
+
+
+def filled(layout: Layout, values: dict[str, np.ndarray]) -> dict[Slot, np.ndarray]:
+    """The tensors of a holder that consist of these canonical ones."""
+    tensors = {}
+    for slot, content in layout.items():
+        if content.pieces and all(piece.name in values for piece in content.pieces):
+            tensors[slot] = np.zeros(content.shape, np.int64)
+            for piece in content.pieces:
+                part = values[piece.name][tuple(slice(*bounds) for bounds in piece.box)]
+                tensors[slot][tuple(slice(*bounds) for bounds in piece.local)] = part.reshape([stop - start for start, stop in piece.local])
+    return tensors
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_parts_of_a_rank_fit_together(seed: int):
+    case = random_case(random.Random(seed))
+    base = family(case.hf_config)
+    layers = tuple(linear_layers(base, case.hf_config))
+    factors, products = canonical_values(case, layers)
+    adapters, num_checked = adapter_family(base, layers, DIM), 0
+    for rank in range(case.world_size):
+        coords = case.parallel.coords_of(rank, case.world_size)
+        weights = filled(base.megatron_layout(case.hf_config, case.parallel, coords, "float32", case.flavour), products)
+        parts = filled(adapters.megatron_layout(case.hf_config, case.parallel, coords, "float32", case.flavour), factors)
+        for slot, a in parts.items():
+            if slot.name.endswith(INPUT):
+                layer = slot.name.removesuffix(INPUT)
+                weight = f"{layer}.weight"
+                if case.flavour == "te":
+                    weight = re.sub(r"\.local_experts\.(\d+)\.(.*)", r".\2\1", weight)
+                assert (parts[Slot(layer + OUTPUT, slot.chunk)] @ a == weights.pop(Slot(weight, slot.chunk))).all()
+                num_checked += 1
+        assert not weights
+    assert num_checked
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_parts_in_a_checkpoint_fit_together(seed: int):
+    case = random_case(random.Random(seed))
+    base = family(case.hf_config)
+    layers = tuple(linear_layers(base, case.hf_config))
+    factors, products = canonical_values(case, layers)
+    layout = adapter_family(base, layers, DIM).torch_dist_layout(case.hf_config, "float32")
+    parts = filled(layout, factors)
+    weights = filled(base.torch_dist_layout(case.hf_config, "float32"), products)
+    assert sorted(layers_of_keys([slot.name for slot in layout])) == sorted(layers)
+    for slot, b in parts.items():
+        if OUTPUT in slot.name:
+            layer, _, section = slot.name.partition(OUTPUT)
+            assert (b @ parts[Slot(layer + INPUT)] == weights.pop(Slot(f"{layer}.weight{section}"))).all()
+    assert not weights
+
+
+def test_layers_are_chosen_by_name_or_pattern():
+    base = family(HYBRID)
+    every = linear_layers(base, HYBRID)
+    assert every == [
+        "decoder.layers.0.mixer.in_proj",
+        "decoder.layers.0.mixer.out_proj",
+        "decoder.layers.1.mlp.experts.linear_fc1",
+        "decoder.layers.1.mlp.experts.linear_fc2",
+        "decoder.layers.1.mlp.shared_experts.linear_fc1",
+        "decoder.layers.1.mlp.shared_experts.linear_fc2",
+        "decoder.layers.2.self_attention.linear_qkv",
+        "decoder.layers.2.self_attention.linear_proj",
+        "decoder.layers.3.mlp.linear_fc1",
+        "decoder.layers.3.mlp.linear_fc2",
+    ]
+    assert adapted_layers(base, HYBRID) == tuple(every)
+    assert adapted_layers(base, HYBRID, target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"]) == tuple(every[i] for i in (3, 5, 6))
+    assert adapted_layers(base, HYBRID, exclude_modules=["*.experts.*", "linear_fc2"]) == tuple(every[i] for i in (0, 1, 4, 6, 7, 8))
+
+
+def test_a_pattern_without_a_layer_is_refused():
+    with pytest.raises(ValueError, match=r"'q_proj' names no linear layer of the model; use in_proj, out_proj, linear_fc1"):
+        adapted_layers(family(HYBRID), HYBRID, target_modules=["linear_qkv", "q_proj"])
