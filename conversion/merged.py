@@ -29,7 +29,6 @@ class CheckpointAdapters:
     layers: tuple[str, ...]
     dim: int
     alpha: float
-    dropout: float
     factors: Mapping[str, tuple[str, str]]
     """Canonical names of A and B, by that of their weight."""
     layout: Layout
@@ -54,10 +53,10 @@ def find_adapters(checkpoint: Checkpoint, folder: TorchDistFolder) -> Checkpoint
     settings = read_config(path).get("peft")
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: no section peft, which gives dim and alpha of the adapters in this checkpoint")
-    dim, alpha, dropout = int(settings["dim"]), float(settings["alpha"]), float(settings.get("dropout", 0.0))
+    dim, alpha = int(settings["dim"]), float(settings["alpha"])
     base = family(checkpoint.hf_config)
     layout = adapter_family(base, layers, dim).torch_dist_layout(checkpoint.hf_config, "float32")
-    return CheckpointAdapters(layers, dim, alpha, dropout, factor_names(base, checkpoint.hf_config, layers), layout)
+    return CheckpointAdapters(layers, dim, alpha, factor_names(base, checkpoint.hf_config, layers), layout)
 
 
 class MergedTensors:
@@ -122,7 +121,7 @@ def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_confi
         "base_model_name_or_path": hf_config.get("_name_or_path"),
         "r": adapters.dim,
         "lora_alpha": adapters.alpha,
-        "lora_dropout": adapters.dropout,
+        "lora_dropout": 0.0,
         "target_modules": _target_modules(set(adapters.factors), set(family(hf_config).canonical(hf_config))),
         "bias": "none",
         "fan_in_fan_out": False,

@@ -8,9 +8,8 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,6 @@ from megatron.core.utils import unwrap_model
 from torch.distributed import checkpoint as dcp
 
 from mrl.policy.lora import ATTRIBUTE
-
-if TYPE_CHECKING:
-    from mrl.config.schema_peft import PeftConfig
 
 # NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
 ITERATION_FOLDER = "iter_0000000"
@@ -58,11 +54,16 @@ class TrainState:
 
 
 def save(
-    weights_dir: Path, state: TrainState, *, hf_config: Mapping[str, object], save_optimizer: bool, peft: PeftConfig | None = None
+    weights_dir: Path,
+    state: TrainState,
+    *,
+    hf_config: Mapping[str, object],
+    save_optimizer: bool,
+    adapters: Mapping[str, object] | None = None,
 ) -> None:
     """Writes `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled.
 
-    `peft` describes the adapters, which are saved apart from the weights that they change; None if there are none.
+    `adapters` describes them (`Lora.description`); they are saved apart from the weights that they change. None if there are none.
     """
     folder = weights_dir / ITERATION_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,25 +76,26 @@ def save(
             "opt_param_scheduler": state.scheduler.state_dict(),
             "rng": _rng_state(),
         }
-    sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": parallel_sizes()}
+    peft = {} if adapters is None else {"peft": dict(adapters)}
+    sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": parallel_sizes(), **peft}
     dist_checkpointing.save(sharded, str(folder), sharded_strategy=_InProcessStrategy("torch_dist", 1), content_metadata=_FORMAT)
     if dist.get_rank() == 0:
         (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
         # JSON is YAML; whoever writes it this way needs no YAML library.
-        adapters = {} if peft is None else {"peft": asdict(peft)}
-        (folder / "run_config.yaml").write_text(json.dumps({"model": parallel_sizes(), **adapters}, indent=2))
+        (folder / "run_config.yaml").write_text(json.dumps({"model": parallel_sizes(), **peft}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
     dist.barrier()
 
 
-def load(weights_dir: Path, state: TrainState, *, has_adapters: bool = True) -> None:
+def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> None:
     """Fills model, optimizer, schedule and, at the layout that saved it, random states. Collective over all ranks.
 
-    A checkpoint without optimizer state leaves schedule and moments as they are; main parameters are taken from the weights. One of the
-    model alone (`has_adapters` false) leaves adapters as they are, and is taken to be without optimizer state.
+    A checkpoint without optimizer state leaves schedule and moments as they are; main parameters are taken from the weights.
+    `adapters` describes those of the state, None if it has none. With `is_start`, the checkpoint is the model that a run starts from: it
+    has no adapters, and those of the state stay as they are.
 
     Raises:
-        ValueError: there is no checkpoint.
+        ValueError: there is no checkpoint, or it has other adapters.
     """
     folder = weights_dir / ITERATION_FOLDER
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
@@ -101,9 +103,14 @@ def load(weights_dir: Path, state: TrainState, *, has_adapters: bool = True) -> 
             f"{folder} is not a Megatron torch_dist checkpoint: it has no readable metadata.json; name a complete weights folder"
         )
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    has_optimizer = "optimizer" in common and has_adapters
+    if common.get("peft") != (None if is_start else adapters):
+        raise ValueError(
+            f"{folder} was saved with policy.megatron_cfg.peft {common.get('peft')}, and this run has {adapters}: its weights would mean "
+            "something else; give the settings that saved it, or start from what `python -m mrl.convert mcore-to-hf` makes of it"
+        )
+    has_optimizer = "optimizer" in common
     sharded = _model_state(state)
-    if not has_adapters:
+    if is_start:
         sharded = {key: {name: entry for name, entry in part.items() if not name.startswith(_ADAPTERS)} for key, part in sharded.items()}
     if has_optimizer:
         sharded["optimizer"] = _optimizer_state(state, sharded, is_loading=True)
@@ -112,8 +119,8 @@ def load(weights_dir: Path, state: TrainState, *, has_adapters: bool = True) -> 
     loaded = dist_checkpointing.load(sharded, str(folder))
     for chunk, key in zip(state.chunks, _model_keys(state), strict=True):
         model = unwrap_model(chunk)
-        adapters = {} if has_adapters else {name: value for name, value in model.state_dict().items() if name.startswith(_ADAPTERS)}
-        model.load_state_dict(loaded[key] | adapters)
+        kept = {name: value for name, value in model.state_dict().items() if is_start and name.startswith(_ADAPTERS)}
+        model.load_state_dict(loaded[key] | kept)
     if not has_optimizer:
         state.optimizer.reload_model_params()
         return

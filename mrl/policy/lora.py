@@ -43,9 +43,11 @@ _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 class Lora:
     """The adapters of this rank."""
 
-    def __init__(self, layout: Layout, adapters: Mapping[Slot, Adapter]) -> None:
+    def __init__(self, layout: Layout, adapters: Mapping[Slot, Adapter], description: Mapping[str, object]) -> None:
         """`layout` has every factor by its slot in the live model; `adapters` are by the slot of the weight that they change."""
         self.layout = layout
+        self.description = description
+        """Which layers have adapters and how they count, as plain values: what must be the same wherever the factors are used."""
         self._adapters = adapters
         self._merged: dict[Slot, Tensor] = {}
 
@@ -114,7 +116,8 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
         setattr(model, ATTRIBUTE, _AdapterTree(found, entries, index))
         tensors = {slot: tensor for slot, tensor in live_tensors(model, index).items() if slot in layout}
         _initialise(tensors, layout, adapters.canonical(hf_config), settings, seed)
-    return Lora(layout, by_weight)
+    description = {"dim": settings.dim, "alpha": settings.alpha, "layers": list(targets)}
+    return Lora(layout, by_weight, description)
 
 
 class _AdapterTree(nn.Module):

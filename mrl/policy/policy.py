@@ -118,7 +118,7 @@ class Policy:
         Raises:
             ValueError: there is no checkpoint.
         """
-        checkpoint.load(Path(folder), self._state, has_adapters=False)
+        checkpoint.load(Path(folder), self._state, is_start=True)
         with torch.no_grad():
             for slot, content in self._layout.items():
                 for box in content.padding:
@@ -145,16 +145,16 @@ class Policy:
             self._state,
             hf_config=self._hf_config,
             save_optimizer=self._config.checkpointing.save_optimizer,
-            peft=self._config.policy.megatron_cfg.peft if self._lora else None,
+            adapters=self._lora.description if self._lora else None,
         )
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
         """Goes on from a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`.
 
         Raises:
-            ValueError: there is no checkpoint.
+            ValueError: there is no checkpoint, or it has other adapters.
         """
-        checkpoint.load(Path(weights_dir), self._state)
+        checkpoint.load(Path(weights_dir), self._state, adapters=self._lora.description if self._lora else None)
         self._settled = None
 
     def perturb(self, seed: int) -> None:

@@ -36,8 +36,8 @@ HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 BYTE_MODULES = {
     f"conversion.{name}"
     for name in (
-        "attempts compare file_boxes manifest merged output_file pickles safetensors_io safetensors_out tensors to_hf to_megatron torch_archive "
-        "torch_dist_io torch_dist_out"
+        "attempts compare file_boxes manifest merged output_file pickles safetensors_io safetensors_out tensors to_hf to_megatron "
+        "torch_archive torch_dist_io torch_dist_out"
     ).split()
 }
 # What a bare GPU machine has: enough to try the policy and the refit without the rest.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +20,11 @@ from tests import models
 from tests.stack.policy.layouts import EP2, PP2, TP2, TP2_SP, Gradients, assert_close, gradients_of, transformers_gradients
 from tests.stack.ranks import RankPool
 
-PEFT = dict(enabled=True, dim=4, alpha=6.0)
 SCALE = 1.5
 
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "one": (1, {}),
-    "tp2 sp ep2": (2, TP2_SP | EP2),
+    "tp2 sp": (2, TP2_SP),
     "tp2 sp dp2 ep2": (4, TP2_SP | EP2),
     "pp2": (2, PP2 | dict(num_layers_in_first_pipeline_stage=3)),
     "tp2 sp etp2": (2, TP2_SP | dict(expert_tensor_parallel_size=2)),
@@ -32,10 +33,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
+CASES = [
+    ("nemotron_h", "tp2 sp dp2 ep2"),
+    *(
+        pytest.param(name, layout, marks=pytest.mark.long("parity"))
+        for name, layout in [
+            *(("nemotron_h", layout) for layout in ("one", "pp2", "tp2 sp etp2", "recompute")),
+            *(("qwen3_moe", layout) for layout in ("one", "tp2 sp dp2 ep2", "pp2", "tp2 sp etp2")),
+            *(("qwen2", layout) for layout in ("one", "tp2", "tp2 sp", "recompute")),
+        ]
+    ),
+]
+
+
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Gradients]]:
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Gradients]]:
     """By family: a model with random factors of adapters beside its weights, and what transformers make of both."""
-    return {name: make_adapted(name, tmp_path_factory.mktemp(name)) for name in ("nemotron_h", "qwen3_moe", "qwen2")}
+    return cache(lambda name: make_adapted(name, tmp_path_factory.mktemp(name)))
 
 
 def make_adapted(name: str, folder: Path) -> tuple[Path, Gradients]:
@@ -64,11 +78,12 @@ def make_adapted(name: str, folder: Path) -> tuple[Path, Gradients]:
     return folder / "model", (loss, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_moe", "qwen2"])
-def test_a_layout_gives_the_gradients_of_transformers(ranks: RankPool, adapted: dict[str, tuple[Path, Gradients]], name: str, layout: str):
-    folder, (expected_loss, expected) = adapted[name]
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_layout_gives_the_gradients_of_transformers(
+    ranks: RankPool, adapted: Callable[[str], tuple[Path, Gradients]], name: str, layout: str
+):
+    folder, (expected_loss, expected) = adapted(name)
     world_size, megatron = LAYOUTS[layout]
-    loss, grads = gradients_of(ranks, folder, world_size, megatron | dict(peft=PeftConfig(**PEFT)))
+    loss, grads = gradients_of(ranks, folder, world_size, megatron | dict(peft=PeftConfig(enabled=True, dim=4, alpha=6.0)))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected, 2e-5)

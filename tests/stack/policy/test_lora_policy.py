@@ -107,3 +107,10 @@ def test_logprobs_are_without_dropout(ranks: RankPool, folder: Path, overrides: 
     assert is_same
     # The train pass drops values, the logprob pass before it does not.
     assert (difference > 1e-4) == overrides[0].startswith("dropout")
+
+
+@pytest.mark.parametrize("overrides", [[], [*PEFT, "policy.megatron_cfg.peft.alpha=16"]])
+def test_other_adapters_are_refused(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], overrides: list[str]):
+    config = policy_ranks.run_config(folder, "one", *overrides)
+    with pytest.raises(RuntimeError, match=r"ValueError: .* was saved with policy.megatron_cfg.peft \{'dim': 4, 'alpha': 8.0"):
+        ranks.run(policy_ranks.load_weights_only, config, run[0], world_size=1)
