@@ -68,6 +68,11 @@ class Rollout:
     generator_logprobs: np.ndarray
     """float32 [L], log-probability of each generated token under the distribution it was drawn from."""
     finish_reason: FinishReason
+    routes: np.ndarray | None = None
+    """The experts that the engine chose: uint8 (uint16 above 256 experts) [prompt + L - 1, layers with experts, experts per token].
+
+    The last token was drawn, but never went through the model. None unless policy.router_replay.enabled.
+    """
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,11 @@ class Family:
         """Name and shape of every tensor of the Hugging Face checkpoint."""
         return {tensor.name: tensor.shape for _, rule in self.model(hf_config, None).all() for tensor in rule.cut.tensors}
 
+    def expert_layers(self, hf_config: HfConfig) -> tuple[int, ...]:
+        """Indices of the layers that choose experts for each token, ascending; empty for a model without experts."""
+        layers = self.model(hf_config, None).layers
+        return tuple(index for index, rules in enumerate(layers) if any(isinstance(rule.cut, Experts) for rule in rules))
+
     def megatron_layout(
         self, hf_config: HfConfig, parallel: MegatronParallel, coords: MegatronCoords, dtype: str, flavour: Flavour = "local"
     ) -> Layout:

@@ -38,6 +38,15 @@ class SequencePackingConfig:
 
 @traced
 @dataclass
+class RouterReplayConfig:
+    enabled: bool = False
+    """Train with the experts that the engine chose: its routes come with the rollouts, and the policy's routers follow them in logprob and
+    train passes, weighting the experts by their own scores. Removes the part of the mismatch between trainer and engine that comes from
+    tokens going through other experts. The reference model routes by itself. For models with experts."""
+
+
+@traced
+@dataclass
 class PolicyConfig:
     model_name: str = required()
     """Folder of the starting model in Hugging Face format, or its id on the Hub."""
@@ -63,6 +72,7 @@ class PolicyConfig:
     refit_buffer_size_gb: float = 0.25
     """Exchange buffer of a unit during a refit, in GB (10^9 bytes). Smaller = more rounds."""
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mrl.data.routes import PackedRoutes, pack_routes
 from mrl.types import Rollout
 
 
@@ -36,6 +37,8 @@ class PackedRow:
     max_seqlen: int
     sequence_indices: list[int]
     """Indices into `Batch.sequences`, without the padding."""
+    routes: PackedRoutes | None = None
+    """The engine's choices of experts; None where it did not keep them."""
 
     @property
     def num_valid_tokens(self) -> int:
@@ -97,4 +100,5 @@ def pack_row(
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(sizes.max()),
         sequence_indices=[index for index, _, _, _ in sequences],
+        routes=pack_routes([rollout for _, rollout, _, _ in sequences], bounds[: len(sequences)].tolist(), num_tokens),
     )

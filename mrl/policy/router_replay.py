@@ -1,0 +1,165 @@
+"""Router replay (R3, arXiv:2510.11370): the policy's routers send each token to the experts that the engine chose for it.
+
+The probabilities are the policy's own scores of those experts, so gradients flow through the gate as ever; a bias that balances experts only
+takes part in a choice, and there is none. Its statistics, `local_tokens_per_expert`, count the experts that a token was really sent to.
+Auxiliary losses rate the scores against the router's own choice, as Megatron computes them.
+
+Megatron calls the `router_replay` of a router where it would choose. Its own RouterReplay is not used: it learns from global switches
+whether a call belongs to a forward pass or to one that is computed again in backward, and takes the routes of the latter from a queue. Under
+1F1B both kinds alternate, and passes that compute nothing again leave the queue full.
+
+Shape suffixes: T tokens of this rank, L layers with experts on this rank, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from mrl.data.packing import PackedRow
+from mrl.data.routes import PackedRoutes
+
+
+@dataclass(frozen=True)
+class _LocalRoutes:
+    """What this rank's routers follow in one microbatch."""
+
+    expert_ids_LTK: Tensor
+    is_known_T: Tensor
+
+
+class RouterReplay:
+    """The routes that all routers of this rank follow, and how often they would have chosen otherwise.
+
+    At any time a rank computes one microbatch: in forward, in backward, or again in backward. `enter` says which one at the start of its
+    forward pass, and the gradient of its output, the first thing that its backward pass computes, says so again: whatever is computed anew
+    from there on follows the same routes, in any schedule.
+    """
+
+    def __init__(self, chunks: Sequence[MegatronModule], expert_layers: Sequence[int]) -> None:
+        """`expert_layers` are the indices of the layers with experts in the whole model, in the order in which routes list them."""
+        self._num_layers = len(expert_layers)
+        self._layers: list[int] = []
+        self._current: _LocalRoutes | None = None
+        self._is_counting = False
+        for chunk in unwrap_model(list(chunks)):
+            for layer in chunk.decoder.layers:
+                for router in (module for module in layer.modules() if isinstance(module, TopKRouter)):
+                    router.router_replay = _Follower(self, len(self._layers))
+                    self._layers.append(expert_layers.index(layer.layer_number - 1))
+        self._sequence_parallel = chunks[0].config.sequence_parallel
+        self._num_experts, self._topk = chunks[0].config.num_moe_experts, chunks[0].config.moe_router_topk
+        self._counts_L2 = torch.zeros(len(self._layers), 2, dtype=torch.int64, device=next(chunks[0].parameters()).device)
+
+    def check(self, rows: Sequence[PackedRow]) -> None:
+        """Returns if every row with sequences has routes of this model.
+
+        Raises:
+            ValueError: it has none, or those of another model.
+        """
+        for row in rows:
+            if not row.sequence_indices:
+                continue
+            if row.routes is None:
+                raise ValueError("policy.router_replay.enabled=true, but rollouts came without routes; their engine was started without it")
+            shape = tuple(row.routes.expert_ids_TLK.shape[1:])
+            if shape != (self._num_layers, self._topk) or int(row.routes.expert_ids_TLK.max()) >= self._num_experts:
+                raise ValueError(
+                    f"routes of {shape} (layers, experts per token) with ids up to {int(row.routes.expert_ids_TLK.max())} are not those of "
+                    f"this model: {(self._num_layers, self._topk)}, {self._num_experts} experts"
+                )
+
+    def enter(self, routes: PackedRoutes | None) -> None:
+        """From here on this rank computes the microbatch with these routes; with None, routers choose by themselves."""
+        if routes is None:
+            self._current = None
+            return
+        expert_ids_TLK, is_known_T = routes.expert_ids_TLK[:, self._layers], routes.is_known_T
+        if self._sequence_parallel:
+            # Each tensor-parallel rank routes a slice of the row.
+            rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+            expert_ids_TLK, is_known_T = expert_ids_TLK.chunk(size)[rank], is_known_T.chunk(size)[rank]
+        device = self._counts_L2.device
+        self._current = _LocalRoutes(expert_ids_TLK.transpose(0, 1).contiguous().to(device), is_known_T.to(device))
+
+    def enter_again_in_backward(self, output: Tensor) -> None:
+        """Has the backward pass of `output`, the result of the current microbatch, enter that microbatch once more."""
+        if not output.requires_grad:
+            return
+        routes = self._current
+
+        def enter(grad: Tensor) -> None:
+            self._current = routes
+
+        output.register_hook(enter)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts, in forward passes inside, how often routers would have chosen other experts than they were told."""
+        self._is_counting = True
+        try:
+            yield
+        finally:
+            self._is_counting = False
+
+    def take_metrics(self) -> dict[str, float]:
+        """Share of (token, layer) pairs for which the router's own choice was another set of experts, since the last call.
+
+        A router chooses after the layers before it have followed. Collective over all ranks; the same floats on every rank.
+        """
+        counts = torch.zeros(self._num_layers, 2, dtype=torch.int64)
+        counts[self._layers] = self._counts_L2.cpu()
+        self._counts_L2.zero_()
+        # Ranks that route the same tokens count them alike.
+        dist.all_reduce(counts)
+        shares = counts[:, 0] / counts[:, 1].clamp(min=1)
+        total = counts.sum(dim=0)
+        return {"router_mismatch": float(total[0] / total[1].clamp(min=1)), "router_mismatch_worst_layer": float(shares.max())}
+
+    def choose(self, index: int, scores_TE: Tensor, own_ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and ids of the experts of each token in this rank's `index`-th layer with experts, both [T, K], best first."""
+        assert self._current is not None
+        known_T1 = self._current.is_known_T[:, None]
+        ids_TK = torch.where(known_T1, self._current.expert_ids_LTK[index].long(), own_ids_TK)
+        if self._is_counting:
+            differs_T = (ids_TK.sort(dim=1).values != own_ids_TK.sort(dim=1).values).any(dim=1)
+            self._counts_L2[index] += torch.stack([differs_T.sum(), known_T1.sum()])
+        # In the order of topk, so that the same choice gives the same sums, whatever order the engine keeps.
+        scores_TK, order_TK = scores_TE.gather(1, ids_TK).sort(dim=1, descending=True, stable=True)
+        return scores_TK, ids_TK.gather(1, order_TK)
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the current microbatch has routes."""
+        return self._current is not None
+
+
+class _Follower:
+    """What Megatron asks in place of choosing, in one router."""
+
+    def __init__(self, replay: RouterReplay, index: int) -> None:
+        self._replay = replay
+        self._index = index
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """The interface of megatron.core.transformer.moe.router_replay.RouterReplay; `scores` with the bias, where there is one."""
+        own_scores, own_ids = default_compute_topk(scores, topk, num_groups, group_topk)
+        if not self._replay.is_following:
+            return own_scores, own_ids
+        return self._replay.choose(self._index, scores, own_ids)
