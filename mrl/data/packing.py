@@ -100,5 +100,5 @@ def pack_row(
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(sizes.max()),
         sequence_indices=[index for index, _, _, _ in sequences],
-        routes=pack_routes([rollout for _, rollout, _, _ in sequences], bounds[: len(sequences)].tolist(), num_tokens),
+        routes=pack_routes([rollout.routes for _, rollout, _, _ in sequences], bounds[: len(sequences)].tolist(), num_tokens),
     )

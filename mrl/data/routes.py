@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mrl.types import Rollout
-
 
 @dataclass(frozen=True)
 class PackedRoutes:
@@ -24,18 +22,20 @@ class PackedRoutes:
     """bool, False at tokens that the engine never saw: the last one of each sequence, and padding. The router chooses for them."""
 
 
-def pack_routes(rollouts: Sequence[Rollout], starts: Sequence[int], num_tokens: int) -> PackedRoutes | None:
-    """The routes of a row of `num_tokens` tokens in which rollout i begins at `starts[i]`; None if no rollout has routes.
+def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], num_tokens: int) -> PackedRoutes | None:
+    """The routes of a row of `num_tokens` tokens, from the `Rollout.routes` of the sequences that begin at `starts`; None if none has any.
 
     Raises:
         ValueError: some rollouts have routes and some do not, or they differ in layers or experts per token.
     """
-    routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    routes = [array for array in sequences if array is not None]
     if not routes:
         return None
     shapes = {array.shape[1:] for array in routes}
-    if len(routes) < len(rollouts) or len(shapes) > 1:
-        raise ValueError(f"{len(routes)} of {len(rollouts)} rollouts of a packed row have routes, of the shapes {sorted(shapes)} per token")
+    if len(routes) < len(sequences) or len(shapes) > 1:
+        raise ValueError(
+            f"{len(routes)} of {len(sequences)} rollouts of a packed row have routes, of shapes {sorted(shapes)} per token"
+        )
     # Rows and slices of them are indexed, which torch does not do with uint16.
     dtype = np.uint8 if routes[0].dtype == np.uint8 else np.int16
     expert_ids = np.zeros((num_tokens, *routes[0].shape[1:]), dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,7 @@ from mrl.policy.model import build_model, wrap_ddp
 from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.perturb import perturb
 from mrl.policy.reports import SettleReport
+from mrl.policy.router_replay import RouterReplay
 from mrl.policy.step import BatchSize, TrainRow, compute_logprobs, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, rank_tensors
 from mrl.refit.exchange import Exchange
@@ -67,6 +69,9 @@ class Policy:
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.grpo.seed)
         self._live_layout = self._layout | (self._lora.layout if self._lora else {})
         self._chunks = wrap_ddp(bare_chunks, config.policy)
+        self._replay: RouterReplay | None = None
+        if config.policy.router_replay.enabled:
+            self._replay = RouterReplay(self._chunks, family(self._hf_config).expert_layers(self._hf_config))
         self._tensors = rank_tensors(self._chunks, self._live_layout)
         self._weights = self._lora.merged_weights(self._base(self._tensors)) if self._lora else self._tensors
         self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}")
@@ -196,22 +201,28 @@ class Policy:
 
         Raises:
             RuntimeError: ranks hold different numbers of rows.
+            ValueError: rows lack routes, although policy.router_replay.enabled.
         """
+        if self._replay is not None:
+            self._replay.check(rows)
         self._batch = _Batch(rows, global_batch_size(rows))
 
     def compute_old_logprobs(self) -> None:
         """Log-probabilities of the batch under the current weights, before the update. They stay on the last pipeline stage."""
         batch = self._current_batch()
-        batch.old_logprobs = self._logprobs(batch.rows, self._distribution)
+        with self._replay.counting() if self._replay is not None else nullcontext():
+            batch.old_logprobs = self._logprobs(batch.rows, self._distribution)
 
     def compute_reference_logprobs(self) -> None:
         """Log-probabilities of the batch under the weights that the run started from, of whatever token: the reference is never truncated.
 
-        Afterwards the current weights are back, bit for bit.
+        It chooses its experts itself: as other weights, it is another model than the one whose routes the rows carry. Afterwards the
+        current weights are back, bit for bit.
         """
         batch = self._current_batch()
+        rows = [dataclasses.replace(row, routes=None) for row in batch.rows]
         with self._reference_weights():
-            batch.reference_logprobs = self._logprobs(batch.rows, self._distribution.untruncated)
+            batch.reference_logprobs = self._logprobs(rows, self._distribution.untruncated)
 
     def logprobs_of_rows(self, rows: list[PackedRow]) -> list[np.ndarray]:
         """Log-probability of every label, float32 [T] per row; an empty list on all but the last pipeline stage."""
@@ -225,7 +236,7 @@ class Policy:
         """
         batch, self._batch = self._current_batch(), None
         self._settled = None
-        return train_step(
+        metrics = train_step(
             self._state.chunks,
             self._state.optimizer,
             self._state.scheduler,
@@ -233,7 +244,10 @@ class Policy:
             size=batch.size,
             distribution=self._distribution,
             config=self._config.loss_fn,
+            replay=self._replay,
         )
+        mismatch = self._replay.take_metrics() if self._replay is not None else {}
+        return metrics | {f"train/{name}": value for name, value in mismatch.items()}
 
     def prepare_refit(self, part: RankPart, address: GroupAddress | None) -> UnitHandles:
         """Joins the exchange and sets up this rank's part; returns what the engine workers of this unit need to pull.
@@ -268,7 +282,7 @@ class Policy:
     def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
         self.settled_weights()
         with self._lora.without_dropout() if self._lora else nullcontext():
-            return compute_logprobs(self._chunks, rows, distribution)
+            return compute_logprobs(self._chunks, rows, distribution, self._replay)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from mrl.config.schema_algo import LossConfig
 from mrl.data.packing import PackedRow
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.output import token_scores
+from mrl.policy.router_replay import RouterReplay
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,17 @@ def global_batch_size(rows: list[PackedRow]) -> BatchSize:
 
 
 @torch.no_grad()
-def compute_logprobs(chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
-    """Log-probability of every label, one float32 [T] per row; an empty list on all but the last pipeline stage."""
+def compute_logprobs(
+    chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution, replay: RouterReplay | None = None
+) -> list[Tensor]:
+    """Log-probability of every label, one float32 [T] per row; an empty list on all but the last pipeline stage.
+
+    With `replay`, the routers follow the rows that have routes.
+    """
 
     def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Tensor]]:
         row = next(iterator)
-        return _forward(model, row), lambda output, non_loss_data: logprobs_of(output, row, model)
+        return _forward(model, row, replay), lambda output, non_loss_data: logprobs_of(output, row, model)
 
     def logprobs_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> Tensor:
         return token_scores(model, output, row.labels_T.to(output.device), distribution).logprobs_T
@@ -82,8 +88,11 @@ def train_step(
     size: BatchSize,
     distribution: TokenDistribution,
     config: LossConfig,
+    replay: RouterReplay | None = None,
 ) -> dict[str, float]:
     """One optimizer step over the global batch; returns its metrics, the same floats on every rank.
+
+    With `replay`, the routers follow the rows that have routes.
 
     Raises:
         RuntimeError: loss or gradient is NaN or infinite. Parameters and optimizer state are as before, on all ranks.
@@ -91,7 +100,7 @@ def train_step(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    row_metrics = _forward_backward(chunks, rows, size, distribution, config)
+    row_metrics = _forward_backward(chunks, rows, size, distribution, config, replay)
     metrics = finish_metrics(_global_metrics(row_metrics), num_valid_tokens=size.num_valid_tokens)
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
@@ -107,11 +116,16 @@ def train_step(
 
 
 def _forward_backward(
-    chunks: list[DistributedDataParallel], rows: list[TrainRow], size: BatchSize, distribution: TokenDistribution, config: LossConfig
+    chunks: list[DistributedDataParallel],
+    rows: list[TrainRow],
+    size: BatchSize,
+    distribution: TokenDistribution,
+    config: LossConfig,
+    replay: RouterReplay | None,
 ) -> list[dict[str, Tensor]]:
     def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
         item = next(iterator)
-        return _forward(model, item.row), lambda output: loss_of(output, item, model)
+        return _forward(model, item.row, replay), lambda output: loss_of(output, item, model)
 
     def loss_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         row, device = item.row, output.device
@@ -137,7 +151,7 @@ def _forward_backward(
     return _run_schedule(forward_step, rows, chunks, forward_only=False)
 
 
-def _forward(model: DistributedDataParallel, row: PackedRow) -> Tensor:
+def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterReplay | None = None) -> Tensor:
     """What `token_scores` takes from the last chunk of the model, hidden states for the next one from any other."""
     device = next(model.parameters()).device
     cu_seqlens = row.cu_seqlens.to(device)
@@ -146,13 +160,18 @@ def _forward(model: DistributedDataParallel, row: PackedRow) -> Tensor:
     )
     # The log-probabilities make their own float32 copy of the logits, in parts.
     keep_dtype = {"fp32_output": False} if model.config.bf16 else {}
-    return model(
+    if replay is not None:
+        replay.enter(row.routes)
+    output = model(
         input_ids=row.token_ids_T[None].to(device),
         position_ids=row.position_ids_T[None].to(device),
         attention_mask=None,
         packed_seq_params=packed,
         **keep_dtype,
     )
+    if replay is not None:
+        replay.enter_again_in_backward(output)
+    return output
 
 
 def _run_schedule(forward_step: Callable[..., object], rows: list, chunks: list[DistributedDataParallel], *, forward_only: bool) -> list:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +19,20 @@ from conversion.tensors import box_view
 from mrl.config.schema_megatron import OptimizerConfig, SchedulerConfig
 from mrl.config.schema_policy import PolicyConfig
 from mrl.data.packing import PackedRow
+from mrl.data.routes import pack_routes
+from tests import routes
 from tests.stack.ranks import Rank
 
 
 def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **megatron: object) -> PolicyConfig:
-    """A policy with these Megatron settings, and replicated gradients, so that every rank holds whole sums."""
+    """A policy with these Megatron settings, and replicated gradients, so that every rank holds whole sums.
+
+    With `router_replay=True` its routers follow the routes of `tests.routes.forced_routes`.
+    """
     config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280)
     config.megatron_cfg.optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, clip_grad=1.0, bf16=precision == "bfloat16")
     config.megatron_cfg.scheduler = SchedulerConfig(start_weight_decay=0.01, end_weight_decay=0.01)
+    config.router_replay.enabled = bool(megatron.pop("router_replay", False))
     defaults = dict(moe_router_dtype="fp32", freeze_moe_router=False)
     for key, value in {**defaults, **megatron}.items():
         setattr(config.megatron_cfg, key, value)
@@ -86,7 +93,7 @@ def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[lis
 
     chunks, _, _ = _build(rank, config, folder)
     distribution = TokenDistribution.of(config, _vocab_size(folder))
-    result = [row.numpy() for row in compute_logprobs(chunks, [packed_row(row) for row in rows], distribution)]
+    result = [row.numpy() for row in compute_logprobs(chunks, _rows(config, folder, rows), distribution, _replay(chunks, config, folder))]
     parallel.shutdown()
     return result
 
@@ -146,6 +153,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
 
     place = parallel.coordinates()
     distribution = TokenDistribution.of(config, _vocab_size(folder))
+    replay = _replay(chunks, config, folder)
 
     def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module):
         row = next(iterator)
@@ -154,10 +162,28 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
             loss = (token_scores(model, output, row.labels_T, distribution).logprobs_T * row.advantages_T).sum() / len(rows)
             return loss, torch.ones((), dtype=torch.int), {"loss": loss.detach()}
 
-        return _forward(model, row), loss_of
+        return _forward(model, row, replay), loss_of
 
-    mine = [packed_row(row) for row in rows[place.dp :: place.dp_size]]
+    mine = _rows(config, folder, rows[place.dp :: place.dp_size])
     return sum(float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunks, forward_only=False))
+
+
+def _rows(config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[PackedRow]:
+    packed = [packed_row(row) for row in rows]
+    if not config.router_replay.enabled:
+        return packed
+    arrays = [[routes.forced_routes(sequence, _hf_config(folder)) for sequence in row] for row in rows]
+    return [
+        dataclasses.replace(row, routes=pack_routes(each, row.cu_seqlens[: len(each)].tolist(), len(row.token_ids_T)))
+        for row, each in zip(packed, arrays, strict=True)
+    ]
+
+
+def _replay(chunks: list, config: PolicyConfig, folder: Path):
+    from mrl.policy.router_replay import RouterReplay
+
+    hf_config = _hf_config(folder)
+    return RouterReplay(chunks, family(hf_config).expert_layers(hf_config)) if config.router_replay.enabled else None
 
 
 def _build(rank: Rank, config: PolicyConfig, folder: Path):

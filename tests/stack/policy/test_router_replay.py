@@ -1,0 +1,70 @@
+"""Router replay: routes that no router would choose are followed as transformers follows them, under every layout and in every pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests import models, routes
+from tests.stack.policy import layout_ranks
+from tests.stack.policy.layouts import EP2, PP2, ROWS, TP2_SP, Gradients, assert_close, gradients_of, transformers_model
+from tests.stack.ranks import RankPool
+
+REPLAY: dict[str, object] = dict(router_replay=True)
+RECOMPUTED: dict[str, object] = dict(activation_checkpointing=True)
+
+LAYOUTS = {
+    "one rank, recomputed": (1, RECOMPUTED),
+    # Microbatches are in flight while others go backward, and what these compute again must follow their own routes.
+    "pp2, recomputed": (2, PP2 | RECOMPUTED),
+    "tp2 sp pp2 ep2": (4, TP2_SP | PP2 | EP2),
+    "tp2 sp pp2 ep2, recomputed": (4, TP2_SP | PP2 | EP2 | RECOMPUTED),
+}
+
+
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_nemotron_h(tmp_path_factory.mktemp("moe"), hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def replayed(ranks: RankPool, moe_folder: Path) -> Gradients:
+    """Of one rank."""
+    return gradients_of(ranks, moe_folder, 1, REPLAY)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_follows_routes_as_one_rank_does(ranks: RankPool, moe_folder: Path, replayed: Gradients, layout: str):
+    world_size, megatron = LAYOUTS[layout]
+    loss, grads = gradients_of(ranks, moe_folder, world_size, megatron | REPLAY)
+    assert loss == pytest.approx(replayed[0], rel=1e-6)
+    assert_close(grads, replayed[1], 1e-5)
+
+
+def test_one_rank_follows_routes_as_transformers_does(ranks: RankPool, moe_folder: Path, replayed: Gradients):
+    model = transformers_model(moe_folder)
+    hf_config = json.loads((moe_folder / "config.json").read_text())
+    losses = []
+    for row in ROWS:
+        advantages_T = layout_ranks.packed_row(row).advantages_T
+        logprobs = []
+        for sequence in row:
+            with routes.followed(model, routes.forced_routes(sequence, hf_config)):
+                tokens = torch.tensor([sequence])
+                all_logprobs = torch.log_softmax(model(tokens).logits[0], dim=-1)
+                logprobs += [all_logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0], torch.zeros(1)]
+        losses.append((torch.cat(logprobs) * advantages_T).sum() / len(ROWS))
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    assert replayed[0] == pytest.approx(loss.item(), rel=1e-5)
+    # The gate learns through the scores of experts that it did not choose.
+    gates = {f"{name}.weight": module.weight.grad for name, module in model.named_modules() if name.endswith(".gate")}
+    assert len(gates) == 3
+    for name, grad in gates.items():
+        assert grad is not None
+        ours = replayed[1][name.replace("model.", "backbone.")]
+        assert np.linalg.norm(ours - grad.numpy()) <= 2e-5 * np.linalg.norm(grad.numpy())
