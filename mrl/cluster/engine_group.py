@@ -50,6 +50,7 @@ class EngineActor:
             seed=config.grpo.seed,
             worker_timeout_s=config.deadlines.refit_s,
             device_ids=device_ids,
+            keeps_routes=config.policy.router_replay.enabled,
         )
         self.engine.die_with_workers()
         self.engine.enter("load")

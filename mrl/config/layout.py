@@ -17,7 +17,11 @@ def find_layout_problems(config: RunConfig, model: ModelSizes) -> list[str]:
     if problems := _dedicated(config):
         return problems  # how many units trainer and engines have is not known
     return (
-        _world(config) + _trainer(config.policy.megatron_cfg, model) + _stages(config.policy.megatron_cfg, model) + _engines(config, model)
+        _world(config)
+        + _experts(config, model)
+        + _trainer(config.policy.megatron_cfg, model)
+        + _stages(config.policy.megatron_cfg, model)
+        + _engines(config, model)
     )
 
 
@@ -59,6 +63,12 @@ def _world(config: RunConfig) -> list[str]:
         way_out = f"use a multiple of {tp}"
         problems.append(_problem("make_sequence_length_divisible_by", policy.make_sequence_length_divisible_by, rule, way_out))
     return problems
+
+
+def _experts(config: RunConfig, model: ModelSizes) -> list[str]:
+    if config.policy.router_replay.enabled and model.num_experts == 0:
+        return [_problem("router_replay.enabled", True, "the model has no experts, so nothing is routed", "set it to false")]
+    return []
 
 
 def _dedicated(config: RunConfig) -> list[str]:

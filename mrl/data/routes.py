@@ -33,9 +33,7 @@ def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], n
         return None
     shapes = {array.shape[1:] for array in routes}
     if len(routes) < len(sequences) or len(shapes) > 1:
-        raise ValueError(
-            f"{len(routes)} of {len(sequences)} rollouts of a packed row have routes, of shapes {sorted(shapes)} per token"
-        )
+        raise ValueError(f"{len(routes)} of {len(sequences)} rollouts of a packed row have routes, of shapes {sorted(shapes)} per token")
     # Rows and slices of them are indexed, which torch does not do with uint16.
     dtype = np.uint8 if routes[0].dtype == np.uint8 else np.int16
     expert_ids = np.zeros((num_tokens, *routes[0].shape[1:]), dtype=dtype)

@@ -26,7 +26,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrl.data.packing import PackedRow
-from mrl.data.routes import PackedRoutes
+from mrl.policy.context import local_positions
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,19 @@ class RouterReplay:
                     f"this model: {(self._num_layers, self._topk)}, {self._num_experts} experts"
                 )
 
-    def enter(self, routes: PackedRoutes | None) -> None:
-        """From here on this rank computes the microbatch with these routes; with None, routers choose by themselves."""
-        if routes is None:
+    def enter(self, row: PackedRow) -> None:
+        """From here on this rank computes the microbatch of this row; without routes, its routers choose by themselves."""
+        if row.routes is None:
             self._current = None
             return
-        expert_ids_TLK, is_known_T = routes.expert_ids_TLK[:, self._layers], routes.is_known_T
+        cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        positions_T = local_positions(row.cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
         if self._sequence_parallel:
-            # Each tensor-parallel rank routes a slice of the row.
-            rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-            expert_ids_TLK, is_known_T = expert_ids_TLK.chunk(size)[rank], is_known_T.chunk(size)[rank]
+            size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+            positions_T = positions_T.chunk(size)[rank]
+        expert_ids_LTK = row.routes.expert_ids_TLK[positions_T][:, self._layers].transpose(0, 1).contiguous()
         device = self._counts_L2.device
-        self._current = _LocalRoutes(expert_ids_TLK.transpose(0, 1).contiguous().to(device), is_known_T.to(device))
+        self._current = _LocalRoutes(expert_ids_LTK.to(device), row.routes.is_known_T[positions_T].to(device))
 
     def enter_again_in_backward(self, output: Tensor) -> None:
         """Has the backward pass of `output`, the result of the current microbatch, enter that microbatch once more."""

@@ -161,7 +161,7 @@ def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterRepla
     # The log-probabilities make their own float32 copy of the logits, in parts.
     keep_dtype = {"fp32_output": False} if model.config.bf16 else {}
     if replay is not None:
-        replay.enter(row.routes)
+        replay.enter(row)
     output = model(
         input_ids=row.token_ids_T[None].to(device),
         position_ids=row.position_ids_T[None].to(device),

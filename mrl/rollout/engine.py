@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing.connection
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import numpy as np
 from vllm import EngineArgs, LLMEngine, RequestOutput
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from conversion.boxes import Slot
+from conversion.families.registry import family
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
 from mrl.config.schema_generation import GenerationConfig
@@ -36,17 +40,32 @@ class Engine:
     """
 
     def __init__(
-        self, model_dir: str, config: GenerationConfig, *, seed: int, worker_timeout_s: float, device_ids: Sequence[int] = ()
+        self,
+        model_dir: str,
+        config: GenerationConfig,
+        *,
+        seed: int,
+        worker_timeout_s: float,
+        device_ids: Sequence[int] = (),
+        keeps_routes: bool = False,
     ) -> None:
         """Starts the engine with the weights of `model_dir`, read by vLLM's own loader; see `engine_arguments`.
 
         A call of its workers (all that moves, compares or lists weights) hangs when it takes longer than `worker_timeout_s`.
+        With `keeps_routes` its rollouts tell which experts their tokens went through.
         """
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
         self._is_colocated = config.colocated.enabled
-        self._llm = LLMEngine.from_engine_args(engine_arguments(model_dir, config, seed=seed, device_ids=device_ids))
+        self._llm = LLMEngine.from_engine_args(
+            engine_arguments(model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes)
+        )
         self._requests: dict[str, RolloutRequest] = {}
+        self._vllm_ids: dict[str, str] = {}
+        """What vLLM calls the unfinished requests inside."""
+        self._expert_layers = _expert_layers(model_dir) if keeps_routes else None
+        if self._expert_layers is not None and current_platform.is_cpu():
+            self._workers("record_routes", self._expert_layers)
         self._phase: Phase | None = None
         self._awake = {"weights", "kv_cache"}
         self._is_prepared = False
@@ -77,7 +96,7 @@ class Engine:
         parameters = [sampler.sampling_params(request, max_model_len=self._max_model_len) for request in requests]
         for request, params in zip(requests, parameters, strict=True):
             self._requests[request.request_id] = request
-            self._llm.add_request(request.request_id, tokens_input(list(request.token_ids)), params)
+            self._vllm_ids[request.request_id] = self._llm.add_request(request.request_id, tokens_input(list(request.token_ids)), params)
 
     def step(self) -> list[Rollout]:
         """Runs one forward pass over the running requests; the rollouts that it finished.
@@ -88,11 +107,14 @@ class Engine:
         if self.weight_version is None or self._is_refitting:
             state = "is being refitted" if self._is_refitting else "has not been refitted yet"
             raise RuntimeError(f"the engine {state}: it must not sample before set_weight_version")
-        finished = []
+        answers = []
         for answer in self._llm.step():
             assert isinstance(answer, RequestOutput) and answer.finished
+            answers.append(answer)
+        finished = []
+        for answer, routes in zip(answers, self._take_routes(answers), strict=True):
             request = self._requests.pop(answer.request_id)
-            finished.append(sampler.rollout(request, answer, weight_version=self.weight_version))
+            finished.append(sampler.rollout(request, answer, weight_version=self.weight_version, routes=routes))
         self.num_steps += 1
         self.num_tokens += sum(len(rollout.token_ids) for rollout in finished)
         return finished
@@ -100,6 +122,8 @@ class Engine:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drops requests and what they have sampled. Ids that have finished meanwhile are ignored."""
         known = [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
+        for request_id in known:
+            del self._vllm_ids[request_id]
         self._llm.abort_request(known)
 
     def live_digest(self) -> list[dict[Slot, int]]:
@@ -188,6 +212,16 @@ class Engine:
         """Ends the engine and its worker processes."""
         self._llm.engine_core.shutdown()
 
+    def _take_routes(self, answers: Sequence[RequestOutput]) -> Sequence[np.ndarray | None]:
+        """Routes of finished requests, in order; None for each where none are kept."""
+        vllm_ids = [self._vllm_ids.pop(answer.request_id) for answer in answers]
+        if self._expert_layers is None or not answers:
+            return [None] * len(answers)
+        if current_platform.is_cpu():
+            return self._workers("take_routes", vllm_ids)[0]
+        # vLLM's own have rows for layers without experts too.
+        return [None if (routes := answer.outputs[0].routed_experts) is None else routes[:, self._expert_layers] for answer in answers]
+
     def _workers(self, method: str, *arguments: object) -> list:
         return self._llm.collective_rpc(method, timeout=self._worker_timeout_s, args=arguments)
 
@@ -204,13 +238,20 @@ def _kill_after_worker(executor: MultiprocExecutor) -> None:
         os._exit(1)
 
 
-def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int, device_ids: Sequence[int] = ()) -> EngineArgs:
+def _expert_layers(model_dir: str) -> list[int]:
+    hf_config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+    return list(family(hf_config).expert_layers(hf_config))
+
+
+def engine_arguments(
+    model_dir: str, config: GenerationConfig, *, seed: int, device_ids: Sequence[int] = (), keeps_routes: bool = False
+) -> EngineArgs:
     """vLLM's arguments for an engine. `vllm_kwargs` of the configuration have the last word, except on LAYOUT_ARGUMENTS.
 
     Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
 
     Raises:
-        ValueError: `vllm_kwargs` ask for weights that a refit could not write.
+        ValueError: `vllm_kwargs` ask for weights that a refit could not write, or for prefixes whose routes would be missing.
     """
     vllm_cfg = config.vllm_cfg
     for name, value in LAYOUT_ARGUMENTS.items():
@@ -242,8 +283,23 @@ def engine_arguments(model_dir: str, config: GenerationConfig, *, seed: int, dev
         "async_scheduling": False,
         "disable_log_stats": True,
     }
-    arguments |= {**LAYOUT_ARGUMENTS, **_platform_arguments(config), **config.vllm_kwargs}
+    arguments |= {**LAYOUT_ARGUMENTS, **_platform_arguments(config)}
+    if keeps_routes:
+        arguments |= _route_arguments(config)
+    arguments |= config.vllm_kwargs
     return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
+
+
+def _route_arguments(config: GenerationConfig) -> Mapping[str, object]:
+    # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder knows nothing of tokens that are not computed.
+    caches_prefixes = not current_platform.is_cpu()
+    given = config.vllm_kwargs.get("enable_prefix_caching", caches_prefixes)
+    if given != caches_prefixes:
+        raise ValueError(
+            f"policy.generation.vllm_kwargs.enable_prefix_caching={given}: with policy.router_replay.enabled=true it must be "
+            f"{caches_prefixes} on {current_platform.device_name}, so that the route of every token is known; remove the key"
+        )
+    return {"enable_prefix_caching": True, "enable_return_routed_experts": True} if caches_prefixes else {}
 
 
 def _platform_arguments(config: GenerationConfig) -> Mapping[str, object]:

@@ -42,21 +42,25 @@ def sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingP
     )
 
 
-def rollout(request: RolloutRequest, answer: RequestOutput, *, weight_version: int) -> Rollout:
+def rollout(request: RolloutRequest, answer: RequestOutput, *, weight_version: int, routes: np.ndarray | None = None) -> Rollout:
     """The rollout in a finished answer of vLLM.
 
     Raises:
-        RuntimeError: vLLM ended the request for a reason that is no rollout.
+        RuntimeError: vLLM ended the request for a reason that is no rollout, or the routes are not those of all its tokens but the last.
     """
     completion = answer.outputs[0]
     finish_reason = _FINISH_REASONS.get(completion.finish_reason)
     if finish_reason is None:
         raise RuntimeError(f"vLLM ended request {request.request_id} with finish reason {completion.finish_reason!r}")
     assert isinstance(completion.logprobs, FlatLogprobs)
+    num_forwarded = len(request.token_ids) + len(completion.token_ids) - 1
+    if routes is not None and len(routes) != num_forwarded:
+        raise RuntimeError(f"request {request.request_id}: vLLM tells the routes of {len(routes)} tokens, {num_forwarded} went through it")
     return Rollout(
         request=request,
         weight_version=weight_version,
         token_ids=np.asarray(completion.token_ids, dtype=np.int32),
         generator_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
         finish_reason=finish_reason,
+        routes=routes,
     )

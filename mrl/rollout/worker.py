@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from conversion.boxes import Slot
 from mrl.refit.errors import RefitError
@@ -19,6 +21,7 @@ from mrl.refit.pull import Puller, VerifyReport
 from mrl.refit.unit import UnitHandles
 from mrl.refit.zero import digest
 from mrl.rollout.messages import ExchangeSeat, WorkerRefit
+from mrl.rollout.routes import RouteRecorder
 
 if current_platform.is_cpu():
     from mrl.rollout import cpu
@@ -35,7 +38,9 @@ class RefitWorker:
     # vLLM's worker has these; a definition here would be refused as a conflict.
     rank: int
     get_model: Callable[[], nn.Module]
+    model_runner: GPUModelRunner
 
+    recorder: RouteRecorder | None = None
     puller: Puller | None = None
     exchange: Exchange | None = None
     addresses: Mapping[Slot, int] | None = None
@@ -90,6 +95,15 @@ class RefitWorker:
         read them so, so nothing is left to do; refit zero and the witness tests fail for one that does not. A kernel with a layout of its
         own would be told here, after all bytes have been verified and before the first token.
         """
+
+    def record_routes(self, layers: Sequence[int]) -> None:
+        """From here on keeps the routes of the requests; see `RouteRecorder`."""
+        self.recorder = RouteRecorder(self.model_runner, layers)
+
+    def take_routes(self, request_ids: Sequence[str]) -> list[np.ndarray] | None:
+        """Routes of finished requests; None on all but the first worker."""
+        assert self.recorder is not None, "record_routes comes first"
+        return self.recorder.take(request_ids) if self.rank == 0 else None
 
     def _prepared(self) -> Puller:
         assert self.puller is not None, "pull before prepare_refit"

@@ -50,14 +50,15 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
             alive.pop().shutdown()
         gc.collect()
 
-    def start(model: int | Path = 0, **vllm_cfg: int | str) -> Engine:
+    def start(model: int | Path = 0, *, keeps_routes: bool = False, **vllm_cfg: int | str) -> Engine:
         from mrl.rollout.engine import Engine
 
         stop()
         limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 2048} | vllm_cfg
         settings = dataclasses.replace(VllmConfig(precision="float32", enforce_eager=True), **limits)
         folder = checkpoint(model) if isinstance(model, int) else model
-        alive.append(Engine(str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=settings), seed=1, worker_timeout_s=300.0))
+        generation = GenerationConfig(max_new_tokens=16, vllm_cfg=settings)
+        alive.append(Engine(str(folder), generation, seed=1, worker_timeout_s=300.0, keeps_routes=keeps_routes))
         return alive[0]
 
     yield start

@@ -207,6 +207,14 @@ def test_engines_need_experts_to_spread(workplace: Path):
     assert problem.startswith(f"{ENGINE}.expert_parallel_size=2: the model has 0 experts") and problem.endswith("set it to 1")
 
 
+def test_routes_need_experts(workplace: Path):
+    path = workplace / "prepared/tiny/model/config.json"
+    assert found("policy.router_replay.enabled=true") == []
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hybrid_override_pattern": "M-M*-M-"}))
+    (problem,) = found("policy.router_replay.enabled=true", f"{MEGATRON}.expert_model_parallel_size=1")
+    assert problem == "policy.router_replay.enabled=true: the model has no experts, so nothing is routed; set it to false"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"model_type": "nemotron_h"}', "[" * 100_000])
 def test_a_damaged_model_config(workplace: Path, text: str):
     (workplace / "prepared/tiny/model/config.json").write_text(text)

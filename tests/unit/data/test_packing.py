@@ -1,4 +1,7 @@
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,3 +84,25 @@ def test_every_sequence_can_be_read_back(shapes: list[tuple[int, int, bool]], di
         assert row.advantages_T[start:stop].tolist() == (generated.float() * is_valid * advantage).tolist()
     assert row.num_valid_tokens == sum(g for _, g, is_valid in shapes if is_valid)
     assert row.num_valid_sequences == sum(g > 0 for _, g, is_valid in shapes if is_valid)
+
+
+def test_routes_stand_at_their_tokens():
+    short, long = (np.full((length, 2, 3), 7, dtype=np.uint8) for length in (2, 3))
+    sequences = [(0, replace(rollout([1, 2], [3]), routes=short), 1.0, True), (1, replace(rollout([5], [6, 7, 8]), routes=long), 1.0, True)]
+    row = pack_row(sequences, divisible_by=12, sequence_multiple=4, pad_token_id=PAD)
+    assert row.routes is not None and row.routes.expert_ids_TLK.dtype == torch.uint8
+    # The last token of a sequence and padding have no route.
+    assert row.routes.is_known_T.tolist() == [True, True, False, False, True, True, True, *[False] * 5]
+    assert torch.equal(row.routes.expert_ids_TLK, 7 * row.routes.is_known_T[:, None, None].expand(12, 2, 3).byte())
+
+
+def test_routes_beyond_a_byte_keep_their_ids():
+    routed = replace(rollout([1], [2, 3]), routes=np.array([[[511, 0]], [[300, 2]]], dtype=np.uint16))
+    row = pack_row([(0, routed, 1.0, True)], divisible_by=1, pad_token_id=PAD)
+    assert row.routes is not None and row.routes.expert_ids_TLK.tolist() == [[[511, 0]], [[300, 2]], [[0, 0]]]
+
+
+def test_rollouts_with_and_without_routes_do_not_share_a_row():
+    routed = replace(rollout([1], [2]), routes=np.zeros((1, 1, 1), dtype=np.uint8))
+    with pytest.raises(ValueError, match="1 of 2 rollouts"):
+        pack_row([(0, routed, 1.0, True), (1, rollout([1], [2]), 1.0, True)], divisible_by=1, pad_token_id=PAD)

@@ -62,3 +62,12 @@ def take_apart(layout: Layout, canonical: dict[str, np.ndarray], back: dict[str,
             values, target = part(array, piece.local).reshape(lengths(piece.box)), part(back[piece.name], piece.box)
             assert ((target == UNWRITTEN) | (target == values)).all(), piece
             target[...] = values
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "expected"),
+    [("nemotron_h", {}, (1, 4, 6)), ("qwen3_moe", {"mlp_only_layers": [0, 2]}, (1, 3)), ("mixtral", {}, (0, 1, 2, 3)), ("qwen3", {}, ())],
+)
+def test_layers_with_experts(model_type: str, overrides: dict[str, object], expected: tuple[int, ...]):
+    hf_config = {"model_type": model_type, **models.TINY[model_type], "rope_theta": 1e4, **overrides}
+    assert FAMILIES[model_type].expert_layers(hf_config) == expected
