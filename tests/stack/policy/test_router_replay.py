@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import models, routes
-from tests.stack.policy import layout_ranks
+from tests.stack.policy import layout_ranks, policy_ranks, replay_ranks
 from tests.stack.policy.layouts import EP2, PP2, ROWS, TP2_SP, Gradients, assert_close, gradients_of, transformers_model
 from tests.stack.ranks import RankPool
 
@@ -68,3 +68,53 @@ def test_one_rank_follows_routes_as_transformers_does(ranks: RankPool, moe_folde
         assert grad is not None
         ours = replayed[1][name.replace("model.", "backbone.")]
         assert np.linalg.norm(ours - grad.numpy()) <= 2e-5 * np.linalg.norm(grad.numpy())
+
+
+def test_a_step_counts_what_routers_would_have_chosen_otherwise(ranks: RankPool, moe_folder: Path):
+    """Half of the rollouts come with transformers' choices, the others with random ones: 1 in 28 of these is the router's own."""
+    hf_config = json.loads((moe_folder / "config.json").read_text())
+    model = transformers_model(moe_folder)
+    own, forced = [], []
+    for index, rollout, _, _ in policy_ranks.rollouts():
+        tokens = replay_ranks.tokens_of(rollout)
+        own.append(replay_ranks.with_routes(rollout, routes.own_routes(model, tokens)[0][:-1].astype(np.uint8)))
+        forced.append(replay_ranks.with_routes(rollout, routes.forced_routes(tokens, hf_config)) if index % 2 else own[-1])
+    settings = ("policy.router_replay.enabled=true", "loss_fn.reference_policy_kl_penalty=0.1")
+    layout = "tp2 sp pp2 ep2"
+    config = policy_ranks.run_config(moe_folder, layout, *settings)
+    following, diverted = (
+        ranks.run(replay_ranks.training, config, rollouts, world_size=policy_ranks.world_size(layout)) for rollouts in (own, forced)
+    )
+    num_tokens = [len(rollout.routes) for rollout in own if rollout.routes is not None]
+    for metrics, _ in following:
+        assert metrics == following[0][0]
+        assert metrics["train/router_mismatch"] == metrics["train/router_mismatch_worst_layer"] == 0
+    for metrics, _ in diverted:
+        assert metrics == diverted[0][0]
+        expected = sum(num_tokens[1::2]) / sum(num_tokens)
+        assert 0.9 * expected <= metrics["train/router_mismatch"] <= metrics["train/router_mismatch_worst_layer"] <= expected
+    assert following[0][0]["train/loss"] != diverted[0][0]["train/loss"]
+    # The reference model chooses by itself, whatever the rollouts say.
+    assert len(following[-1][1]) == 1
+    assert np.array_equal(following[-1][1][0], diverted[-1][1][0])
+
+
+def test_the_choices_of_a_router_replayed_change_no_bit(ranks: RankPool, moe_folder: Path):
+    model = transformers_model(moe_folder)
+    rollouts = []
+    for _, rollout, _, _ in policy_ranks.rollouts():
+        chosen, leads = routes.own_routes(model, replay_ranks.tokens_of(rollout))
+        assert leads.min() > 1e-5
+        # In another order than the router's.
+        rollouts.append(replay_ranks.with_routes(rollout, chosen[:-1, :, ::-1].astype(np.uint8)))
+    config = policy_ranks.run_config(moe_folder, "one", "policy.router_replay.enabled=true")
+    (found,) = ranks.run(replay_ranks.mismatch, config, rollouts, 8, world_size=1)
+    assert found.metrics["router_mismatch"] == 0
+    assert np.array_equal(found.replayed, found.unreplayed)
+
+
+def test_rollouts_without_routes_are_refused(ranks: RankPool, moe_folder: Path):
+    config = policy_ranks.run_config(moe_folder, "one", "policy.router_replay.enabled=true")
+    rollouts = [rollout for _, rollout, _, _ in policy_ranks.rollouts()]
+    with pytest.raises(RuntimeError, match="policy.router_replay.enabled=true, but rollouts came without routes"):
+        ranks.run(replay_ranks.training, config, rollouts, world_size=1)
