@@ -126,6 +126,7 @@ def _tensor_parallel(key: str, tp: int, model: ModelSizes, *, has_replicated_gro
         "attention heads": model.num_attention_heads,
         "Mamba heads": model.num_mamba_heads,
         "Mamba groups": groups,
+        "columns of an MLP": model.ffn_size,
         "columns of the shared expert": model.shared_expert_ffn_size,
     }
     undivided = [f"{total} {name}" for name, total in totals.items() if not divides(tp, total)]

@@ -22,6 +22,7 @@ class ModelSizes:
     num_mamba_heads: int
     num_mamba_groups: int
     num_experts: int
+    ffn_size: int
     moe_ffn_size: int
     shared_expert_ffn_size: int
     max_sequence_length: int
@@ -65,6 +66,9 @@ def read_model(folder: Path) -> ModelSizes:
             f"config.json: model_type={hf_config['model_type']!r} can be converted, but not trained; give a model of one of {trained}"
         )
     arguments = found.megatron_arguments(hf_config)
+    canonical = found.canonical(hf_config)
+    # Mixtures of experts alone may state a width that no layer has.
+    has_mlp = any(name.endswith("up_proj.weight") and "expert" not in name for name in canonical)
 
     def size(name: str) -> int:
         value = (arguments["transformer"] | arguments["model"]).get(name, 0)
@@ -78,8 +82,9 @@ def read_model(folder: Path) -> ModelSizes:
         num_mamba_heads=size("mamba_num_heads"),
         num_mamba_groups=size("mamba_num_groups"),
         num_experts=size("num_moe_experts"),
+        ffn_size=size("ffn_hidden_size") if has_mlp else 0,
         moe_ffn_size=size("moe_ffn_hidden_size"),
         shared_expert_ffn_size=size("moe_shared_expert_intermediate_size"),
         max_sequence_length=size("max_sequence_length"),
-        num_parameters=sum(math.prod(shape) for shape in found.canonical(hf_config).values()),
+        num_parameters=sum(math.prod(shape) for shape in canonical.values()),
     )

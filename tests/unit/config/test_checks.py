@@ -257,3 +257,12 @@ def test_broken_configs_give_nothing_but_config_errors(workplace: Path, seed: in
             num_bad += 1
             assert error.problems and all(isinstance(problem, str) and problem for problem in error.problems)
     assert num_bad > 25
+
+
+@pytest.mark.parametrize(("pattern", "is_refused"), [("MEM*E-E", True), ("MEM*EME", False)])
+def test_the_width_of_an_mlp_counts_where_there_is_one(workplace: Path, pattern: str, is_refused: bool):
+    path = workplace / "prepared/tiny/model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hybrid_override_pattern": pattern, "intermediate_size": 129}))
+    problems = found()
+    assert [problem for problem in problems if "129 columns of an MLP" in problem] == (problems if is_refused else [])
+    assert len(problems) == is_refused
