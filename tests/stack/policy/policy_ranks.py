@@ -31,6 +31,11 @@ ROW_TOKENS = 64
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
+    "tp2 sp": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "tp2 sp ep2 etp2": (
+        4,
+        dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True),
+    ),
     "tp2 sp dp2 ep2": (4, dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)),
     "pp2 dp2": (4, dict(pipeline_model_parallel_size=2)),
     "pp2 dp2 ep2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2, num_layers_in_first_pipeline_stage=4)),

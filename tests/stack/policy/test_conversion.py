@@ -53,6 +53,26 @@ def test_a_folder_that_the_policy_has_loaded_is_saved_without_a_changed_bit(rank
     assert_back_unchanged(hf_folder, tmp_path / "saved", tmp_path / "back")
 
 
+FIVE_LAYOUTS = {
+    **dict.fromkeys(DENSE, ("one", "dp2", "tp2 sp", "pp2 dp2", "tp2 sp pp2")),
+    **dict.fromkeys((*MOE, "nemotron_h"), ("one", "tp2 sp dp2 ep2", "tp2 sp ep2 etp2", "tp2 sp pp2 ep2", "pp2 dp4 ep4")),
+}
+
+
+@pytest.mark.long("conversion")
+@pytest.mark.parametrize(("model_type", "layout"), [(name, layout) for name, layouts in FIVE_LAYOUTS.items() for layout in layouts])
+def test_five_layouts_of_real_ranks_change_no_bit(ranks: RankPool, tmp_path: Path, model_type: str, layout: str):
+    # Layers that two stages can share.
+    even: dict[str, Any] = dict(hybrid_override_pattern="MEM*-E", num_hidden_layers=6) if model_type == "nemotron_h" else {}
+    hf_folder = models.save_model(tmp_path / "hf", model_type, **even)
+    config = policy_ranks.run_config(hf_folder, layout, "checkpointing.save_optimizer=false")
+    assert convert(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(tmp_path / "mcore")]) == 0
+    arguments = (config, hf_folder, tmp_path / "mcore", tmp_path / "saved")
+    differing = ranks.run(conversion_ranks.load_and_save, *arguments, world_size=policy_ranks.world_size(layout))
+    assert differing == [[]] * policy_ranks.world_size(layout)
+    assert_back_unchanged(hf_folder, tmp_path / "saved", tmp_path / "back")
+
+
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
 def test_stacked_layers_as_other_trainers_write_them_are_read(ranks: RankPool, tmp_path: Path, model_type: str):
     hf_folder = models.save_model(tmp_path / "hf", model_type)
