@@ -94,7 +94,7 @@ def train_step(run: Run, state: RunState) -> None:
     )
     batch = make_batch(groups, advantages, config)
     with clock.phase("train"):
-        metrics |= update_policy(run, batch)
+        metrics |= batch.metrics | update_policy(run, batch)
     folder.ledger.train(step)
     state.step = step
 

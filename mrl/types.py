@@ -131,14 +131,18 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch: the sequences, and which packed row of which data-parallel rank each one goes to."""
+    """A global batch: the sequences, and which row of which data-parallel rank each one goes to."""
 
     sequences: tuple[TrainSequence, ...]
     rows: tuple[tuple[tuple[int, ...], ...], ...]
-    """rows[dp_rank][row_index] = indices into `sequences`. Every dp rank has the same number of rows; a row may be empty."""
+    """rows[dp_rank][row_index] = indices into `sequences`, in training. Every dp rank has the same number of rows; a row may be empty."""
+    logprob_rows: tuple[tuple[tuple[int, ...], ...], ...]
+    """The same in logprob passes: on every dp rank the same sequences, in other rows where those hold another number of tokens."""
     num_valid_tokens: int
     """Generated tokens of valid sequences over the whole batch: the denominator of a token-level loss."""
     num_valid_sequences: int
+    metrics: dict[str, float]
+    """How full the rows are and how even the ranks: `train/*`."""
 
 
 @dataclass

@@ -20,16 +20,16 @@ from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import wait_all
 from mrl.config import trace
 from mrl.config.schema import RunConfig
-from mrl.data.packing import pack_row
-from mrl.types import Batch, TrainSequence
+from mrl.data.packing import PackedRow, pack_row
+from mrl.types import Batch, Rollout, TrainSequence
 
 logger = logging.getLogger(__name__)
 
 # Megatron orders its communication behind its compute by queueing both on one hardware queue; it asks for this with TP or SP on GPUs.
 POLICY_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
-RankRows = list[list[tuple[int, TrainSequence]]]
-"""Rows of one dp rank: (index into the batch, sequence) of every sequence in every row."""
+RankRows = tuple[tuple[int, ...], ...]
+"""Rows of one dp rank, as indices into the batch."""
 
 
 class PolicyActor:
@@ -67,21 +67,27 @@ class PolicyActor:
         part, num_parts = self.part
         check_entry(folder, part=part, num_parts=num_parts)
 
-    def set_batch(self, rows: RankRows) -> int:
-        """Pulls this rank's payloads and packs them; returns the number of rows."""
-        infos = [sequence.rollout for row in rows for _, sequence in row]
-        payload = iter(pull(infos, timeout_s=self.config.deadlines.train_s))
-        packed = [
+    def set_batch(self, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows) -> int:
+        """Pulls the payloads of this rank's sequences and packs them; returns the number of rows."""
+        payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.config.deadlines.train_s)
+        pulled = {
+            index: (index, rollout, sequence.advantage, sequence.is_valid)
+            for (index, sequence), rollout in zip(sequences.items(), payload, strict=True)
+        }
+        packed = self._pack(pulled, rows)
+        self.policy.set_batch(packed, packed if logprob_rows == rows else self._pack(pulled, logprob_rows))
+        return len(packed)
+
+    def _pack(self, pulled: dict[int, tuple[int, Rollout, float, bool]], rows: RankRows) -> list[PackedRow]:
+        return [
             pack_row(
-                [(index, next(payload), sequence.advantage, sequence.is_valid) for index, sequence in row],
+                [pulled[index] for index in row],
                 divisible_by=self.config.policy.row_multiple,
                 sequence_multiple=self.config.policy.sequence_multiple,
                 pad_token_id=self.pad_token_id,
             )
             for row in rows
         ]
-        self.policy.set_batch(packed)
-        return len(packed)
 
     def call(self, method: str, *arguments: object) -> object:
         """Calls a method of the policy by name, so that every verb of the policy need not be spelled twice."""
@@ -147,8 +153,11 @@ class PolicyGroup:
 
     def set_batch(self, batch: Batch) -> None:
         """Tells every rank which rollouts are its own; the ranks pull the payloads themselves."""
-        rows_of: list[RankRows] = [[[(index, batch.sequences[index]) for index in row] for row in rows] for rows in batch.rows]
-        references = [actor.set_batch.remote(rows_of[dp_rank]) for actor, dp_rank in zip(self.actors, self.dp_ranks, strict=True)]
+        sequences = [{index: batch.sequences[index] for row in rows for index in row} for rows in batch.rows]
+        references = [
+            actor.set_batch.remote(sequences[dp_rank], batch.rows[dp_rank], batch.logprob_rows[dp_rank])
+            for actor, dp_rank in zip(self.actors, self.dp_ranks, strict=True)
+        ]
         self._wait(references, "set_batch", self.deadlines.train_s)
 
     def config_reads(self) -> set[str]:

@@ -12,8 +12,8 @@ from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.config.schema import RunConfig
 from mrl.data.batch import max_row_tokens
+from mrl.data.bins import first_fit_decreasing
 from mrl.data.packing import pack_row, padded_length
-from mrl.data.planning import plan_rows
 from mrl.types import Rollout, RolloutRequest
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
     policy = config.policy
     lengths = [padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), policy.sequence_multiple) for rollout in rollouts]
     # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
-    (plan,) = plan_rows(lengths, dp_size=1, row_tokens=max_row_tokens(policy))
     rows = [
         pack_row(
             [(i, rollouts[i], 0.0, True) for i in row],
@@ -38,7 +37,7 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
             sequence_multiple=policy.sequence_multiple,
             pad_token_id=pad_token_id,
         )
-        for row in plan
+        for row in first_fit_decreasing(lengths, max_row_tokens(policy, "logprob"))
     ]
     answers = cast(list[list[np.ndarray]], policies.call("logprobs_of_rows", rows, deadline_s=config.deadlines.train_s))
     # Only the last pipeline stage knows; its ranks all say the same.

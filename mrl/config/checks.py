@@ -74,7 +74,7 @@ def _batch(config: RunConfig) -> list[str]:
 
 def _lengths(policy: PolicyConfig) -> list[str]:
     problems = []
-    total, generation, packing = policy.max_total_sequence_length, policy.generation, policy.sequence_packing
+    total, generation = policy.max_total_sequence_length, policy.generation
     if generation.max_new_tokens >= total:
         rule = f"must be below policy.max_total_sequence_length={total}, which holds prompt and rollout"
         problems.append(_problem("policy.generation.max_new_tokens", generation.max_new_tokens, rule, "lower the one or raise the other"))
@@ -87,13 +87,25 @@ def _lengths(policy: PolicyConfig) -> list[str]:
         problems.append(
             _problem("policy.generation.vllm_cfg.max_model_len", max_model_len, rule, "leave it out, and it follows the latter")
         )
-    multiple = policy.row_multiple
+    return problems + _rows(policy)
+
+
+def _rows(policy: PolicyConfig) -> list[str]:
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    total, multiple = policy.max_total_sequence_length, policy.row_multiple
+    if packing.enabled and dynamic.enabled:
+        rule = "policy.sequence_packing.enabled=true fills the same rows in another way"
+        return [_problem("policy.dynamic_batching.enabled", True, rule, "set one of them to false")]
+    name, section = ("sequence_packing", packing) if packing.enabled else ("dynamic_batching", dynamic)
+    if not section.enabled:
+        return []  # rows of a fixed number of sequences
     longest = math.ceil(total / multiple) * multiple
-    for name, tokens in (("train_mb_tokens", packing.train_mb_tokens), ("logprob_mb_tokens", packing.logprob_mb_tokens)):
-        if tokens < longest:
-            rule = f"a packed row must hold policy.max_total_sequence_length={total}, padded to a multiple of {multiple}"
-            problems.append(_problem(f"policy.sequence_packing.{name}", tokens, rule, f"use at least {longest}"))
-    return problems
+    rule = f"a row must hold policy.max_total_sequence_length={total}, padded to a multiple of {multiple}"
+    return [
+        _problem(f"policy.{name}.{key}", tokens, rule, f"use at least {longest}")
+        for key, tokens in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens))
+        if tokens < longest
+    ]
 
 
 def _logprobs(policy: PolicyConfig) -> list[str]:

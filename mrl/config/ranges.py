@@ -60,6 +60,9 @@ RANGES: dict[str, Range] = {
     "policy.sequence_packing.train_mb_tokens": POSITIVE,
     "policy.sequence_packing.logprob_mb_tokens": POSITIVE,
     "policy.sequence_packing.sequence_length_round": POSITIVE,
+    "policy.dynamic_batching.train_mb_tokens": POSITIVE,
+    "policy.dynamic_batching.logprob_mb_tokens": POSITIVE,
+    "policy.dynamic_batching.sequence_length_round": POSITIVE,
     "policy.megatron_cfg.tensor_model_parallel_size": POSITIVE,
     "policy.megatron_cfg.pipeline_model_parallel_size": POSITIVE,
     "policy.megatron_cfg.expert_model_parallel_size": POSITIVE,
@@ -116,7 +119,6 @@ RANGES: dict[str, Range] = {
 ONLY: dict[str, tuple[object, str]] = {
     "grpo.max_rollout_turns": (1, "rollouts of several turns are not supported"),
     "grpo.async_grpo.enabled": (False, "generation that runs ahead of training is not supported"),
-    "policy.sequence_packing.enabled": (True, "packed rows are the only batch format"),
     "policy.megatron_cfg.enabled": (True, "Megatron-Core is the only training backend"),
     "policy.megatron_cfg.context_parallel_size": (1, "context parallelism is not supported"),
     "policy.megatron_cfg.peft.a2a_experimental": (False, "what adapters exchange is too small to gain by another way of communication"),
@@ -125,9 +127,7 @@ ONLY: dict[str, tuple[object, str]] = {
 }
 """Keys of which mrl has only one value so far, and why."""
 
-FIXED = frozenset(
-    [*ONLY, "policy.train_global_batch_size", "policy.generation.backend", "policy.sequence_packing.algorithm"],
-)
+FIXED = frozenset([*ONLY, "policy.train_global_batch_size", "policy.generation.backend"])
 """Keys with one possible value, by this table, by their type, or by a rule in `mrl.config.checks`: no code has to read them."""
 
 

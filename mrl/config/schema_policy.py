@@ -11,6 +11,8 @@ from mrl.config.schema_generation import GenerationConfig
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.trace import traced
 
+PackingAlgorithm = Literal["balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"]
+
 
 @traced
 @dataclass
@@ -25,13 +27,17 @@ class TokenizerConfig:
 @dataclass
 class SequencePackingConfig:
     enabled: bool = True
-    """Pack sequences into rows. Packed rows are the only batch format: must be true."""
+    """Pack sequences into rows up to a number of tokens. false (and no dynamic batching) = a fixed number of sequences a row, side by
+    side without padding between them: train_micro_batch_size and logprob_batch_size."""
     train_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
     """Tokens of a packed row in training."""
     logprob_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
-    """Tokens of a packed row in logprob passes."""
-    algorithm: Literal["first_fit_decreasing"] = "first_fit_decreasing"
-    """How sequences are assigned to rows."""
+    """Tokens of a packed row in logprob passes. Another number than train_mb_tokens gives these passes rows of their own."""
+    algorithm: PackingAlgorithm = "balanced"
+    """How sequences are assigned to rows. balanced: first to data-parallel ranks, so that all have the same tokens and the same work, then
+    to the rows of the rank; the others pack all sequences into rows (docs/performance.md compares them) and deal the rows to the ranks."""
+    microbatch_order: Literal["packer", "largest_first"] = "packer"
+    """Order of the rows of a rank: as the algorithm made them, or by their tokens, most first, so that memory is at its peak at once."""
     sequence_length_round: int = 64
     """Row lengths are rounded up to a multiple of this, which bounds the number of different shapes."""
 
@@ -47,6 +53,19 @@ class RouterReplayConfig:
 
 @traced
 @dataclass
+class DynamicBatchingConfig:
+    enabled: bool = False
+    """Fill rows with sequences of similar length. Excludes sequence_packing.enabled, which fills them better."""
+    train_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
+    """Tokens of a row in training, every sequence counted as long as the longest beside it."""
+    logprob_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
+    """The same in logprob passes."""
+    sequence_length_round: int = 64
+    """The longest sequence of a row, and the row itself, are rounded up to a multiple of this."""
+
+
+@traced
+@dataclass
 class PolicyConfig:
     model_name: str = required()
     """Folder of the starting model in Hugging Face format, or its id on the Hub."""
@@ -54,9 +73,9 @@ class PolicyConfig:
     train_global_batch_size: int = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
     """Sequences per optimizer step. Must equal the rollouts per step."""
     train_micro_batch_size: int = 1
-    """Longest sequences that fit into a packed row in training."""
+    """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
     logprob_batch_size: int = follows("policy.train_micro_batch_size")
-    """Longest sequences that fit into a packed row in logprob passes."""
+    """The same for a row of logprob passes."""
     logprob_chunk_size: int | None = None
     """Tokens whose logits are in memory at the same time, in logprob passes and in training: the output layer and its gradient are
     computed for so many at a time, twice in training. null = the logits of a whole packed row are made once and kept for the gradient.
@@ -73,6 +92,7 @@ class PolicyConfig:
     """Exchange buffer of a unit during a refit, in GB (10^9 bytes). Smaller = more rounds."""
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
@@ -93,4 +113,6 @@ class PolicyConfig:
         """Rows are padded to a multiple of this many tokens."""
         megatron = self.megatron_cfg
         parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel and megatron.context_parallel_size > 1 else 1
-        return math.lcm(self.make_sequence_length_divisible_by, self.sequence_packing.sequence_length_round, self.sequence_multiple * parts)
+        fills_rows = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
+        length_round = fills_rows.sequence_length_round if fills_rows.enabled else 1
+        return math.lcm(self.make_sequence_length_divisible_by, length_round, self.sequence_multiple * parts)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from mrl.data.cost import SequenceCost, sequence_cost
 from mrl.data.packing import padded_length
-from mrl.data.planning import plan_rows
+from mrl.data.planning import RowPlan, batch_dynamically, batch_in_order, largest_first, pack, rank_shares, repack
 from mrl.types import Batch, RolloutGroup, TrainSequence
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mrl.config.schema import RunConfig
     from mrl.config.schema_policy import PolicyConfig
 
@@ -27,19 +30,71 @@ def make_batch(groups: list[RolloutGroup], advantages: list[list[float]], config
         for rollout, verdict, advantage in zip(group.rollouts, group.verdicts, group_advantages, strict=True)
     )
     valid_lengths = [sequence.rollout.length for sequence in sequences if sequence.is_valid and sequence.rollout.length > 0]
+    lengths = [sequence.rollout.num_tokens for sequence in sequences]
+    cost = sequence_cost(config.policy.model_name)
+    rows, logprob_rows = plan_batch(lengths, config.policy, dp_size=config.data_parallel_size, cost=cost)
     return Batch(
         sequences=sequences,
-        rows=plan_rows(
-            [padded_length(sequence.rollout.num_tokens, config.policy.sequence_multiple) for sequence in sequences],
-            dp_size=config.data_parallel_size,
-            row_tokens=max_row_tokens(config.policy),
-        ),
+        rows=rows,
+        logprob_rows=logprob_rows,
         num_valid_tokens=sum(valid_lengths),
         num_valid_sequences=len(valid_lengths),
+        metrics=plan_metrics(rows, lengths, config.policy, cost),
     )
 
 
-def max_row_tokens(config: PolicyConfig) -> int:
-    """Tokens of sequences that a row may hold. The same rows serve logprobs and training, and stay within both limits when padded."""
-    limit = min(config.sequence_packing.train_mb_tokens, config.sequence_packing.logprob_mb_tokens)
-    return limit - limit % config.row_multiple
+def plan_batch(lengths: Sequence[int], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> tuple[RowPlan, RowPlan]:
+    """Rows of sequences of these lengths in training and in logprob passes; a rank has the same sequences in both.
+
+    Raises:
+        ValueError: a sequence is longer than a row.
+    """
+    padded = [padded_length(length, policy.sequence_multiple) for length in lengths]
+    packing, (train_tokens, logprob_tokens) = policy.sequence_packing, (max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob"))
+    if packing.enabled:
+        train = pack(padded, algorithm=packing.algorithm, row_tokens=train_tokens, dp_size=dp_size, cost=cost)
+        logprob = train
+        if logprob_tokens != train_tokens:
+            logprob = repack(train, padded, algorithm=packing.algorithm, row_tokens=logprob_tokens)
+        if packing.microbatch_order == "largest_first":
+            return largest_first(train, padded), largest_first(logprob, padded)
+        return train, logprob
+    if policy.dynamic_batching.enabled:
+        multiple = policy.row_multiple
+        train, logprob = (
+            batch_dynamically(padded, row_tokens=tokens, length_multiple=multiple, dp_size=dp_size)
+            for tokens in (train_tokens, logprob_tokens)
+        )
+        return train, logprob
+    train, logprob = (
+        batch_in_order(len(padded), sequences_per_row=size, dp_size=dp_size)
+        for size in (policy.train_micro_batch_size, policy.logprob_batch_size)
+    )
+    return train, logprob
+
+
+def max_row_tokens(policy: PolicyConfig, stage: Literal["train", "logprob"]) -> int:
+    """Tokens of sequences that a row may hold, such that it stays within its limit when padded."""
+    fills_rows = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
+    if fills_rows.enabled:
+        limit = fills_rows.train_mb_tokens if stage == "train" else fills_rows.logprob_mb_tokens
+        return limit - limit % policy.row_multiple
+    num_sequences = policy.train_micro_batch_size if stage == "train" else policy.logprob_batch_size
+    return padded_length(num_sequences * padded_length(policy.max_total_sequence_length, policy.sequence_multiple), policy.row_multiple)
+
+
+def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, cost: SequenceCost) -> dict[str, float]:
+    """How full the rows of a plan are, and how even the ranks, as `train/*`."""
+    padded = [padded_length(length, policy.sequence_multiple) for length in lengths]
+    num_rows = sum(len(rows) for rows in plan)
+    in_rows = sum(padded_length(max(1, sum(padded[index] for index in row)), policy.row_multiple) for rows in plan for row in rows)
+    return {
+        "train/num_microbatches": float(len(plan[0])),
+        # Of the tokens that the rows could hold.
+        "train/packing_efficiency": sum(lengths) / (num_rows * max_row_tokens(policy, "train")),
+        # Of the tokens that are computed.
+        "train/padding_fraction": 1.0 - sum(lengths) / in_rows,
+        # The busiest data-parallel rank against the mean: 1 where all take equally long.
+        "train/dp_balance_tokens": max(rank_shares(plan, padded, float)),
+        "train/dp_balance_cost": max(rank_shares(plan, padded, cost.of)),
+    }

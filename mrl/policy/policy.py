@@ -22,7 +22,7 @@ from conversion.tensors import box_view
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
 from mrl.config.schema import RunConfig
-from mrl.data.packing import PackedRow
+from mrl.data.packing import PackedRow, regroup
 from mrl.policy import checkpoint, compat, parallel
 from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
@@ -33,7 +33,7 @@ from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.perturb import perturb
 from mrl.policy.reports import SettleReport
 from mrl.policy.router_replay import RouterReplay
-from mrl.policy.step import BatchSize, TrainRow, compute_logprobs, global_batch_size, train_step
+from mrl.policy.step import BatchSize, TrainRow, check_equal_counts, compute_logprobs, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, rank_tensors
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup, GroupAddress
@@ -196,8 +196,10 @@ class Policy:
             self.settle()
         return self._weights
 
-    def set_batch(self, rows: list[PackedRow]) -> None:
+    def set_batch(self, rows: list[PackedRow], logprob_rows: list[PackedRow] | None = None) -> None:
         """Sets this rank's rows of the global batch; ranks with the same `dp_rank` pass the same rows.
+
+        `logprob_rows` hold the same sequences in other rows, for the logprob passes; None = the same rows.
 
         Raises:
             RuntimeError: ranks hold different numbers of rows.
@@ -205,13 +207,15 @@ class Policy:
         """
         if self._replay is not None:
             self._replay.check(rows)
-        self._batch = _Batch(rows, global_batch_size(rows))
+        logprob_rows = rows if logprob_rows is None else logprob_rows
+        check_equal_counts(len(logprob_rows))
+        self._batch = _Batch(rows, logprob_rows, global_batch_size(rows))
 
     def compute_old_logprobs(self) -> None:
         """Log-probabilities of the batch under the current weights, before the update. They stay on the last pipeline stage."""
         batch = self._current_batch()
         with self._replay.counting() if self._replay is not None else nullcontext():
-            batch.old_logprobs = self._logprobs(batch.rows, self._distribution)
+            batch.old_logprobs = batch.by_train_row(self._logprobs(batch.logprob_rows, self._distribution))
 
     def compute_reference_logprobs(self) -> None:
         """Log-probabilities of the batch under the weights that the run started from, of whatever token: the reference is never truncated.
@@ -220,9 +224,9 @@ class Policy:
         current weights are back, bit for bit.
         """
         batch = self._current_batch()
-        rows = [dataclasses.replace(row, routes=None) for row in batch.rows]
+        rows = [dataclasses.replace(row, routes=None) for row in batch.logprob_rows]
         with self._reference_weights():
-            batch.reference_logprobs = self._logprobs(rows, self._distribution.untruncated)
+            batch.reference_logprobs = batch.by_train_row(self._logprobs(rows, self._distribution.untruncated))
 
     def logprobs_of_rows(self, rows: list[PackedRow]) -> list[np.ndarray]:
         """Log-probability of every label, float32 [T] per row; an empty list on all but the last pipeline stage."""
@@ -309,12 +313,17 @@ class Policy:
 
 @dataclass
 class _Batch:
-    """This rank's rows of a global batch, and what has been computed for them; logprobs are by row, and empty off the last stage."""
+    """This rank's rows of a global batch, and what has been computed for them: logprobs by row of training, none off the last stage."""
 
     rows: list[PackedRow]
+    logprob_rows: list[PackedRow]
     size: BatchSize
     old_logprobs: list[Tensor] | None = None
     reference_logprobs: list[Tensor] | None = None
+
+    def by_train_row(self, logprobs: list[Tensor]) -> list[Tensor]:
+        """From those by row of the logprob passes; none where there are none."""
+        return regroup(logprobs, self.logprob_rows, self.rows) if logprobs else []
 
     def train_rows(self, is_last_stage: bool) -> list[TrainRow]:
         if self.old_logprobs is None:

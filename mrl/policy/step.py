@@ -37,6 +37,14 @@ class TrainRow:
     reference_logprobs_T: Tensor | None
 
 
+def check_equal_counts(num_rows: int) -> None:
+    """Raises RuntimeError if ranks hold different numbers of rows: the pipeline schedule would wait for ever."""
+    counts = torch.tensor([num_rows, -num_rows])
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    if counts[0] != -counts[1]:
+        raise RuntimeError(f"data-parallel ranks hold between {-counts[1]} and {counts[0]} packed rows; they must hold the same number")
+
+
 @dataclass(frozen=True)
 class BatchSize:
     """What the loss of a global batch is divided by."""
@@ -49,12 +57,9 @@ def global_batch_size(rows: list[PackedRow]) -> BatchSize:
     """Valid tokens and sequences of the global batch, from this rank's rows.
 
     Raises:
-        RuntimeError: ranks hold different numbers of rows; the pipeline schedule would wait for ever.
+        RuntimeError: ranks hold different numbers of rows.
     """
-    num_rows = torch.tensor([len(rows), -len(rows)])
-    dist.all_reduce(num_rows, op=dist.ReduceOp.MAX)
-    if num_rows[0] != -num_rows[1]:
-        raise RuntimeError(f"data-parallel ranks hold between {-num_rows[1]} and {num_rows[0]} packed rows; they must hold the same number")
+    check_equal_counts(len(rows))
     counts = torch.tensor([sum(row.num_valid_tokens for row in rows), sum(row.num_valid_sequences for row in rows)])
     dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
     return BatchSize(*counts.tolist())

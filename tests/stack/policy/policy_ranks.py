@@ -14,8 +14,9 @@ import torch
 
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
+from mrl.data.cost import SequenceCost
 from mrl.data.packing import PackedRow, pack_row
-from mrl.data.planning import plan_rows
+from mrl.data.planning import RowPlan, pack, repack
 from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.stack.ranks import Rank
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 PAD_TOKEN_ID = 256
 NUM_SEQUENCES = 16
 ROW_TOKENS = 64
+LOGPROB_ROW_TOKENS = 40
 
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "one": (1, {}),
@@ -77,12 +79,16 @@ def rollouts() -> list[tuple[int, Rollout, float, bool]]:
     return result
 
 
-def packed_rows(dp_rank: int, dp_size: int) -> list[PackedRow]:
-    """The rows of one data-parallel rank."""
+def packed_rows(dp_rank: int, dp_size: int, algorithm: str = "balanced") -> tuple[list[PackedRow], list[PackedRow]]:
+    """The rows of one data-parallel rank: those of training, and smaller ones of the logprob passes."""
     sequences = rollouts()
     lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for _, rollout, _, _ in sequences]
-    plan = plan_rows(lengths, dp_size=dp_size, row_tokens=ROW_TOKENS)
-    return [pack_row([sequences[index] for index in row], divisible_by=2, pad_token_id=PAD_TOKEN_ID) for row in plan[dp_rank]]
+    plan = pack(lengths, algorithm=algorithm, row_tokens=ROW_TOKENS, dp_size=dp_size, cost=SequenceCost(1.0, 0.01))
+
+    def packed(plan: RowPlan) -> list[PackedRow]:
+        return [pack_row([sequences[index] for index in row], divisible_by=2, pad_token_id=PAD_TOKEN_ID) for row in plan[dp_rank]]
+
+    return packed(plan), packed(repack(plan, lengths, algorithm=algorithm, row_tokens=LOGPROB_ROW_TOKENS))
 
 
 @contextmanager
@@ -109,7 +115,7 @@ def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
 def set_batch(policy: Policy) -> None:
     from megatron.core import parallel_state
 
-    policy.set_batch(packed_rows(policy.dp_rank, parallel_state.get_data_parallel_world_size()))
+    policy.set_batch(*packed_rows(policy.dp_rank, parallel_state.get_data_parallel_world_size()))
 
 
 def train(policy: Policy, num_steps: int) -> list[dict[str, float]]:

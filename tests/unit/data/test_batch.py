@@ -1,22 +1,45 @@
+import shutil
+
 import pytest
 
 from mrl.config.schema import ClusterConfig, RunConfig
 from mrl.config.schema_megatron import MegatronConfig
-from mrl.config.schema_policy import PolicyConfig, SequencePackingConfig
-from mrl.data.batch import make_batch, max_row_tokens
-from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
+from mrl.config.schema_policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
+from mrl.data.batch import make_batch, max_row_tokens, plan_batch
+from mrl.data.cost import SequenceCost
+from mrl.types import Batch, Prompt, RolloutGroup, RolloutInfo, Verdict
+from tests.sources import ROOT
+
+COST = SequenceCost(1.0, 0.0)
 
 
-def run_config(row_tokens: int = 32) -> RunConfig:
-    """Two data-parallel ranks of TP2."""
-    packing = SequencePackingConfig(train_mb_tokens=row_tokens, logprob_mb_tokens=row_tokens + 5, sequence_length_round=1)
-    policy = PolicyConfig(
-        model_name="m",
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    shutil.copy(ROOT / "scripts" / "bench" / "models" / "nemotron3_nano_30b_a3b.config.json", folder / "config.json")
+    return str(folder)
+
+
+def policy_config(row_tokens: int = 32, *, model: str = "m", algorithm: str = "balanced") -> PolicyConfig:
+    """TP2, rows of any even number of tokens."""
+    packing = SequencePackingConfig(
+        train_mb_tokens=row_tokens,
+        logprob_mb_tokens=row_tokens,
+        sequence_length_round=1,
+        algorithm=algorithm,  # type: ignore[arg-type]  # a literal
+    )
+    return PolicyConfig(
+        model_name=model,
         make_sequence_length_divisible_by=2,
         sequence_packing=packing,
         megatron_cfg=MegatronConfig(tensor_model_parallel_size=2),
     )
-    return RunConfig(policy=policy, cluster=ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_units_per_node=4))
+
+
+def batch(policy: PolicyConfig, groups: list[RolloutGroup], advantages: list[list[float]]) -> Batch:
+    """Of two data-parallel ranks."""
+    cluster = ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_units_per_node=4)
+    return make_batch(groups, advantages, RunConfig(policy=policy, cluster=cluster))
 
 
 def group(name: str, lengths: list[int], statuses: list[str]) -> RolloutGroup:
@@ -25,36 +48,90 @@ def group(name: str, lengths: list[int], statuses: list[str]) -> RolloutGroup:
     return RolloutGroup(Prompt(name, (1, 2, 3, 4), "q", "a", "math"), tuple(infos), tuple(verdicts))
 
 
-def test_a_batch_by_hand():
+def test_a_batch_by_hand(model: str):
     groups = [group("a", [5, 6], ["ok", "timeout"]), group("b", [7, 0], ["ok", "ok"])]
-    batch = make_batch(groups, [[0.5, 9.0], [-1.0, 1.0]], run_config())
-    assert [sequence.rollout.request_id for sequence in batch.sequences] == ["0/a/0", "0/a/1", "0/b/0", "0/b/1"]
-    assert [sequence.advantage for sequence in batch.sequences] == [0.5, 0.0, -1.0, 1.0]
-    assert [sequence.is_valid for sequence in batch.sequences] == [True, False, True, True]
+    made = batch(policy_config(model=model), groups, [[0.5, 9.0], [-1.0, 1.0]])
+    assert [sequence.rollout.request_id for sequence in made.sequences] == ["0/a/0", "0/a/1", "0/b/0", "0/b/1"]
+    assert [sequence.advantage for sequence in made.sequences] == [0.5, 0.0, -1.0, 1.0]
+    assert [sequence.is_valid for sequence in made.sequences] == [True, False, True, True]
     # A masked rollout and one without tokens do not count.
-    assert (batch.num_valid_tokens, batch.num_valid_sequences) == (12, 2)
+    assert (made.num_valid_tokens, made.num_valid_sequences) == (12, 2)
     # Lengths with prompts: 9, 10, 11, 4; longest first, each to the rank with fewer tokens.
-    assert batch.rows == (((2, 3),), ((1, 0),))
+    assert made.rows == made.logprob_rows == (((2, 3),), ((1, 0),))
+    # 15 and 19 tokens of 32, in rows of 16 and 20. At these lengths work is as good as linear.
+    assert made.metrics == pytest.approx(
+        {
+            "train/num_microbatches": 1.0,
+            "train/packing_efficiency": 34 / 64,
+            "train/padding_fraction": 2 / 36,
+            "train/dp_balance_tokens": 19 / 17,
+            "train/dp_balance_cost": 19 / 17,
+        },
+        rel=1e-3,
+    )
+
+
+def test_logprob_passes_have_rows_of_their_own():
+    lengths = [9, 10, 11, 4, 8, 6]
+    policy = policy_config()
+    policy.sequence_packing.logprob_mb_tokens = 14
+    train, logprob = plan_batch(lengths, policy, dp_size=2, cost=COST)
+    assert train == (((2, 4, 5),), ((1, 0, 3),))
+    assert logprob == (((2,), (4, 5)), ((1, 3), (0,)))
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"]
+)
+def test_rows_in_order_of_their_tokens(algorithm: str):
+    lengths = [3, 17, 20, 2, 30, 9, 9, 1]
+    policy = policy_config(algorithm=algorithm)
+    as_packed, _ = plan_batch(lengths, policy, dp_size=1, cost=COST)
+    policy.sequence_packing.microbatch_order = "largest_first"
+    (rows,), (logprob_rows,) = plan_batch(lengths, policy, dp_size=1, cost=COST)
+    sizes = [sum(lengths[index] for index in row) for row in rows]
+    assert set(rows) == set(as_packed[0]) and rows == logprob_rows and sizes == sorted(sizes, reverse=True)
+
+
+def test_dynamic_batching_and_fixed_rows():
+    lengths = [8, 1, 5, 3, 2, 8, 3, 4]
+    policy = policy_config()
+    policy.sequence_packing.enabled = False
+    policy.train_micro_batch_size, policy.logprob_batch_size = 3, 4
+    assert plan_batch(lengths, policy, dp_size=2, cost=COST) == (
+        (((0, 1, 2), (3,)), ((4, 5, 6), (7,))),
+        (((0, 1, 2, 3),), ((4, 5, 6, 7),)),
+    )
+    policy.dynamic_batching = DynamicBatchingConfig(True, train_mb_tokens=13, logprob_mb_tokens=32, sequence_length_round=2)
+    assert plan_batch(lengths, policy, dp_size=2, cost=COST) == (
+        (((1, 3), (7,), (0,)), ((4, 6), (2,), (5,))),
+        (((1, 3, 7, 0),), ((4, 6, 2, 5),)),
+    )
 
 
 def test_padding_stays_within_the_limit():
-    config = run_config(row_tokens=33)
-    assert (config.policy.row_multiple, max_row_tokens(config.policy)) == (2, 32)
-    config.policy.sequence_packing.sequence_length_round = 5
-    assert (config.policy.row_multiple, max_row_tokens(config.policy)) == (10, 30)
+    policy = policy_config(row_tokens=33)
+    assert (policy.row_multiple, max_row_tokens(policy, "train")) == (2, 32)
+    policy.sequence_packing.sequence_length_round = 5
+    assert (policy.row_multiple, max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob")) == (10, 30, 30)
+    policy.sequence_packing.enabled = False
+    policy.train_micro_batch_size, policy.logprob_batch_size, policy.max_total_sequence_length = 3, 1, 33
+    assert (policy.row_multiple, max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob")) == (2, 100, 34)
+    policy.dynamic_batching = DynamicBatchingConfig(True, train_mb_tokens=70, logprob_mb_tokens=65, sequence_length_round=16)
+    assert (policy.row_multiple, max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob")) == (16, 64, 64)
 
 
 def test_context_parallelism_plans_with_padded_sequences():
-    config = run_config(row_tokens=36)
-    config.policy.megatron_cfg.context_parallel_size = 2
-    assert (config.policy.sequence_multiple, config.policy.row_multiple) == (4, 4)
-    # With prompts: 17 and 18 tokens, which a row of 36 would hold without their padding to 20.
-    assert make_batch([group("a", [13, 14], ["ok", "ok"])], [[0.5, 1.0]], config).rows == (((0,), (1,)),)
-    config.policy.megatron_cfg.sequence_parallel = True
+    policy = policy_config(row_tokens=36)
+    policy.megatron_cfg.context_parallel_size = 2
+    assert (policy.sequence_multiple, policy.row_multiple) == (4, 4)
+    # 17 and 18 tokens, which a row of 36 would hold without their padding to 20.
+    assert plan_batch([17, 18], policy, dp_size=1, cost=COST)[0] == (((0,), (1,)),)
+    policy.megatron_cfg.sequence_parallel = True
     # A rank's part of a row, T / cp tokens, is cut once more, into tp parts.
-    assert (config.policy.sequence_multiple, config.policy.row_multiple, max_row_tokens(config.policy)) == (4, 8, 32)
+    assert (policy.sequence_multiple, policy.row_multiple, max_row_tokens(policy, "train")) == (4, 8, 32)
 
 
-def test_a_rollout_longer_than_a_row_is_refused():
+def test_a_rollout_longer_than_a_row_is_refused(model: str):
     with pytest.raises(ValueError, match="train_mb_tokens"):
-        make_batch([group("a", [40], ["ok"])], [[0.0]], run_config())
+        batch(policy_config(model=model), [group("a", [40], ["ok"])], [[0.0]])
