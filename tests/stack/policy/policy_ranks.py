@@ -15,8 +15,8 @@ import torch
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.data.cost import SequenceCost
-from mrl.data.packing import PackedRow, pack_row
-from mrl.data.planning import RowPlan, pack, repack
+from mrl.data.packing import pack_row
+from mrl.data.planning import RowPlan, batch_in_order, pack, repack
 from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.stack.ranks import Rank
 
@@ -79,16 +79,11 @@ def rollouts() -> list[tuple[int, Rollout, float, bool]]:
     return result
 
 
-def packed_rows(dp_rank: int, dp_size: int, algorithm: str = "balanced") -> tuple[list[PackedRow], list[PackedRow]]:
-    """The rows of one data-parallel rank: those of training, and smaller ones of the logprob passes."""
-    sequences = rollouts()
-    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for _, rollout, _, _ in sequences]
+def plan_of(algorithm: str, dp_size: int) -> tuple[RowPlan, RowPlan]:
+    """Rows of the rollouts in training, and smaller ones of the logprob passes."""
+    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for _, rollout, _, _ in rollouts()]
     plan = pack(lengths, algorithm=algorithm, row_tokens=ROW_TOKENS, dp_size=dp_size, cost=SequenceCost(1.0, 0.01))
-
-    def packed(plan: RowPlan) -> list[PackedRow]:
-        return [pack_row([sequences[index] for index in row], divisible_by=2, pad_token_id=PAD_TOKEN_ID) for row in plan[dp_rank]]
-
-    return packed(plan), packed(repack(plan, lengths, algorithm=algorithm, row_tokens=LOGPROB_ROW_TOKENS))
+    return plan, repack(plan, lengths, algorithm=algorithm, row_tokens=LOGPROB_ROW_TOKENS)
 
 
 @contextmanager
@@ -112,10 +107,20 @@ def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
         policy.close()
 
 
-def set_batch(policy: Policy) -> None:
+def set_batch(policy: Policy, algorithm: str | None = None) -> None:
+    """Sets the rollouts as the batch; of a named algorithm with other rows in logprob passes, "" = every sequence in a row of its own."""
     from megatron.core import parallel_state
 
-    policy.set_batch(*packed_rows(policy.dp_rank, parallel_state.get_data_parallel_world_size()))
+    sequences, dp_size = rollouts(), parallel_state.get_data_parallel_world_size()
+    plans = plan_of(algorithm or "balanced", dp_size)[: 2 if algorithm else 1]
+    if algorithm == "":
+        plans = (batch_in_order(len(sequences), sequences_per_row=1, dp_size=dp_size),)
+    policy.set_batch(
+        *(
+            [pack_row([sequences[index] for index in row], divisible_by=2, pad_token_id=PAD_TOKEN_ID) for row in plan[policy.dp_rank]]
+            for plan in plans
+        )
+    )
 
 
 def train(policy: Policy, num_steps: int) -> list[dict[str, float]]:
@@ -214,6 +219,18 @@ def message_of(function: Callable[[], object]) -> str:
 def metrics_of_steps(rank: Rank, config: RunConfig, num_steps: int) -> list[dict[str, float]]:
     with open_policy(rank, config) as policy:
         return train(policy, num_steps)
+
+
+def first_step_of_plans(rank: Rank, config: RunConfig, algorithms: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Metrics of a step on the starting weights, with the rollouts packed by each algorithm in turn."""
+    metrics = {}
+    with open_policy(rank, config) as policy:
+        for algorithm in algorithms:
+            policy.load_hf(config.policy.model_name)
+            set_batch(policy, algorithm)
+            policy.compute_old_logprobs()
+            metrics[algorithm] = policy.train_step()
+    return metrics
 
 
 def settle_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, int], dict[str, int], dict[str, np.ndarray], list]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrl.data.bins import PACKERS
 from mrl.types import Rollout
 from tests import models
 from tests.stack.policy import policy_ranks
@@ -105,6 +106,17 @@ def test_all_ranks_return_the_same_metrics(ranks: RankPool, folder: Path):
         "train/token_mult_prob_error",
         "train/mean_abs_dlogp",
     } <= set(first)
+
+
+def test_any_packing_gives_the_same_step(ranks: RankPool, folder: Path):
+    algorithms = ["", "balanced", *PACKERS]
+    by_algorithm, _ = ranks.run(policy_ranks.first_step_of_plans, policy_ranks.run_config(folder, "dp2"), algorithms, world_size=2)
+    unpacked = by_algorithm.pop("")
+    for algorithm, metrics in by_algorithm.items():
+        for name in ("loss", "grad_norm", "gen_kl_error", "token_mult_prob_error", "approx_entropy"):
+            assert metrics[f"train/{name}"] == pytest.approx(unpacked[f"train/{name}"], rel=1e-5), (algorithm, name)
+        assert metrics["train/probs_ratio_max"] == pytest.approx(1.0, abs=1e-5), algorithm
+    assert len({policy_ranks.plan_of(algorithm, 2) for algorithm in algorithms[1:]}) >= 4
 
 
 # NaN shows in the loss; 1e38 leaves the loss finite, and the gradients overflow.
