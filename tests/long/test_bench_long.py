@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from mrl.config.schema_policy import SequencePackingConfig
 from tests.long.record import DATA_FOLDER, Row
 from tests.sources import ROOT
 
@@ -51,3 +52,13 @@ def test_schedules_of_large_runs_are_built_in_seconds():
         is_large = number(row, "ranks") > 256
         assert number(row, "seconds") <= (6 if is_large else 3), row
         assert is_large or number(row, "peak_mb") <= 500, row
+
+
+def test_the_default_packing_fills_rows_and_balances_ranks():
+    rows = bench("packing")
+    assert {row["sequences"] for row in rows} == {2048, 16_384}
+    assert all(number(row, "planning s") <= 2 for row in rows)
+    for row in rows:
+        if row["algorithm"] == SequencePackingConfig().algorithm:
+            assert number(row, "rows / lower bound") <= 1.01, row
+            assert number(row, "tokens max/mean") <= 1.02 and number(row, "cost max/mean") <= 1.02, row

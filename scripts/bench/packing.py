@@ -1,0 +1,99 @@
+"""How full the rows of each packing algorithm are, how even the data-parallel ranks, and how long planning takes: docs/data/packing.json.
+
+Usage: python -m scripts.bench.packing [--no-record]
+
+The batch of a 256-GPU run: 2,048 rollouts on TP2 PP2 CP4, so 16 data-parallel ranks. Lengths are lognormal, cut off at 49,152 tokens, from
+five seeds. The lower bound of rows is the fewest that any packing needs, rounded up to the same number on every rank. Balance is the
+busiest rank over the mean, the worst of the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from mrl.data.bins import PACKERS, fewest_rows
+from mrl.data.cost import SequenceCost, cost_of_model
+from mrl.data.planning import BALANCED, RowPlan, pack, rank_shares
+from tests.long.record import Row, record
+
+ROW_TOKENS = 49_152
+DP_SIZE = 16
+SEQUENCE_MULTIPLE = 8  # 2 * CP
+SEEDS = range(5)
+MEDIANS = {2048: (4_000, 12_000), 16_384: (4_000,)}
+"""Median length of the batches by their number of sequences."""
+MODEL = Path(__file__).parent / "models" / "nemotron3_nano_30b_a3b.config.json"
+DEALT_IN_TURN = "modified_first_fit_decreasing, rows dealt in turn"
+
+Planner = Callable[[list[int], SequenceCost], RowPlan]
+
+
+def main() -> None:
+    """Measures, prints a JSON line per row, and records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
+    arguments = parser.parse_args()
+    rows = [measure(name, num, median) for num, medians in MEDIANS.items() for median in medians for name in planners()]
+    for row in rows:
+        print(json.dumps(row))
+    if not arguments.no_record:
+        record("packing", rows, command="python -m scripts.bench.packing")
+
+
+def planners() -> dict[str, Planner]:
+    """Every algorithm, and modified first fit decreasing as NeMo RL deals its rows to the ranks."""
+
+    def planner(algorithm: str) -> Planner:
+        return lambda lengths, cost: pack(lengths, algorithm=algorithm, row_tokens=ROW_TOKENS, dp_size=DP_SIZE, cost=cost)
+
+    return {name: planner(name) for name in (BALANCED, *reversed(PACKERS))} | {DEALT_IN_TURN: dealt_in_turn}
+
+
+def dealt_in_turn(lengths: list[int], cost: SequenceCost) -> RowPlan:
+    """Row i goes to rank i modulo the number of ranks; what is missing to a full turn are empty rows."""
+    rows = [tuple(row) for row in PACKERS["modified_first_fit_decreasing"](lengths, ROW_TOKENS)]
+    rows += [()] * (-len(rows) % DP_SIZE)
+    return tuple(tuple(rows[rank::DP_SIZE]) for rank in range(DP_SIZE))
+
+
+def long_tailed(num_sequences: int, median: int, seed: int) -> list[int]:
+    """Lengths, as padded for context parallelism."""
+    draws = np.random.default_rng(seed).lognormal(math.log(median), 1.0, num_sequences).clip(64, ROW_TOKENS)
+    return (np.ceil(draws / SEQUENCE_MULTIPLE) * SEQUENCE_MULTIPLE).astype(int).tolist()
+
+
+def measure(name: str, num_sequences: int, median: int) -> Row:
+    """One algorithm on the batches of all seeds."""
+    cost, plan_rows = cost_of_model(json.loads(MODEL.read_text(encoding="utf-8"))), planners()[name]
+    num_rows = num_bound = 0
+    seconds, tokens_balance, cost_balance = [], [], []
+    for seed in SEEDS:
+        lengths = long_tailed(num_sequences, median, seed)
+        started = time.perf_counter()
+        plan = plan_rows(lengths, cost)
+        seconds.append(time.perf_counter() - started)
+        num_rows += DP_SIZE * len(plan[0])
+        num_bound += DP_SIZE * math.ceil(fewest_rows(lengths, ROW_TOKENS) / DP_SIZE)
+        tokens_balance.append(max(rank_shares(plan, lengths, float)))
+        cost_balance.append(max(rank_shares(plan, lengths, cost.of)))
+    return {
+        "algorithm": name,
+        "sequences": num_sequences,
+        "median_tokens": median,
+        "rows": num_rows // len(SEEDS),
+        "rows / lower bound": round(num_rows / num_bound, 4),
+        "tokens max/mean": round(max(tokens_balance), 4),
+        "cost max/mean": round(max(cost_balance), 4),
+        "planning s": round(max(seconds), 3),
+    }
+
+
+if __name__ == "__main__":
+    main()
