@@ -89,6 +89,8 @@ class MegatronConfig:
     """Layers of the first stage; null = as many as the others."""
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last stage; null = as many as the others."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """VPP: parts of each stage, interleaved over the stages to keep them busy; null = 1. Not for hybrid models."""
     sequence_parallel: bool = False
     """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
     defer_fp32_logits: bool = False
@@ -98,7 +100,11 @@ class MegatronConfig:
     fused_linear_logprobs_chunk_size: int = 256
     """Tokens whose logits are in memory at the same time if `use_fused_linear_logprobs`."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    """Recompute activations in the backward pass: all that `recompute_granularity` names."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """With `activation_checkpointing`: "full" keeps the inputs of layers only, "selective" recomputes parts of layers."""
+    recompute_modules: list[str] | None = None
+    """With "selective": any of core_attn, layernorm, mlp, moe, moe_act, shared_experts; null = core_attn."""
     freeze_moe_router: bool = True
     """Do not train the routers' weights."""
     freeze_config: FreezeConfig = field(default_factory=FreezeConfig)
@@ -131,4 +137,5 @@ class MegatronConfig:
             cp=self.context_parallel_size,
             num_layers_in_first_pipeline_stage=self.num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=self.num_layers_in_last_pipeline_stage,
+            vpp=self.virtual_pipeline_model_parallel_size or 1,
         )

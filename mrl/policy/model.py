@@ -16,12 +16,14 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from conversion.families.common import HfConfig, MegatronParallel
+from conversion.families.common import HfConfig
 from conversion.families.registry import family
 from conversion.layouts import MEGATRON_VOCABULARY_MULTIPLE
 from mrl.policy import compat
 from mrl.policy.frozen import freeze
 from mrl.policy.output import ChunkedOutputLayer
+from mrl.policy.parallel import virtual_stages
+from mrl.policy.recompute import recompute_arguments, recomputed
 from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ ACTIVATIONS = {"squared_relu": squared_relu, "silu": F.silu}
 
 
 def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModule]:
-    """This rank's chunks of the model (one, for there are no virtual pipeline stages), randomly initialised, bare of data parallelism.
+    """This rank's chunks of the model, one for each virtual pipeline stage, randomly initialised, bare of data parallelism.
 
     In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json.
 
@@ -44,28 +46,38 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     """
     model_family = family(hf_config)
     arguments = model_family.megatron_arguments(hf_config)
-    transformer_config = _transformer_config(config, arguments["transformer"], model_family.model_class)
+    transformer_config = _transformer_config(config, arguments["transformer"])
     multiple = MEGATRON_VOCABULARY_MULTIPLE * config.megatron_cfg.tensor_model_parallel_size
     model_arguments = dict(arguments["model"])
     padded_vocabulary = -(-int(str(model_arguments.pop("vocab_size"))) // multiple) * multiple
-    is_hybrid = model_family.model_class == "mamba"
-    model = (compat.MambaModel if is_hybrid else GPTModel)(
-        transformer_config,
-        hybrid_stack_spec() if is_hybrid else gpt_block_spec(transformer_config),
-        vocab_size=padded_vocabulary,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+    model_arguments["vocab_size"] = padded_vocabulary
+    chunks = [
+        _build_chunk(transformer_config, model_family.model_class, index if virtual_stages(config.megatron_cfg) else None, model_arguments)
+        for index in range(config.megatron_cfg.parallel.vpp)
+    ]
+    for index, chunk in enumerate(chunks):
+        _check_layers(chunk, config.megatron_cfg, index)
+        _mark_parameters(chunk)
+    freeze(chunks, config, hf_config)
+    for chunk in chunks:
+        if chunk.post_process and config.output_chunk_tokens is not None:
+            chunk.output_layer = ChunkedOutputLayer(chunk.output_layer, chunk_tokens=config.output_chunk_tokens)
+        if torch.cuda.is_available():
+            chunk.cuda()
+    return [Float16Module(transformer_config, chunk) if transformer_config.bf16 else chunk for chunk in chunks]
+
+
+def _build_chunk(config: TransformerConfig, model_class: ModelClass, vp_stage: int | None, arguments: Mapping[str, Any]) -> MegatronModule:
+    stage: dict[str, Any] = dict(
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
-        **model_arguments,
     )
-    _check_layers(model, config.megatron_cfg)
-    _mark_parameters(model)
-    freeze([model], config, hf_config)
-    if model.post_process and config.output_chunk_tokens is not None:
-        model.output_layer = ChunkedOutputLayer(model.output_layer, chunk_tokens=config.output_chunk_tokens)
-    if torch.cuda.is_available():
-        model.cuda()
-    return [Float16Module(transformer_config, model) if transformer_config.bf16 else model]
+    if model_class == "gpt":
+        return GPTModel(config, gpt_block_spec(config, vp_stage), vp_stage=vp_stage, **stage, **arguments)
+    assert vp_stage is None, "config rules and conversion tables refuse it"
+    spec = recomputed(hybrid_stack_spec()) if config.recompute_granularity == "full" else hybrid_stack_spec()
+    return compat.MambaModel(config, spec, **stage, **arguments)
 
 
 def wrap_ddp(chunks: list[MegatronModule], config: PolicyConfig) -> list[DistributedDataParallel]:
@@ -102,7 +114,7 @@ def sum_gradients(
     finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
 
-def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object], model_class: ModelClass) -> TransformerConfig:
+def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) -> TransformerConfig:
     megatron = config.megatron_cfg
     dtype = DTYPES[config.precision]
     arguments = dict(from_model)
@@ -114,6 +126,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object], 
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        **_virtual_stage_arguments(megatron),
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
@@ -128,7 +141,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object], 
         moe_router_load_balancing_type=megatron.moe_router_load_balancing_type,
         moe_router_bias_update_rate=megatron.moe_router_bias_update_rate,
         moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
-        **_recompute_arguments(megatron, model_class),
+        **recompute_arguments(megatron),
         use_cpu_initialization=not torch.cuda.is_available(),
         # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
         moe_grouped_gemm=compat.HAVE_TE,
@@ -142,26 +155,20 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object], 
     )
 
 
-def _recompute_arguments(config: MegatronConfig, model_class: ModelClass) -> dict[str, Any]:
-    if not config.activation_checkpointing:
+def _virtual_stage_arguments(config: MegatronConfig) -> dict[str, Any]:
+    if virtual_stages(config) is None:
         return {}
-    if model_class == "gpt":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    # Megatron's hybrid stack silently ignores recompute_granularity="full" in 0.16.1; these are its heaviest parts.
-    return dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])
+    # Batched, a stage sends forward and backward at once, and of two stages each is both neighbours of the other: transfers to one peer are
+    # matched by their order, by NCCL as by gloo, so that activations would be taken for gradients.
+    return dict(virtual_pipeline_model_parallel_size=virtual_stages(config), overlap_p2p_comm=True, batch_p2p_comm=False)
 
 
-def _check_layers(model: MegatronModule, config: MegatronConfig) -> None:
+def _check_layers(model: MegatronModule, config: MegatronConfig, chunk: int) -> None:
     # With stages that do not divide the layers, Megatron's stack drops the rest without a word.
-    stages = MegatronParallel(
-        pp=config.pipeline_model_parallel_size,
-        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
-    )
-    expected = stages.layers_of(parallel_state.get_pipeline_model_parallel_rank(), model.config.num_layers)
+    expected = config.parallel.layers_of(parallel_state.get_pipeline_model_parallel_rank(), model.config.num_layers, chunk)
     live = [layer.layer_number - 1 for layer in model.decoder.layers]
     if live != list(expected):
-        raise RuntimeError(f"this pipeline stage should hold the layers {list(expected)}, but Megatron built {live}")
+        raise RuntimeError(f"chunk {chunk} of this pipeline stage should hold the layers {list(expected)}, but Megatron built {live}")
 
 
 def _mark_parameters(model: MegatronModule) -> None:

@@ -70,6 +70,7 @@ def initialize(
     parallel_state.initialize_model_parallel(
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages(config),
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
@@ -79,6 +80,11 @@ def initialize(
     random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def virtual_stages(config: MegatronConfig) -> int | None:
+    """Megatron's virtual_pipeline_model_parallel_size: None without virtual stages, where it would take the schedule for several."""
+    return config.parallel.vpp if config.parallel.vpp > 1 else None
 
 
 def coordinates() -> Coordinates:

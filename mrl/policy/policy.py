@@ -78,6 +78,9 @@ class Policy:
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.grpo.max_num_steps)
         self._state = TrainState(self._chunks, optimizer, scheduler)
+        # The interleaved schedule goes through rows in groups of as many as there are stages.
+        self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
+        self._empty_row = pack_row([], divisible_by=row_multiple(config.policy), pad_token_id=0)
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
         self._distribution = TokenDistribution.of(config.policy, int(str(self._hf_config["vocab_size"])))
         self._settled: SettleReport | None = None
@@ -207,6 +210,7 @@ class Policy:
         """
         if self._replay is not None:
             self._replay.check(rows)
+        rows = self._whole_groups(rows)
         logprob_rows = rows if logprob_rows is None else logprob_rows
         check_equal_counts(len(logprob_rows))
         self._batch = _Batch(rows, logprob_rows, global_batch_size(rows))
@@ -283,10 +287,15 @@ class Policy:
             raise RuntimeError("there is no batch: set_batch comes first, and every train_step uses its batch up")
         return self._batch
 
+    def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
+        """`rows`, and as many empty ones as their schedule needs beside them."""
+        return [*rows, *[self._empty_row] * (-len(rows) % self._row_group)]
+
     def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
         self.settled_weights()
         with self._lora.without_dropout() if self._lora else nullcontext():
-            return compute_logprobs(self._chunks, rows, distribution, self._replay)
+            logprobs = compute_logprobs(self._chunks, self._whole_groups(rows), distribution, self._replay)
+        return logprobs[: len(rows)]
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:

@@ -45,14 +45,14 @@ def hybrid_stack_spec() -> ModuleSpec:
     return _local_stack_spec()
 
 
-def gpt_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The specs of this pipeline stage's transformer layers, and of the final norm."""
+def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The specs of the transformer layers of a chunk of this pipeline stage (None: of the whole stage), and of the final norm."""
     if compat.HAVE_TE:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    start = get_transformer_layer_offset(config)
-    stage = _has_experts(config)[start : start + get_num_layers_to_build(config)]
-    specs = {has_experts: _local_gpt_layer_spec(config, has_experts) for has_experts in set(stage)}
-    return TransformerBlockSubmodules(layer_specs=[specs[has_experts] for has_experts in stage], layer_norm=TorchNorm)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    start = get_transformer_layer_offset(config, vp_stage)
+    chunk = _has_experts(config)[start : start + get_num_layers_to_build(config, vp_stage)]
+    specs = {has_experts: _local_gpt_layer_spec(config, has_experts) for has_experts in set(chunk)}
+    return TransformerBlockSubmodules(layer_specs=[specs[has_experts] for has_experts in chunk], layer_norm=TorchNorm)
 
 
 class TorchNorm:
