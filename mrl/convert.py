@@ -61,7 +61,14 @@ def _run(options: argparse.Namespace) -> int:
         max_shard_bytes = size_in_bytes(options.max_shard_size)
         convert_mcore_to_hf(options.mcore, options.out, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress)
     else:
-        parallel = MegatronParallel(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
+        parallel = MegatronParallel(
+            tp=options.tp,
+            pp=options.pp,
+            ep=options.ep,
+            etp=options.etp,
+            num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
+        )
         convert_hf_to_mcore(model_folder(options.hf), options.out, parallel=parallel, dtype=dtype, progress=progress)
     logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
     return 0
@@ -100,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         to_mcore.add_argument(
             f"--{axis}", type=_positive, default=1, help=f"{what} parallel size of the ranks that each get a file of their own (default: 1)"
         )
+    for stage in ("first", "last"):
+        option = f"--num-layers-in-{stage}-pipeline-stage"
+        to_mcore.add_argument(option, type=_positive, metavar="N", help=f"layers of the {stage} stage (default: as many as the others)")
     to_hf = commands.add_parser(_TO_HF, help="a Megatron torch_dist checkpoint to a Hugging Face folder, adapters merged")
     to_hf.add_argument("--mcore", type=Path, required=True, help="a step_N folder of a run, its policy/weights, or an iter_ folder")
     to_hf.add_argument("--max-shard-size", default="5GB", help="of one safetensors file, with MB, GB, MiB or GiB (default: %(default)s)")

@@ -91,12 +91,12 @@ class MegatronParallel:
         setting = f"virtual_pipeline_model_parallel_size={self.vpp}"
         if self.pp == 1:
             # Megatron would build every layer in every chunk.
-            raise ValueError(f"{setting} needs pipeline_model_parallel_size of at least 2; leave it out")
+            raise ValueError(f"{setting}: needs pipeline_model_parallel_size of at least 2; leave it out")
         if self.num_layers_in_first_pipeline_stage and self.num_layers_in_last_pipeline_stage and self.pp == 2:
             # Megatron divides by the number of stages between them.
-            raise ValueError(f"{setting} with both stages' layers given needs a third stage; give one of them")
+            raise ValueError(f"{setting}: with both stages' layers given, Megatron needs a third stage; give one of them")
         if any(size % self.vpp for size in sizes):
-            raise ValueError(f"{setting} does not divide the layers of each stage {sizes}; use a common divisor")
+            raise ValueError(f"{setting}: does not divide the layers of each stage {sizes}; use a common divisor")
 
 
 @dataclass(frozen=True, slots=True)

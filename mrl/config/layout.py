@@ -152,6 +152,13 @@ def _stages(megatron: MegatronConfig, model: ModelSizes) -> list[str]:
             rule = f"does not divide the model's {model.num_layers} layers"
         way_out = "set policy.megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides"
         return [_problem(key, pp, rule, way_out)]
+    if megatron.parallel.vpp > 1 and model.model_class == "mamba":
+        rule = "Megatron's hybrid models have no virtual stages"
+        return [_problem("megatron_cfg.virtual_pipeline_model_parallel_size", megatron.parallel.vpp, rule, "set it to null")]
+    try:
+        megatron.parallel.layers_of(0, model.num_layers)
+    except ValueError as error:
+        return [f"policy.megatron_cfg.{error}"]
     return []
 
 

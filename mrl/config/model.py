@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from conversion.families.registry import FAMILIES, family
 from mrl.config.hub import model_folder
@@ -16,6 +17,7 @@ from mrl.config.schema import RunConfig
 class ModelSizes:
     """Sizes that parallel layouts must divide. 0 = the model has no such layer."""
 
+    model_class: Literal["mamba", "gpt"]
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
@@ -25,6 +27,7 @@ class ModelSizes:
     ffn_size: int
     moe_ffn_size: int
     shared_expert_ffn_size: int
+    has_dense_mlp: bool
     max_sequence_length: int
     num_parameters: int
 
@@ -76,6 +79,7 @@ def read_model(folder: Path) -> ModelSizes:
         return value
 
     return ModelSizes(
+        model_class=found.model_class,
         num_layers=size("num_layers"),
         num_attention_heads=size("num_attention_heads"),
         num_query_groups=size("num_query_groups"),
@@ -85,6 +89,14 @@ def read_model(folder: Path) -> ModelSizes:
         ffn_size=size("ffn_hidden_size") if has_mlp else 0,
         moe_ffn_size=size("moe_ffn_hidden_size"),
         shared_expert_ffn_size=size("moe_shared_expert_intermediate_size"),
+        has_dense_mlp=_has_dense_mlp(arguments),
         max_sequence_length=size("max_sequence_length"),
         num_parameters=sum(math.prod(shape) for shape in canonical.values()),
     )
+
+
+def _has_dense_mlp(arguments: dict[str, dict[str, object]]) -> bool:
+    pattern, frequencies = arguments["model"].get("hybrid_override_pattern"), arguments["transformer"].get("moe_layer_freq")
+    if isinstance(pattern, str):
+        return "-" in pattern
+    return 0 in frequencies if isinstance(frequencies, list) else "num_moe_experts" not in arguments["transformer"]

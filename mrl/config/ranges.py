@@ -68,6 +68,7 @@ RANGES: dict[str, Range] = {
     "policy.megatron_cfg.expert_model_parallel_size": POSITIVE,
     "policy.megatron_cfg.expert_tensor_parallel_size": POSITIVE,
     "policy.megatron_cfg.num_layers_in_first_pipeline_stage": POSITIVE,
+    "policy.megatron_cfg.virtual_pipeline_model_parallel_size": POSITIVE,
     "policy.megatron_cfg.num_layers_in_last_pipeline_stage": POSITIVE,
     "policy.megatron_cfg.fused_linear_logprobs_chunk_size": POSITIVE,
     "policy.megatron_cfg.moe_router_bias_update_rate": NOT_NEGATIVE,

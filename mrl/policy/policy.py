@@ -22,7 +22,7 @@ from conversion.tensors import box_view
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
 from mrl.config.schema import RunConfig
-from mrl.data.packing import PackedRow, regroup
+from mrl.data.packing import PackedRow, pack_row, regroup
 from mrl.policy import checkpoint, compat, parallel
 from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
@@ -80,7 +80,9 @@ class Policy:
         self._state = TrainState(self._chunks, optimizer, scheduler)
         # The interleaved schedule goes through rows in groups of as many as there are stages.
         self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
-        self._empty_row = pack_row([], divisible_by=row_multiple(config.policy), pad_token_id=0)
+        self._empty_row = pack_row(
+            [], divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple, pad_token_id=0
+        )
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
         self._distribution = TokenDistribution.of(config.policy, int(str(self._hf_config["vocab_size"])))
         self._settled: SettleReport | None = None

@@ -186,6 +186,23 @@ def test_layout_flags_cut_files_and_change_no_content(hf_folder: Path, mcore_fol
     assert main(["compare", str(out), str(mcore_folder)]) == main(["compare", str(hf_folder), str(out)]) == main(["verify", str(out)]) == 0
 
 
+def test_uneven_stages_cut_files_and_change_no_content(
+    hf_folder: Path, mcore_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    # The model has 7 layers.
+    command = ["hf-to-mcore", "--hf", str(hf_folder), "--pp", "2", "--out"]
+    assert "leaves 7 of 7 layers for 2 equal stages" in refused([*command, str(tmp_path / "even")], caplog)
+    out = tmp_path / "uneven"
+    assert main([*command, str(out), "--num-layers-in-first-pipeline-stage", "2"]) == 0
+    assert len(list(out.glob("iter_0000000/*.distcp"))) == 2
+    assert read_manifest(out).tensors == read_manifest(mcore_folder).tensors
+    last = tmp_path / "last"
+    assert main([*command, str(last), "--num-layers-in-last-pipeline-stage", "5"]) == 0
+    assert [path.stat().st_size for path in sorted(last.glob("iter_0000000/*.distcp"))] == [
+        path.stat().st_size for path in sorted(out.glob("iter_0000000/*.distcp"))
+    ]
+
+
 def test_exit_codes_of_compare_and_verify(hf_folder: Path, mcore_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     wide = tmp_path / "wide"
     assert main(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(wide), "--dtype", "fp32"]) == 0
