@@ -42,6 +42,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "pp2 dp2": (4, dict(pipeline_model_parallel_size=2)),
     "pp2 dp2 ep2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2, num_layers_in_first_pipeline_stage=4)),
     # Of models whose layers two stages share evenly.
+    "pp2 vpp2": (2, dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)),
+    "pp2 vpp2 dp2 ep2": (
+        4,
+        dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+    ),
     "tp2 sp pp2": (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)),
     "tp2 sp pp2 ep2": (
         4,
