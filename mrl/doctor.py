@@ -164,15 +164,19 @@ def compare(rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precisi
     """How far the trainer's logprobs are from the generator's, over all tokens of the rollouts."""
     trainer_T = torch.from_numpy(np.concatenate(list(logprobs)))
     generator_T = torch.from_numpy(np.concatenate([rollout.generator_logprobs for rollout in rollouts]))
-    ones_T = torch.ones_like(trainer_T)
-    sums = token_metrics(trainer_T, trainer_T, generator_T, ones_T, ones_T.bool())
-    mult_prob_error = float(sums["token_mult_prob_error"]) / len(ones_T)
+    # Under top-k and top-p, rounding decides of a token at the bound; training masks those that it rules out.
+    is_drawable_T = ~torch.isneginf(trainer_T)
+    sums = token_metrics(trainer_T, trainer_T, generator_T, torch.ones_like(trainer_T), is_drawable_T)
+    mult_prob_error = float(sums["token_mult_prob_error"] / is_drawable_T.sum())
     error_T = (trainer_T - generator_T).abs()
     # NaN must not pass, so the claim is written as what has to hold.
     is_ok = mult_prob_error <= MAX_MULT_PROB_ERROR[precision]
     numbers = (
         f"{len(error_T):,} tokens, max |dlogp| {error_T.max():.2e}, mean {error_T.mean():.2e}, token_mult_prob_error {mult_prob_error:.6f}"
     )
+    if num_outside := int((~is_drawable_T).sum()):
+        is_ok = is_ok and num_outside <= MAX_OFF_SHARE * len(error_T)
+        numbers += f", {num_outside} tokens ruled out by the trainer's top-k or top-p"
     if precision == "float32":
         off = 1 - float((error_T <= FP32_TOLERANCE + FP32_RELATIVE * generator_T.abs()).float().mean())
         is_ok = is_ok and off <= MAX_OFF_SHARE

@@ -151,19 +151,22 @@ class _Sums:
         least_kept_T = torch.full_like(max_T, -torch.inf)
         whole_T, kept_T, moment_T, label_T = sums = torch.zeros(4, len(max_T), device=max_T.device)
         for chunk in rows:
-            scaled = logits_of(chunk).float() / distribution.temperature
-            max_T[chunk] = local_max(scaled)
-            shifted = scaled - max_T[chunk, None]
-            exps = torch.exp(shifted)
-            whole_T[chunk] = exps.sum(dim=-1)
-            if distribution.is_truncated:
-                least_kept_T[chunk] = distribution.least_kept(scaled, group)
-                exps.masked_fill_(scaled < least_kept_T[chunk, None], 0.0)
-            kept_T[chunk] = exps.sum(dim=-1)
-            moment_T[chunk] = exps.mul_(shifted).sum(dim=-1)
+            scaled = _scaled(logits_of(chunk), distribution)
             if columns.num_real:
                 label = scaled.gather(1, columns.label_T[chunk, None])[:, 0]
                 label_T[chunk] = torch.where(columns.is_local_T[chunk], label, 0.0)
+            max_T[chunk] = local_max(scaled)
+            is_out = None
+            if distribution.is_truncated:
+                least_kept_T[chunk] = distribution.least_kept(scaled, group)
+                is_out = scaled < least_kept_T[chunk, None]
+            shifted = scaled.sub_(max_T[chunk, None])
+            exps = torch.exp(shifted)
+            whole_T[chunk] = exps.sum(dim=-1)
+            if is_out is not None:
+                exps.masked_fill_(is_out, 0.0)
+            kept_T[chunk] = exps.sum(dim=-1)
+            moment_T[chunk] = exps.mul_(shifted).sum(dim=-1)
 
         global_max_T = max_T.clone()
         dist.all_reduce(global_max_T, op=dist.ReduceOp.MAX, group=group)
@@ -191,22 +194,31 @@ def _logit_gradient(logits: Tensor, chunk: slice, columns: _Columns, saved: list
     """Gradient of the logits of a chunk of rows, float32, from the gradients of both log-probabilities."""
     normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = saved
     distribution = columns.distribution
-    scaled = logits.float() / distribution.temperature
-    result = torch.zeros_like(scaled)
     grad_T, untruncated_grad_T, _ = grads
+    scaled = _scaled(logits, distribution)
+    result = None
     if grad_T is not None:
-        scale = torch.where(is_kept_T[chunk], grad_T[chunk], 0.0)[:, None] / distribution.temperature
-        torch.exp(scaled - normalizer_T[chunk, None], out=result).mul_(-scale)
+        result = _gradient_of(torch.where(is_kept_T, grad_T, 0.0), normalizer_T, scaled, chunk, columns)
         if distribution.is_truncated:
             result.masked_fill_(scaled < least_kept_T[chunk, None], 0.0)
-        if columns.num_real:
-            result.scatter_add_(1, columns.label_T[chunk, None], scale * columns.is_local_T[chunk, None])
     if untruncated_grad_T is not None:
-        scale = untruncated_grad_T[chunk, None] / distribution.temperature
-        result.addcmul_(torch.exp(scaled - untruncated_normalizer_T[chunk, None]), -scale)
-        if columns.num_real:
-            result.scatter_add_(1, columns.label_T[chunk, None], scale * columns.is_local_T[chunk, None])
+        untruncated = _gradient_of(untruncated_grad_T, untruncated_normalizer_T, scaled, chunk, columns)
+        result = untruncated if result is None else result.add_(untruncated)
+    return torch.zeros_like(scaled) if result is None else result
+
+
+def _gradient_of(grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: slice, columns: _Columns) -> Tensor:
+    """Of the log-softmax of the labels: of the label 1 - probability, of all others -probability, over the temperature."""
+    scale = grad_T[chunk, None] / columns.distribution.temperature
+    result = torch.sub(scaled, normalizer_T[chunk, None]).exp_().mul_(-scale)
+    if columns.num_real:
+        result.scatter_add_(1, columns.label_T[chunk, None], scale * columns.is_local_T[chunk, None])
     return result
+
+
+def _scaled(logits: Tensor, distribution: TokenDistribution) -> Tensor:
+    """A float32 copy of the logits after temperature."""
+    return logits.to(torch.float32, copy=True).div_(distribution.temperature)
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:

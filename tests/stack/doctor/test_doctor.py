@@ -91,6 +91,9 @@ def rollout_with(generator_logprobs: list[float]) -> Rollout:
         (0.11, 200, "bfloat16", False),
         (float("nan"), 1, "float32", False),
         (float("nan"), 1, "bfloat16", False),
+        (-float("inf"), 2, "float32", True),  # ruled out by top-k or top-p
+        (-float("inf"), 2, "bfloat16", True),
+        (-float("inf"), 3, "bfloat16", False),
     ],
 )
 def test_limits_of_logprob_differences(error: float, num_off: int, precision: str, is_ok: bool):

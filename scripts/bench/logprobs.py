@@ -1,0 +1,124 @@
+"""Peak memory of log-probabilities and of their gradients, three ways: a JSON line for each case, and docs/data/logprobs.json.
+
+Usage: python -m scripts.bench.logprobs [--no-record]
+
+Each case has a process of its own, one rank, whose memory above that of weight and hidden states is what is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.long.record import Row, record
+
+# A rank's columns of 131,072 at TP 2.
+COLUMNS = 65_536
+PASSES = ("logprobs", "logprobs and gradients")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute them. The hidden size does not matter for what is compared, and is small to save time."""
+
+    method: str
+    tokens: int
+    hidden: int
+    needs_gradients: bool
+    chunk_tokens: int | None = None
+
+
+CASES = [
+    Case(method, tokens, hidden, needs_gradients, chunk_tokens)
+    for needs_gradients in (False, True)
+    for method, tokens, hidden, chunk_tokens in (
+        ("log_softmax of float32 logits", 4096, 256, None),
+        ("whole row", 4096, 256, None),
+        ("chunks", 4096, 256, 512),
+        ("chunks", 16_384, 256, 512),
+    )
+]
+
+
+def measure(case: Case) -> Row:
+    """The row of one case; what it is a share of comes later."""
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    hidden = torch.randn(case.tokens, case.hidden, dtype=torch.bfloat16).requires_grad_(case.needs_gradients)
+    weight = torch.randn(COLUMNS, case.hidden, dtype=torch.bfloat16).div_(case.hidden**0.5).requires_grad_(case.needs_gradients)
+    labels = torch.randint(0, COLUMNS, (case.tokens,))
+    compute(case, hidden[:8], weight, labels[:8])
+    # The kernel counts the most from here on.
+    Path("/proc/self/clear_refs").write_text("5")
+    base, start = memory("VmRSS"), time.monotonic()
+    logprobs = compute(case, hidden, weight, labels)
+    if case.needs_gradients:
+        logprobs.mean().backward()
+    seconds = time.monotonic() - start
+    peak = memory("VmHWM") - base
+    dist.destroy_process_group()
+    return {
+        "pass": PASSES[case.needs_gradients],
+        "method": case.method,
+        "tokens": case.tokens,
+        "columns": COLUMNS,
+        "chunk tokens": case.chunk_tokens,
+        "peak gb": round(peak / 1e9, 2),
+        "seconds": round(seconds, 1),
+    }
+
+
+def compute(case: Case, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of every label by the method of the case."""
+    from mrl.policy.distribution import TokenDistribution
+    from mrl.policy.logprobs import scores_of_hidden, scores_of_logits
+
+    if case.method.startswith("log_softmax"):
+        return torch.log_softmax(F.linear(hidden, weight).float(), dim=-1).gather(1, labels[:, None])[:, 0]
+    group, distribution = dist.group.WORLD, TokenDistribution(COLUMNS)
+    assert group is not None
+    if case.chunk_tokens is None:
+        return scores_of_logits(F.linear(hidden, weight), labels, distribution, group).logprobs_T
+    return scores_of_hidden(hidden, weight, labels, distribution, group, chunk_tokens=case.chunk_tokens).logprobs_T
+
+
+def memory(what: str) -> int:
+    """Bytes of this process: `what` is VmRSS, or VmHWM for the most so far."""
+    found = re.search(rf"^{what}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
+
+
+def main() -> None:
+    """Measures every case in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-record", action="store_true", help="print only")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for case in CASES:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            rows.append(pool.apply_async(measure, (case,)).get(timeout=600))
+        naive = next((row for row in rows if (row["pass"], row["tokens"]) == (rows[-1]["pass"], rows[-1]["tokens"])), rows[-1])
+        is_compared = str(naive["method"]).startswith("log_softmax")
+        rows[-1]["of log_softmax"] = round(float(rows[-1]["peak gb"] or 0) / float(naive["peak gb"] or 1), 3) if is_compared else None
+        print(json.dumps(rows[-1]), flush=True)
+    if not options.no_record:
+        record("logprobs", rows, command="python -m scripts.bench.logprobs")
+
+
+if __name__ == "__main__":
+    main()
