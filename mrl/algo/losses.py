@@ -31,24 +31,21 @@ def policy_loss(
     entropy_T: Tensor | None = None,
     generator_logprobs_T: Tensor,
     advantages_T: Tensor,
-    loss_mask_T: Tensor,
-    cu_seqlens: Tensor,
+    weights_T: Tensor,
     config: LossConfig,
-    num_valid_tokens: float,
-    num_valid_sequences: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one row (scalar with gradient) and its metrics (detached scalars, see `finish_metrics`).
 
     The clipped surrogate of PPO (arXiv:1707.06347) with separate bounds (arXiv:2503.14476), times the importance weight of the
-    generator (arXiv:2410.18252), plus the KL penalty. `num_valid_tokens` and `num_valid_sequences` count over the global batch:
-    the losses of all rows of all dp ranks add up to the loss of the batch. What stands outside the mask has no effect, NaN included.
+    generator (arXiv:2410.18252), plus the KL penalty. `weights_T` is what each token counts, see `loss_weights`; what counts nothing has no
+    effect, NaN included. The losses of all rows of all dp ranks add up to the loss of the batch, and so do those of the parts of a row.
 
     Where top-k and top-p truncate the distribution, a logprob of -inf is a token that the trainer's arithmetic rules out and the
     generator's did not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`,
     by default `logprobs_T`, with a reference that is not truncated either. `entropy_T` only becomes a metric.
     """
     is_drawable_T = ~(torch.isneginf(logprobs_T) | torch.isneginf(old_logprobs_T))
-    is_valid_T = (loss_mask_T > 0) & is_drawable_T
+    is_valid_T = (weights_T > 0) & is_drawable_T
     compared_T = torch.where(is_valid_T, logprobs_T if untruncated_logprobs_T is None else untruncated_logprobs_T, 0.0)
     logprobs_T = torch.where(is_valid_T, logprobs_T, 0.0)
     old_T = torch.where(is_valid_T, old_logprobs_T, 0.0).detach()
@@ -75,15 +72,11 @@ def policy_loss(
         )
         token_loss_T = token_loss_T + config.reference_policy_kl_penalty * kl_T
 
-    if config.token_level_loss:
-        weights_T = loss_mask_T / max(num_valid_tokens, 1.0)
-    else:
-        weights_T = sequence_mean_weights(loss_mask_T, cu_seqlens) / max(num_valid_sequences, 1.0)
     loss = (weights_T * token_loss_T).sum()
     with torch.no_grad():
         metrics = token_metrics(logprobs_T, old_T, generator_T, ratio_T, is_valid_T)
         metrics[LOSS] = loss.detach()
-        metrics["outside_truncation_fraction"] = ((loss_mask_T > 0) & ~is_drawable_T).float().sum()
+        metrics["outside_truncation_fraction"] = ((weights_T > 0) & ~is_drawable_T).float().sum()
         if entropy_T is not None:
             metrics["entropy"] = entropy_T[is_valid_T].sum()
         metrics["kl_penalty"] = kl_T.detach()[is_valid_T].sum()
@@ -125,6 +118,18 @@ def kl_divergence(
         case _:
             raise ValueError(f"loss_fn.reference_policy_kl_type={kl_type} is not known; use k1, k2 or k3")
     return kl_T if output_clamp is None else kl_T.clamp(-output_clamp, output_clamp)
+
+
+def loss_weights(
+    loss_mask_T: Tensor, cu_seqlens: Tensor, *, token_level: bool, num_valid_tokens: float, num_valid_sequences: float
+) -> Tensor:
+    """What each token of a whole row counts in the loss of the global batch, over which the numbers count; shape [T], 0 outside the mask.
+
+    With `token_level` every token counts the same, else every sequence.
+    """
+    if token_level:
+        return loss_mask_T / max(num_valid_tokens, 1.0)
+    return sequence_mean_weights(loss_mask_T, cu_seqlens) / max(num_valid_sequences, 1.0)
 
 
 def sequence_mean_weights(loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:

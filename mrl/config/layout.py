@@ -20,6 +20,7 @@ def find_layout_problems(config: RunConfig, model: ModelSizes) -> list[str]:
         _world(config)
         + _experts(config, model)
         + _trainer(config.policy.megatron_cfg, model)
+        + _context(config.policy.megatron_cfg, model)
         + _stages(config.policy.megatron_cfg, model)
         + _engines(config, model)
     )
@@ -37,8 +38,11 @@ def _problem(key: str, value: object, rule: str, way_out: str) -> str:
 def _divisors(*totals: int) -> str:
     """The sizes that divide all totals, as text; one total at least is not 0."""
     largest = math.gcd(*totals)
-    common = [size for size in range(1, min(largest, MAX_SUGGESTED_SIZE) + 1) if divides(size, largest)]
-    return "use 1" if len(common) == 1 else f"use {', '.join(map(str, common[:-1]))} or {common[-1]}"
+    return _use([size for size in range(1, min(largest, MAX_SUGGESTED_SIZE) + 1) if divides(size, largest)])
+
+
+def _use(sizes: list[int]) -> str:
+    return "use 1" if len(sizes) == 1 else f"use {', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
 
 
 def _world(config: RunConfig) -> list[str]:
@@ -135,6 +139,25 @@ def _tensor_parallel(key: str, tp: int, model: ModelSizes, *, has_replicated_gro
         undivided.append(f"{kv} key-value heads (nor is it a multiple)")
     rule = f"does not divide the model's {', '.join(undivided)}"
     return [_problem(key, tp, rule, _divisors(*totals.values()))] if undivided else []
+
+
+def _context(megatron: MegatronConfig, model: ModelSizes) -> list[str]:
+    """Megatron's MambaContextParallel gives each rank of a context-parallel group some heads of every Mamba layer."""
+    tp, cp = megatron.tensor_model_parallel_size, megatron.context_parallel_size
+    if not divides(tp, model.num_mamba_heads) or not divides(tp, model.num_mamba_groups):
+        return []  # said of tp already
+    heads, groups = model.num_mamba_heads // tp, model.num_mamba_groups // tp
+
+    def fits(size: int) -> bool:
+        return divides(size, heads) and (divides(size, groups) or divides(groups, size))
+
+    if heads == 0 or fits(cp):
+        return []
+    rule = (
+        f"does not divide the {heads} Mamba heads of a tensor-parallel rank, or neither divides its {groups} Mamba groups nor is a multiple"
+    )
+    sizes = [size for size in range(1, heads + 1) if fits(size)]
+    return [_problem("megatron_cfg.context_parallel_size", cp, rule, _use(sizes))]
 
 
 def _stages(megatron: MegatronConfig, model: ModelSizes) -> list[str]:

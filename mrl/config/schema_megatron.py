@@ -80,7 +80,7 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = 1
     """PP: stages of consecutive layers."""
     context_parallel_size: int = 1
-    """CP: ranks that share each sequence. Only 1 is supported."""
+    """CP: ranks that share each sequence, padded to a multiple of 2 x CP tokens; rows are, under SP, to one of 2 x CP x TP."""
     expert_model_parallel_size: int = 1
     """EP: ranks over which the experts of a layer are spread."""
     expert_tensor_parallel_size: int = 1

@@ -21,7 +21,7 @@ QUERY_BLOCK = 512
 def local_positions(cu_seqlens: Tensor, *, cp_size: int, cp_rank: int) -> Tensor:
     """Positions in the row of the tokens of one rank, int64 [T / cp], in that rank's order.
 
-    Each of the lengths that `cu_seqlens` bounds is a multiple of 2 * cp_size; with `cp_size` 1, any length is cut as if it were whole.
+    With `cp_size` above 1, each of the lengths that `cu_seqlens` bounds is a multiple of 2 * cp_size.
     """
     starts_S, lengths_S = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     if cp_size == 1:

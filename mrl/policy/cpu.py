@@ -224,6 +224,7 @@ def _replace_mamba_kernels() -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+    from mrl.policy.context import local_positions
     from mrl.policy.mamba_torch import GatedRMSNorm, mamba_split_conv1d_scan_combined
     from mrl.policy.specs import TorchNorm
 
@@ -247,4 +248,11 @@ def _replace_mamba_kernels() -> None:
     _replace(f"{path}.mamba_split_conv1d_scan_combined", mamba_split_conv1d_scan_combined, reason)
     _replace(f"{path}.ExtendedRMSNorm", ExtendedRMSNorm, reason)
     _replace(f"{path}._check_mamba_sequence_packing_support", lambda **_: (True, None), "it asks for versions of the GPU kernels")
+
+    def partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+        return local_positions(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
+
+    path, indices = "megatron.core.ssm.mamba_context_parallel", types.SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    _replace(f"{path}.tex", indices, "context-parallel Mamba takes its order of tokens from Transformer Engine's library")
+    _replace(f"{path}.is_te_min_version", lambda *_, **__: True, "it asks for the version that has this function")
     _replace("megatron.core.ssm.mamba_block.TENorm", TorchNorm, "the stack's final norm is hard-wired to Transformer Engine")

@@ -1,7 +1,7 @@
 """Layer specs of the hybrid stack and of transformers: Transformer Engine's where it is installed, Megatron's own modules elsewhere.
 
-Megatron lacks three modules without Transformer Engine, and they are here: a norm that knows of sequence parallelism, a core attention
-over packed sequences, and the linear layer of latent experts. Checkpoints use Transformer Engine's names in both cases.
+Megatron lacks three modules without Transformer Engine: a norm that knows of sequence parallelism and the linear layer of latent experts,
+which are here, and a core attention over packed sequences. Checkpoints use Transformer Engine's names in both cases.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -33,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from mrl.policy import compat
-from mrl.policy.packed import packed_layout
+from mrl.policy.attention import PackedCoreAttention
 
 
 def hybrid_stack_spec() -> ModuleSpec:
@@ -96,47 +94,6 @@ class DuplicatedLinear(MegatronModule):
 
     def set_extra_state(self, state: object) -> None:
         """Ignores what Transformer Engine's layer has written."""
-
-
-class PackedCoreAttention(MegatronModule):
-    """Causal attention of each sequence of a packed row by torch's SDPA, grouped-query heads included."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        super().__init__(config)
-        assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and config.context_parallel_size == 1
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
-        """[tokens, heads, head_dim], from query [tokens, heads, head_dim] and key, value [tokens, groups, head_dim]."""
-        assert packed_seq_params is not None, "packed rows are the only batch format"
-        # SDPA blocks its work itself, so long sequences need no coarser padding than short ones.
-        layout = packed_layout(packed_seq_params.cu_seqlens_q.diff(), multiple=16, chunk=64)
-        outputs = []
-        for q, k, v in zip(*(layout.unpack(t) for t in (query, key, value)), strict=True):
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            # Padding stands after a sequence's tokens, where the causal mask hides it from them.
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
-            outputs.append(output.transpose(1, 2))
-        return layout.pack(outputs)
 
 
 class _LocalSpecProvider(LocalSpecProvider):

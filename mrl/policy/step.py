@@ -1,7 +1,8 @@
 """The log-probability pass and the train step of one rank, through megatron's own pipeline schedules.
 
 A packed row is a microbatch. Every function here is collective over all ranks of the policy: all call it, in the same order, with the
-same number of rows. T packed tokens, V vocabulary columns of this rank.
+same number of rows. Ranks of a context-parallel group get the same whole rows, take their own tokens of each, and return what belongs to
+whole rows. T packed tokens, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, finish_metrics, policy_loss
+from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, finish_metrics, loss_weights, policy_loss
 from mrl.config.schema_algo import LossConfig
 from mrl.data.packing import PackedRow
+from mrl.policy.context import join, local_positions
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.output import token_scores
 from mrl.policy.router_replay import RouterReplay
@@ -79,7 +81,11 @@ def compute_logprobs(
         return _forward(model, row, replay), lambda output, non_loss_data: logprobs_of(output, row, model)
 
     def logprobs_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> Tensor:
-        return token_scores(model, output, row.labels_T.to(output.device), distribution).logprobs_T
+        local_T = token_scores(model, output, row.labels_T[_local(row)].to(output.device), distribution).logprobs_T
+        group = parallel_state.get_context_parallel_group()
+        parts = [torch.empty_like(local_T) for _ in range(group.size())]
+        dist.all_gather(parts, local_T, group=group)
+        return join(parts, row.cu_seqlens)
 
     return _run_schedule(forward_step, rows, chunks, forward_only=True)
 
@@ -135,20 +141,25 @@ def _forward_backward(
     def loss_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         row, device = item.row, output.device
         assert item.old_logprobs_T is not None
-        scores = token_scores(model, output, row.labels_T.to(device), distribution)
-        loss, metrics = policy_loss(
-            scores.logprobs_T,
-            item.old_logprobs_T,
-            item.reference_logprobs_T,
-            untruncated_logprobs_T=scores.untruncated_logprobs_T,
-            entropy_T=scores.entropy_T,
-            generator_logprobs_T=row.generator_logprobs_T.to(device),
-            advantages_T=row.advantages_T.to(device),
-            loss_mask_T=row.loss_mask_T.to(device),
-            cu_seqlens=row.cu_seqlens.to(device),
-            config=config,
+        local = _local(row)
+        weights_T = loss_weights(
+            row.loss_mask_T,
+            row.cu_seqlens,
+            token_level=config.token_level_loss,
             num_valid_tokens=size.num_valid_tokens,
             num_valid_sequences=size.num_valid_sequences,
+        )
+        scores = token_scores(model, output, row.labels_T[local].to(device), distribution)
+        loss, metrics = policy_loss(
+            scores.logprobs_T,
+            item.old_logprobs_T[local.to(device)],
+            None if item.reference_logprobs_T is None else item.reference_logprobs_T[local.to(device)],
+            untruncated_logprobs_T=scores.untruncated_logprobs_T,
+            entropy_T=scores.entropy_T,
+            generator_logprobs_T=row.generator_logprobs_T[local].to(device),
+            advantages_T=row.advantages_T[local].to(device),
+            weights_T=weights_T[local].to(device),
+            config=config,
         )
         # The count is what megatron would divide gradients by; `model.sum_gradients` drops it.
         return loss, torch.ones((), dtype=torch.int, device=device), metrics
@@ -156,20 +167,33 @@ def _forward_backward(
     return _run_schedule(forward_step, rows, chunks, forward_only=False)
 
 
+def _local(row: PackedRow) -> Tensor:
+    """Positions in the row of this rank's tokens."""
+    group = parallel_state.get_context_parallel_group()
+    return local_positions(row.cu_seqlens, cp_size=group.size(), cp_rank=group.rank())
+
+
 def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterReplay | None = None) -> Tensor:
-    """What `token_scores` takes from the last chunk of the model, hidden states for the next one from any other."""
+    """What `token_scores` takes of this rank's tokens from the last chunk of the model, hidden states for the next one from any other."""
     device = next(model.parameters()).device
-    cu_seqlens = row.cu_seqlens.to(device)
+    cu_seqlens, local = row.cu_seqlens.to(device), _local(row)
+    # Padding is computed as tokens that no other token sees, so the bounds with and without it are the same.
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=row.max_seqlen, max_seqlen_kv=row.max_seqlen
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=row.max_seqlen,
+        max_seqlen_kv=row.max_seqlen,
     )
     # The log-probabilities make their own float32 copy of the logits, in parts.
     keep_dtype = {"fp32_output": False} if model.config.bf16 else {}
     if replay is not None:
         replay.enter(row)
     output = model(
-        input_ids=row.token_ids_T[None].to(device),
-        position_ids=row.position_ids_T[None].to(device),
+        input_ids=row.token_ids_T[local][None].to(device),
+        position_ids=row.position_ids_T[local][None].to(device),
         attention_mask=None,
         packed_seq_params=packed,
         **keep_dtype,
@@ -195,7 +219,7 @@ def _run_schedule(forward_step: Callable[..., object], rows: list, chunks: list[
 
 
 def _global_metrics(row_metrics: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Metrics of all rows of all ranks: combined over dp on the last stage, then handed to every rank."""
+    """Metrics of all rows of all ranks: combined over dp and cp on the last stage, then handed to every rank."""
     metrics: dict[str, float] = {}
     if parallel_state.is_pipeline_last_stage():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

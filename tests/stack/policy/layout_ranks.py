@@ -18,7 +18,7 @@ from conversion.families.registry import family
 from conversion.tensors import box_view
 from mrl.config.schema_megatron import OptimizerConfig, SchedulerConfig
 from mrl.config.schema_policy import PolicyConfig
-from mrl.data.packing import PackedRow
+from mrl.data.packing import PackedRow, padded_length
 from mrl.data.routes import pack_routes
 from tests import routes
 from tests.stack.ranks import Rank
@@ -29,7 +29,8 @@ def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **me
 
     With `router_replay=True` its routers follow the routes of `tests.routes.forced_routes`.
     """
-    config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280)
+    config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280, make_sequence_length_divisible_by=1)
+    config.sequence_packing.sequence_length_round = 1
     config.megatron_cfg.optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, clip_grad=1.0, bf16=precision == "bfloat16")
     config.megatron_cfg.scheduler = SchedulerConfig(start_weight_decay=0.01, end_weight_decay=0.01)
     config.router_replay.enabled = bool(megatron.pop("router_replay", False))
@@ -41,26 +42,45 @@ def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **me
     return config
 
 
-def packed_row(sequences: list[list[int]]) -> PackedRow:
-    """A row in which every token but the first of a sequence is a generated one; its advantage grows along the row."""
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    tokens = torch.tensor([token for sequence in sequences for token in sequence])
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    has_label = torch.ones(len(tokens))
-    has_label[bounds[1:] - 1] = 0
-    labels = torch.where(has_label.bool(), tokens.roll(-1), 0)
+def packed_row(sequences: list[list[int]], config: PolicyConfig | None = None) -> PackedRow:
+    """A row in which every token but the first of a sequence is a generated one; its advantage grows along the row.
+
+    With `config`, sequences and row are padded as its layout asks.
+    """
+    multiple, row_multiple = (config.sequence_multiple, config.row_multiple) if config else (1, 1)
+    places = token_places(sequences, multiple)
+    padded = torch.tensor([padded_length(len(sequence), multiple) for sequence in sequences])
+    num_tokens = padded_length(int(padded.sum()), row_multiple)
+    if num_tokens > padded.sum():
+        padded = torch.cat([padded, (num_tokens - padded.sum())[None]])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), padded.cumsum(0)])
+    tokens, labels = torch.full((num_tokens,), 256), torch.zeros(num_tokens, dtype=torch.int64)
+    tokens[places] = torch.tensor([token for sequence in sequences for token in sequence])
+    labels[places] = torch.tensor([token for sequence in sequences for token in [*sequence[1:], 0]])
+    has_label, advantages = torch.zeros(2, num_tokens)
+    has_label[places] = torch.cat([torch.tensor([1.0] * (len(sequence) - 1) + [0.0]) for sequence in sequences])
+    advantages[places] = torch.linspace(0.5, 2.0, len(places)) * has_label[places]
     return PackedRow(
         token_ids_T=tokens,
-        position_ids_T=torch.cat([torch.arange(length) for length in lengths.tolist()]),
+        position_ids_T=torch.cat([torch.arange(length) for length in padded.tolist()]),
         labels_T=labels,
         loss_mask_T=has_label,
         generated_mask_T=has_label,
-        generator_logprobs_T=torch.zeros(len(tokens)),
-        advantages_T=torch.linspace(0.5, 2.0, len(tokens)) * has_label,
+        generator_logprobs_T=torch.zeros(num_tokens),
+        advantages_T=advantages,
         cu_seqlens=bounds.int(),
-        max_seqlen=int(lengths.max()),
+        max_seqlen=int(padded.max()),
         sequence_indices=list(range(len(sequences))),
     )
+
+
+def token_places(sequences: list[list[int]], multiple: int) -> torch.Tensor:
+    """Where the tokens of sequences stand in a row in which each is padded to a multiple."""
+    places, start = [], 0
+    for sequence in sequences:
+        places.append(start + torch.arange(len(sequence)))
+        start += padded_length(len(sequence), multiple)
+    return torch.cat(places)
 
 
 def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> tuple[float, dict[str, np.ndarray]]:
@@ -93,7 +113,9 @@ def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[lis
 
     chunks, _, _ = _build(rank, config, folder)
     distribution = TokenDistribution.of(config, _vocab_size(folder))
-    result = [row.numpy() for row in compute_logprobs(chunks, _rows(config, folder, rows), distribution, _replay(chunks, config, folder))]
+    of_rows = compute_logprobs(chunks, _rows(config, folder, rows), distribution, _replay(chunks, config, folder))
+    places = [token_places(row, config.sequence_multiple) for row in rows]
+    result = [logprobs_T[place].numpy() for logprobs_T, place in zip(of_rows, places, strict=bool(of_rows))]
     parallel.shutdown()
     return result
 
@@ -149,7 +171,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
     from mrl.policy import parallel
     from mrl.policy.distribution import TokenDistribution
     from mrl.policy.output import token_scores
-    from mrl.policy.step import _forward, _run_schedule
+    from mrl.policy.step import _forward, _local, _run_schedule
 
     place = parallel.coordinates()
     distribution = TokenDistribution.of(config, _vocab_size(folder))
@@ -159,7 +181,9 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
         row = next(iterator)
 
         def loss_of(output: torch.Tensor):
-            loss = (token_scores(model, output, row.labels_T, distribution).logprobs_T * row.advantages_T).sum() / len(rows)
+            local = _local(row)
+            logprobs_T = token_scores(model, output, row.labels_T[local], distribution).logprobs_T
+            loss = (logprobs_T * row.advantages_T[local]).sum() / len(rows)
             return loss, torch.ones((), dtype=torch.int), {"loss": loss.detach()}
 
         return _forward(model, row, replay), loss_of
@@ -169,7 +193,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
 
 
 def _rows(config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[PackedRow]:
-    packed = [packed_row(row) for row in rows]
+    packed = [packed_row(row, config) for row in rows]
     if not config.router_replay.enabled:
         return packed
     arrays = [[routes.forced_routes(sequence, _hf_config(folder)) for sequence in row] for row in rows]

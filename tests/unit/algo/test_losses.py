@@ -13,6 +13,7 @@ from mrl.algo.losses import (
     MIN_METRICS,
     finish_metrics,
     kl_divergence,
+    loss_weights,
     policy_loss,
     sequence_mean_weights,
 )
@@ -41,7 +42,15 @@ def random_row(seed: int, lengths: list[int] = LENGTHS, spread: float = 0.4) -> 
 
 
 def compute(row: dict[str, torch.Tensor], config: LossConfig, num_valid_tokens: float = 10.0, num_valid_sequences: float = 3.0):
-    return policy_loss(**row, config=config, num_valid_tokens=num_valid_tokens, num_valid_sequences=num_valid_sequences)
+    rest = dict(row)
+    weights_T = loss_weights(
+        rest.pop("loss_mask_T"),
+        rest.pop("cu_seqlens"),
+        token_level=config.token_level_loss,
+        num_valid_tokens=num_valid_tokens,
+        num_valid_sequences=num_valid_sequences,
+    )
+    return policy_loss(**rest, weights_T=weights_T, config=config)
 
 
 def slow_loss(row: dict[str, torch.Tensor], config: LossConfig, num_valid_tokens: float, num_valid_sequences: float) -> float:
@@ -122,11 +131,8 @@ def test_clipped_surrogate_by_hand(log_ratio: float, advantage: float, loss: flo
         None,
         generator_logprobs_T=old,
         advantages_T=torch.tensor([advantage], dtype=torch.float64),
-        loss_mask_T=torch.ones(1),
-        cu_seqlens=torch.tensor([0, 1]),
+        weights_T=torch.ones(1),
         config=CONFIG,
-        num_valid_tokens=1,
-        num_valid_sequences=1,
     )
     value.backward()
     assert float(value.detach()) == pytest.approx(loss)

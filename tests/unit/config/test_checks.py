@@ -22,12 +22,22 @@ def test_the_packaged_config_has_no_problem(workplace: Path):
     check_config(load_config("grpo_tiny.yaml"))
 
 
-LAYOUTS = [(2, 2, 2, 4), (1, 1, 1, 1), (1, 1, 2, 2), (2, 1, 1, 2), (2, 1, 2, 2), (1, 1, 4, 4)]
+LAYOUTS = [
+    (2, 2, 1, 2, 4),
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 2, 2),
+    (2, 1, 1, 1, 2),
+    (2, 1, 1, 2, 2),
+    (1, 1, 1, 4, 4),
+    (2, 2, 2, 4, 8),
+    (1, 1, 8, 1, 8),
+]
 
 
-@pytest.mark.parametrize(("tp", "pp", "ep", "units"), LAYOUTS)
-def test_layouts_that_fit(workplace: Path, tp: int, pp: int, ep: int, units: int):
+@pytest.mark.parametrize(("tp", "pp", "cp", "ep", "units"), LAYOUTS)
+def test_layouts_that_fit(workplace: Path, tp: int, pp: int, cp: int, ep: int, units: int):
     sizes = [f"{MEGATRON}.tensor_model_parallel_size={tp}", f"{MEGATRON}.pipeline_model_parallel_size={pp}"]
+    sizes += [f"{MEGATRON}.context_parallel_size={cp}"]
     sizes += [f"{MEGATRON}.expert_model_parallel_size={ep}", f"cluster.cpu_units_per_node={units}"]
     sizes += [f"{MEGATRON}.sequence_parallel={tp > 1}"]
     sizes += [f"{MEGATRON}.num_layers_in_first_pipeline_stage=3"] if pp == 2 else []
@@ -127,6 +137,10 @@ BAD = [
     ([f"{MEGATRON}.expert_model_parallel_size=3"], f"{MEGATRON}.expert_model_parallel_size=3", "use 1, 2, 4 or 8"),
     ([f"{MEGATRON}.expert_model_parallel_size=8"], f"{MEGATRON}.expert_model_parallel_size=8", "cluster.cpu_units_per_node"),
     ([f"{MEGATRON}.expert_tensor_parallel_size=3"], f"{MEGATRON}.expert_tensor_parallel_size=3", "use 1, 2, 4"),
+    ([f"{MEGATRON}.context_parallel_size=3", "cluster.cpu_units_per_node=6"], f"{MEGATRON}.context_parallel_size=3", "use 1, 2 or 4"),
+    ([f"{MEGATRON}.context_parallel_size=4"], f"{MEGATRON}.tensor_model_parallel_size=2", "cluster.cpu_units_per_node"),
+    ([f"{MEGATRON}.context_parallel_size=2", "policy.max_total_sequence_length=1281", f"{ENGINE}.max_model_len=1280",
+      "policy.sequence_packing.train_mb_tokens=1284"], "policy.sequence_packing.train_mb_tokens=1284", "at least 1288"),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2"], f"{MEGATRON}.pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage"),
     ([f"{MEGATRON}.pipeline_model_parallel_size=8"], f"{MEGATRON}.pipeline_model_parallel_size=8", "num_layers_in_first_pipeline_stage"),
     ([f"{MEGATRON}.num_layers_in_last_pipeline_stage=3"], f"{MEGATRON}.pipeline_model_parallel_size=1", "set both to null"),
