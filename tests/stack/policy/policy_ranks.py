@@ -14,8 +14,9 @@ import torch
 
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
+from mrl.config.schema_policy import PolicyConfig
 from mrl.data.cost import SequenceCost
-from mrl.data.packing import pack_row
+from mrl.data.packing import PackedRow, pack_row, padded_length
 from mrl.data.planning import RowPlan, batch_in_order, pack, repack
 from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.stack.ranks import Rank
@@ -52,6 +53,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
         4,
         dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True),
     ),
+    "cp2 ep2": (2, dict(context_parallel_size=2, expert_model_parallel_size=2)),
+    "tp2 sp cp2 ep2": (
+        4,
+        dict(tensor_model_parallel_size=2, context_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True),
+    ),
+    "cp2 dp2 ep2": (4, dict(context_parallel_size=2, expert_model_parallel_size=2)),
+    "cp4 ep2": (4, dict(context_parallel_size=4, expert_model_parallel_size=2)),
+    "tp2 sp pp2 cp2 ep4": (
+        8,
+        dict(
+            tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=2,
+            context_parallel_size=2,
+            expert_model_parallel_size=4,
+            sequence_parallel=True,
+            num_layers_in_first_pipeline_stage=4,
+        ),
+    ),
     "pp2 dp4 ep4": (8, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=4)),
 }
 
@@ -84,11 +103,22 @@ def rollouts() -> list[tuple[int, Rollout, float, bool]]:
     return result
 
 
-def plan_of(algorithm: str, dp_size: int) -> tuple[RowPlan, RowPlan]:
+def plan_of(algorithm: str, dp_size: int, sequence_multiple: int = 1) -> tuple[RowPlan, RowPlan]:
     """Rows of the rollouts in training, and smaller ones of the logprob passes."""
-    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for _, rollout, _, _ in rollouts()]
+    lengths = [padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), sequence_multiple) for _, rollout, _, _ in rollouts()]
     plan = pack(lengths, algorithm=algorithm, row_tokens=ROW_TOKENS, dp_size=dp_size, cost=SequenceCost(1.0, 0.01))
     return plan, repack(plan, lengths, algorithm=algorithm, row_tokens=LOGPROB_ROW_TOKENS)
+
+
+def pack_rows(config: PolicyConfig, plan: Sequence[tuple[int, ...]]) -> list[PackedRow]:
+    """The planned rows of one rank, padded as its layout asks."""
+    sequences, multiples = rollouts(), dict(divisible_by=config.row_multiple, sequence_multiple=config.sequence_multiple)
+    return [pack_row([sequences[index] for index in row], **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
+
+
+def packed_rows(config: PolicyConfig, dp_rank: int, dp_size: int) -> list[PackedRow]:
+    """The rows of one data-parallel rank, as `set_batch` packs them."""
+    return pack_rows(config, plan_of("balanced", dp_size, config.sequence_multiple)[0][dp_rank])
 
 
 @contextmanager
@@ -116,24 +146,21 @@ def set_batch(policy: Policy, algorithm: str | None = None) -> None:
     """Sets the rollouts as the batch; of a named algorithm with other rows in logprob passes, "" = every sequence in a row of its own."""
     from megatron.core import parallel_state
 
-    sequences, dp_size = rollouts(), parallel_state.get_data_parallel_world_size()
-    plans = plan_of(algorithm or "balanced", dp_size)[: 2 if algorithm else 1]
+    config, dp_size = policy._config.policy, parallel_state.get_data_parallel_world_size()
+    plans = plan_of(algorithm or "balanced", dp_size, config.sequence_multiple)[: 2 if algorithm else 1]
     if algorithm == "":
-        plans = (batch_in_order(len(sequences), sequences_per_row=1, dp_size=dp_size),)
-    policy.set_batch(
-        *(
-            [pack_row([sequences[index] for index in row], divisible_by=2, pad_token_id=PAD_TOKEN_ID) for row in plan[policy.dp_rank]]
-            for plan in plans
-        )
-    )
+        plans = (batch_in_order(NUM_SEQUENCES, sequences_per_row=1, dp_size=dp_size),)
+    policy.set_batch(*(pack_rows(config, plan[policy.dp_rank]) for plan in plans))
 
 
 def train(policy: Policy, num_steps: int) -> list[dict[str, float]]:
-    """Metrics of on-policy steps."""
+    """Metrics of on-policy steps; with a reference where the loss asks for one."""
     metrics = []
     for _ in range(num_steps):
         set_batch(policy)
         policy.compute_old_logprobs()
+        if policy._config.loss_fn.reference_policy_kl_penalty > 0:
+            policy.compute_reference_logprobs()
         metrics.append(policy.train_step())
     return metrics
 
@@ -236,6 +263,17 @@ def first_step_of_plans(rank: Rank, config: RunConfig, algorithms: Sequence[str]
             policy.compute_old_logprobs()
             metrics[algorithm] = policy.train_step()
     return metrics
+
+
+def logprobs_of_rollouts(rank: Rank, config: RunConfig) -> dict[int, np.ndarray]:
+    """Logprobs of the generated tokens of every rollout, from whole rows; empty on all but the last stage."""
+    with open_policy(rank, config) as policy:
+        rows, found = packed_rows(config.policy, 0, 1), {}
+        for row, logprobs_T in zip(rows, policy.logprobs_of_rows(rows), strict=False):
+            bounds = row.cu_seqlens.tolist()
+            for index, start, stop in zip(row.sequence_indices, bounds, bounds[1:], strict=False):
+                found[index] = logprobs_T[start:stop][row.generated_mask_T[start:stop].bool().numpy()]
+        return found
 
 
 def settle_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, int], dict[str, int], dict[str, np.ndarray], list]:

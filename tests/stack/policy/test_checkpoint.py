@@ -44,7 +44,7 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, folder: Path, save
     assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
 
 
-@pytest.mark.parametrize("layout", ["pp2 dp2 ep2", "one"])
+@pytest.mark.parametrize("layout", ["pp2 dp2 ep2", "cp2 ep2", "one"])
 def test_another_layout_goes_on_with_the_same_losses(ranks: RankPool, folder: Path, saved: tuple[Path, list], layout: str):
     weights_dir, unbroken = saved
     config = policy_ranks.run_config(folder, layout)

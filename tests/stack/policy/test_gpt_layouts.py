@@ -14,6 +14,8 @@ from tests import models
 from tests.parity import Parity, Scores, hf_scores
 from tests.stack.policy import layout_ranks
 from tests.stack.policy.layouts import (
+    CP2,
+    CP4,
     EP2,
     PP2,
     TP2,
@@ -41,8 +43,22 @@ MOE_LAYOUTS = {
     "tp2 sp pp2 ep2": (4, TP2_SP | PP2 | EP2),
     "tp2 sp ep2, recomputed": (2, TP2_SP | EP2 | dict(activation_checkpointing=True)),
 }
-LAYOUTS = {"one": (1, {}), **DENSE_LAYOUTS, **MOE_LAYOUTS}
-CASES = [(name, layout) for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS)) for name in names for layout in layouts]
+DENSE_CONTEXT_LAYOUTS = {"cp2": (2, CP2), "cp4": (4, CP4), "tp2 sp pp2 cp2": (8, TP2_SP | PP2 | CP2)}
+MOE_CONTEXT_LAYOUTS = {
+    "cp2": (2, CP2),
+    "cp4": (4, CP4),
+    "tp2 sp cp2 ep2": (4, TP2_SP | CP2 | EP2),
+    "tp2 sp pp2 cp2 ep4": (8, TP2_SP | PP2 | CP2 | dict(expert_model_parallel_size=4)),
+}
+LAYOUTS = {"one": (1, {}), **DENSE_LAYOUTS, **MOE_LAYOUTS, **DENSE_CONTEXT_LAYOUTS, **MOE_CONTEXT_LAYOUTS}
+LONG = [pytest.mark.long("parity"), pytest.mark.timeout(300)]
+CONTEXT_IN_CI = ("qwen3_moe", "tp2 sp cp2 ep2")
+CASES = [(name, layout) for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS)) for name in names for layout in layouts] + [
+    pytest.param(name, layout, marks=[] if (name, layout) == CONTEXT_IN_CI else LONG)
+    for names, layouts in ((DENSE, DENSE_CONTEXT_LAYOUTS), (MOE, MOE_CONTEXT_LAYOUTS))
+    for name in names
+    for layout in layouts
+]
 
 # Settings of a family that its tiny model does not have, where a layout could go wrong.
 VARIANTS: dict[str, tuple[str, dict[str, object], int, dict[str, object]]] = {

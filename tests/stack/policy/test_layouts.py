@@ -11,6 +11,8 @@ import torch
 from tests import models
 from tests.stack.policy import layout_ranks
 from tests.stack.policy.layouts import (
+    CP2,
+    CP4,
     EP2,
     PP2,
     TP2,
@@ -36,7 +38,18 @@ LAYOUTS = {
     "tp2 sp pp2 ep2": (4, TP2_SP | PP2 | EP2),
     "tp2 sp dp2 ep2": (4, TP2_SP | EP2),
     "tp2 sp ep1, recomputed": (2, TP2_SP | dict(activation_checkpointing=True)),
+    "cp2": (2, CP2),
+    "tp2 sp cp2 ep2": (4, TP2_SP | CP2 | EP2),
 }
+LONG_LAYOUTS = {
+    "cp4": (4, CP4),
+    "cp2 dp2": (4, CP2),
+    "cp2 pp2": (4, CP2 | PP2),
+    "cp2 ep2, recomputed": (2, CP2 | EP2 | dict(activation_checkpointing=True)),
+    "tp2 sp cp4 ep2": (8, TP2_SP | CP4 | EP2),
+    "tp2 sp pp2 cp2 ep4": (8, TP2_SP | PP2 | CP2 | dict(expert_model_parallel_size=4)),
+}
+LONG = [pytest.mark.long("parity"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +68,9 @@ def one_rank(ranks: RankPool, moe_folder: Path) -> Gradients:
     return gradients_of(ranks, moe_folder, 1, {})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=LONG) for name in LONG_LAYOUTS)])
 def test_a_layout_gives_the_loss_and_gradients_of_one_rank(ranks: RankPool, moe_folder: Path, one_rank: Gradients, layout: str):
-    world_size, megatron = LAYOUTS[layout]
+    world_size, megatron = (LAYOUTS | LONG_LAYOUTS)[layout]
     loss, grads = gradients_of(ranks, moe_folder, world_size, megatron)
     assert loss == pytest.approx(one_rank[0], rel=1e-6)
     assert_close(grads, one_rank[1], 1e-5)
@@ -95,7 +108,7 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, tmp_path: Path, s
         expected = np.concatenate([transformers_logprobs(model, row).numpy() for row in rows])
     is_token = np.concatenate([layout_ranks.packed_row(row).loss_mask_T.bool().numpy() for row in rows])
     assert is_token.sum() > 2000
-    for world_size, megatron in ((1, {}), LAYOUTS["tp2 sp ep2"], LAYOUTS["tp2 sp pp2 ep2"]):
+    for world_size, megatron in ((1, {}), LAYOUTS["tp2 sp ep2"], LAYOUTS["tp2 sp pp2 ep2"], LAYOUTS["cp2"]):
         results = ranks.run(layout_ranks.logprobs, layout_ranks.policy_config(**megatron), folder, rows, world_size=world_size)
         # The last rank is in the last stage.
         difference = np.abs(np.concatenate(results[-1]) - expected)[is_token]
