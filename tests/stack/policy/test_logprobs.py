@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests import models
-from tests.stack.policy.layouts import PP2, TP2_SP, assert_close, gradients_of, transformers_gradients
+from tests.stack.policy import policy_ranks
+from tests.stack.policy.layouts import EP2, PP2, TP2, TP2_SP, assert_close, gradients_of, transformers_gradients
 from tests.stack.policy.logprob_ranks import Case, inputs, results
 from tests.stack.ranks import RankPool
 
@@ -84,3 +85,67 @@ def test_a_chunked_output_layer_gives_the_loss_and_gradients_of_transformers(ran
     loss, grads = gradients_of(ranks, folder, 4, TP2_SP | PP2 | CHUNKS)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected_grads, 2e-5)
+
+
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All kinds of layers, in a number that two stages share evenly."""
+    return models.save_nemotron_h(tmp_path_factory.mktemp("model"), hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
+
+
+def train_metrics(ranks: RankPool, folder: Path, layout: str, *overrides: str) -> list[dict[str, float]]:
+    """Of two on-policy steps."""
+    config = policy_ranks.run_config(folder, layout, *overrides)
+    return ranks.run(policy_ranks.metrics_of_steps, config, 2, world_size=policy_ranks.world_size(layout))[-1]
+
+
+def test_train_steps_in_chunks_are_those_of_whole_rows(ranks: RankPool, hybrid_folder: Path):
+    chunked = ("policy.logprob_chunk_size=16", "policy.megatron_cfg.defer_fp32_logits=true")
+    whole = train_metrics(ranks, hybrid_folder, "one")
+    parts = train_metrics(ranks, hybrid_folder, "tp2 sp pp2 ep2", *chunked)
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        assert 0 < ours["train/entropy"] < np.log(264)
+    # The step before the update makes the same numbers as the pass before it, bit for bit.
+    assert parts[0]["train/probs_ratio_min"] == parts[0]["train/probs_ratio_max"] == 1.0
+
+
+def test_train_steps_mask_what_top_p_rules_out(ranks: RankPool, hybrid_folder: Path):
+    config = policy_ranks.run_config(hybrid_folder, "one", "policy.generation.top_p=0.7", "loss_fn.reference_policy_kl_penalty=0.1")
+    (((first, second), _),) = ranks.run(policy_ranks.off_policy_steps, config, 2, world_size=1)
+    # The rollouts are random tokens, so some of them have no probability.
+    assert 0.1 < first["train/outside_truncation_fraction"] < 0.6
+    # Of the model with itself, over all tokens.
+    assert first["train/kl_penalty"] == 0.0 and second["train/kl_penalty"] > 1e-6
+    assert all(np.isfinite(value) for step in (first, second) for value in step.values())
+
+
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, TP2),
+    "tp2 sp": (2, TP2_SP | EP2),
+    "pp2": (2, PP2),
+    "dp2": (2, {}),
+    "tp2 sp pp2": (4, TP2_SP | PP2 | EP2),
+    "tp2 sp, recomputed": (2, TP2_SP | EP2 | dict(activation_checkpointing=True)),
+}
+
+
+@pytest.mark.long("parity")
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3", "qwen3 tied", "qwen3_moe"])
+def test_every_layout_with_a_chunked_output_layer(ranks: RankPool, hybrid_folder: Path, tmp_path: Path, family: str):
+    name, _, tied = family.partition(" ")
+    folder = hybrid_folder
+    if name != "nemotron_h":
+        folder = models.save_model(tmp_path / "model", name, 0, pad_token_id=None, tie_word_embeddings=bool(tied))
+    expected_loss, expected_grads = gradients_of(ranks, folder, 1, {})
+    has_experts = name in ("nemotron_h", "qwen3_moe")
+    for layout, (world_size, megatron) in LAYOUTS.items():
+        if not has_experts:
+            megatron = {key: value for key, value in megatron.items() if key != "expert_model_parallel_size"}
+        elif layout == "tp2":
+            # Experts need sequence parallelism at TP 2.
+            continue
+        loss, grads = gradients_of(ranks, folder, world_size, megatron | CHUNKS)
+        assert loss == pytest.approx(expected_loss, rel=1e-6), layout
+        assert_close(grads, expected_grads, 1e-5)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from transformers import NemotronHForCausalLM
@@ -23,6 +25,9 @@ from tests.rollouts import StartEngine, request, run
 from tests.sources import ROOT
 from tests.stack.policy import layout_ranks
 from tests.stack.ranks import RankPool
+
+if TYPE_CHECKING:
+    from mrl.rollout.engine import Engine
 
 PREPARED = ROOT / "prepared" / "tiny"
 LONG_TEXTS = ROOT / "tests" / "unit" / "data" / "gsm8k" / "rows.jsonl"
@@ -64,7 +69,14 @@ def trained() -> Path:
 
 
 @pytest.fixture(scope="module")
-def sequences(start_engine: StartEngine, trained: Path) -> list[Sequence]:
+def engine(start_engine: StartEngine, trained: Path) -> Engine:
+    engine = start_engine(trained, max_model_len=CONTEXT)
+    engine.set_weight_version(0)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def sequences(engine: Engine, trained: Path) -> list[Sequence]:
     """Rollouts of real prompts and of longer texts; they end as in a run."""
     data = prompt_data(trained)
     prompts = {prompt.prompt_id: prompt.token_ids for prompt in [*data.validation, *data.train[:500]]}
@@ -73,8 +85,6 @@ def sequences(start_engine: StartEngine, trained: Path) -> list[Sequence]:
     # Past the end of a turn, where no run goes, this model is so unsure that rounding alone passes the bound now and then.
     ends = data.sampling.stop_token_ids
     requests = [request(tokens, prompt_id=prompt_id, stop_token_ids=ends) for prompt_id, tokens in prompts.items()]
-    engine = start_engine(trained, max_model_len=CONTEXT)
-    engine.set_weight_version(0)
     oracle = models.unclamp_dt(NemotronHForCausalLM.from_pretrained(trained, dtype=torch.float32).eval())
     result = []
     for rollout in run(engine, requests).values():
@@ -122,3 +132,33 @@ def test_megatron(ranks: RankPool, trained: Path, sequences: list[Sequence], lay
     print(generated, everything)
     generated.check(min_tokens=MIN_TOKENS)
     everything.check(min_tokens=MIN_TOKENS)
+
+
+def test_megatron_truncates_as_vllm_does(ranks: RankPool, trained: Path, engine: Engine) -> None:
+    """Temperature, top-k and top-p at once, through a chunked output layer; both are over the same tokens."""
+    prompts = [prompt.token_ids for prompt in prompt_data(trained).train[:64]]
+    plain = [request(tokens, prompt_id=f"{index}") for index, tokens in enumerate(prompts)]
+    sampling = dataclasses.replace(plain[0].sampling, temperature=1.5, top_k=12, top_p=0.9)
+    rollouts = list(run(engine, [dataclasses.replace(one, sampling=sampling) for one in plain]).values())
+    generator = np.concatenate([rollout.generator_logprobs for rollout in rollouts])
+
+    megatron = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)
+    config = layout_ranks.policy_config(**megatron, use_fused_linear_logprobs=True, fused_linear_logprobs_chunk_size=100)
+    config.generation.temperature = sampling.temperature
+    row = [[*rollout.request.token_ids, *rollout.token_ids.tolist()] for rollout in rollouts]
+    ends = np.cumsum([len(sequence) for sequence in row])
+
+    def trainer() -> np.ndarray:
+        (logprobs,) = ranks.run(layout_ranks.logprobs, config, trained, [even_row(row)], world_size=2)[-1]
+        # The last token of a sequence has no label.
+        parts = [logprobs[end - 1 - len(rollout.token_ids) : end - 1] for rollout, end in zip(rollouts, ends, strict=True)]
+        return np.concatenate(parts)
+
+    untruncated = trainer()
+    config.generation.top_k, config.generation.top_p = sampling.top_k, sampling.top_p
+    truncated = trainer()
+    assert len(generator) >= 1000
+    assert (generator - untruncated).mean() > 0.02
+    # A token at the bound may be in on one side only, which rounding decides.
+    is_off = ~(np.abs(generator - truncated) <= 1e-5 + 1e-6 * np.abs(generator))
+    assert is_off.mean() <= 1e-3, (is_off.sum(), len(generator), np.abs(generator - truncated).max())
