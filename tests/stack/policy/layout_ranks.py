@@ -189,6 +189,10 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
         return _forward(model, row, replay), loss_of
 
     mine = _rows(config, folder, rows[place.dp :: place.dp_size])
+    if len(chunks) > 1:
+        # As `Policy` does: rows without a loss make up a multiple of the stages.
+        empty = dataclasses.replace(mine[-1], advantages_T=torch.zeros_like(mine[-1].advantages_T))
+        mine += [empty] * (-len(mine) % config.megatron_cfg.pipeline_model_parallel_size)
     return sum(float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunks, forward_only=False))
 
 

@@ -253,6 +253,18 @@ def metrics_of_steps(rank: Rank, config: RunConfig, num_steps: int) -> list[dict
         return train(policy, num_steps)
 
 
+def step_on_rows(rank: Rank, config: RunConfig, num_rows: int) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Logprobs of the first rows of the batch, and metrics of a step on them."""
+    with open_policy(rank, config) as policy:
+        set_batch(policy)
+        assert policy._batch is not None
+        rows = policy._batch.rows[:num_rows]
+        logprobs = policy.logprobs_of_rows(rows)
+        policy.set_batch(rows)
+        policy.compute_old_logprobs()
+        return logprobs, policy.train_step()
+
+
 def first_step_of_plans(rank: Rank, config: RunConfig, algorithms: Sequence[str]) -> dict[str, dict[str, float]]:
     """Metrics of a step on the starting weights, with the rollouts packed by each algorithm in turn."""
     metrics = {}

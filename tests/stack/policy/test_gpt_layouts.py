@@ -20,6 +20,7 @@ from tests.stack.policy.layouts import (
     PP2,
     TP2,
     TP2_SP,
+    VPP2,
     Gradients,
     assert_close,
     gradients_of,
@@ -71,6 +72,18 @@ VARIANTS: dict[str, tuple[str, dict[str, object], int, dict[str, object]]] = {
         dict(num_hidden_layers=5, tie_word_embeddings=True),
         2,
         PP2 | dict(num_layers_in_first_pipeline_stage=3),
+    ),
+    "first and last stage given": (
+        "qwen3",
+        {},
+        3,
+        dict(pipeline_model_parallel_size=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1),
+    ),
+    "uneven virtual stages, tied embeddings": (
+        "qwen3_moe",
+        dict(num_hidden_layers=6, tie_word_embeddings=True, mlp_only_layers=[3]),
+        2,
+        VPP2 | dict(num_layers_in_last_pipeline_stage=2),
     ),
 }
 

@@ -13,6 +13,7 @@ from conversion.families.registry import family
 from conversion.torch_dist_io import TorchDistFolder
 from tests import models
 from tests.stack.policy import policy_ranks
+from tests.stack.policy.layouts import EP2, TP2_SP, assert_close, gradients_of
 from tests.stack.ranks import RankPool
 
 SAVED, OTHER = "pp2 vpp2", "one"
@@ -38,9 +39,14 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
     return result
 
 
-def test_rows_do_not_come_in_groups():
-    # Else no empty row is ever added, and the tests below show less than they say.
-    assert len(policy_ranks.packed_rows(0, 1)) % 2 == 1
+def test_rows_that_are_no_whole_group_give_what_one_rank_gives(ranks: RankPool, folder: Path):
+    ((logprobs, metrics),) = ranks.run(policy_ranks.step_on_rows, policy_ranks.run_config(folder, OTHER), 3, world_size=1)
+    (none, _), (parallel_logprobs, parallel_metrics) = ranks.run(
+        policy_ranks.step_on_rows, policy_ranks.run_config(folder, SAVED), 3, world_size=2
+    )
+    assert none == [] and len(parallel_logprobs) == 3
+    np.testing.assert_allclose(np.concatenate(parallel_logprobs), np.concatenate(logprobs), atol=1e-5)
+    assert_same_steps([parallel_metrics], [metrics])
 
 
 def test_steps_are_those_of_one_rank(saved: dict[str, tuple[Path, list]]):
@@ -65,7 +71,7 @@ def test_another_layout_goes_on_with_the_same_losses(
 
 def test_checkpoints_have_the_keys_of_any_layout(folder: Path, saved: dict[str, tuple[Path, list]]):
     hf_config = json.loads((folder / "config.json").read_text())
-    weights = family(hf_config).torch_dist_layout(hf_config, "float32", 512)
+    weights = family(hf_config).torch_dist_layout(hf_config, "float32")
     checkpoint = TorchDistFolder(saved[SAVED][0] / "iter_0000000")
     checkpoint.check(weights)
     for slot in weights:
@@ -92,6 +98,20 @@ def test_a_flipped_byte_in_the_copy_of_a_tied_embedding_is_named(ranks: RankPool
     config = policy_ranks.run_config(folder, SAVED)
     for (message,) in ranks.run(policy_ranks.settle_with_flipped_bytes, config, ["output_layer.weight (chunk 1)"], world_size=2):
         assert "copies of 1 weights differ" in message and "ranks [0] / [1]" in message
+
+
+@pytest.mark.long("parity")
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(("world_size", "megatron"), [(4, {}), (8, TP2_SP | EP2)], ids=["pp4 vpp2", "tp2 sp pp4 vpp2 ep2"])
+def test_four_stages_give_the_loss_and_gradients_of_one_rank(
+    ranks: RankPool, tmp_path: Path, world_size: int, megatron: dict[str, object], is_recomputed: bool
+):
+    folder = models.save_model(tmp_path, "qwen3_moe", pad_token_id=None, num_hidden_layers=8)
+    loss, grads = gradients_of(ranks, folder, 1, {})
+    stages = dict(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, activation_checkpointing=is_recomputed)
+    parallel_loss, parallel_grads = gradients_of(ranks, folder, world_size, megatron | stages)
+    assert parallel_loss == pytest.approx(loss, rel=1e-6)
+    assert_close(parallel_grads, grads, 1e-5)
 
 
 def assert_same_steps(metrics: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
