@@ -43,8 +43,13 @@ _MEGATRON_METADATA = {
     "common_backend_version": 1,
 }
 
-# Modules that keep an `_extra_state` in checkpoints (scales of FP8). It is empty here, but Megatron's loader insists on the keys.
-_MODULES_WITH_EXTRA_STATE = ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
+# Modules that keep an `_extra_state` in checkpoints (scales of FP8) where they are Transformer Engine's. It is empty here, but Megatron's
+# loader insists on the keys. Some versions have it in norms too; those that have not ignore it.
+_MODULES_WITH_EXTRA_STATE = (
+    *("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "fc1_latent_proj", "fc2_latent_proj", "output_layer"),
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+    *("input_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm"),
+)
 
 
 def write_torch_dist(

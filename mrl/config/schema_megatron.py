@@ -32,6 +32,9 @@ class OptimizerConfig:
     """Shard optimizer state over data-parallel ranks."""
     clip_grad: float = follows("policy.max_grad_norm")
     """Global gradient norm above which gradients are scaled down; 0 = never."""
+    use_precision_aware_optimizer: bool = True
+    """Leave main parameters to Transformer Engine's FusedAdam, which reads gradients as they are, without a float32 copy. Checkpoints stay
+    float32. No effect without a GPU, Transformer Engine, `use_distributed_optimizer` and `bf16`."""
     params_dtype: Precision = "float32"
     """Type of the optimizer's main parameters."""
     bf16: bool = False
@@ -117,6 +120,17 @@ class MegatronConfig:
     """Step of the expert-bias update after each train step; 0 = biases stay."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens travel to their experts."""
+    moe_permute_fusion: bool = True
+    """Order tokens by expert with Transformer Engine's kernel. No effect without a GPU and Transformer Engine."""
+    apply_rope_fusion: bool = True
+    """Apply rotary positions with Transformer Engine's kernel. No effect without a GPU and Transformer Engine."""
+    bias_activation_fusion: bool = True
+    """Compile gate and activation of gated MLPs and experts into one kernel. No effect without a GPU, or with other activations."""
+    use_fused_weighted_squared_relu: bool = False
+    """Compile squared ReLU and the router's weights into one kernel, in the experts of Nemotron models. No effect without a GPU and
+    Transformer Engine."""
+    gradient_accumulation_fusion: bool = False
+    """Add weight gradients to their float32 sums within the matrix product. No effect without a GPU and NVIDIA Apex."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     distributed_data_parallel_config: DdpConfig = field(default_factory=DdpConfig)

@@ -116,11 +116,12 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
         sharded["optimizer"] = _optimizer_state(state, sharded, is_loading=True)
         if common["parallel"] == parallel_sizes():
             sharded["rng"] = _rng_state()
+    extra = {key: _take_extra_states(sharded[key]) for key in _model_keys(state)}
     loaded = dist_checkpointing.load(sharded, str(folder))
     for chunk, key in zip(state.chunks, _model_keys(state), strict=True):
         model = unwrap_model(chunk)
         kept = {name: value for name, value in model.state_dict().items() if is_start and name.startswith(_ADAPTERS)}
-        model.load_state_dict(loaded[key] | kept)
+        model.load_state_dict(loaded[key] | extra[key] | kept)
     if not has_optimizer:
         state.optimizer.reload_model_params()
         return
@@ -149,6 +150,17 @@ def _model_state(state: TrainState) -> ShardedStateDict:
         key: unwrap_model(chunk).sharded_state_dict(metadata=_metadata())
         for chunk, key in zip(state.chunks, _model_keys(state), strict=True)
     }
+
+
+def _take_extra_states(model_state: ShardedStateDict) -> dict[str, None]:
+    """Removes the entries of Transformer Engine's FP8 scales; in their place modules take None.
+
+    Which modules have such entries depends on versions and on the host, a checkpoint may come from any, and without FP8 they are empty.
+    """
+    keys = [key for key in model_state if "_extra_state" in key.rpartition(".")[2]]
+    for key in keys:
+        del model_state[key]
+    return dict.fromkeys(keys)
 
 
 def _model_keys(state: TrainState) -> list[str]:

@@ -1,4 +1,6 @@
-"""What lets real megatron-core train on a host without CUDA. Only repairs that stock 0.16.1 fails without, each with its reason.
+"""What lets real megatron-core train on a host without CUDA, or without the libraries that GPU hosts have for it.
+
+Only repairs that stock 0.16.1 fails without, each with its reason.
 
 Layers are not replaced here: specs.py chooses them through Megatron's own specs.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
+
+logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
@@ -38,6 +43,27 @@ def install() -> None:
     _repair_megatron()
     _replace_adam()
     _replace_mamba_kernels()
+
+
+def install_missing() -> None:
+    """On a host with CUDA: plain torch in place of what Transformer Engine and mamba_ssm would bring, where they are missing.
+
+    Once per process, before a model is made; later calls do nothing. A warning says what runs slowly and takes more memory because of it.
+    """
+    if REPLACED:
+        return
+    from megatron.core import optimizer
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.ssm import mamba_mixer
+
+    if not HAVE_TE:
+        logger.warning("Transformer Engine is not installed: attention is torch's, and experts run one after another; install mrl[gpu]")
+        _replace_transformer_engine()
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        _replace_adam()
+    if not mamba_mixer.HAVE_MAMBA_SSM or mamba_mixer.causal_conv1d_fn is None:
+        logger.warning("mamba_ssm or causal_conv1d is not installed: Mamba layers run in plain torch, many times slower; install mrl[gpu]")
+        _replace_mamba_kernels()
 
 
 def _replace(name: str, value: object, reason: str) -> None:
@@ -145,20 +171,7 @@ def _repair_megatron() -> None:
     _replace(f"{path}._get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), random_state)
     _replace(f"{path}._set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), random_state)
 
-    without_te = "recomputation asks Transformer Engine for its fp8 state even without it"
-    _replace(f"{path}.FP8GlobalStateManager", types.SimpleNamespace(is_fp8_enabled=lambda: False), without_te)
-    _replace(f"{path}.activation_recompute_forward", lambda **_: contextlib.nullcontext(), without_te)
-    _replace(f"{path}.fp8_autocast", lambda **_: contextlib.nullcontext(), without_te)
-    from mrl.policy.specs import DuplicatedLinear
-
-    latent = "latent experts ask for Transformer Engine's linear layer, in a mode that any linear layer has"
-    _replace("megatron.core.transformer.moe.moe_layer.HAVE_TE", True, latent)
-    _replace("megatron.core.transformer.moe.moe_layer.TELinear", DuplicatedLinear, latent)
-    _replace(
-        "megatron.core.transformer.moe.moe_utils.te_general_gemm",
-        None,
-        "0.16.1 tests it without defining it where there is no Transformer Engine",
-    )
+    _replace_transformer_engine()
 
     def split_sizes(tensor: Tensor | list[int] | None, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor if tensor is None or isinstance(tensor, list) or not as_numpy else tensor.numpy()
@@ -170,8 +183,35 @@ def _repair_megatron() -> None:
     )
 
 
+def _replace_transformer_engine() -> None:
+    from mrl.policy.context import local_positions
+    from mrl.policy.specs import DuplicatedLinear, TorchNorm
+
+    path = "megatron.core.tensor_parallel.random"
+    without_te = "recomputation asks Transformer Engine for its fp8 state even without it"
+    _replace(f"{path}.FP8GlobalStateManager", types.SimpleNamespace(is_fp8_enabled=lambda: False), without_te)
+    _replace(f"{path}.activation_recompute_forward", lambda **_: contextlib.nullcontext(), without_te)
+    _replace(f"{path}.fp8_autocast", lambda **_: contextlib.nullcontext(), without_te)
+    latent = "latent experts ask for Transformer Engine's linear layer, in a mode that any linear layer has"
+    _replace("megatron.core.transformer.moe.moe_layer.HAVE_TE", True, latent)
+    _replace("megatron.core.transformer.moe.moe_layer.TELinear", DuplicatedLinear, latent)
+    _replace(
+        "megatron.core.transformer.moe.moe_utils.te_general_gemm",
+        None,
+        "0.16.1 tests it without defining it where there is no Transformer Engine",
+    )
+    _replace("megatron.core.ssm.mamba_block.TENorm", TorchNorm, "the stack's final norm is hard-wired to Transformer Engine")
+
+    def partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+        return local_positions(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
+
+    path, indices = "megatron.core.ssm.mamba_context_parallel", types.SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    _replace(f"{path}.tex", indices, "context-parallel Mamba takes its order of tokens from Transformer Engine's library")
+    _replace(f"{path}.is_te_min_version", lambda *_, **__: True, "it asks for the version that has this function")
+
+
 class CpuFusedAdam(torch.optim.Optimizer):
-    """AdamW with the state layout of apex's and Transformer Engine's FusedAdam: `step` stands in the parameter group."""
+    """AdamW with the state layout of apex's and Transformer Engine's FusedAdam: `step` stands in the parameter group. On any device."""
 
     def __init__(
         self,
@@ -224,9 +264,7 @@ def _replace_mamba_kernels() -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-    from mrl.policy.context import local_positions
     from mrl.policy.mamba_torch import GatedRMSNorm, mamba_split_conv1d_scan_combined
-    from mrl.policy.specs import TorchNorm
 
     class ExtendedRMSNorm(GatedRMSNorm):
         """Megatron's class of this name, whose base class is a mock without mamba_ssm."""
@@ -242,17 +280,9 @@ def _replace_mamba_kernels() -> None:
                 dp_cp_group=metadata["dp_cp_group"],
             )
 
-    reason = "mamba_ssm's kernels need a GPU; the mixer itself stays Megatron's"
+    reason = "mamba_ssm's kernels need a GPU, and may be missing there; the mixer itself stays Megatron's"
     path = "megatron.core.ssm.mamba_mixer"
     _replace(f"{path}.HAVE_MAMBA_SSM", True, reason)
     _replace(f"{path}.mamba_split_conv1d_scan_combined", mamba_split_conv1d_scan_combined, reason)
     _replace(f"{path}.ExtendedRMSNorm", ExtendedRMSNorm, reason)
     _replace(f"{path}._check_mamba_sequence_packing_support", lambda **_: (True, None), "it asks for versions of the GPU kernels")
-
-    def partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
-        return local_positions(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
-
-    path, indices = "megatron.core.ssm.mamba_context_parallel", types.SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
-    _replace(f"{path}.tex", indices, "context-parallel Mamba takes its order of tokens from Transformer Engine's library")
-    _replace(f"{path}.is_te_min_version", lambda *_, **__: True, "it asks for the version that has this function")
-    _replace("megatron.core.ssm.mamba_block.TENorm", TorchNorm, "the stack's final norm is hard-wired to Transformer Engine")

@@ -21,6 +21,7 @@ from conversion.families.registry import family
 from conversion.layouts import MEGATRON_VOCABULARY_MULTIPLE
 from mrl.policy import compat
 from mrl.policy.frozen import freeze
+from mrl.policy.fusions import fusion_arguments
 from mrl.policy.output import ChunkedOutputLayer
 from mrl.policy.parallel import virtual_stages
 from mrl.policy.recompute import recompute_arguments, recomputed
@@ -145,12 +146,10 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         use_cpu_initialization=not torch.cuda.is_available(),
         # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
         moe_grouped_gemm=compat.HAVE_TE,
-        # Fusions that need Apex or a compiler stay off.
-        gradient_accumulation_fusion=False,
+        **fusion_arguments(megatron, from_model),
+        # Dropout is off, and attention is Transformer Engine's or torch's own.
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
     )
 

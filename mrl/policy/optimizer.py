@@ -8,6 +8,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from mrl.policy.fusions import precision_aware_arguments
 from mrl.policy.model import DTYPES
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
             params_dtype=DTYPES[settings.params_dtype],
             use_distributed_optimizer=settings.use_distributed_optimizer,
             overlap_param_gather=config.distributed_data_parallel_config.overlap_param_gather,
+            **precision_aware_arguments(settings),
         ),
         list(chunks),
     )

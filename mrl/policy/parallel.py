@@ -46,12 +46,13 @@ def initialize(
     seed: int,
     device_index: int = 0,
 ) -> None:
-    """Joins the process group and builds Megatron's groups; on hosts without CUDA also installs what Megatron needs there.
+    """Joins the process group and builds Megatron's groups; first installs what Megatron lacks on this host.
 
     Collective over all ranks. Every collective made later fails after `timeout_s`. `device_index` is the GPU of this rank.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(device_index)
+        cpu.install_missing()
         backend = "cpu:gloo,cuda:nccl"
         # Else the monitor of the first group ends this process when NCCL reports a dead peer in any group, such as that of the refit.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")

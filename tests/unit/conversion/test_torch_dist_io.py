@@ -76,7 +76,9 @@ def test_experts_are_stored_one_by_one_and_extra_state_is_there(tmp_path: Path):
     assert {key for key in entries if key.startswith("decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state")} == {
         f"decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_{index}_8" for index in range(8)
     }
-    assert "decoder.layers.0.mixer.in_proj._extra_state/shard_0_1" in entries
+    modules = ("decoder.layers.0.mixer.in_proj", "decoder.layers.1.pre_mlp_layernorm", "decoder.final_norm")
+    assert {f"{module}._extra_state/shard_0_1" for module in modules} <= entries.keys()
+    assert not [key for key in entries if "router._extra" in key or "conv1d._extra" in key or "mixer.norm._extra" in key]
     assert json.loads((tmp_path / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 

@@ -1,0 +1,130 @@
+"""Fused kernels of GPU hosts: which of those that a config asks for are really there. A module's name proves nothing, so they are called.
+
+They change speed and memory, not what is computed, so one that is missing costs a warning, not the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import moe_utils
+
+from mrl.policy import compat
+
+if TYPE_CHECKING:
+    from mrl.config.schema_megatron import MegatronConfig, OptimizerConfig
+
+logger = logging.getLogger(__name__)
+
+# Sums of 64 products of bfloat16 numbers around 1, in whatever order.
+_TOLERANCE = 0.1
+
+
+def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -> dict[str, bool]:
+    """Megatron's arguments of that name: true where the config asks for a fusion that serves this model and works on this host.
+
+    `from_model` are the family's transformer arguments. All are false on hosts without a GPU.
+    """
+    activation, is_gated = from_model["activation_func"], bool(from_model.get("gated_linear_unit"))
+    wanted = {
+        "moe_permute_fusion": config.moe_permute_fusion and from_model.get("num_moe_experts") is not None,
+        "apply_rope_fusion": config.apply_rope_fusion,
+        # Megatron fuses bias and activation of gated SiLU, and has a kernel of its own for the experts of Nemotron models.
+        "bias_activation_fusion": config.bias_activation_fusion and activation == "silu" and is_gated,
+        "use_fused_weighted_squared_relu": config.use_fused_weighted_squared_relu and activation == "squared_relu" and not is_gated,
+        "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
+    }
+    if not torch.cuda.is_available():
+        return dict.fromkeys(wanted, False)
+    # Those that need no library are compiled by torch.
+    probes = {
+        "moe_permute_fusion": _permute_fault,
+        "apply_rope_fusion": _rope_fault,
+        "gradient_accumulation_fusion": _weight_gradient_fault,
+    }
+    return {key: is_wanted and (key not in probes or _works(key, probes[key])) for key, is_wanted in wanted.items()}
+
+
+def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
+    """Arguments of Megatron's OptimizerConfig that leave float32 main parameters to Transformer Engine's FusedAdam, where that is possible.
+
+    Whole main parameters, not the 16 bits that bfloat16 weights lack: checkpoints hold float32 that any layout and host can load.
+    """
+    wanted = config.use_precision_aware_optimizer and config.use_distributed_optimizer and config.bf16
+    is_on = wanted and torch.cuda.is_available() and _works("optimizer.use_precision_aware_optimizer", _fused_adam_fault)
+    return {"use_precision_aware_optimizer": is_on, "store_param_remainders": False}
+
+
+@cache
+def _works(key: str, fault_of: Callable[[], str | None]) -> bool:
+    """Whether there is no fault; one is logged, once per process."""
+    fault = fault_of()
+    if fault is not None:
+        logger.warning("policy.megatron_cfg.%s=true has no effect on this host: %s", key, fault)
+    return fault is None
+
+
+def _weight_gradient_fault() -> str | None:
+    if not layers._grad_accum_fusion_available:
+        return "NVIDIA Apex is not installed with --cuda_ext (the package `apex` on PyPI is unrelated)"
+    kernels = layers.fused_weight_gradient_mlp_cuda
+    device = torch.cuda.current_device()
+    inputs, gradients = (torch.randn(64, width, dtype=torch.bfloat16, device=device) for width in (32, 16))
+    expected = 1 + gradients.float().T @ inputs.float()
+    for name, dtype in (("wgrad_gemm_accum_fp32", torch.float32), ("wgrad_gemm_accum_fp16", torch.bfloat16)):
+        if not hasattr(kernels, name):
+            return f"fused_weight_gradient_mlp_cuda has no {name}, so it is not NVIDIA Apex's"
+        total = torch.ones(16, 32, dtype=dtype, device=device)
+        getattr(kernels, name)(inputs, gradients, total)
+        if not torch.allclose(total.float(), expected, atol=_TOLERANCE, rtol=_TOLERANCE):
+            return f"{name} of fused_weight_gradient_mlp_cuda gives wrong sums"
+    return None
+
+
+def _rope_fault() -> str | None:
+    fused = rope_utils.fused_apply_rotary_pos_emb_thd
+    if not compat.HAVE_TE or fused is None:
+        return "Transformer Engine is not installed"
+    device = torch.cuda.current_device()
+    values = torch.randn(6, 2, 8, device=device)
+    angles = torch.outer(torch.arange(4.0, device=device), torch.tensor([1.0, 0.1, 0.01, 0.001], device=device)).repeat(1, 2)
+    # Two sequences, of 4 and 2 tokens.
+    places = torch.tensor([0, 1, 2, 3, 0, 1], device=device)
+    cos, sin = (function(angles[places])[:, None] for function in (torch.cos, torch.sin))
+    first, second = values.chunk(2, dim=-1)
+    expected = values * cos + torch.cat([-second, first], dim=-1) * sin
+    lengths = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
+    if not torch.allclose(fused(values, lengths, angles[:, None, None]), expected, atol=1e-4):
+        return "Transformer Engine's rotary kernel gives wrong values for packed rows"
+    return None
+
+
+def _permute_fault() -> str | None:
+    if not compat.HAVE_TE or moe_utils.fused_permute_with_probs is None:
+        return "Transformer Engine from 2.1 on is not installed"
+    device = torch.cuda.current_device()
+    tokens, probs = torch.randn(8, 16, device=device), torch.rand(8, 4, device=device)
+    routing_map = torch.zeros(8, 4, dtype=torch.bool, device=device).scatter_(1, probs.topk(2).indices, True)
+    probs = probs * routing_map
+    plain, fused = (moe_utils.permute(tokens, routing_map, probs=probs, num_out_tokens=16, fused=is_fused) for is_fused in (False, True))
+    back = moe_utils.unpermute(fused[0], fused[2], tokens.shape, routing_map=routing_map, fused=True)
+    if not (torch.equal(plain[0], fused[0]) and torch.allclose(back, 2 * tokens, atol=1e-4)):
+        return "Transformer Engine's permutation gives wrong tokens"
+    return None
+
+
+def _fused_adam_fault() -> str | None:
+    if not compat.HAVE_TE:
+        return "Transformer Engine is not installed"
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    needed = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
+    missing = needed - inspect.signature(FusedAdam).parameters.keys()
+    return f"Transformer Engine's FusedAdam has no {', '.join(sorted(missing))}" if missing else None
