@@ -51,6 +51,9 @@ class Arena:
         for tensor in tensors:
             _rehome(tensor, self._memory.tensor, offsets[tensor.untyped_storage().data_ptr()][1])
         self._table = {slot: self._row(tensor) for slot, tensor in self._slots.items()}
+        if self._memory.tensor.device.type == "cuda":
+            # The engine on this GPU needs the memory that the weights have left.
+            torch.cuda.empty_cache()
 
     def handle(self) -> ArenaHandle:
         """The arena as the engine workers of this unit see it."""

@@ -115,9 +115,9 @@ class CountingGroup(ExchangeGroup):
 
 def build_trainer(state: State, rank: int, layout: Layout, part: RankPart, address: GroupAddress | None, device: str) -> UnitHandles:
     """Random weights in an arena, and this rank's part of the exchange."""
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(device).manual_seed(rank)
     weights = {
-        slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype)).normal_(generator=generator).to(device)
+        slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype), device=device).normal_(generator=generator)
         for slot, item in layout.items()
     }
     state.arena = Arena(weights, name=f"mrl-arena-{rank}")

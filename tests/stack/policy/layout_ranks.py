@@ -181,10 +181,10 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
         row = next(iterator)
 
         def loss_of(output: torch.Tensor):
-            local = _local(row)
-            logprobs_T = token_scores(model, output, row.labels_T[local], distribution).logprobs_T
-            loss = (logprobs_T * row.advantages_T[local]).sum() / len(rows)
-            return loss, torch.ones((), dtype=torch.int), {"loss": loss.detach()}
+            local, device = _local(row), output.device
+            logprobs_T = token_scores(model, output, row.labels_T[local].to(device), distribution).logprobs_T
+            loss = (logprobs_T * row.advantages_T[local].to(device)).sum() / len(rows)
+            return loss, torch.ones((), dtype=torch.int, device=device), {"loss": loss.detach()}
 
         return _forward(model, row, replay), loss_of
 
@@ -215,7 +215,7 @@ def _replay(chunks: list, config: PolicyConfig, folder: Path):
 
 
 def _build(rank: Rank, config: PolicyConfig, folder: Path):
-    from mrl.policy import parallel
+    from mrl.policy import compat, parallel
     from mrl.policy.lora import attach_adapters
     from mrl.policy.model import build_model, wrap_ddp
     from mrl.policy.weights import rank_tensors
@@ -237,6 +237,7 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):
         megatron.parallel,
         MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp),
         config.precision,
+        "te" if compat.HAVE_TE else "local",
     )
     bare_chunks = build_model(config, _hf_config(folder))
     lora = attach_adapters(bare_chunks, config, _hf_config(folder), seed=1)
@@ -258,7 +259,7 @@ def _canonical(grads: dict[Slot, torch.Tensor], layout: Layout, shapes: dict[str
         for piece in layout[slot].pieces:
             whole = result.setdefault(piece.name, np.full(shapes[piece.name], np.nan, dtype=np.float32))
             box = tuple(slice(start, stop) for start, stop in piece.box)
-            whole[box] = box_view(grad, piece.local).numpy().reshape(whole[box].shape)
+            whole[box] = box_view(grad, piece.local).cpu().numpy().reshape(whole[box].shape)
     return result
 
 

@@ -1,0 +1,1 @@
+"""Checks of what only a GPU can show; `scripts/gpu_check.sh` runs them."""

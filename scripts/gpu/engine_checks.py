@@ -1,0 +1,111 @@
+"""Checks of a whole installation: trainer and engine on one GPU, and an engine that sleeps and wakes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.gpu.plan import Missed, Row, Setup, gpu_columns
+
+if TYPE_CHECKING:
+    from mrl.capacity.phases import Phase
+    from mrl.rollout.engine import Engine
+    from mrl.types import Rollout
+
+NUM_REQUESTS, NUM_NEW_TOKENS = 256, 128
+
+
+def doctor(setup: Setup) -> list[Row]:
+    """The findings of `mrl.doctor` on the tiny model, in float32 and bfloat16.
+
+    Raises:
+        Missed: one of them failed.
+    """
+    from mrl import doctor
+    from mrl.config.load import load_config
+    from mrl.train import preflight
+
+    rows: list[Row] = []
+    failed = []
+    for precision in ("float32", "bfloat16"):
+        overrides = [
+            "policy.megatron_cfg.tensor_model_parallel_size=1",
+            "policy.megatron_cfg.expert_model_parallel_size=1",
+            "policy.megatron_cfg.sequence_parallel=false",
+            f"policy.precision={precision}",
+            f"policy.megatron_cfg.optimizer.bf16={'true' if precision == 'bfloat16' else 'false'}",
+            f"policy.generation.vllm_cfg.precision={precision}",
+            *(["cluster.gpus_per_node=1", "cluster.num_nodes=1"] if setup.device == "cuda" else []),
+            *([f"policy.model_name={setup.model}", f"policy.tokenizer.name={setup.model}"] if setup.model else []),
+            *doctor.SETTINGS,
+        ]
+        config = load_config("grpo_tiny.yaml", overrides)
+        with tempfile.TemporaryDirectory() as logs:
+            findings = doctor.examine(config, preflight(config), Path(logs))
+        for finding in findings:
+            name = f"{finding.check.name} {finding.subject}".strip()
+            rows.append({"precision": precision, "check": name, "numbers": finding.numbers.replace("|", "/"), **gpu_columns()})
+            if not finding.is_ok:
+                failed.append(f"{name} in {precision}")
+    if failed:
+        raise Missed(", ".join(failed), rows)
+    return rows
+
+
+def sleep(setup: Setup) -> list[Row]:
+    """An engine's phases in the order of a run, timed; the same requests before and after a sleep that keeps weights give the same tokens.
+
+    Raises:
+        Missed: tokens differ after the sleep.
+    """
+    from mrl.rollout.environment import engine_environment
+
+    # Before anything imports vLLM.
+    os.environ.update(engine_environment(has_gpu=setup.device == "cuda"))
+    from mrl.config.schema_generation import ColocatedConfig, GenerationConfig, VllmConfig
+    from mrl.rollout.engine import Engine
+    from tests.rollouts import differences, random_requests
+
+    assert setup.model is not None, "pass --model, a Hugging Face folder"
+    limits = VllmConfig(max_model_len=256, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192, enforce_eager=setup.device == "cpu")
+    config = GenerationConfig(max_new_tokens=NUM_NEW_TOKENS, vllm_cfg=limits, colocated=ColocatedConfig(enabled=True))
+    engine = Engine(str(setup.model), config, seed=1, worker_timeout_s=300.0)
+    requests = random_requests(NUM_REQUESTS if setup.device == "cuda" else 8, max_new_tokens=NUM_NEW_TOKENS)
+    try:
+        row: Row = {"load: s": enter(engine, "load"), "refit: s": enter(engine, "refit")}
+        engine.set_weight_version(0)
+        row["generate, KV cache wakes: s"] = enter(engine, "generate")
+        before, _ = generate(engine, requests)
+        row["checkpoint, weights sleep and wake: s"] = enter(engine, "checkpoint")
+        enter(engine, "generate")
+        after, taken = generate(engine, requests)
+        changed = differences(before, after)
+        row["tokens per s"] = sum(len(rollout.token_ids) for rollout in after.values()) / taken
+        row["logprob, all sleeps: s"] = enter(engine, "logprob")
+        enter(engine, "train")
+        row["refit, weights wake: s"] = enter(engine, "refit")
+    finally:
+        engine.shutdown()
+    rows = [{"requests": len(requests), "different after sleep": len(changed), **row, **gpu_columns()}]
+    if changed:
+        raise Missed(f"{len(changed)} of {len(requests)} requests give other tokens after a sleep", rows)
+    return rows
+
+
+def enter(engine: Engine, phase: Phase) -> float:
+    """Seconds of entering a phase."""
+    start = time.perf_counter()
+    engine.enter(phase)
+    return time.perf_counter() - start
+
+
+def generate(engine: Engine, requests: list) -> tuple[dict[str, Rollout], float]:
+    """Rollouts by request, and seconds."""
+    from tests.rollouts import run
+
+    start = time.perf_counter()
+    rollouts = run(engine, requests)
+    return rollouts, time.perf_counter() - start

@@ -1,0 +1,130 @@
+"""The checks by tier, and what they share. Imports nothing that a bare machine lacks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+Row = dict[str, str | int | float | None]
+"""Column -> value, as docs/data keeps it."""
+
+
+class Missed(Exception):
+    """A bound does not hold. The rows were measured."""
+
+    def __init__(self, message: str, rows: list[Row]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where and how large."""
+
+    device: str
+    gigabytes: float
+    """Of weights, where a check moves weights."""
+    model: Path | None = None
+    """A Hugging Face folder, for checks with an engine."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. Its rows go to docs/data/gpu_NAME.json."""
+
+    name: str
+    tier: Literal["a", "b"]
+    """a: torch and Triton, with megatron-core and safetensors on the path; b: an installation with mrl[gpu]."""
+    function: str
+    """`module:function`, which takes a `Setup` and returns rows."""
+    shows: str
+    libraries: tuple[str, ...] = ()
+    """Without one of these the check is left out."""
+
+    def run(self, setup: Setup) -> list[Row]:
+        """The rows.
+
+        Raises:
+            Missed: a bound does not hold.
+        """
+        module, _, name = self.function.partition(":")
+        function: Callable[[Setup], list[Row]] = getattr(importlib.import_module(module), name)
+        return function(setup)
+
+    @property
+    def missing(self) -> list[str]:
+        """Libraries that this Python lacks."""
+        return [name for name in self.libraries if importlib.util.find_spec(name) is None]
+
+
+CHECKS = (
+    Check("kernels", "a", "scripts.gpu.refit_checks:kernels", "the Triton kernels of the refit do what torch does, on random boxes"),
+    Check("moving", "a", "scripts.gpu.refit_checks:moving", "speed of box copies and checksums of one process, against a plain copy"),
+    Check("refit", "a", "scripts.gpu.refit_checks:refit", "a refit between two processes through CUDA IPC, against a plain copy"),
+    Check(
+        "policy",
+        "a",
+        "scripts.gpu.policy_checks:gradients",
+        "loss and gradients of Megatron-Core on the GPU, with the layers that this installation gives, against float32 on the CPU",
+        ("megatron", "safetensors", "einops"),
+    ),
+    Check(
+        "mamba",
+        "a",
+        "scripts.gpu.policy_checks:mamba",
+        "the kernels of mamba_ssm and causal_conv1d against ours in plain torch, forward and backward, on packed sequences",
+        ("mamba_ssm", "causal_conv1d", "einops"),
+    ),
+    Check(
+        "doctor",
+        "b",
+        "scripts.gpu.engine_checks:doctor",
+        "trainer and engine on one GPU: refit zero, a refit of changed weights, equal logprobs",
+        ("vllm", "ray", "megatron"),
+    ),
+    Check(
+        "sleep",
+        "b",
+        "scripts.gpu.engine_checks:sleep",
+        "seconds of falling asleep and waking, equal tokens from the CUDA graphs of before, tokens per second",
+        ("vllm",),
+    ),
+    Check(
+        "train",
+        "b",
+        "scripts.gpu.policy_checks:train",
+        "tokens per second of a train step, and the share of the GPU's arithmetic that it uses (MFU)",
+        ("megatron", "safetensors", "transformer_engine", "mamba_ssm"),
+    ),
+)
+
+
+def gpu_columns() -> Row:
+    """What a row says about the GPU and the software."""
+    return {"GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
+
+
+def seconds(device: str, function: Callable[[], object], *, repeats: int = 5) -> float:
+    """Median seconds of a call, everything that it queues included; the first call is left out."""
+    import statistics
+    import time
+
+    taken = []
+    for _ in range(repeats + 1):
+        _wait(device)
+        start = time.perf_counter()
+        function()
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

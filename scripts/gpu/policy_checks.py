@@ -1,0 +1,232 @@
+"""Checks of the trainer: gradients and speed of Megatron-Core on a GPU, and the kernels of mamba_ssm."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conversion.families.registry import family
+from scripts.bench.shapes import narrowed
+from scripts.gpu.plan import Missed, Row, Setup, gpu_columns, seconds
+
+# float32 on both sides; a GPU's matrix products round otherwise. Share of the norm.
+MAX_GRADIENT_ERROR = 1e-4
+# Against plain torch in float32, from inputs in bfloat16 and float32.
+MAX_KERNEL_ERROR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+
+# The 30B model with few layers and few, small experts.
+SMALL = dict(
+    hybrid_override_pattern="ME*-",
+    num_hidden_layers=4,
+    hidden_size=128,
+    intermediate_size=192,
+    vocab_size=264,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    moe_shared_expert_intermediate_size=64,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    n_groups=2,
+    ssm_state_size=16,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+# Layers of the real size, with all experts: 4 of 23 MoE layers, and the optimizer's state of one GPU beside them.
+LARGE = dict(hybrid_override_pattern="MEME*EM", num_hidden_layers=7)
+
+# Dense bfloat16 operations a second, by part of the GPU's name (NVIDIA's data sheets).
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+
+
+def gradients(setup: Setup) -> list[Row]:
+    """Loss and gradients of packed rows on the device, against a process that sees no GPU.
+
+    Raises:
+        Missed: a gradient is further off than rounding.
+    """
+    from tests.stack.policy import layout_ranks
+
+    rows = random_rows([[9, 30, 17], [150, 2], [1, 70, 65]], vocab_size=264)
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model(Path(name), {**narrowed(1), **SMALL})
+        results = []
+        for visible in (os.environ.get("CUDA_VISIBLE_DEVICES"), ""):
+            with one_rank(visible) as ranks:
+                config = layout_ranks.policy_config()
+                results.append(ranks.run(layout_ranks.gradients, config, folder, rows, world_size=1, timeout_s=300)[0])
+    (loss, found), (expected_loss, expected) = results
+    assert found.keys() == expected.keys()
+    errors = {name: float(np.linalg.norm(found[name] - grad) / max(np.linalg.norm(grad), 1e-30)) for name, grad in expected.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    row: Row = {
+        "layers": layers(),
+        "tensors": len(errors),
+        "relative error of the loss": abs(loss - expected_loss) / abs(expected_loss),
+        "worst relative error of a gradient": errors[worst],
+        "of": worst,
+        **gpu_columns(),
+    }
+    if not errors[worst] <= MAX_GRADIENT_ERROR:
+        raise Missed(f"gradient of {worst} is off by {errors[worst]:.1e}", [row])
+    return [row]
+
+
+def layers() -> str:
+    """Whose layers the model is made of here."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.ssm.mamba_mixer import HAVE_MAMBA_SSM
+
+    return f"{'Transformer Engine' if HAVE_TE else 'local'}, {'mamba_ssm' if HAVE_MAMBA_SSM else 'plain torch'}"
+
+
+@contextmanager
+def one_rank(visible: str | None) -> Iterator:
+    """A process that sees these GPUs; None: as this one does."""
+    from tests.stack.ranks import RankPool
+
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    ranks = RankPool(1)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+        if before is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def random_rows(lengths: list[list[int]], *, vocab_size: int) -> list[list[list[int]]]:
+    """Token ids of sequences, by row."""
+    draw = random.Random(0)
+    return [[[draw.randrange(vocab_size) for _ in range(length)] for length in row] for row in lengths]
+
+
+def write_model(folder: Path, hf_config: dict[str, object]) -> Path:
+    """A Hugging Face folder of small random weights."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in family(hf_config).canonical(hf_config).items():
+        values = torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+        # Norms are near one, as in a trained model, and decays of the state within what trained models have.
+        weights[name] = values * 0.1 + 1 if "norm" in name else values
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
+    return folder
+
+
+def mamba(setup: Setup) -> list[Row]:
+    """The fused kernel that MambaMixer calls, forward and backward, on a packed row.
+
+    Raises:
+        Missed: an output or gradient is further off than rounding.
+    """
+    from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
+
+    return compare_scans(setup, mamba_split_conv1d_scan_combined)
+
+
+def compare_scans(setup: Setup, kernel: object) -> list[Row]:
+    """`kernel` against ours in float32, by precision."""
+    from mrl.policy import mamba_torch
+
+    assert callable(kernel)
+    heads, head_dim, groups, state, num_tokens = 8, 64, 2, 128, 700
+    channels = heads * head_dim + 2 * groups * state
+    lengths = torch.tensor([1, 130, 3, num_tokens - 134])
+    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), lengths).int()[None].to(setup.device)
+    rows: list[Row] = []
+    for dtype, limit in MAX_KERNEL_ERROR.items():
+        generator = torch.Generator().manual_seed(0)
+        shapes = dict(zxbcdt=(1, num_tokens, heads * head_dim + channels + heads), weight=(channels, 4), bias=(channels,), dt_bias=(heads,))
+        values = {name: torch.randn(shape, generator=generator).to(dtype).to(setup.device) for name, shape in shapes.items()}
+        A, D = -torch.rand(heads, generator=generator).to(setup.device), torch.randn(heads, generator=generator).to(setup.device)
+        upstream = torch.randn(1, num_tokens, heads * head_dim, generator=generator).to(setup.device)
+        theirs, ours = (_scan(function, values, A, D, seq_idx, head_dim, groups, upstream, as_float) for function, as_float in (
+            (kernel, False), (mamba_torch.mamba_split_conv1d_scan_combined, True)
+        ))  # fmt: skip
+        errors = {name: float((theirs[name].float() - ours[name]).norm() / ours[name].norm()) for name in ours}
+        row: Row = {"dtype": str(dtype).removeprefix("torch."), **{f"error of {name}": error for name, error in errors.items()}}
+        rows.append({**row, "at most": limit, **gpu_columns()})
+        if not max(errors.values()) <= limit:
+            raise Missed(f"relative errors in {dtype}: {errors}", rows)
+    return rows
+
+
+def _scan(
+    function: object,
+    values: dict[str, Tensor],
+    A: Tensor,
+    D: Tensor,
+    seq_idx: Tensor,
+    head_dim: int,
+    groups: int,
+    upstream: Tensor,
+    as_float: bool,
+) -> dict[str, Tensor]:
+    """Output and gradients."""
+    assert callable(function)
+    leaves = {name: (value.float() if as_float else value).detach().clone().requires_grad_() for name, value in values.items()}
+    output = function(*leaves.values(), A, D, 128, seq_idx=seq_idx, activation="silu", headdim=head_dim, ngroups=groups)
+    (output.float() * upstream).sum().backward()
+    return {"output": output.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
+
+
+def train(setup: Setup) -> list[Row]:
+    """Steps of a policy on one GPU: layers of the 30B model at their real size; on a CPU, small ones."""
+    from mrl.config.schema import RunConfig
+    from mrl.policy.policy import Policy
+    from tests.stack.policy import layout_ranks
+    from tests.stack.ranks import _free_port
+
+    is_large = setup.device == "cuda"
+    hf_config = {**narrowed(1), **(LARGE if is_large else SMALL)}
+    num_rows, length = (2, 8192) if is_large else (2, 64)
+    config = RunConfig(policy=layout_ranks.policy_config("bfloat16" if is_large else "float32"))
+    config.policy.megatron_cfg.optimizer.use_distributed_optimizer = True
+    config.loss_fn.reference_policy_kl_penalty = 0.0
+    rows = [layout_ranks.packed_row(row) for row in random_rows([[length]] * num_rows, vocab_size=int(str(hf_config["vocab_size"])))]
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
+        config.policy.model_name = name
+        policy = Policy(config, rank=0, world_size=1, master_address="127.0.0.1", master_port=_free_port(), timeout_s=300.0)
+
+    def step() -> None:
+        policy.set_batch(rows)
+        policy.compute_old_logprobs()
+        policy.train_step()
+
+    taken = seconds(setup.device, step, repeats=3)
+    policy.close()
+    num_tokens, active = num_rows * length, active_parameters(hf_config)
+    # Two operations a parameter and token in each of: old logprobs, forward, and twice in backward.
+    flops = 8 * active * num_tokens / taken
+    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in str(gpu_columns()["GPU"])), None)
+    row: Row = {"active parameters": active, "tokens of a step": num_tokens, "seconds": taken, "tokens per s": num_tokens / taken}
+    return [{**row, "TFLOP/s": flops / 1e12, "MFU": flops / peak if peak else None, **gpu_columns()}]
+
+
+def active_parameters(hf_config: dict[str, object]) -> int:
+    """Parameters that one token meets in matrix products: of the experts only those that it is sent to, and no input embedding."""
+    chosen, every = int(str(hf_config["num_experts_per_tok"])), int(str(hf_config["n_routed_experts"]))
+    total = 0.0
+    for name, shape in family(hf_config).canonical(hf_config).items():
+        if "embed" not in name:
+            total += math.prod(shape) * (chosen / every if ".experts." in name else 1)
+    return round(total)
