@@ -1,23 +1,20 @@
 #!/usr/bin/env bash
-# What can be shown on one GPU by a Python that has torch and pytest, and none of this project's other dependencies: memory shared through
-# CUDA IPC, checksums on the device, a refit between two processes, and its speed. Results go into docs/gpu_status.md by hand.
-#   PYTHON=python3 scripts/gpu_check.sh
+# What only a GPU can show, in two tiers. Results go to docs/data/gpu_*.json, and from there into docs/gpu_status.md.
+#   a: a bare machine with one GPU, Python and torch: refits through CUDA IPC, Triton kernels, Megatron-Core and Mamba kernels where importable.
+#      Libraries that are missing can be carried: pip install --no-deps --target DIR megatron-core==0.16.1 einops safetensors; PYTHONPATH=DIR
+#   b: an installation with mrl[gpu]: parity of trainer and engine, sleep and wake, speed of sampling and training.
+#   PYTHON=python3 scripts/gpu_check.sh a|b [--model HF_FOLDER] [--only CHECK] [--gigabytes N] [--out FOLDER]
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-python3}"
-export PYTHONPATH="$ROOT" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
+TIER="${1:-a}"
+shift || true
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
 cd "$ROOT"
 
 nvidia-smi --list-gpus
-"$PYTHON" - <<'PYTHON'
-import sys
-
-import torch
-
-import mrl.policy.arena, mrl.refit.exchange, mrl.refit.pull  # noqa: E401
-
-assert torch.cuda.is_available(), "torch sees no GPU"
-print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-PYTHON
-"$PYTHON" -m pytest -p no:cacheprovider tests/gpu tests/unit/refit
-"$PYTHON" -m scripts.bench.refit --device cuda --divide 4
+if [[ "$TIER" == a && $# == 0 ]] && "$PYTHON" -c "import pytest"; then
+    "$PYTHON" -m pytest -p no:cacheprovider tests/gpu
+fi
+"$PYTHON" -m scripts.gpu --tier "$TIER" "$@"
+"$PYTHON" scripts/render_docs.py

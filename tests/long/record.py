@@ -34,7 +34,9 @@ def record(part: str, rows: Sequence[Row], *, folder: Path = DATA_FOLDER, comman
 
 
 def commit() -> str:
-    """Short hash of the commit that was measured; "-dirty" if files outside docs/ differ from it."""
+    """Short hash of the commit that was measured; "-dirty" if files outside docs/ differ from it; "unknown" in a copy without history."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
     changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
     return _git("rev-parse", "--short=10", "HEAD") + ("-dirty" if changes else "")
 

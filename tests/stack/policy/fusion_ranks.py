@@ -1,0 +1,80 @@
+"""Probes of fused kernels with stand-ins for what GPU hosts have, on CPU tensors: right ones and wrong ones."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mrl.config.schema_megatron import MegatronConfig, OptimizerConfig
+from tests.stack.ranks import Rank
+
+
+@contextmanager
+def replaced(owner: object, **values: object) -> Iterator[None]:
+    before = {name: getattr(owner, name, None) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def add_product(inputs: Tensor, gradients: Tensor, total: Tensor) -> None:
+    total += (gradients.float().T @ inputs.float()).to(total.dtype)
+
+
+def overwrite_product(inputs: Tensor, gradients: Tensor, total: Tensor) -> None:
+    total.copy_(gradients.float().T @ inputs.float())
+
+
+def rotate(values: Tensor, cu_seqlens: Tensor, angles: Tensor) -> Tensor:
+    parts = []
+    for sequence in values.split(cu_seqlens.diff().tolist()):
+        at = angles[: len(sequence), 0]
+        first, second = sequence.chunk(2, dim=-1)
+        parts.append(sequence * at.cos() + torch.cat([-second, first], dim=-1) * at.sin())
+    return torch.cat(parts)
+
+
+def rotate_as_one_sequence(values: Tensor, cu_seqlens: Tensor, angles: Tensor) -> Tensor:
+    return rotate(values, torch.tensor([0, 4, 6]), torch.cat([angles, angles]).flip(0))
+
+
+def faults(rank: Rank) -> dict[str, str | None]:
+    """What each probe says, by case."""
+    from mrl.policy import compat, cpu, fusions
+
+    cpu.install()
+    found: dict[str, str | None] = {}
+
+    def weight_gradient(name: str, **kernels: Callable[..., None]) -> None:
+        module = types.SimpleNamespace(**kernels)
+        with replaced(fusions.layers, fused_weight_gradient_mlp_cuda=module, _grad_accum_fusion_available=True):
+            found[name] = fusions._weight_gradient_fault()
+
+    found["no apex"] = fusions._weight_gradient_fault()
+    weight_gradient("apex", wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
+    weight_gradient("other apex")
+    weight_gradient("wrong sums", wgrad_gemm_accum_fp32=overwrite_product, wgrad_gemm_accum_fp16=add_product)
+    found["no rope"] = fusions._rope_fault()
+    for name, kernel in (("rope", rotate), ("wrong rope", rotate_as_one_sequence)):
+        with replaced(compat, HAVE_TE=True), replaced(fusions.rope_utils, fused_apply_rotary_pos_emb_thd=kernel):
+            found[name] = fusions._rope_fault()
+    found["no permute"] = fusions._permute_fault()
+    found["no adam"] = fusions._fused_adam_fault()
+    return found
+
+
+def arguments(rank: Rank, from_model: dict[str, object]) -> tuple[dict[str, bool], dict[str, bool]]:
+    """What a host without a GPU hands to Megatron although a config asks for all."""
+    from mrl.policy import fusions
+
+    config = MegatronConfig(gradient_accumulation_fusion=True, use_fused_weighted_squared_relu=True)
+    optimizer = OptimizerConfig(bf16=True, use_precision_aware_optimizer=True)
+    return fusions.fusion_arguments(config, from_model), fusions.precision_aware_arguments(optimizer)

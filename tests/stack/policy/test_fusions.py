@@ -1,0 +1,48 @@
+"""Fused kernels are taken only where they do what they are for; the checks of GPU hosts run on the CPU too."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.gpu import policy_checks
+from scripts.gpu.plan import Setup
+from tests.stack.policy import fusion_ranks
+from tests.stack.ranks import RankPool
+
+CPU = Setup("cpu", 0.001)
+
+
+@pytest.mark.long("parity")
+def test_probes_call_the_kernels(ranks: RankPool):
+    (faults,) = ranks.run(fusion_ranks.faults, world_size=1)
+    assert {name for name, fault in faults.items() if fault is None} == {"apex", "rope"}
+    assert "unrelated" in faults["no apex"] and "has no wgrad_gemm_accum_fp32" in faults["other apex"]
+    assert "wrong sums" in faults["wrong sums"] and "packed rows" in faults["wrong rope"]
+    assert all("Transformer Engine" in faults[name] for name in ("no rope", "no permute", "no adam"))
+
+
+@pytest.mark.long("parity")
+def test_without_a_gpu_all_fusions_are_off(ranks: RankPool):
+    from_model = dict(activation_func="squared_relu", gated_linear_unit=False, num_moe_experts=8)
+    ((fusions, optimizer),) = ranks.run(fusion_ranks.arguments, from_model, world_size=1)
+    assert len(fusions) == 5 and not any(fusions.values())
+    assert optimizer == {"use_precision_aware_optimizer": False, "store_param_remainders": False}
+
+
+@pytest.mark.long("parity")
+def test_the_checks_of_the_policy_run_on_the_cpu():
+    (row,) = policy_checks.gradients(CPU)
+    assert row["worst relative error of a gradient"] == 0.0 and row["layers"] == "local, plain torch"
+
+
+@pytest.mark.long("parity")
+def test_the_check_of_mamba_kernels_finds_wrong_ones():
+    from mrl.policy.mamba_torch import mamba_split_conv1d_scan_combined
+
+    def without_resets(*arguments, seq_idx, **settings):
+        return mamba_split_conv1d_scan_combined(*arguments, seq_idx=seq_idx * 0, **settings)
+
+    rows = policy_checks.compare_scans(CPU, mamba_split_conv1d_scan_combined)
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+    with pytest.raises(policy_checks.Missed, match="relative errors"):
+        policy_checks.compare_scans(CPU, without_resets)
