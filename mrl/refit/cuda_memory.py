@@ -118,11 +118,19 @@ def device_of(uuid: str) -> int | None:
 def _without_expandable_segments() -> Iterator[None]:
     """Allocations within it come from segments of their own (cudaMalloc), even where PYTORCH_CUDA_ALLOC_CONF asks for expandable ones."""
     settings = cast(dict[str, dict[str, object]], torch.cuda.memory._snapshot())["allocator_settings"]
-    expandable = settings["expandable_segments"]
-    if expandable:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    if not settings["expandable_segments"]:
+        yield
+        return
+    # torch resets every option that is not in the string it is handed.
+    text = next((str(settings[name]) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if settings.get(name)), "")
+    torch._C._accelerator_setAllocatorSettings(with_expandable_segments(text, False))
     try:
         yield
     finally:
-        if expandable:
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings(with_expandable_segments(text, True))
+
+
+def with_expandable_segments(settings: str, value: bool) -> str:
+    """PYTORCH_ALLOC_CONF's text with this value of one option, the others as they are."""
+    others = [option for option in settings.split(",") if option.strip() and option.partition(":")[0].strip() != "expandable_segments"]
+    return ",".join([*others, f"expandable_segments:{value}"])

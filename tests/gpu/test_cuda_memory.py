@@ -56,11 +56,13 @@ def owner_and_reader() -> Iterator[tuple[Child, Child]]:
 
 def own(state: Gpu, expandable_segments: bool) -> CudaHandle:
     """Memory of 0, 1, 2 ... 250, 0 ..."""
-    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable_segments}")
+    torch._C._accelerator_setAllocatorSettings(f"max_split_size_mb:512,expandable_segments:{expandable_segments}")
     # A cached block of such a segment would fit: it must not be taken.
     del_me = torch.empty(2 * NUM_BYTES, dtype=torch.uint8, device="cuda")
     del del_me
     state.memory = create_memory(NUM_BYTES, "test", torch.device("cuda", 0))
+    settings = cast(dict[str, dict[str, object]], torch.cuda.memory._snapshot())["allocator_settings"]
+    assert settings["max_split_size"] == 512 << 20 and settings["expandable_segments"] == expandable_segments
     assert not state.memory.tensor.any()
     state.memory.tensor.copy_(torch.arange(NUM_BYTES) % 251)
     torch.cuda.synchronize()

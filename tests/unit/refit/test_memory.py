@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conversion.schedule import align
+from mrl.refit.cuda_memory import with_expandable_segments
 from mrl.refit.errors import RefitError
 from mrl.refit.host_memory import HostMemory
 from mrl.refit.memory import create_memory, open_handle
@@ -138,3 +139,9 @@ def test_the_device_decides_the_kind_of_memory():
 
 def test_align():
     assert [align(value) for value in (0, 1, 64, 65)] == [0, 64, 64, 128]
+
+
+def test_one_option_of_the_allocator_changes_and_the_others_stay():
+    text = "max_split_size_mb:512, expandable_segments:True,roundup_power2_divisions:[256:1,>:2]"
+    assert with_expandable_segments(text, False) == "max_split_size_mb:512,roundup_power2_divisions:[256:1,>:2],expandable_segments:False"
+    assert with_expandable_segments("", True) == "expandable_segments:True"
