@@ -5,8 +5,9 @@ Imported on hosts with GPUs only. Written in Triton, whose interpreter (TRITON_I
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol, cast
 
 import torch
 import triton
@@ -29,6 +30,12 @@ _COPY_COLUMNS = tl.constexpr(14)
 _SUM_COLUMNS = tl.constexpr(10)
 
 
+class _Kernel(Protocol):
+    """What `triton.jit` makes of a function: launched by `kernel[grid](...)`."""
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]: ...
+
+
 class BoxCopies:
     """Copies of boxes inside one GPU, bytes as they are, by one kernel and a table that stays on the device."""
 
@@ -48,7 +55,7 @@ class BoxCopies:
         if not len(self._row_of_tile):
             return
         with _on(self._table.device):
-            _copy_kernel[(len(self._row_of_tile),)](self._table, self._row_of_tile, BLOCK=_COPY_WORDS, num_warps=_COPY_WARPS)
+            cast(_Kernel, _copy_kernel)[(len(self._row_of_tile),)](self._table, self._row_of_tile, BLOCK=_COPY_WORDS, num_warps=_COPY_WARPS)
 
 
 class BoxSums:
@@ -80,7 +87,7 @@ class BoxSums:
         sums = self._initial.clone()
         if len(self._row_of_tile):
             with _on(sums.device):
-                _sum_kernel[(len(self._row_of_tile),)](
+                cast(_Kernel, _sum_kernel)[(len(self._row_of_tile),)](
                     self._table,
                     self._row_of_tile,
                     self._inner,

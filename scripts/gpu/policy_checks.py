@@ -7,7 +7,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +21,11 @@ from scripts.gpu.plan import Missed, Row, Setup, gpu_columns, seconds
 
 # float32 on both sides; a GPU's matrix products round otherwise. Share of the norm.
 MAX_GRADIENT_ERROR = 1e-4
-# Against plain torch in float32, from inputs in bfloat16 and float32.
-MAX_KERNEL_ERROR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+# Against plain torch in float32; Triton multiplies float32 matrices as TF32, which has 10 bits.
+MAX_KERNEL_ERROR = {torch.float32: 5e-3, torch.bfloat16: 2e-2}
+
+Scan = Callable[..., Tensor]
+"""Called as MambaMixer calls mamba_ssm's."""
 
 # The 30B model with few layers and few, small experts.
 SMALL = dict(
@@ -142,11 +145,10 @@ def mamba(setup: Setup) -> list[Row]:
     return compare_scans(setup, mamba_split_conv1d_scan_combined)
 
 
-def compare_scans(setup: Setup, kernel: object) -> list[Row]:
+def compare_scans(setup: Setup, kernel: Scan) -> list[Row]:
     """`kernel` against ours in float32, by precision."""
     from mrl.policy import mamba_torch
 
-    assert callable(kernel)
     heads, head_dim, groups, state, num_tokens = 8, 64, 2, 128, 700
     channels = heads * head_dim + 2 * groups * state
     lengths = torch.tensor([1, 130, 3, num_tokens - 134])
@@ -156,11 +158,13 @@ def compare_scans(setup: Setup, kernel: object) -> list[Row]:
         generator = torch.Generator().manual_seed(0)
         shapes = dict(zxbcdt=(1, num_tokens, heads * head_dim + channels + heads), weight=(channels, 4), bias=(channels,), dt_bias=(heads,))
         values = {name: torch.randn(shape, generator=generator).to(dtype).to(setup.device) for name, shape in shapes.items()}
+        values["dt_bias"] = values["dt_bias"].float()
         A, D = -torch.rand(heads, generator=generator).to(setup.device), torch.randn(heads, generator=generator).to(setup.device)
         upstream = torch.randn(1, num_tokens, heads * head_dim, generator=generator).to(setup.device)
-        theirs, ours = (_scan(function, values, A, D, seq_idx, head_dim, groups, upstream, as_float) for function, as_float in (
-            (kernel, False), (mamba_torch.mamba_split_conv1d_scan_combined, True)
-        ))  # fmt: skip
+        settings = dict(seq_idx=seq_idx, activation="silu", headdim=head_dim, ngroups=groups)
+        theirs = _scan(kernel, values, (A, D), upstream, settings)
+        exact = {name: value.float() for name, value in values.items()}
+        ours = _scan(mamba_torch.mamba_split_conv1d_scan_combined, exact, (A, D), upstream, settings)
         errors = {name: float((theirs[name].float() - ours[name]).norm() / ours[name].norm()) for name in ours}
         row: Row = {"dtype": str(dtype).removeprefix("torch."), **{f"error of {name}": error for name, error in errors.items()}}
         rows.append({**row, "at most": limit, **gpu_columns()})
@@ -170,20 +174,11 @@ def compare_scans(setup: Setup, kernel: object) -> list[Row]:
 
 
 def _scan(
-    function: object,
-    values: dict[str, Tensor],
-    A: Tensor,
-    D: Tensor,
-    seq_idx: Tensor,
-    head_dim: int,
-    groups: int,
-    upstream: Tensor,
-    as_float: bool,
+    scan: Scan, values: Mapping[str, Tensor], constants: tuple[Tensor, Tensor], upstream: Tensor, settings: Mapping[str, object]
 ) -> dict[str, Tensor]:
     """Output and gradients."""
-    assert callable(function)
-    leaves = {name: (value.float() if as_float else value).detach().clone().requires_grad_() for name, value in values.items()}
-    output = function(*leaves.values(), A, D, 128, seq_idx=seq_idx, activation="silu", headdim=head_dim, ngroups=groups)
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
+    output = scan(*leaves.values(), *constants, 128, **settings)
     (output.float() * upstream).sum().backward()
     return {"output": output.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
