@@ -105,25 +105,17 @@ def pack_row(
 
 
 def regroup(values_T: list[torch.Tensor], rows: list[PackedRow], other_rows: list[PackedRow]) -> list[torch.Tensor]:
-    """Values of the tokens of `other_rows`, which hold the same sequences as `rows`, from those of `rows`; 0 at padding.
-
-    A context-parallel rank has an equal part of the values of every sequence, in the order of the sequences.
-    """
+    """Values of the tokens of `other_rows`, which hold the same sequences as `rows`, from those of `rows`; 0 at padding of a row."""
     if rows is other_rows:
         return values_T
     found = {
         index: part
         for row, values in zip(rows, values_T, strict=True)
-        for index, part in zip(row.sequence_indices, values.split(_part_sizes(row, len(values))), strict=False)
+        for index, part in zip(row.sequence_indices, values.split(row.cu_seqlens.diff().tolist()), strict=False)
     }
-    cp_size = len(rows[0].token_ids_T) // len(values_T[0])
     regrouped = []
     for row in other_rows:
         parts = [found[index] for index in row.sequence_indices]
-        num_padding = len(row.token_ids_T) // cp_size - sum(len(part) for part in parts)
+        num_padding = len(row.token_ids_T) - sum(len(part) for part in parts)
         regrouped.append(torch.cat([*parts, values_T[0].new_zeros(num_padding)]))
     return regrouped
-
-
-def _part_sizes(row: PackedRow, num_values: int) -> list[int]:
-    return (row.cu_seqlens.diff() * num_values // len(row.token_ids_T)).tolist()

@@ -108,20 +108,18 @@ def test_rollouts_with_and_without_routes_do_not_share_a_row():
         pack_row([(0, routed, 1.0, True), (1, rollout([1], [2]), 1.0, True)], divisible_by=1, pad_token_id=PAD)
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_values_follow_their_sequences_into_other_rows(cp_size: int):
+def test_values_follow_their_sequences_into_other_rows():
     sequences = [(index, rollout([1], list(range(length))), 0.5, True) for index, length in enumerate([2, 7, 4])]
 
     def packed(plan: list[list[int]]) -> list[PackedRow]:
         return [pack_row([sequences[i] for i in row], divisible_by=8, sequence_multiple=4, pad_token_id=PAD) for row in plan]
 
     rows, other_rows = packed([[1], [2, 0], []]), packed([[0, 2, 1]])
-    # A rank of two has half of every sequence. Sequence i has the values 10 i, 10 i + 1, ...; padding of a row has -1.
-    sizes = [length // cp_size for length in (4, 8, 8)]
-    values = [torch.arange(size) + 10.0 * index for index, size in enumerate(sizes)]
-    row_padding = [torch.full((size // cp_size,), -1.0) for size in (0, 4, 8)]
+    # Sequence i has the values 10 i, 10 i + 1, ..., its padding too; padding of a row has -1.
+    values = [torch.arange(size) + 10.0 * index for index, size in enumerate((4, 8, 8))]
+    row_padding = [torch.full((size,), -1.0) for size in (0, 4, 8)]
     of_rows = [torch.cat([values[1], row_padding[0]]), torch.cat([values[2], values[0], row_padding[1]]), row_padding[2]]
     (regrouped,) = regroup(of_rows, rows, other_rows)
-    assert regrouped.tolist() == torch.cat([values[0], values[2], values[1], torch.zeros(4 // cp_size)]).tolist()
-    assert [part.tolist() for part in regroup([regrouped], other_rows, packed([[1], []]))] == [values[1].tolist(), [0.0] * (8 // cp_size)]
+    assert regrouped.tolist() == torch.cat([values[0], values[2], values[1], torch.zeros(4)]).tolist()
+    assert [part.tolist() for part in regroup([regrouped], other_rows, packed([[1], []]))] == [values[1].tolist(), [0.0] * 8]
     assert regroup(of_rows, rows, rows) is of_rows
