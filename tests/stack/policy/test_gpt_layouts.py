@@ -44,7 +44,12 @@ MOE_LAYOUTS = {
     "tp2 sp pp2 ep2": (4, TP2_SP | PP2 | EP2),
     "tp2 sp ep2, recomputed": (2, TP2_SP | EP2 | dict(activation_checkpointing=True)),
 }
-DENSE_CONTEXT_LAYOUTS = {"cp2": (2, CP2), "cp4": (4, CP4), "tp2 sp pp2 cp2": (8, TP2_SP | PP2 | CP2)}
+DENSE_CONTEXT_LAYOUTS = {
+    "cp2": (2, CP2),
+    "cp4": (4, CP4),
+    "pp2 vpp2 cp2": (4, VPP2 | CP2),
+    "tp2 sp pp2 cp2": (8, TP2_SP | PP2 | CP2),
+}
 MOE_CONTEXT_LAYOUTS = {
     "cp2": (2, CP2),
     "cp4": (4, CP4),
