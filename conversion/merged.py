@@ -88,7 +88,8 @@ class MergedTensors:
             self._tensors.read_into(name, box, target)
             return
         if self._current is None or self._current[0] != name:
-            self._current = name, *(read_whole(self._tensors, factor) for factor in self._adapters.factors[name])
+            a, b = (read_whole(self._tensors, factor) for factor in self._adapters.factors[name])
+            self._current = name, a, b
         _, a, b = self._current
         base = torch.empty(lengths(box), dtype=self.dtype(name))
         self._tensors.read_into(name, box, base)
@@ -120,7 +121,8 @@ def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_confi
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": hf_config.get("_name_or_path"),
         "r": adapters.dim,
-        "lora_alpha": adapters.alpha,
+        # PEFT and vLLM declare it an integer.
+        "lora_alpha": int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha,
         "lora_dropout": 0.0,
         "target_modules": _target_modules(set(adapters.factors), set(family(hf_config).canonical(hf_config))),
         "bias": "none",

@@ -186,7 +186,7 @@ def _add_output(module: nn.Module, adapters: list[Adapter]) -> None:
 
         if isinstance(module, TELayerNormColumnParallelLinear):
             # It norms its input itself; with this it gives the normed one beside its output.
-            module.return_layernorm_output = True
+            setattr(module, "return_layernorm_output", True)  # noqa: B010  (torch types attributes of modules as tensors)
 
     def add(module: nn.Module, inputs: tuple[Tensor, ...], result: tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]) -> object:
         output, bias = result

@@ -123,6 +123,7 @@ def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_fold
     empty.mkdir()
     assert "is not a folder; name a step_N folder" in refused(["mcore-to-hf", "--mcore", str(tmp_path / "none"), "--out", out], caplog)
     assert "no complete Megatron checkpoint there" in refused(["mcore-to-hf", "--mcore", str(empty), "--out", out], caplog)
+    assert "the checkpoint has no adapters" in refused(["adapters", "--mcore", str(mcore_folder), "--out", out], caplog)
     assert "has no config.json" in refused(["hf-to-mcore", "--hf", str(empty), "--out", out], caplog)
     assert "exists; remove it or choose another" in refused(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(empty)], caplog)
     sized = ["mcore-to-hf", "--mcore", str(mcore_folder), "--out", out, "--max-shard-size", "5"]

@@ -40,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
         dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True),
     ),
     "tp2 sp dp2 ep2": (4, dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)),
+    "tp2 sp etp2": (2, dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)),
     "pp2 dp2": (4, dict(pipeline_model_parallel_size=2)),
     "pp2 dp2 ep2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2, num_layers_in_first_pipeline_stage=4)),
     # Of models whose layers two stages share evenly.

@@ -17,7 +17,7 @@ from conversion.adapters import adapted_layers, adapter_family, factor_names
 from conversion.families.registry import family
 from mrl.config.schema_peft import PeftConfig
 from tests import models
-from tests.stack.policy.layouts import EP2, PP2, TP2, TP2_SP, Gradients, assert_close, gradients_of, transformers_gradients
+from tests.stack.policy.layouts import CP2, EP2, PP2, TP2, TP2_SP, VPP2, Gradients, assert_close, gradients_of, transformers_gradients
 from tests.stack.ranks import RankPool
 
 SCALE = 1.5
@@ -29,6 +29,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "pp2": (2, PP2 | dict(num_layers_in_first_pipeline_stage=3)),
     "tp2 sp etp2": (2, TP2_SP | dict(expert_tensor_parallel_size=2)),
     "tp2": (2, TP2),
+    "pp2 vpp2": (2, VPP2),
+    "cp2 ep2": (2, CP2 | EP2),
     "recompute": (1, dict(activation_checkpointing=True)),
 }
 
@@ -38,9 +40,9 @@ CASES = [
     *(
         pytest.param(name, layout, marks=pytest.mark.long("parity"))
         for name, layout in [
-            *(("nemotron_h", layout) for layout in ("one", "pp2", "tp2 sp etp2", "recompute")),
+            *(("nemotron_h", layout) for layout in ("one", "pp2", "tp2 sp etp2", "cp2 ep2", "recompute")),
             *(("qwen3_moe", layout) for layout in ("one", "tp2 sp dp2 ep2", "pp2", "tp2 sp etp2")),
-            *(("qwen2", layout) for layout in ("one", "tp2", "tp2 sp", "recompute")),
+            *(("qwen2", layout) for layout in ("one", "tp2", "tp2 sp", "pp2 vpp2", "recompute")),
         ]
     ),
 ]
@@ -73,7 +75,7 @@ def make_adapted(name: str, folder: Path) -> tuple[Path, Gradients]:
     # W = W0 + s B A, so that dB = s dW A' and dA = s B' dW, summed over the weights that share A.
     expected = {a: np.zeros(shapes[a], np.float32) for a, _ in names.values()}
     for weight, (a, b) in names.items():
-        expected[b] = SCALE * grads[weight] @ factors[a].numpy().T
+        expected[b] = (SCALE * grads[weight] @ factors[a].numpy().T).astype(np.float32)
         expected[a] += SCALE * factors[b].numpy().T @ grads[weight]
     return folder / "model", (loss, expected)
 
