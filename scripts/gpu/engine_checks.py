@@ -70,10 +70,12 @@ def sleep(setup: Setup) -> list[Row]:
     from tests.rollouts import differences, random_requests
 
     assert setup.model is not None, "pass --model, a Hugging Face folder"
-    limits = VllmConfig(max_model_len=256, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192, enforce_eager=setup.device == "cpu")
+    is_gpu = setup.device == "cuda"
+    limits = VllmConfig(max_model_len=256, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192, enforce_eager=not is_gpu)
+    limits.precision = "bfloat16" if is_gpu else "float32"
     config = GenerationConfig(max_new_tokens=NUM_NEW_TOKENS, vllm_cfg=limits, colocated=ColocatedConfig(enabled=True))
     engine = Engine(str(setup.model), config, seed=1, worker_timeout_s=300.0)
-    requests = random_requests(NUM_REQUESTS if setup.device == "cuda" else 8, max_new_tokens=NUM_NEW_TOKENS)
+    requests = random_requests(NUM_REQUESTS if is_gpu else 8, max_new_tokens=NUM_NEW_TOKENS)
     try:
         row: Row = {"load: s": enter(engine, "load"), "refit: s": enter(engine, "refit")}
         engine.set_weight_version(0)

@@ -46,7 +46,7 @@ SMALL = dict(
     num_key_value_heads=2,
     head_dim=32,
 )
-# Layers of the real size, with all experts: 4 of 23 MoE layers, and the optimizer's state of one GPU beside them.
+# Layers of the real size, with all experts: 3 of 23 MoE layers, and the optimizer's state of one GPU beside them.
 LARGE = dict(hybrid_override_pattern="MEME*EM", num_hidden_layers=7)
 
 # Dense bfloat16 operations a second, by part of the GPU's name (NVIDIA's data sheets).
