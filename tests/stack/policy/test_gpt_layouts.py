@@ -44,26 +44,24 @@ MOE_LAYOUTS = {
     "tp2 sp pp2 ep2": (4, TP2_SP | PP2 | EP2),
     "tp2 sp ep2, recomputed": (2, TP2_SP | EP2 | dict(activation_checkpointing=True)),
 }
-DENSE_CONTEXT_LAYOUTS = {
+CONTEXT_LAYOUTS = {
     "cp2": (2, CP2),
     "cp4": (4, CP4),
     "pp2 vpp2 cp2": (4, VPP2 | CP2),
     "tp2 sp pp2 cp2": (8, TP2_SP | PP2 | CP2),
-}
-MOE_CONTEXT_LAYOUTS = {
-    "cp2": (2, CP2),
-    "cp4": (4, CP4),
     "tp2 sp cp2 ep2": (4, TP2_SP | CP2 | EP2),
     "tp2 sp pp2 cp2 ep4": (8, TP2_SP | PP2 | CP2 | dict(expert_model_parallel_size=4)),
 }
-LAYOUTS = {"one": (1, {}), **DENSE_LAYOUTS, **MOE_LAYOUTS, **DENSE_CONTEXT_LAYOUTS, **MOE_CONTEXT_LAYOUTS}
+CONTEXT_CASES = [
+    *((name, "cp2") for name in (*DENSE, *MOE)),
+    *(("llama", layout) for layout in ("cp4", "pp2 vpp2 cp2", "tp2 sp pp2 cp2")),
+    *(("qwen3_moe", layout) for layout in ("cp4", "tp2 sp cp2 ep2", "tp2 sp pp2 cp2 ep4")),
+]
+LAYOUTS = {"one": (1, {}), **DENSE_LAYOUTS, **MOE_LAYOUTS, **CONTEXT_LAYOUTS}
 LONG = [pytest.mark.long("parity"), pytest.mark.timeout(300)]
 CONTEXT_IN_CI = ("qwen3_moe", "tp2 sp cp2 ep2")
 CASES = [(name, layout) for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS)) for name in names for layout in layouts] + [
-    pytest.param(name, layout, marks=[] if (name, layout) == CONTEXT_IN_CI else LONG)
-    for names, layouts in ((DENSE, DENSE_CONTEXT_LAYOUTS), (MOE, MOE_CONTEXT_LAYOUTS))
-    for name in names
-    for layout in layouts
+    pytest.param(*case, marks=[] if case == CONTEXT_IN_CI else LONG) for case in CONTEXT_CASES
 ]
 
 # Settings of a family that its tiny model does not have, where a layout could go wrong.
