@@ -93,6 +93,9 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
     """Freezes the chunks and gives their linear layers adapters, where `megatron_cfg.peft` is enabled; comes before DDP.
 
     Adapters start as a function of `seed` and canonical names alone, whatever the layout.
+
+    Raises:
+        ValueError: shared experts that overlap with the routed ones would have adapters.
     """
     settings = config.megatron_cfg.peft
     if not settings.enabled:
@@ -109,6 +112,12 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
     by_weight: dict[Slot, Adapter] = {}
     for index, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
+        if model.config.moe_shared_expert_overlap and any(".shared_experts." in layer for layer in targets):
+            # These layers get their input gathered already, and their output is reduced elsewhere.
+            raise ValueError(
+                "policy.megatron_cfg.moe_shared_expert_overlap=true: shared experts with adapters cannot overlap with the routed ones; "
+                "set it to false, or policy.megatron_cfg.peft.exclude_modules to ['*.shared_experts.*']"
+            )
         model.requires_grad_(False)
         keep_gradients_flowing(model)
         found = _make_adapters(model, config, {slot.name: content for slot, content in factors.items() if slot.chunk == index})
