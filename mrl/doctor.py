@@ -6,6 +6,7 @@ To be run after every upgrade of vLLM, Megatron-Core or torch, before a run. Tra
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import shutil
 import sys
@@ -20,6 +21,7 @@ import torch
 
 from conversion.boxes import Slot
 from mrl.algo.losses import token_metrics
+from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.probe import live_digests, sample_everywhere, trainer_logprobs
 from mrl.cluster.refit import RefitReport
 from mrl.cluster.session import placed_units, start_models
@@ -37,6 +39,8 @@ MAX_NEW_TOKENS = 128
 # A token beyond this is off; a router choice may flip from rounding alone, at far fewer than this share of the tokens.
 FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
 MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
+# Where both go through the same experts.
+MAX_REPLAYED_ERROR = {"float32": 1.001, "bfloat16": 1.02}
 
 # The doctor keeps no reference model and writes no checkpoint, so it asks for neither memory nor disk for them.
 SETTINGS = ("checkpointing.enabled=false", "loss_fn.reference_policy_kl_penalty=0.0")
@@ -120,8 +124,7 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Findi
             engines.enter("logprob", deadline_s=train_s)
             policies.call("enter", "logprob", deadline_s=train_s)
             for index, rollouts in enumerate(sampled):
-                logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=data.pad_token_id)
-                findings.append(compare(rollouts, logprobs, config.policy.precision, subject=f"engine {index}"))
+                findings += compare_with(policies, rollouts, config, pad_token_id=data.pad_token_id, subject=f"engine {index}")
     return findings
 
 
@@ -160,8 +163,23 @@ def requests(config: RunConfig, data: PromptData) -> list[RolloutRequest]:
     ]
 
 
-def compare(rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precision: str, *, subject: str) -> Finding:
-    """How far the trainer's logprobs are from the generator's, over all tokens of the rollouts."""
+def compare_with(
+    policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int, subject: str
+) -> Iterator[Finding]:
+    """How far the trainer is from the engine that sampled the rollouts; with router replay, also how far it would be without."""
+    precision = config.policy.precision
+    if config.policy.router_replay.enabled:
+        logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=pad_token_id)
+        yield compare(rollouts, logprobs, precision, MAX_REPLAYED_ERROR, subject=f"{subject}, replayed")
+        rollouts = [dataclasses.replace(rollout, routes=None) for rollout in rollouts]
+    logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=pad_token_id)
+    yield compare(rollouts, logprobs, precision, MAX_MULT_PROB_ERROR, subject=subject)
+
+
+def compare(
+    rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precision: str, bounds: Mapping[str, float], *, subject: str
+) -> Finding:
+    """How far the trainer's logprobs are from the generator's, over all tokens of the rollouts; `bounds` of the error by precision."""
     trainer_T = torch.from_numpy(np.concatenate(list(logprobs)))
     generator_T = torch.from_numpy(np.concatenate([rollout.generator_logprobs for rollout in rollouts]))
     # Under top-k and top-p, rounding decides of a token at the bound; training masks those that it rules out.
@@ -170,7 +188,7 @@ def compare(rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precisi
     mult_prob_error = float(sums["token_mult_prob_error"] / is_drawable_T.sum())
     error_T = (trainer_T - generator_T).abs()
     # NaN must not pass, so the claim is written as what has to hold.
-    is_ok = mult_prob_error <= MAX_MULT_PROB_ERROR[precision]
+    is_ok = mult_prob_error <= bounds[precision]
     numbers = (
         f"{len(error_T):,} tokens, max |dlogp| {error_T.max():.2e}, mean {error_T.mean():.2e}, token_mult_prob_error {mult_prob_error:.6f}"
     )

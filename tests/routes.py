@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from conversion.families.registry import family
+from mrl.types import Rollout
+from tests.parity import MAX_EXCLUDED, MIN_ROUTER_MARGIN
 
 
 def forced_routes(token_ids: Sequence[int], hf_config: Mapping[str, object]) -> np.ndarray:
@@ -43,6 +45,21 @@ def own_routes(model: PreTrainedModel, token_ids: Sequence[int]) -> tuple[np.nda
         for handle in handles:
             handle.remove()
     return torch.stack(chosen, dim=1).numpy(), torch.stack(leads, dim=1).numpy()
+
+
+def assert_own_routes(model: PreTrainedModel, rollouts: Mapping[str, Rollout]) -> None:
+    """Asserts that the rollouts' routes are what the model's routers choose, wherever rounding alone could not decide otherwise."""
+    num_clear = num_all = 0
+    for rollout in rollouts.values():
+        tokens = [*rollout.request.token_ids, *rollout.token_ids.tolist()]
+        assert rollout.routes is not None and rollout.routes.dtype == np.uint8
+        expected, leads = own_routes(model, tokens)
+        assert rollout.routes.shape == (len(tokens) - 1, *expected.shape[1:])
+        is_clear = leads[:-1] >= MIN_ROUTER_MARGIN
+        is_same = (np.sort(rollout.routes.astype(np.int64)) == np.sort(expected[:-1])).all(axis=-1)
+        assert is_same[is_clear].all()
+        num_clear, num_all = num_clear + int(is_clear.sum()), num_all + is_clear.size
+    assert num_clear >= (1 - MAX_EXCLUDED) * num_all > 3000
 
 
 @contextmanager

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from tests import models
+from tests import models, routes
 from tests.parity import Parity, hf_scores
 from tests.rollouts import MAX_MODEL_LEN, StartEngine, differences, random_requests, request, run
+from tests.stack.policy.layouts import transformers_model
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -139,17 +142,21 @@ def test_same_bits_when_a_new_version_finds_requests_running(engine: Engine, alo
     assert differences(alone, late) == []
 
 
-def test_same_bits_after_preemption(engine: Engine, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_bits_and_whole_routes_after_preemption(
+    engine: Engine, start_engine: StartEngine, checkpoint: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = random_requests(32, lengths=(120, 120), max_new_tokens=24)
     reference = run(engine, requests)
     # Every request outgrows its first block of 128 tokens, and there are too few blocks for all.
-    small = start_engine(0, max_num_seqs=16, kv_cache_memory_mib=2)
+    small = start_engine(0, keeps_routes=True, max_num_seqs=16, kv_cache_memory_mib=2)
     small.set_weight_version(0)
     scheduler = core_of(small).scheduler
     preempted, preempt = [], getattr(scheduler, "_preempt_request")  # noqa: B009  not in vLLM's interface
     monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (preempted.append(a), preempt(*a, **k)))
-    assert differences(reference, run(small, requests)) == []
+    rollouts = run(small, requests)
+    assert differences(reference, rollouts) == []
     assert preempted
+    routes.assert_own_routes(transformers_model(checkpoint(0)), rollouts)
 
 
 def test_same_bits_chunked(start_engine: StartEngine, alone: dict[str, Rollout]) -> None:

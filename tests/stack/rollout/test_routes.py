@@ -1,36 +1,21 @@
-"""The routes that come with rollouts are the choices of transformers' routers for the same tokens, whatever the engine does in between."""
+"""The routes that come with rollouts are the choices of transformers' routers for the same tokens, whatever the engine does in between.
+
+With preemption: test_engine.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mrl.config.schema_generation import GenerationConfig
-from mrl.types import Rollout
 from tests import models, routes
-from tests.parity import MIN_ROUTER_MARGIN
 from tests.rollouts import StartEngine, random_requests, run
 from tests.stack.policy.layouts import transformers_model
 
 PARALLEL = {"tp2": dict(tensor_parallel_size=2), "tp2 ep2": dict(tensor_parallel_size=2, expert_parallel_size=2)}
-
-
-def assert_routes_of_transformers(folder: Path, rollouts: Mapping[str, Rollout]) -> None:
-    model = transformers_model(folder)
-    num_clear = num_all = 0
-    for rollout in rollouts.values():
-        tokens = [*rollout.request.token_ids, *rollout.token_ids.tolist()]
-        assert rollout.routes is not None and rollout.routes.dtype == np.uint8
-        expected, leads = routes.own_routes(model, tokens)
-        assert rollout.routes.shape == (len(tokens) - 1, *expected.shape[1:])
-        is_clear = leads[:-1] >= MIN_ROUTER_MARGIN
-        is_same = (np.sort(rollout.routes.astype(np.int64)) == np.sort(expected[:-1])).all(axis=-1)
-        assert is_same[is_clear].all()
-        num_clear, num_all = num_clear + int(is_clear.sum()), num_all + is_clear.size
-    assert num_clear >= 0.999 * num_all > 3000
 
 
 def test_routes_are_the_choices_of_transformers(start_engine: StartEngine, checkpoint: Callable[[int], Path]):
@@ -49,13 +34,7 @@ def test_routes_are_the_choices_of_transformers(start_engine: StartEngine, check
     engine.abort(dropped)
     rollouts |= run(engine, [request for request in requests if request.request_id in dropped])
     assert len(rollouts) == 24 and {rollout.weight_version for rollout in rollouts.values()} == {1}
-    assert_routes_of_transformers(checkpoint(0), rollouts)
-
-
-def test_requests_that_were_preempted_have_one_route_a_token(start_engine: StartEngine, checkpoint: Callable[[int], Path]):
-    engine = start_engine(0, keeps_routes=True, kv_cache_memory_mib=1)
-    engine.set_weight_version(0)
-    assert_routes_of_transformers(checkpoint(0), run(engine, random_requests(32, lengths=(60, 120), max_new_tokens=100)))
+    routes.assert_own_routes(transformers_model(checkpoint(0)), rollouts)
 
 
 def test_a_cached_prefix_has_no_route(checkpoint: Callable[[int], Path]):
@@ -71,7 +50,7 @@ def test_a_cached_prefix_has_no_route(checkpoint: Callable[[int], Path]):
 def test_parallel_engines_know_their_routes(start_engine: StartEngine, checkpoint: Callable[[int], Path], parallel: str):
     engine = start_engine(0, keeps_routes=True, max_num_batched_tokens=64, **PARALLEL[parallel])
     engine.set_weight_version(0)
-    assert_routes_of_transformers(checkpoint(0), run(engine, random_requests(32, max_new_tokens=40)))
+    routes.assert_own_routes(transformers_model(checkpoint(0)), run(engine, random_requests(32, max_new_tokens=40)))
 
 
 @pytest.mark.long("parity")
@@ -80,4 +59,4 @@ def test_other_families_tell_their_routes(start_engine: StartEngine, tmp_path: P
     folder = models.save_model(tmp_path, model_type)
     engine = start_engine(folder, keeps_routes=True, max_num_batched_tokens=64)
     engine.set_weight_version(0)
-    assert_routes_of_transformers(folder, run(engine, random_requests(32, max_new_tokens=40)))
+    routes.assert_own_routes(transformers_model(folder), run(engine, random_requests(32, max_new_tokens=40)))
