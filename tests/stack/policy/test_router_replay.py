@@ -11,7 +11,7 @@ import torch
 
 from tests import models, routes
 from tests.stack.policy import layout_ranks, policy_ranks, replay_ranks
-from tests.stack.policy.layouts import EP2, PP2, ROWS, TP2_SP, Gradients, assert_close, gradients_of, transformers_model
+from tests.stack.policy.layouts import EP2, PP2, ROWS, TP2_SP, VPP2, Gradients, assert_close, gradients_of, transformers_model
 from tests.stack.ranks import RankPool
 
 REPLAY: dict[str, object] = dict(router_replay=True)
@@ -118,3 +118,15 @@ def test_rollouts_without_routes_are_refused(ranks: RankPool, moe_folder: Path):
     rollouts = [rollout for _, rollout, _, _ in policy_ranks.rollouts()]
     with pytest.raises(RuntimeError, match="policy.router_replay.enabled=true, but rollouts came without routes"):
         ranks.run(replay_ranks.training, config, rollouts, world_size=1)
+
+
+@pytest.mark.long("parity")
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_transformers_follow_routes_over_virtual_stages_and_recomputed(ranks: RankPool, tmp_path: Path, model_type: str):
+    folder = models.save_model(tmp_path, model_type)
+    loss, grads = gradients_of(ranks, folder, 1, REPLAY)
+    for world_size, megatron in ((2, VPP2 | RECOMPUTED), (4, TP2_SP | PP2 | EP2)):
+        parallel_loss, parallel_grads = gradients_of(ranks, folder, world_size, megatron | REPLAY)
+        assert parallel_loss == pytest.approx(loss, rel=1e-6)
+        assert_close(parallel_grads, grads, 1e-5)
+    assert gradients_of(ranks, folder, 1, {})[0] != pytest.approx(loss, rel=1e-3)
