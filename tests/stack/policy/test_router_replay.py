@@ -11,7 +11,7 @@ import torch
 
 from tests import models, routes
 from tests.stack.policy import layout_ranks, policy_ranks, replay_ranks
-from tests.stack.policy.layouts import EP2, PP2, ROWS, TP2_SP, VPP2, Gradients, assert_close, gradients_of, transformers_model
+from tests.stack.policy.layouts import CP2, EP2, PP2, ROWS, TP2_SP, VPP2, Gradients, assert_close, gradients_of, transformers_model
 from tests.stack.ranks import RankPool
 
 REPLAY: dict[str, object] = dict(router_replay=True)
@@ -21,7 +21,7 @@ LAYOUTS = {
     "one rank, recomputed": (1, RECOMPUTED),
     # Microbatches are in flight while others go backward, and what these compute again must follow their own routes.
     "pp2, recomputed": (2, PP2 | RECOMPUTED),
-    "tp2 sp pp2 ep2": (4, TP2_SP | PP2 | EP2),
+    "cp2 ep2, recomputed": (2, CP2 | EP2 | RECOMPUTED),
     "tp2 sp pp2 ep2, recomputed": (4, TP2_SP | PP2 | EP2 | RECOMPUTED),
 }
 
