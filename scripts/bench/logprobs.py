@@ -14,6 +14,7 @@ import re
 import socket
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ def measure(case: Case) -> Row:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=timedelta(minutes=1))
     hidden = torch.randn(case.tokens, case.hidden, dtype=torch.bfloat16).requires_grad_(case.needs_gradients)
     weight = torch.randn(COLUMNS, case.hidden, dtype=torch.bfloat16).div_(case.hidden**0.5).requires_grad_(case.needs_gradients)
     labels = torch.randint(0, COLUMNS, (case.tokens,))

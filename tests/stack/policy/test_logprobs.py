@@ -35,7 +35,7 @@ def test_scores_are_those_of_torch_on_the_logits_that_vllm_keeps(ranks: RankPool
                 np.testing.assert_allclose(value, scores[name], atol=2e-5, rtol=1e-6, err_msg=f"{name} of {case}")
         # The logits' own gradient is rounded to their type.
         tolerance = 5e-3 if case.precision == "bfloat16" else 1e-5
-        assert relative_error(sum(part.grad_hidden for part in parts), grad_hidden) <= tolerance, case
+        assert relative_error(np.sum([part.grad_hidden for part in parts], axis=0), grad_hidden) <= tolerance, case
         assert relative_error(np.concatenate([part.grad_weight for part in parts]), grad_weight) <= tolerance, case
         assert not np.concatenate([part.grad_weight for part in parts])[case.vocab_size :].any(), case
 
