@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -100,7 +100,7 @@ def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[li
         for name, parameter in chunk.named_parameters()
         if parameter.requires_grad
     }
-    result = _canonical(grads, layout, _shapes(folder))
+    result = canonical_values(grads, layout, _shapes(folder))
     parallel.shutdown()
     return loss, result
 
@@ -252,14 +252,14 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):
     return chunks, layout, tensors
 
 
-def _canonical(grads: dict[Slot, torch.Tensor], layout: Layout, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Local gradients in whole canonical tensors; NaN where this rank holds none."""
+def canonical_values(tensors: Mapping[Slot, torch.Tensor], layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Values of this rank's tensors in whole canonical ones; NaN where this rank holds none."""
     result: dict[str, np.ndarray] = {}
-    for slot, grad in grads.items():
+    for slot, tensor in tensors.items():
         for piece in layout[slot].pieces:
             whole = result.setdefault(piece.name, np.full(shapes[piece.name], np.nan, dtype=np.float32))
             box = tuple(slice(start, stop) for start, stop in piece.box)
-            whole[box] = box_view(grad, piece.local).cpu().numpy().reshape(whole[box].shape)
+            whole[box] = box_view(tensor, piece.local).cpu().numpy().reshape(whole[box].shape)
     return result
 
 

@@ -40,15 +40,20 @@ ROWS = [sequences(9, 30, 17), sequences(150, 2), sequences(*[12] * 10), sequence
 def gradients_of(ranks: RankPool, folder: Path, world_size: int, megatron: dict) -> Gradients:
     """Loss over all data-parallel ranks, and whole gradients put together from all ranks; copies on several ranks must agree."""
     results = ranks.run(layout_ranks.gradients, layout_ranks.policy_config(**megatron), folder, ROWS, world_size=world_size)
+    replicas = megatron.get("tensor_model_parallel_size", 1)
+    return sum(loss for loss, _ in results) / replicas, put_together([part for _, part in results])
+
+
+def put_together(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Whole gradients from the ranks' parts, which are NaN where a rank has nothing."""
     grads: dict[str, np.ndarray] = {}
-    for _, part in results:
+    for part in parts:
         for name, grad in part.items():
             whole = grads.setdefault(name, grad)
             both = ~np.isnan(whole) & ~np.isnan(grad)
             assert np.array_equal(whole[both], grad[both]), f"copies of the gradient of {name} differ"
             grads[name] = np.where(np.isnan(whole), grad, whole)
-    replicas = megatron.get("tensor_model_parallel_size", 1)
-    return sum(loss for loss, _ in results) / replicas, grads
+    return grads
 
 
 def transformers_gradients(folder: Path, scratch: Path) -> Gradients:
@@ -70,11 +75,18 @@ def transformers_gradients(folder: Path, scratch: Path) -> Gradients:
 
 def assert_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance: float) -> None:
     """Asserts that every tensor is the same up to this relative L2 error."""
+    worst, error = worst_error(ours, theirs)
+    assert error <= tolerance, f"{worst}: {error:.1e}"
+
+
+def worst_error(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> tuple[str, float]:
+    """The tensor with the largest relative L2 error, and that error; infinite where a value is missing."""
     assert ours.keys() == theirs.keys()
     # What no token reaches must be exactly 0.
     errors = {name: float(np.linalg.norm(ours[name] - theirs[name]) / (np.linalg.norm(theirs[name]) or 1e-30)) for name in ours}
+    errors = {name: float("inf") if np.isnan(error) else error for name, error in errors.items()}
     worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] <= tolerance, f"{worst}: {errors[worst]:.1e}"
+    return worst, errors[worst]
 
 
 def transformers_model(folder: Path) -> PreTrainedModel:
