@@ -14,6 +14,7 @@ from mrl.config.layout import find_layout_problems
 from mrl.config.model import read_model
 from mrl.config.ranges import find_values_out_of_range, spell
 from mrl.config.recompute import find_recompute_problems
+from mrl.config.routing import find_routing_problems
 from mrl.config.schema import CheckpointingConfig, RunConfig
 from mrl.config.schema_data import EnvConfig
 from mrl.config.schema_generation import GenerationConfig
@@ -47,7 +48,8 @@ def find_problems(config: RunConfig) -> list[str]:
     problems += _optimizer(config) + _logprobs(config.policy)
     if model is not None:
         problems += find_training_problems(config.policy) + find_recompute_problems(config, model)
-        problems += find_layout_problems(config, model) + find_missing_disk(config, model.num_parameters)
+        problems += find_layout_problems(config, model) + find_routing_problems(config, model)
+        problems += find_missing_disk(config, model.num_parameters)
     return problems
 
 

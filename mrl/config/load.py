@@ -110,8 +110,8 @@ def _misfit_value(hint: object, value: object) -> str | None:
     kinds = get_args(hint) or (hint,)
     if isinstance(value, bool) and bool not in kinds:
         return "true and false do not fit here; write a value of the type that the key's manual names"
-    is_interpolation = isinstance(value, str) and "${" in value
-    return "must be true or false" if bool in kinds and not isinstance(value, bool) and not is_interpolation else None
+    fits = isinstance(value, bool) or type(value) in kinds or (isinstance(value, str) and "${" in value)
+    return "must be true or false" if bool in kinds and not fits else None
 
 
 def _nearest(parents: Key, name: str, siblings: dict[str, object]) -> str:

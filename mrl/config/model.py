@@ -15,7 +15,7 @@ from mrl.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes that parallel layouts must divide. 0 = the model has no such layer."""
+    """Sizes that parallel layouts must divide, and what routers have. 0 = the model has no such layer."""
 
     model_class: Literal["mamba", "gpt"]
     num_layers: int
@@ -27,6 +27,8 @@ class ModelSizes:
     ffn_size: int
     moe_ffn_size: int
     shared_expert_ffn_size: int
+    latent_expert_size: int
+    has_expert_bias: bool
     has_dense_mlp: bool
     max_sequence_length: int
     num_parameters: int
@@ -89,6 +91,8 @@ def read_model(folder: Path) -> ModelSizes:
         ffn_size=size("ffn_hidden_size") if has_mlp else 0,
         moe_ffn_size=size("moe_ffn_hidden_size"),
         shared_expert_ffn_size=size("moe_shared_expert_intermediate_size"),
+        latent_expert_size=size("moe_latent_size"),
+        has_expert_bias=bool(arguments["transformer"].get("moe_router_enable_expert_bias", False)),
         has_dense_mlp=_has_dense_mlp(arguments),
         max_sequence_length=size("max_sequence_length"),
         num_parameters=sum(math.prod(shape) for shape in canonical.values()),

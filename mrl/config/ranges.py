@@ -72,6 +72,7 @@ RANGES: dict[str, Range] = {
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size": POSITIVE,
     "policy.megatron_cfg.num_layers_in_last_pipeline_stage": POSITIVE,
     "policy.megatron_cfg.fused_linear_logprobs_chunk_size": POSITIVE,
+    "policy.megatron_cfg.moe_aux_loss_coeff": NOT_NEGATIVE,
     "policy.megatron_cfg.moe_router_bias_update_rate": NOT_NEGATIVE,
     "policy.megatron_cfg.peft.dim": POSITIVE,
     "policy.megatron_cfg.peft.alpha": ABOVE_ZERO,
@@ -128,8 +129,10 @@ ONLY: dict[str, tuple[object, str]] = {
 }
 """Keys of which mrl has only one value so far, and why."""
 
-FIXED = frozenset([*ONLY, "policy.train_global_batch_size", "policy.generation.backend"])
-"""Keys with one possible value, by this table, by their type, or by a rule in `mrl.config.checks`: no code has to read them."""
+FIXED = frozenset(
+    [*ONLY, "policy.megatron_cfg.moe_router_enable_expert_bias", "policy.train_global_batch_size", "policy.generation.backend"]
+)
+"""Keys with one possible value, by this table, by their type, or by a rule of `find_problems`: no code has to read them."""
 
 
 def value_at(config: RunConfig, key: str) -> object:

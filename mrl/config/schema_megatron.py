@@ -112,14 +112,27 @@ class MegatronConfig:
     """Do not train the routers' weights."""
     freeze_config: FreezeConfig = field(default_factory=FreezeConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
-    moe_router_dtype: Literal["fp32", "fp64"] = "fp64"
-    """Type in which routing scores are computed."""
-    moe_router_load_balancing_type: Literal["none"] = "none"
-    """Auxiliary balancing loss."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"
+    """Type in which routing scores are computed; null = that of the activations."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """Auxiliary loss that draws tokens towards unused experts: of each packed row (so that its value depends on the packing), of each
+    sequence, or of the global batch as far as it has been seen. Padding does not count. Metrics train/moe/*load_balancing_loss."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the auxiliary loss beside the policy's; 1 is its value at perfect balance."""
+    moe_router_enable_expert_bias: bool | None = None
+    """Whether routers add a bias per expert to choose by. The model says so; a value that contradicts it is refused."""
     moe_router_bias_update_rate: float = 0.0
-    """Step of the expert-bias update after each train step; 0 = biases stay."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts."""
+    """Step of the expert-bias update after each train step, also of frozen routers; 0 = biases stay."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens travel to their experts; `flex` is DeepEP."""
+    moe_enable_deepep: bool = False
+    """Use DeepEP's kernels, which `moe_token_dispatcher_type=flex` means: must be true with it and false without."""
+    moe_shared_expert_overlap: bool = False
+    """Compute shared experts while tokens travel, on GPUs. Needs the alltoall dispatcher."""
+    track_moe_metrics: bool = True
+    """Report how evenly tokens spread over experts, train/moe/*: mean over the layers, and the worst layer."""
+    moe_per_layer_logging: bool = False
+    """Report the metrics of `track_moe_metrics` for every layer, too."""
     moe_permute_fusion: bool = True
     """Order tokens by expert with Transformer Engine's kernel. No effect without a GPU and Transformer Engine."""
     apply_rope_fusion: bool = True

@@ -37,6 +37,8 @@ class PackedRow:
     max_seqlen: int
     sequence_indices: list[int]
     """Indices into `Batch.sequences`, without the padding."""
+    lengths: list[int]
+    """Tokens of each of these sequences, without padding."""
     routes: PackedRoutes | None = None
     """The engine's choices of experts; None where it did not keep them."""
 
@@ -100,6 +102,7 @@ def pack_row(
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(sizes.max()),
         sequence_indices=[index for index, _, _, _ in sequences],
+        lengths=lengths,
         routes=pack_routes([rollout.routes for _, rollout, _, _ in sequences], bounds[: len(sequences)].tolist(), num_tokens),
     )
 

@@ -22,6 +22,7 @@ from conversion.layouts import MEGATRON_VOCABULARY_MULTIPLE
 from mrl.policy import compat
 from mrl.policy.frozen import freeze
 from mrl.policy.fusions import fusion_arguments
+from mrl.policy.moe import routing_arguments, use_row_dispatchers, with_packed_routers
 from mrl.policy.output import ChunkedOutputLayer
 from mrl.policy.parallel import virtual_stages
 from mrl.policy.recompute import recompute_arguments, recomputed
@@ -59,6 +60,7 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     for index, chunk in enumerate(chunks):
         _check_layers(chunk, config.megatron_cfg, index)
         _mark_parameters(chunk)
+        use_row_dispatchers(chunk, config.megatron_cfg)
     freeze(chunks, config, hf_config)
     for chunk in chunks:
         if chunk.post_process and config.output_chunk_tokens is not None:
@@ -75,10 +77,10 @@ def _build_chunk(config: TransformerConfig, model_class: ModelClass, vp_stage: i
         parallel_output=True,
     )
     if model_class == "gpt":
-        return GPTModel(config, gpt_block_spec(config, vp_stage), vp_stage=vp_stage, **stage, **arguments)
+        return GPTModel(config, with_packed_routers(gpt_block_spec(config, vp_stage)), vp_stage=vp_stage, **stage, **arguments)
     assert vp_stage is None, "config rules and conversion tables refuse it"
-    spec = recomputed(hybrid_stack_spec()) if config.recompute_granularity == "full" else hybrid_stack_spec()
-    return compat.MambaModel(config, spec, **stage, **arguments)
+    spec = with_packed_routers(hybrid_stack_spec())
+    return compat.MambaModel(config, recomputed(spec) if config.recompute_granularity == "full" else spec, **stage, **arguments)
 
 
 def wrap_ddp(chunks: list[MegatronModule], config: PolicyConfig) -> list[DistributedDataParallel]:
@@ -138,14 +140,9 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         variable_seq_lengths=True,
         # Keeps DDP from scaling gradients by 1 / dp, and the schedule from dividing the loss by the number of rows.
         calculate_per_token_loss=True,
-        moe_router_dtype=megatron.moe_router_dtype,
-        moe_router_load_balancing_type=megatron.moe_router_load_balancing_type,
-        moe_router_bias_update_rate=megatron.moe_router_bias_update_rate,
-        moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
+        **routing_arguments(megatron),
         **recompute_arguments(megatron),
         use_cpu_initialization=not torch.cuda.is_available(),
-        # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
-        moe_grouped_gemm=compat.HAVE_TE,
         **fusion_arguments(megatron, from_model),
         # Dropout is off, and attention is Transformer Engine's or torch's own.
         bias_dropout_fusion=False,

@@ -254,6 +254,7 @@ class Policy:
             size=batch.size,
             distribution=self._distribution,
             config=self._config.loss_fn,
+            megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
         mismatch = self._replay.take_metrics() if self._replay is not None else {}

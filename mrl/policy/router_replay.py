@@ -1,8 +1,8 @@
 """Router replay (R3, arXiv:2510.11370): the policy's routers send each token to the experts that the engine chose for it.
 
 The probabilities are the policy's own scores of those experts, so gradients flow through the gate as ever; a bias that balances experts
-only takes part in a choice, and there is none. Its statistics, `local_tokens_per_expert`, count the experts that a token was really sent
-to. Auxiliary losses rate the scores against the router's own choice, as Megatron computes them.
+only takes part in a choice, and there is none. Its statistics count the experts that a token was really sent to. Auxiliary losses rate
+the scores against the router's own choice, as Megatron computes them.
 
 Megatron calls the `router_replay` of a router where it would choose. Its own RouterReplay is not used: it learns from global switches
 whether a call belongs to a forward pass or to one that is computed again in backward, and takes the routes of the latter from a queue.

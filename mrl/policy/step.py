@@ -21,11 +21,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mrl.algo.balance import balance_metrics
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, finish_metrics, loss_weights, policy_loss
 from mrl.config.schema_algo import LossConfig
+from mrl.config.schema_megatron import MegatronConfig
 from mrl.data.packing import PackedRow
 from mrl.policy.context import join, local_positions
 from mrl.policy.distribution import TokenDistribution
+from mrl.policy.moe import row_tokens, show_row, take_routing, update_expert_biases
 from mrl.policy.output import token_scores
 from mrl.policy.router_replay import RouterReplay
 
@@ -49,20 +52,24 @@ def check_equal_counts(num_rows: int) -> None:
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What the loss of a global batch is divided by."""
+    """What the losses of a global batch are divided by."""
 
     num_valid_tokens: int
     num_valid_sequences: int
+    num_tokens: int
+    """Without padding."""
+    num_sequences: int
 
 
 def global_batch_size(rows: list[PackedRow]) -> BatchSize:
-    """Valid tokens and sequences of the global batch, from this rank's rows.
+    """Tokens and sequences of the global batch, all and valid ones, from this rank's rows.
 
     Raises:
         RuntimeError: ranks hold different numbers of rows.
     """
     check_equal_counts(len(rows))
-    counts = torch.tensor([sum(row.num_valid_tokens for row in rows), sum(row.num_valid_sequences for row in rows)])
+    sizes = [(row.num_valid_tokens, row.num_valid_sequences, sum(row.lengths), len(row.lengths)) for row in rows]
+    counts = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 4).sum(dim=0)
     dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
     return BatchSize(*counts.tolist())
 
@@ -99,6 +106,7 @@ def train_step(
     size: BatchSize,
     distribution: TokenDistribution,
     config: LossConfig,
+    megatron: MegatronConfig,
     replay: RouterReplay | None = None,
 ) -> dict[str, float]:
     """One optimizer step over the global batch; returns its metrics, the same floats on every rank.
@@ -106,12 +114,13 @@ def train_step(
     With `replay`, the routers follow the rows that have routes.
 
     Raises:
-        RuntimeError: loss or gradient is NaN or infinite. Parameters and optimizer state are as before, on all ranks.
+        RuntimeError: loss or gradient is NaN or infinite. Weights, biases and optimizer state are as before, on all ranks.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     row_metrics = _forward_backward(chunks, rows, size, distribution, config, replay)
+    routing = take_routing(chunks, loss_type=megatron.moe_router_load_balancing_type)
     metrics = finish_metrics(_global_metrics(row_metrics), num_valid_tokens=size.num_valid_tokens)
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
@@ -121,6 +130,9 @@ def train_step(
     is_updated, _, _ = optimizer.step()
     assert is_updated
     scheduler.step(increment=1)
+    update_expert_biases(chunks, routing, rate=megatron.moe_router_bias_update_rate)
+    if megatron.track_moe_metrics:
+        metrics |= balance_metrics(routing, per_layer=megatron.moe_per_layer_logging)
     metrics["mean_abs_dlogp"] = metrics.pop("abs_dlogp")
     metrics |= {"grad_norm": grad_norm, "lr": lr, "num_valid_tokens": float(size.num_valid_tokens)}
     return {f"train/{name}": value for name, value in metrics.items()}
@@ -136,7 +148,7 @@ def _forward_backward(
 ) -> list[dict[str, Tensor]]:
     def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
         item = next(iterator)
-        return _forward(model, item.row, replay), lambda output: loss_of(output, item, model)
+        return _counted_forward(model, item.row, size, replay), lambda output: loss_of(output, item, model)
 
     def loss_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         row, device = item.row, output.device
@@ -165,6 +177,19 @@ def _forward_backward(
         return loss, torch.ones((), dtype=torch.int, device=device), metrics
 
     return _run_schedule(forward_step, rows, chunks, forward_only=False)
+
+
+def _counted_forward(model: DistributedDataParallel, row: PackedRow, size: BatchSize, replay: RouterReplay | None) -> Tensor:
+    """As `_forward`, with routers that know the row: now, and when its layers are computed again in its backward pass."""
+    tokens = row_tokens(
+        row, num_batch_tokens=size.num_tokens, num_batch_sequences=size.num_sequences, device=next(model.parameters()).device
+    )
+    show_row(model, tokens)
+    output = _forward(model, row, replay)
+    if output.requires_grad:
+        # The first that happens in the row's backward pass, before which other rows may have gone forward.
+        output.register_hook(lambda _: show_row(model, tokens))
+    return output
 
 
 def _local(row: PackedRow) -> Tensor:

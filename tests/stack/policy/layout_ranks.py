@@ -27,9 +27,10 @@ from tests.stack.ranks import Rank
 def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **megatron: object) -> PolicyConfig:
     """A policy with these Megatron settings, and replicated gradients, so that every rank holds whole sums.
 
-    With `router_replay=True` its routers follow the routes of `tests.routes.forced_routes`.
+    With `router_replay=True` its routers follow the routes of `tests.routes.forced_routes`. Rows are padded to `row_multiple`.
     """
-    config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280, make_sequence_length_divisible_by=1)
+    config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280)
+    config.make_sequence_length_divisible_by = int(str(megatron.pop("row_multiple", 1)))
     config.sequence_packing.sequence_length_round = 1
     config.megatron_cfg.optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, clip_grad=1.0, bf16=precision == "bfloat16")
     config.megatron_cfg.scheduler = SchedulerConfig(start_weight_decay=0.01, end_weight_decay=0.01)
@@ -71,6 +72,7 @@ def packed_row(sequences: list[list[int]], config: PolicyConfig | None = None) -
         cu_seqlens=bounds.int(),
         max_seqlen=int(padded.max()),
         sequence_indices=list(range(len(sequences))),
+        lengths=[len(sequence) for sequence in sequences],
     )
 
 
@@ -125,6 +127,7 @@ def train(
 ) -> tuple[list[tuple[float, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Loss and gradient norm of each of `num_steps` steps on the same rows; the routers' weights and biases before and after."""
     from mrl.policy import parallel
+    from mrl.policy.moe import take_routing, update_expert_biases
     from mrl.policy.optimizer import build_optimizer, build_scheduler
 
     chunks, _, tensors = _build(rank, config, folder)
@@ -138,6 +141,8 @@ def train(
         optimizer.zero_grad()
         loss = _forward_backward(chunks, config, folder, rows)
         _, grad_norm, _ = optimizer.step()
+        routing = take_routing(chunks, loss_type=config.megatron_cfg.moe_router_load_balancing_type)
+        update_expert_biases(chunks, routing, rate=config.megatron_cfg.moe_router_bias_update_rate)
         scheduler.step(increment=1)
         steps.append((loss, float(grad_norm)))
     if config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather:
@@ -171,7 +176,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
     from mrl.policy import parallel
     from mrl.policy.distribution import TokenDistribution
     from mrl.policy.output import token_scores
-    from mrl.policy.step import _forward, _local, _run_schedule
+    from mrl.policy.step import _counted_forward, _local, _run_schedule, global_batch_size
 
     place = parallel.coordinates()
     distribution = TokenDistribution.of(config, _vocab_size(folder))
@@ -186,13 +191,14 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
             loss = (logprobs_T * row.advantages_T[local].to(device)).sum() / len(rows)
             return loss, torch.ones((), dtype=torch.int, device=device), {"loss": loss.detach()}
 
-        return _forward(model, row, replay), loss_of
+        return _counted_forward(model, row, size, replay), loss_of
 
     mine = _rows(config, folder, rows[place.dp :: place.dp_size])
     if len(chunks) > 1:
         # As `Policy` does: rows without a loss make up a multiple of the stages.
-        empty = dataclasses.replace(mine[-1], advantages_T=torch.zeros_like(mine[-1].advantages_T))
+        empty = dataclasses.replace(mine[-1], advantages_T=torch.zeros_like(mine[-1].advantages_T), sequence_indices=[], lengths=[])
         mine += [empty] * (-len(mine) % config.megatron_cfg.pipeline_model_parallel_size)
+    size = global_batch_size(mine)
     return sum(float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunks, forward_only=False))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +57,17 @@ def put_together(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return grads
 
 
-def transformers_gradients(folder: Path, scratch: Path) -> Gradients:
-    """What `gradients_of` gives, by transformers, which writes the gradients to `scratch` as if they were weights."""
+def transformers_gradients(folder: Path, scratch: Path, auxiliary: Callable[[PreTrainedModel], torch.Tensor] | None = None) -> Gradients:
+    """What `gradients_of` gives, by transformers, which writes the gradients to `scratch` as if they were weights.
+
+    `auxiliary` adds to the gradients, not to the loss.
+    """
     model = transformers_model(folder)
     loss = torch.zeros(())
     for row in ROWS:
         advantages_T = layout_ranks.packed_row(row).advantages_T
         loss = loss + (transformers_logprobs(model, row) * advantages_T).sum() / len(ROWS)
-    loss.backward()
+    (loss if auxiliary is None else loss + auxiliary(model)).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         parameter.data = parameter.grad

@@ -208,6 +208,24 @@ def canonical_weights(policy: Policy) -> dict[str, np.ndarray]:
     return weights
 
 
+def routing_of_step(rank: Rank, config: RunConfig) -> tuple[dict[str, float], dict[str, np.ndarray], set[str]]:
+    """Of a step with a reference: metrics, this rank's expert biases before and after, and the slots with optimizer state.
+
+    Biases are [2, experts], by canonical name.
+    """
+    with open_policy(rank, config) as policy:
+        slots = {slot: tensor for slot, tensor in policy._tensors.items() if slot.name.endswith("expert_bias")}
+        biases = {policy._layout[slot].pieces[0].name: tensor for slot, tensor in slots.items()}
+        before = {name: tensor.numpy().copy() for name, tensor in biases.items()}
+        set_batch(policy)
+        policy.compute_old_logprobs()
+        policy.compute_reference_logprobs()
+        metrics = policy.train_step()
+        policy.settle()
+        moved = {name: np.stack([before[name], tensor.numpy()]) for name, tensor in biases.items()}
+        return metrics, moved, {name for name, _, _ in main_shards(policy)}
+
+
 def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tuple[str, bool, list[dict[str, float]]]:
     """A step in which the last rank's advantages are `advantage`: its message, whether no byte of weights and optimizer changed.
 

@@ -1,0 +1,63 @@
+"""How evenly a train step spread tokens over experts, as metrics, and which way the experts' biases should move.
+
+Shape suffixes: L layers of the whole model, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Metric of each auxiliary loss, as Megatron names it."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the routers of a step did, the same on every rank. Layers without experts have no tokens."""
+
+    tokens_LE: Tensor
+    """int64, choices of each expert by the tokens of the global batch."""
+    losses: dict[str, Tensor]
+    """float64 [L], each auxiliary loss before its coefficient."""
+
+
+def bias_directions(tokens_LE: Tensor) -> Tensor:
+    """1 for every expert with fewer tokens than its layer's mean, -1 for every one with more, else 0 (arXiv:2408.15664)."""
+    return torch.sign(tokens_LE.sum(dim=1, keepdim=True) - tokens_LE * tokens_LE.shape[1])
+
+
+def balance_metrics(routing: Routing, *, per_layer: bool) -> dict[str, float]:
+    """How evenly the experts of a step were used; empty for a model without experts.
+
+    By layer, counted over the global batch: `moe/max_violation`, tokens of the busiest expert above the mean, in means (MaxVio of
+    arXiv:2408.15664; 0 = balance); `moe/load_entropy`, entropy of the experts' shares (1 = balance); `moe/unused_experts`, the share of
+    experts without a token; and the value of the auxiliary loss, if there is one. Each is the mean over the layers with experts; the
+    first three also the worst of them, as `_worst`; with `per_layer` also each layer's, as `_layer_N` from 0.
+    """
+    layers = routing.tokens_LE.any(dim=1).nonzero().flatten().tolist()
+    if not layers:
+        return {}
+    shares_LE = routing.tokens_LE[layers].double()
+    shares_LE = shares_LE / shares_LE.sum(dim=1, keepdim=True)
+    num_experts = shares_LE.shape[1]
+    entropies_L = -torch.xlogy(shares_LE, shares_LE).sum(dim=1) / math.log(max(2, num_experts))
+    by_layer = {
+        "max_violation": shares_LE.amax(dim=1) * num_experts - 1,
+        "load_entropy": entropies_L,
+        "unused_experts": (shares_LE == 0).double().mean(dim=1),
+    }
+    metrics = {f"moe/{name}_worst": float(values.min() if name == "load_entropy" else values.max()) for name, values in by_layer.items()}
+    by_layer |= {LOSS_NAMES[kind]: loss[layers] for kind, loss in routing.losses.items()}
+    metrics |= {f"moe/{name}": float(values.mean()) for name, values in by_layer.items()}
+    if per_layer:
+        for name, values in by_layer.items():
+            metrics |= {f"moe/{name}_layer_{layer}": value for layer, value in zip(layers, values.tolist(), strict=True)}
+    return metrics

@@ -1,0 +1,242 @@
+"""Routing to experts: the arguments of Megatron's layers, a router that knows what its row holds, a dispatcher for rows of any length.
+
+Megatron's own router takes a row for one sequence and its padding for tokens, and weights the auxiliary losses of rows by numbers of
+tokens that differ between layouts.
+Shape suffixes: T tokens of a row on this rank, S sequences of the row or the row as a whole, E experts, L layers of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from mrl.algo.balance import LOSS_NAMES, Routing, bias_directions
+from mrl.data.packing import PackedRow
+from mrl.policy import compat
+from mrl.policy.context import local_positions
+
+if TYPE_CHECKING:
+    from mrl.config.schema_megatron import MegatronConfig
+
+
+def routing_arguments(config: MegatronConfig) -> dict[str, object]:
+    """The routing arguments of Megatron's TransformerConfig that are not the model's."""
+    return dict(
+        moe_router_dtype=config.moe_router_dtype,
+        moe_router_load_balancing_type=config.moe_router_load_balancing_type,
+        moe_aux_loss_coeff=config.moe_aux_loss_coeff,
+        # `update_expert_biases` moves the biases, once the step is known to be finite.
+        moe_router_bias_update_rate=0.0,
+        # Megatron refuses its allgather dispatcher for rows that differ in length; `use_row_dispatchers` puts ours in.
+        moe_token_dispatcher_type="alltoall" if config.moe_token_dispatcher_type == "allgather" else config.moe_token_dispatcher_type,
+        moe_enable_deepep=config.moe_enable_deepep,
+        # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
+        moe_grouped_gemm=compat.HAVE_TE,
+        # It overlaps streams of a GPU, and changes no number.
+        moe_shared_expert_overlap=config.moe_shared_expert_overlap and torch.cuda.is_available(),
+    )
+
+
+Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
+
+
+def with_packed_routers(spec: Spec) -> Spec:
+    """The spec of a hybrid stack, or of a block of transformer layers, with `PackedRouter` in its layers of experts."""
+    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec.submodules.moe_layer]
+    for layer in layers:
+        if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
+            layer.submodules.mlp.submodules.router = PackedRouter
+    return spec
+
+
+def use_row_dispatchers(model: nn.Module, config: MegatronConfig) -> None:
+    """Gives every layer of experts a `RowAllGatherDispatcher`, if that is how tokens are to travel."""
+    if config.moe_token_dispatcher_type != "allgather":
+        return
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher = RowAllGatherDispatcher(
+                layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=get_default_pg_collection()
+            )
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """What the tokens are that this rank's routers see of a row, and how much the row is of its batch."""
+
+    sequences_T: Tensor
+    """int64, index of each token's sequence in the row; `num_sequences` for padding."""
+    num_sequences: int
+    num_batch_tokens: int
+    """Of the global batch, without padding."""
+    num_batch_sequences: int
+
+
+def row_tokens(row: PackedRow, *, num_batch_tokens: int, num_batch_sequences: int, device: torch.device) -> RowTokens:
+    """What this rank's routers see of a row: its part under context parallelism, and of that an equal share of each tp rank."""
+    sequences_T = torch.full_like(row.token_ids_T, len(row.lengths))
+    for index, (start, length) in enumerate(zip(row.cu_seqlens.tolist(), row.lengths, strict=False)):
+        sequences_T[start : start + length] = index
+    cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    mine_T = sequences_T[local_positions(row.cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)]
+    mine_T = mine_T.chunk(parallel_state.get_tensor_model_parallel_world_size())[parallel_state.get_tensor_model_parallel_rank()]
+    return RowTokens(mine_T.to(device), len(row.lengths), num_batch_tokens, num_batch_sequences)
+
+
+def routers_of(chunk: nn.Module) -> Iterator[PackedRouter]:
+    """The routers of a model chunk."""
+    return (module for module in chunk.modules() if isinstance(module, PackedRouter))
+
+
+def show_row(chunk: nn.Module, tokens: RowTokens) -> None:
+    """Tells the chunk's routers what the tokens are of the forward pass that follows, or of the recomputation that does."""
+    for router in routers_of(chunk):
+        router.row = tokens
+
+
+class PackedRouter(TopKRouter):
+    """Megatron's router, which counts the tokens of each expert and takes auxiliary losses over sequences, rows or the batch.
+
+    Only passes with gradient are counted, and of a recomputed layer only the recomputation: neither log-probability passes nor padding
+    move a bias. With f the share of the choices that fall on an expert and P its mean score, a loss is E * sum(f * P):
+
+        seq_aux_loss     of each sequence; the mean over the sequences of the global batch (DeepSeek-V3, arXiv:2412.19437)
+        aux_loss         of each packed row; the mean over rows, weighted by their tokens (Switch, arXiv:2101.03961)
+        global_aux_loss  f of all rows so far of all data-parallel ranks (arXiv:2501.11873), P of the global batch
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config, pg_collection)
+        self.row: RowTokens | None = None
+        self.reset()
+
+    @property
+    def layer_index(self) -> int:
+        """Of the whole model, from 0."""
+        assert self.layer_number is not None
+        return self.layer_number - 1
+
+    def reset(self) -> None:
+        """Forgets what has been counted."""
+        self.tokens_E: Tensor | int = 0
+        """Choices of each expert by this rank's tokens, int64."""
+        self.losses: dict[str, Tensor] = {}
+        """This rank's part of each auxiliary loss, before its coefficient."""
+        self.batch_tokens_SE: Tensor | int = 0
+        """Choices by the tokens of all ranks so far, for the loss over the batch."""
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        # Megatron's own counts stay zero, so that its update of the biases moves nothing.
+        if self.row is not None and torch.is_grad_enabled():
+            is_token_T = self.row.sequences_T < self.row.num_sequences
+            self.tokens_E = self.tokens_E + (routing_map & is_token_T[:, None]).sum(dim=0)
+
+    def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
+        return self._with_loss("aux_loss", probs, scores_for_aux_loss, routing_map)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        return self._with_loss("seq_aux_loss", probs, scores_for_aux_loss, routing_map)
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        return self._with_loss("global_aux_loss", probs, scores_for_aux_loss, routing_map)
+
+    def _with_loss(self, kind: str, probs: Tensor, scores_TE: Tensor, is_chosen_TE: Tensor) -> Tensor:
+        """`probs`, whose backward pass adds the gradient of this rank's part of the loss: gradients are summed over ranks and rows."""
+        coefficient = self.get_aux_loss_coeff(kind)
+        if coefficient == 0:
+            return probs
+        row = self.row
+        assert row is not None, "show_row comes before the forward pass"
+        per_sequence = kind == "seq_aux_loss"
+        parts = row.num_sequences if per_sequence else 1
+        # Padding is a part of its own, the last one, and weighs nothing.
+        part_T = row.sequences_T if per_sequence else (row.sequences_T == row.num_sequences).long()
+        tokens_SE = is_chosen_TE.new_zeros(parts + 1, scores_TE.shape[1], dtype=torch.int64)
+        tokens_SE = tokens_SE.index_add_(0, part_T, is_chosen_TE.long())
+        dist.all_reduce(tokens_SE, group=self.tp_dp_cp_group if kind == "global_aux_loss" else self.tp_cp_group)
+        tokens_SE = tokens_SE[:parts]
+        if kind == "global_aux_loss":
+            self.batch_tokens_SE = tokens_SE = self.batch_tokens_SE + tokens_SE
+        choices_S1 = tokens_SE.sum(dim=1, keepdim=True).clamp(min=1)
+        weights_SE = tokens_SE.double() / choices_S1 * tokens_SE.shape[1]
+        weights_SE = weights_SE / (choices_S1 / self.topk * row.num_batch_sequences if per_sequence else row.num_batch_tokens)
+        # A weight per token and expert instead of sums of scores per part: its backward pass is deterministic on GPUs, too.
+        loss = (F.pad(weights_SE, (0, 0, 0, 1)).to(scores_TE.dtype)[part_T] * scores_TE).sum()
+        self.losses[kind] = self.losses.get(kind, torch.zeros((), dtype=torch.double, device=loss.device)) + loss.detach().double()
+        return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
+
+
+class RowAllGatherDispatcher(MoEAllGatherTokenDispatcher):
+    """Megatron's allgather dispatcher for ranks whose rows differ in length: each fills up with tokens that go to no expert."""
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and weights of all ranks of the tp-ep group. Collective over that group."""
+        self.num_tokens = hidden_states.shape[0]
+        longest = torch.tensor(self.num_tokens, device=hidden_states.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.tp_ep_group)
+        filling = (0, 0, 0, int(longest) - self.num_tokens)
+        self.routing_map = F.pad(self.routing_map, filling)
+        return super().token_dispatch(F.pad(hidden_states, filling), F.pad(probs, filling))
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """The outputs for this rank's tokens. Collective over the tp-ep group."""
+        return super().token_combine(hidden_states)[: self.num_tokens]
+
+
+def take_routing(chunks: Sequence[DistributedDataParallel], *, loss_type: str) -> Routing:
+    """What all routers have counted since the last call. `loss_type` is the policy's moe_router_load_balancing_type.
+
+    Collective over all ranks where the model has experts. Tokens of tp ranks are different ones, because experts train with sequence
+    parallelism; so every token of every layer is counted by one rank.
+    """
+    config, device = chunks[0].config, next(chunks[0].parameters()).device
+    tokens_LE = torch.zeros(config.num_layers, config.num_moe_experts or 0, dtype=torch.int64, device=device)
+    if config.num_moe_experts is None:
+        return Routing(tokens_LE.cpu(), {})
+    losses = {kind: torch.zeros(config.num_layers, dtype=torch.double, device=device) for kind in LOSS_NAMES if kind == loss_type}
+    for chunk in chunks:
+        for router in routers_of(chunk):
+            tokens_LE[router.layer_index] = router.tokens_E
+            for kind, loss in router.losses.items():
+                losses[kind][router.layer_index] = loss
+            router.reset()
+    for total in (tokens_LE, *losses.values()):
+        dist.all_reduce(total)
+    return Routing(tokens_LE.cpu(), {kind: loss.cpu() for kind, loss in losses.items()})
+
+
+@torch.no_grad()
+def update_expert_biases(chunks: Sequence[DistributedDataParallel], routing: Routing, *, rate: float) -> None:
+    """Moves the bias of every expert by `rate`, up where tokens are missing and down where there are too many."""
+    if rate == 0:
+        return
+    directions_LE = bias_directions(routing.tokens_LE)
+    for chunk in chunks:
+        for router in routers_of(chunk):
+            router.expert_bias.add_(directions_LE[router.layer_index].to(router.expert_bias), alpha=rate)

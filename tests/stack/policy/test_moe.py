@@ -1,0 +1,92 @@
+"""Experts: dispatchers, precision of the router, and auxiliary losses give what transformers and slow formulas give, under any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import models
+from tests.stack.policy.balancing import balancing_loss
+from tests.stack.policy.layouts import CP2, EP2, PP2, ROWS, TP2_SP, Gradients, assert_close, gradients_of, transformers_gradients
+from tests.stack.ranks import RankPool
+
+FAMILIES = ("nemotron_h", "qwen3_moe", "mixtral")
+AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+COEFFICIENT = 0.5
+ETP2: dict[str, object] = dict(expert_tensor_parallel_size=2)
+
+DISPATCH_LAYOUTS = {
+    "ep2 dp2": (2, EP2),
+    "tp2 sp ep2": (2, TP2_SP | EP2),
+    "tp2 sp ep1": (2, TP2_SP),
+    "tp2 sp etp2": (2, TP2_SP | ETP2),
+    "tp2 sp etp2 ep2": (4, TP2_SP | ETP2 | EP2),
+    "tp2 sp ep4": (4, TP2_SP | dict(expert_model_parallel_size=4)),
+}
+AUX_LAYOUTS = {
+    "one": (1, {}),
+    "ep2 dp2": (2, EP2),
+    "tp2 sp dp2 ep2": (4, TP2_SP | EP2),
+    "tp2 sp cp2 ep2": (4, TP2_SP | CP2 | EP2),
+    "tp2 sp pp2 ep2, recomputed": (4, TP2_SP | PP2 | EP2 | dict(activation_checkpointing=True)),
+}
+# Cells of the short suite: every kind and every family once, on ranks whose rows differ.
+SHORT = {
+    ("allgather", "nemotron_h", "ep2 dp2"),
+    ("allgather", "qwen3_moe", "tp2 sp ep2"),
+    ("aux_loss", "qwen3_moe", "tp2 sp cp2 ep2"),
+    ("seq_aux_loss", "mixtral", "tp2 sp pp2 ep2, recomputed"),
+    ("global_aux_loss", "nemotron_h", "ep2 dp2"),
+}
+
+
+def cells(kinds: tuple[str, ...], layouts: dict) -> list:
+    """All cells, of which the short suite runs a few."""
+    every = [(kind, family, layout) for kind in kinds for family in FAMILIES for layout in layouts]
+    return [pytest.param(*cell, marks=() if cell in SHORT else pytest.mark.long("parity"), id=", ".join(cell)) for cell in every]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family. The hybrid one has shared experts."""
+    settings: dict[str, dict[str, object]] = {"nemotron_h": dict(hybrid_override_pattern="ME*E", num_hidden_layers=4)}
+    # transformers keeps the embedding of a padding token from training.
+    return {name: models.save_model(tmp_path_factory.mktemp(name), name, pad_token_id=None, **settings.get(name, {})) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def plain(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Gradients]:
+    """By family, from transformers."""
+    return {name: transformers_gradients(folder, tmp_path_factory.mktemp(name)) for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize(("dispatcher", "name", "layout"), cells(("alltoall", "allgather"), DISPATCH_LAYOUTS))
+def test_tokens_find_their_experts(ranks: RankPool, folders: dict, plain: dict, name: str, dispatcher: str, layout: str):
+    world_size, megatron = DISPATCH_LAYOUTS[layout]
+    loss, grads = gradients_of(ranks, folders[name], world_size, megatron | dict(moe_token_dispatcher_type=dispatcher))
+    assert loss == pytest.approx(plain[name][0], rel=1e-5)
+    assert_close(grads, plain[name][1], 2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", None])
+@pytest.mark.parametrize("name", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.long("parity")) for name in FAMILIES[1:])])
+def test_precision_of_the_router(ranks: RankPool, folders: dict, plain: dict, name: str, dtype: str | None):
+    loss, grads = gradients_of(ranks, folders[name], 1, dict(moe_router_dtype=dtype))
+    assert loss == pytest.approx(plain[name][0], rel=1e-5)
+    assert_close(grads, plain[name][1], 2e-5)
+
+
+@pytest.mark.parametrize(("kind", "name", "layout"), cells(AUX_LOSSES, AUX_LAYOUTS))
+def test_auxiliary_losses_have_the_gradients_of_slow_formulas(
+    ranks: RankPool, folders: dict, plain: dict, tmp_path: Path, name: str, kind: str, layout: str
+):
+    world_size, megatron = AUX_LAYOUTS[layout]
+    dp = 2 if "dp2" in layout else 1
+    _, expected = transformers_gradients(
+        folders[name], tmp_path, lambda model: COEFFICIENT * balancing_loss(model, ROWS, kind, num_rows_at_once=dp)
+    )
+    settings = dict(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=COEFFICIENT, row_multiple=16)
+    loss, grads = gradients_of(ranks, folders[name], world_size, megatron | settings)
+    assert loss == pytest.approx(plain[name][0], rel=1e-5)
+    assert_close(grads, expected, 2e-5)
