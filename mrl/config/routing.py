@@ -55,6 +55,9 @@ def _dispatch(config: RunConfig, model: ModelSizes) -> list[str]:
     if megatron.moe_shared_expert_overlap and dispatcher != "alltoall":
         rule = f"needs policy.megatron_cfg.moe_token_dispatcher_type=alltoall, not {dispatcher}"
         problems.append(_problem("moe_shared_expert_overlap", True, rule, "set it to false, or choose that dispatcher"))
+    if megatron.moe_shared_expert_overlap and megatron.activation_checkpointing and "shared_experts" in (megatron.recompute_modules or ()):
+        rule = "policy.megatron_cfg.recompute_modules names shared_experts, which Megatron recomputes only where they do not overlap"
+        problems.append(_problem("moe_shared_expert_overlap", True, rule, "set it to false"))
     if megatron.moe_shared_expert_overlap and model.latent_expert_size:
         rule = "Megatron has no overlap for the model's latent experts"
         problems.append(_problem("moe_shared_expert_overlap", True, rule, "set it to false"))

@@ -69,6 +69,16 @@ BAD = [
     (["moe_enable_deepep=true"], "moe_enable_deepep=true", "set it to false"),
     (["moe_enable_deepep=true", "moe_token_dispatcher_type=flex"], "moe_token_dispatcher_type=flex: DeepEP needs GPUs", "use alltoall"),
     (["moe_shared_expert_overlap=true", "moe_token_dispatcher_type=allgather"], "moe_shared_expert_overlap=true", "set it to false"),
+    (
+        [
+            "moe_shared_expert_overlap=true",
+            "activation_checkpointing=true",
+            "recompute_granularity=selective",
+            "recompute_modules=[shared_experts]",
+        ],
+        "moe_shared_expert_overlap=true: policy.megatron_cfg.recompute_modules",
+        "set it to false",
+    ),
 ]
 
 
