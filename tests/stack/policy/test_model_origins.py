@@ -20,7 +20,6 @@ MEGATRON_CLASSES = {
     "MambaMixer": "megatron.core.ssm",
     "SelfAttention": "megatron.core.transformer",
     "MoELayer": "megatron.core.transformer.moe",
-    "TopKRouter": "megatron.core.transformer.moe",
     "SequentialMLP": "megatron.core.transformer.moe",
     "ColumnParallelLinear": "megatron.core.tensor_parallel",
     "RowParallelLinear": "megatron.core.tensor_parallel",
@@ -35,8 +34,9 @@ TRANSFORMER_CLASSES = {
     "TransformerLayer": "megatron.core.transformer",
 } | {name: package for name, package in MEGATRON_CLASSES.items() if not name.startswith("Mamba")}
 SCHEDULES = {"dp2": "forward_backward_no_pipelining", "pp2 dp2 ep2": "forward_backward_pipelining_without_interleaving"}
-# Layers that Megatron takes through its specs, the norm whose base class it lacks without mamba_ssm, and the kernel for Apex's FusedAdam.
-OURS = {"PackedCoreAttention", "ExtendedRMSNorm", "CpuFusedAdam"}
+# Layers that Megatron takes through its specs, of which the router is a subclass of Megatron's, the norm whose base class it lacks without
+# mamba_ssm, and the kernel for Apex's FusedAdam.
+OURS = {"PackedCoreAttention", "PackedRouter", "ExtendedRMSNorm", "CpuFusedAdam"}
 
 
 @pytest.mark.parametrize("layout", SCHEDULES)
