@@ -45,7 +45,7 @@ def imbalance(counted: list[Tensor], scored: list[Tensor], topk: int) -> Tensor:
 
 def router_scores(model: PreTrainedModel, sequence: list[int]) -> list[Tensor]:
     """Scores [tokens, experts] of each layer with experts, which sum to one over the experts."""
-    logits = [hidden @ gate.weight.T for gate, hidden in router_inputs(model, sequence)]
+    logits = [hidden @ gate.get_parameter("weight").T for gate, hidden in router_inputs(model, sequence)]
     if model.config.model_type != "nemotron_h":
         return [scores.softmax(dim=-1) for scores in logits]
     return [scores.sigmoid() / scores.sigmoid().sum(dim=-1, keepdim=True) for scores in logits]

@@ -47,8 +47,8 @@ def tokens_by_layer() -> dict[int, list[int]]:
         for _, rollout, _, _ in policy_ranks.rollouts():
             inputs = router_inputs(model, [*rollout.request.token_ids, *rollout.token_ids.tolist()])
             for layer, (gate, hidden) in zip(EXPERT_LAYERS, inputs, strict=True):
-                for scores in (hidden @ gate.weight.T).sigmoid():
-                    for expert in (scores + gate.e_score_correction_bias).topk(2).indices.tolist():
+                for scores in (hidden @ gate.get_parameter("weight").T).sigmoid():
+                    for expert in (scores + gate.get_buffer("e_score_correction_bias")).topk(2).indices.tolist():
                         counts[layer][expert] += 1
     return counts
 

@@ -53,10 +53,11 @@ def cells(*groups: tuple[tuple[str, ...], Iterable[str]]) -> list:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By family. The hybrid one has shared experts."""
-    settings: dict[str, dict[str, object]] = {"nemotron_h": dict(hybrid_override_pattern="ME*E", num_hidden_layers=4)}
-    # transformers keeps the embedding of a padding token from training.
-    return {name: models.save_model(tmp_path_factory.mktemp(name), name, pad_token_id=None, **settings.get(name, {})) for name in FAMILIES}
+    """By family. The hybrid one has shared experts. transformers keeps the embedding of a padding token from training."""
+    hybrid, transformer = (tmp_path_factory.mktemp(name) for name in FAMILIES)
+    models.save_model(hybrid, FAMILIES[0], pad_token_id=None, hybrid_override_pattern="ME*E", num_hidden_layers=4)
+    models.save_model(transformer, FAMILIES[1], pad_token_id=None)
+    return dict(zip(FAMILIES, (hybrid, transformer), strict=True))
 
 
 @pytest.fixture(scope="module")
