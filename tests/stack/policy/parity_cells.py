@@ -17,8 +17,8 @@ Settings = Mapping[str, object]
 class Limits:
     """Largest errors, relative but for those of logprobs."""
 
-    loss: float = 1e-5
-    gradient: float = 1e-4
+    loss: float = 1e-6
+    gradient: float = 2e-5
     logprob: float = 1e-5
 
 

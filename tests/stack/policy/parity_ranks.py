@@ -98,7 +98,8 @@ def _gradients(policy: Policy) -> dict[str, np.ndarray]:
     for slot, tensor in policy._tensors.items():
         if not tensor.requires_grad or (is_distributed and id(tensor) not in ranges):
             continue
-        whole = tensor.main_grad.float().view(-1)
+        # Megatron's DDP gives parameters this attribute.
+        whole = vars(tensor)["main_grad"].float().view(-1)
         mine = ranges.get(id(tensor), slice(0, len(whole)))
         shard = torch.full_like(whole, torch.nan)
         shard[mine] = whole[mine]

@@ -120,6 +120,15 @@ def test_a_feature_of_the_quickstart_changes_no_loss(
     # Steps must do something, else any feature would pass.
     assert min(loss_errors(off[1:], off[:-1])) > 1e-3
     settings = " ".join(f"policy.{key}={value}" for key, value in feature.settings.items())
-    row: Row = dict(feature=feature.name, family=model_type, overrides=f"`{settings}`", ranks=feature.num_ranks)
-    tiny_rows.append(row | dict(first_step=errors[0], worst_of_five_steps=max(errors), why_not_equal=feature.why_unequal))
+    tiny_rows.append(
+        dict(
+            feature=feature.name,
+            family=model_type,
+            overrides=f"`{settings}`",
+            ranks=feature.num_ranks,
+            first_step=errors[0],
+            worst_of_five_steps=max(errors),
+            why_not_equal=feature.why_unequal,
+        )
+    )
     assert feature.why_unequal or max(errors) <= MAX_LOSS_ERROR, errors
