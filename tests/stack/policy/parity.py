@@ -61,8 +61,9 @@ class Errors:
 
 def save_example(folder: Path, model_type: str) -> Path:
     """A tiny model of a family with all its kinds of layers, in a number that two stages share evenly."""
-    has_mamba = model_type == "nemotron_h"
-    return models.save_model(folder, model_type, **(dict(hybrid_override_pattern="MEM*EME-", num_hidden_layers=8) if has_mamba else {}))
+    if model_type == "nemotron_h":
+        return models.save_nemotron_h(folder, hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
+    return models.save_model(folder, model_type)
 
 
 def run_config(folder: Path, settings: Settings, num_ranks: int) -> RunConfig:
