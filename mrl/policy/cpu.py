@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._device import _device_constructors
 
 logger = logging.getLogger(__name__)
@@ -181,6 +182,32 @@ def _repair_megatron() -> None:
         split_sizes,
         "only tensors on a GPU became the numbers that all_to_all_single takes",
     )
+    _fill_up_parts()
+
+
+def _fill_up_parts() -> None:
+    from megatron.core.tensor_parallel import mappings
+
+    real_gather, real_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def filled(part: Tensor, size: int) -> Tensor:
+        return torch.nn.functional.pad(part, (0, 0) * (part.ndim - 1) + (0, size - len(part)))
+
+    def gather(part: Tensor, group: ProcessGroup, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+        if sizes is None:
+            return real_gather(part, group, None, use_global_buffer)
+        parts = real_gather(filled(part, max(sizes)), group).split([max(sizes)] * len(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter(whole: Tensor, group: ProcessGroup, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+        if sizes is None:
+            return real_reduce_scatter(whole, group, None, use_global_buffer)
+        parts = torch.cat([filled(part, max(sizes)) for part in whole.split(sizes)])
+        return real_reduce_scatter(parts, group)[: sizes[group.rank()]]
+
+    unequal = "gloo gathers and scatters parts of equal size only; with expert tensor parallelism, ranks hold different numbers of tokens"
+    _replace("megatron.core.tensor_parallel.mappings._gather_along_first_dim", gather, unequal)
+    _replace("megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim", reduce_scatter, unequal)
 
 
 def _replace_transformer_engine() -> None:

@@ -38,6 +38,7 @@ AUX_LAYOUTS = {
 }
 # Cells of the short suite: every kind and every family once, on ranks whose rows differ.
 SHORT = {
+    ("alltoall", "qwen3_moe", "tp2 sp etp2 ep2"),
     ("allgather", "nemotron_h", "ep2 dp2"),
     ("allgather", "qwen3_moe", "tp2 sp ep2"),
     ("aux_loss", "qwen3_moe", "tp2 sp cp2 ep2"),
