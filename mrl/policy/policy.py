@@ -28,6 +28,7 @@ from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.lora import attach_adapters
+from mrl.policy.memory import PINNED, TrainingMemory, host_copy, swap
 from mrl.policy.model import build_model, wrap_ddp
 from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.perturb import perturb
@@ -89,6 +90,8 @@ class Policy:
         self._reference: dict[Slot, Tensor] | None = None
         self._batch: _Batch | None = None
         self._exchange: Exchange | None = None
+        device = next(iter(self._tensors.values())).device
+        self._memory = TrainingMemory(self._state, device, PINNED if device.type == "cuda" else None)
         self._phase: Phase | None = None
         self.enter("load")
 
@@ -104,14 +107,17 @@ class Policy:
         return self._config.policy.megatron_cfg.parallel, coords, self._config.policy.precision, "te" if compat.HAVE_TE else "local"
 
     def enter(self, phase: Phase) -> None:
-        """Brings every kind of memory where `mrl.capacity.phases` wants it in `phase`. Not collective.
+        """Brings gradients and optimizer state where `mrl.capacity.phases` wants them in `phase`. Not collective.
+
+        They stay where they are if engines have GPUs of their own: nobody else wants the memory.
 
         Raises:
             ValueError: no run goes from the current phase to `phase`.
         """
-        # Without a GPU, host and device memory are the same and nothing moves.
-        phases.enter(self._phase, phase)
+        residency = phases.enter(self._phase, phase)
         self._phase = phase
+        if self._config.policy.generation.colocated.enabled:
+            self._memory.place(residency)
 
     def load_hf(self, folder: Path | str) -> None:
         """Reads this rank's part of a Hugging Face folder. If the loss has a KL term, these weights are its reference from now on.
@@ -145,7 +151,9 @@ class Policy:
             changing = {
                 slot: tensor for slot, tensor in self._tensors.items() if self._lora is None or not isinstance(tensor, nn.Parameter)
             }
-            self._reference = {slot: tensor.detach().to("cpu", copy=True) for slot, tensor in changing.items()}
+            # Tied weights are one tensor under two names; swapped twice they would not change.
+            changing = dict({id(tensor): (slot, tensor) for slot, tensor in changing.items()}.values())
+            self._reference = {slot: host_copy(tensor) for slot, tensor in changing.items()}
 
     def save_checkpoint(self, weights_dir: Path | str) -> None:
         """Writes `weights_dir/iter_0000000`, optimizer state included if so configured. See `mrl.policy.checkpoint.save`."""
@@ -242,8 +250,10 @@ class Policy:
         """One optimizer step on the batch, which is then used up; returns metrics `train/*`, the same floats on every rank.
 
         Raises:
-            RuntimeError: loss or gradient is not finite, on all ranks; no parameter was changed.
+            RuntimeError: loss or gradient is not finite, on all ranks; no parameter was changed. Or the phase is not `train`.
         """
+        if self._phase != "train":
+            raise RuntimeError(f"a train step in phase {self._phase}, in which there is no memory for gradients: enter('train') comes first")
         batch, self._batch = self._current_batch(), None
         self._settled = None
         metrics = train_step(
@@ -305,18 +315,13 @@ class Policy:
         if self._reference is None:
             raise RuntimeError("there is no reference model: load_hf and load_mcore keep it where loss_fn.reference_policy_kl_penalty > 0")
         self.settled_weights()
-        current = {slot: self._tensors[slot].detach().to("cpu", copy=True) for slot in self._reference}
-        self._write(self._reference)
+        pairs = [(self._tensors[slot], copy) for slot, copy in self._reference.items()]
+        swap(pairs)
         try:
             with self._lora.disabled() if self._lora else nullcontext():
                 yield
         finally:
-            self._write(current)
-
-    @torch.no_grad()
-    def _write(self, values: Mapping[Slot, Tensor]) -> None:
-        for slot, value in values.items():
-            self._tensors[slot].copy_(value)
+            swap(pairs)
 
     def _base(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
         """Without the factors of adapters."""

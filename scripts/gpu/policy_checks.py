@@ -203,8 +203,10 @@ def train(setup: Setup) -> list[Row]:
         policy = Policy(config, rank=0, world_size=1, master_address="127.0.0.1", master_port=_free_port(), timeout_s=300.0)
 
     def step() -> None:
+        policy.enter("logprob")
         policy.set_batch(rows)
         policy.compute_old_logprobs()
+        policy.enter("train")
         policy.train_step()
 
     taken = seconds(setup.device, step, repeats=3)

@@ -158,10 +158,12 @@ def train(policy: Policy, num_steps: int) -> list[dict[str, float]]:
     """Metrics of on-policy steps; with a reference where the loss asks for one."""
     metrics = []
     for _ in range(num_steps):
+        policy.enter("logprob")
         set_batch(policy)
         policy.compute_old_logprobs()
         if policy._config.loss_fn.reference_policy_kl_penalty > 0:
             policy.compute_reference_logprobs()
+        policy.enter("train")
         metrics.append(policy.train_step())
     return metrics
 
@@ -191,6 +193,7 @@ def off_policy_steps(rank: Rank, config: RunConfig, num_steps: int) -> tuple[lis
             policy._batch.old_logprobs = [
                 torch.from_numpy(old_logprobs(row.labels_T.numpy(), row.generator_logprobs_T.numpy())) for row in policy._batch.rows
             ]
+            policy.enter("train")
             metrics.append(policy.train_step())
         return metrics, canonical_weights(policy)
 
@@ -281,6 +284,7 @@ def step_on_rows(rank: Rank, config: RunConfig, num_rows: int) -> tuple[list[np.
         logprobs = policy.logprobs_of_rows(rows)
         policy.set_batch(rows)
         policy.compute_old_logprobs()
+        policy.enter("train")
         return logprobs, policy.train_step()
 
 
@@ -292,6 +296,7 @@ def first_step_of_plans(rank: Rank, config: RunConfig, algorithms: Sequence[str]
             policy.load_hf(config.policy.model_name)
             set_batch(policy, algorithm)
             policy.compute_old_logprobs()
+            policy.enter("train")
             metrics[algorithm] = policy.train_step()
     return metrics
 

@@ -60,6 +60,7 @@ def training(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout]) -> tupl
         policy.compute_reference_logprobs()
         batch = policy._current_batch()
         references = [reference.numpy() for reference in batch.reference_logprobs or ()]
+        policy.enter("train")
         return policy.train_step(), references
 
 

@@ -1,0 +1,125 @@
+"""Where a rank's gradients and optimizer state lie between phases. `mrl.capacity.phases` says where; here they are moved."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
+
+from mrl.capacity.phases import Residency
+from mrl.policy.checkpoint import TrainState
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory that optimizer state leaves the device for."""
+
+    empty_like: Callable[[Tensor], Tensor]
+    """New memory for a tensor of this shape and type."""
+    holds: Callable[[Tensor], bool]
+
+
+PINNED = HostMemory(
+    # Torch keeps pinned blocks for the next phase, so they are made once.
+    empty_like=lambda tensor: torch.empty_like(tensor, device="cpu", pin_memory=True),
+    holds=lambda tensor: tensor.device.type == "cpu",
+)
+
+
+class TrainingMemory:
+    """Gradients and optimizer state of one rank."""
+
+    def __init__(self, state: TrainState, device: torch.device, host: HostMemory | None) -> None:
+        """`device` is where the model computes; `host` is None where that is the host, so that optimizer state stays."""
+        self._state = state
+        self._device = device
+        self._host = host
+
+    def place(self, residency: Residency) -> None:
+        """Brings both where `residency` wants them; values of optimizer state are unchanged, gradients made anew are zero. Not collective."""
+        if residency.gradients == "none":
+            self._release_gradients()
+        self.place_optimizer(is_on_device=residency.optimizer == "device")
+        if residency.gradients == "device":
+            for chunk in self._state.chunks:
+                chunk.restore_grad_buffers()
+
+    def place_optimizer(self, *, is_on_device: bool) -> None:
+        """Moves main parameters and moments of every optimizer, those too that were made since the last call."""
+        if self._host is None:
+            return
+        for tensor in optimizer_tensors(self._state):
+            if is_on_device == self._host.holds(tensor):
+                home = torch.empty_like(tensor, device=self._device) if is_on_device else self._host.empty_like(tensor)
+                home.copy_(tensor.detach(), non_blocking=True)
+                # The same tensor object: parameter groups, state and Megatron's lists of shards all hold it.
+                tensor.data = home
+        torch.cuda.synchronize()
+        # What has left is for the engine on this GPU, not for this process's allocator.
+        torch.cuda.empty_cache()
+
+    def _release_gradients(self) -> None:
+        # Main gradients may be views into the buffers, or copies that would outlive them.
+        self._state.optimizer.zero_grad()
+        for chunk in self._state.chunks:
+            chunk.offload_grad_buffers()
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned where the tensor is on a GPU."""
+    if not tensor.is_cuda:
+        return tensor.detach().clone()
+    return PINNED.empty_like(tensor.detach()).copy_(tensor.detach())
+
+
+@torch.no_grad()
+def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Exchanges the values of two tensors, bit for bit, pair by pair: between pairs there is memory for one more tensor only."""
+    for left, right in pairs:
+        kept = left.detach().clone()
+        left.copy_(right)
+        right.copy_(kept)
+
+
+def optimizer_tensors(state: TrainState) -> list[Tensor]:
+    """Main parameters and moments that the device computes with, each once.
+
+    Left out are those that are views of the model's weights, and those that Megatron's HybridDeviceOptimizer keeps on the host anyway.
+    """
+    weights = {parameter.untyped_storage().data_ptr() for chunk in state.chunks for parameter in chunk.parameters()}
+    tensors = {id(tensor): tensor for part in parts(state.optimizer) for tensor in _tensors_of(part)}
+    # A shard without elements has no memory, so that its address says nothing.
+    return [tensor for tensor in tensors.values() if tensor.numel() and tensor.untyped_storage().data_ptr() not in weights]
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that a chain is made of (dense layers and experts, by chunk), without those that have no parameters."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part for part in chained if part.optimizer is not None]
+
+
+def hybrids(optimizer: MegatronOptimizer) -> list[tuple[DistributedOptimizer, HybridDeviceOptimizer]]:
+    """The optimizers that compute partly on the host, each with what it wraps."""
+    return [
+        (part, part.optimizer)
+        for part in parts(optimizer)
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, HybridDeviceOptimizer)
+    ]
+
+
+def _tensors_of(part: MegatronOptimizer) -> Iterator[Tensor]:
+    inner = part.optimizer
+    yield from itertools.chain.from_iterable(group["params"] for group in inner.param_groups)
+    on_host: Mapping[Tensor, Tensor] = {}
+    if isinstance(inner, HybridDeviceOptimizer):
+        on_host = inner.gpu_params_map_cpu_copy
+        yield from (copy for param, copy in inner.param_to_fp32_param.items() if param not in on_host)
+    for param, state in inner.state.items():
+        if param not in on_host:
+            # A step count is a number that belongs to the host.
+            yield from (value for key, value in state.items() if key != "step" and isinstance(value, Tensor))
