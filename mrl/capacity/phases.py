@@ -1,6 +1,6 @@
 """What is resident where in each phase of a run: the one table that policy ranks and colocated engines obey.
 
-Dedicated engines share their memory with nobody and keep weights and KV cache in all phases.
+Dedicated engines share their memory with nobody: they keep weights and KV cache in all phases, and the policy gradients and optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class Residency:
     """Where each kind of memory lies during a phase. Without a GPU, device and host are the same memory and nothing moves."""
 
     weights: Place
-    """The policy's parameters and persistent buffers (the arena)."""
+    """The policy's parameters and persistent buffers (the arena). Always on the device: CUDA frees no memory that another process maps, and
+    engine workers map it once, at start."""
     gradients: Place
     optimizer: Place
     activations: Place
@@ -37,7 +38,7 @@ PHASES: dict[Phase, Residency] = {
     # Both copies of the weights are live, so everything else has left, and the KV cache comes only afterwards.
     "refit": Residency(weights="device", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="none"),
     "generate": Residency(
-        weights="host", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="device"
+        weights="device", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="device"
     ),
     # Weights are saved between a refit or a validation and the next generation: the engine keeps what it was given.
     "checkpoint": Residency(

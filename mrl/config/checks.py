@@ -147,7 +147,7 @@ def _engine(generation: GenerationConfig, *, is_cpu: bool) -> list[str]:
 def _optimizer(config: RunConfig) -> list[str]:
     policy, megatron = config.policy, config.policy.megatron_cfg
     optimizer, scheduler = megatron.optimizer, megatron.scheduler
-    prefix, problems = "policy.megatron_cfg", _overlap(megatron)
+    prefix, problems = "policy.megatron_cfg", [*_overlap(megatron), *_host_optimizer(megatron)]
     if optimizer.bf16 != (policy.precision == "bfloat16"):
         rule = f"must agree with policy.precision={policy.precision}"
         problems.append(_problem(f"{prefix}.optimizer.bf16", optimizer.bf16, rule, f"set it to {spell(not optimizer.bf16)}"))
@@ -171,6 +171,20 @@ def _optimizer(config: RunConfig) -> list[str]:
         )
         problems.append(_problem(f"{prefix}.scheduler.end_weight_decay", end, rule, "leave both out, and they follow the optimizer's"))
     return problems
+
+
+def _host_optimizer(megatron: MegatronConfig) -> list[str]:
+    optimizer = megatron.optimizer
+    needed = {
+        "use_distributed_optimizer": optimizer.use_distributed_optimizer,
+        "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
+        "bf16": optimizer.bf16,
+    }
+    missing = [f"policy.megatron_cfg.optimizer.{name}=true" for name, is_on in needed.items() if not is_on]
+    if not optimizer.optimizer_cpu_offload or not missing:
+        return []
+    rule = "Megatron cannot load checkpoints of any other optimizer on the host"
+    return [_problem("policy.megatron_cfg.optimizer.optimizer_cpu_offload", True, rule, f"set {' and '.join(missing)}, or it to false")]
 
 
 def _overlap(megatron: MegatronConfig) -> list[str]:

@@ -35,6 +35,14 @@ class OptimizerConfig:
     use_precision_aware_optimizer: bool = True
     """Leave main parameters to Transformer Engine's FusedAdam, which reads gradients as they are, without a float32 copy. Checkpoints stay
     float32. No effect without a GPU, Transformer Engine, `use_distributed_optimizer` and `bf16`."""
+    optimizer_cpu_offload: bool = False
+    """Keep main parameters and moments on the host and update them there, `optimizer_offload_fraction` of them. Needs
+    `use_distributed_optimizer`, `use_precision_aware_optimizer` and `bf16`. No effect without a GPU. If false, both lie on the host only
+    between train steps, and only if engines share the GPUs."""
+    optimizer_offload_fraction: float = 0.0
+    """Share of the parameters that the host updates if `optimizer_cpu_offload`."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Copy gradients and updated parameters while the host updates other parameters, if `optimizer_cpu_offload`."""
     params_dtype: Precision = "float32"
     """Type of the optimizer's main parameters."""
     bf16: bool = False
@@ -102,6 +110,9 @@ class MegatronConfig:
     """The same as policy.logprob_chunk_size, which then stays null, with the number of tokens below."""
     fused_linear_logprobs_chunk_size: int = 256
     """Tokens whose logits are in memory at the same time if `use_fused_linear_logprobs`."""
+    empty_unused_memory_level: Literal[0, 1, 2] = 1
+    """Give memory that the allocator keeps back to the GPU: 1 = after the backward pass of a step, 2 = after its update too, 0 = never.
+    For an engine that shares the GPU it is given back between phases in any case."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: all that `recompute_granularity` names."""
     recompute_granularity: Literal["full", "selective"] = "full"

@@ -55,10 +55,13 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
 def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
     """Arguments of Megatron's OptimizerConfig that leave float32 main parameters to Transformer Engine's FusedAdam, where that is possible.
 
+    Or to Megatron's optimizer on the host, which needs no such library.
+
     Whole main parameters, not the 16 bits that bfloat16 weights lack: checkpoints hold float32 that any layout and host can load.
     """
     wanted = config.use_precision_aware_optimizer and config.use_distributed_optimizer and config.bf16
-    is_on = wanted and torch.cuda.is_available() and _works("optimizer.use_precision_aware_optimizer", _fused_adam_fault)
+    is_here = torch.cuda.is_available()
+    is_on = wanted and is_here and (config.optimizer_cpu_offload or _works("optimizer.use_precision_aware_optimizer", _fused_adam_fault))
     return {"use_precision_aware_optimizer": is_on, "store_param_remainders": False}
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
@@ -39,18 +40,28 @@ class TrainingMemory:
         self._state = state
         self._device = device
         self._host = host
+        self._is_optimizer_on_device = True
 
     def place(self, residency: Residency) -> None:
-        """Brings both where `residency` wants them; values of optimizer state are unchanged, gradients made anew are zero. Not collective."""
+        """Brings both where `residency` wants them; state keeps its values, gradients made anew are zero. Not collective."""
         if residency.gradients == "none":
             self._release_gradients()
-        self.place_optimizer(is_on_device=residency.optimizer == "device")
+        self._is_optimizer_on_device = residency.optimizer == "device"
+        self._place_optimizer(is_on_device=self._is_optimizer_on_device)
         if residency.gradients == "device":
             for chunk in self._state.chunks:
                 chunk.restore_grad_buffers()
 
-    def place_optimizer(self, *, is_on_device: bool) -> None:
-        """Moves main parameters and moments of every optimizer, those too that were made since the last call."""
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, optimizer state may be made or replaced; afterwards it is where the last `place` wanted it. Not collective."""
+        if hybrids(self._state.optimizer):
+            # Megatron takes a step with it, to have state that it can fill.
+            self._place_optimizer(is_on_device=True)
+        yield
+        self._place_optimizer(is_on_device=self._is_optimizer_on_device)
+
+    def _place_optimizer(self, *, is_on_device: bool) -> None:
         if self._host is None:
             return
         for tensor in optimizer_tensors(self._state):
@@ -66,6 +77,10 @@ class TrainingMemory:
     def _release_gradients(self) -> None:
         # Main gradients may be views into the buffers, or copies that would outlive them.
         self._state.optimizer.zero_grad()
+        for hybrid in hybrids(self._state.optimizer):
+            for param, copy in hybrid.param_to_fp32_param.items():
+                if param not in hybrid.gpu_params_map_cpu_copy:
+                    copy.grad = None
         for chunk in self._state.chunks:
             chunk.offload_grad_buffers()
 
@@ -103,13 +118,9 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in chained if part.optimizer is not None]
 
 
-def hybrids(optimizer: MegatronOptimizer) -> list[tuple[DistributedOptimizer, HybridDeviceOptimizer]]:
-    """The optimizers that compute partly on the host, each with what it wraps."""
-    return [
-        (part, part.optimizer)
-        for part in parts(optimizer)
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, HybridDeviceOptimizer)
-    ]
+def hybrids(optimizer: MegatronOptimizer) -> list[HybridDeviceOptimizer]:
+    """Those that update parameters on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload)."""
+    return [part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, HybridDeviceOptimizer)]
 
 
 def _tensors_of(part: MegatronOptimizer) -> Iterator[Tensor]:

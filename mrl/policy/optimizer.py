@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -33,6 +34,10 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
             params_dtype=DTYPES[settings.params_dtype],
             use_distributed_optimizer=settings.use_distributed_optimizer,
             overlap_param_gather=config.distributed_data_parallel_config.overlap_param_gather,
+            # Without a GPU, host and device are the same memory.
+            optimizer_cpu_offload=settings.optimizer_cpu_offload and torch.cuda.is_available(),
+            optimizer_offload_fraction=settings.optimizer_offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=settings.overlap_cpu_optimizer_d2h_h2d,
             **precision_aware_arguments(settings),
         ),
         list(chunks),

@@ -172,7 +172,8 @@ class Policy:
         Raises:
             ValueError: there is no checkpoint, or it has other adapters.
         """
-        checkpoint.load(Path(weights_dir), self._state, adapters=self._lora.description if self._lora else None)
+        with self._memory.loading():
+            checkpoint.load(Path(weights_dir), self._state, adapters=self._lora.description if self._lora else None)
         self._settled = None
 
     def perturb(self, seed: int) -> None:
@@ -253,7 +254,7 @@ class Policy:
             RuntimeError: loss or gradient is not finite, on all ranks; no parameter was changed. Or the phase is not `train`.
         """
         if self._phase != "train":
-            raise RuntimeError(f"a train step in phase {self._phase}, in which there is no memory for gradients: enter('train') comes first")
+            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('train') comes first")
         batch, self._batch = self._current_batch(), None
         self._settled = None
         metrics = train_step(

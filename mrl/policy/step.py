@@ -121,6 +121,8 @@ def train_step(
     optimizer.zero_grad()
     row_metrics = _forward_backward(chunks, rows, size, distribution, config, replay)
     routing = take_routing(chunks, loss_type=megatron.moe_router_load_balancing_type)
+    if megatron.empty_unused_memory_level >= 1:
+        torch.cuda.empty_cache()
     metrics = finish_metrics(_global_metrics(row_metrics), num_valid_tokens=size.num_valid_tokens)
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
@@ -129,6 +131,8 @@ def train_step(
     # Prepares the gradients once more, which changes nothing, and clips them.
     is_updated, _, _ = optimizer.step()
     assert is_updated
+    if megatron.empty_unused_memory_level >= 2:
+        torch.cuda.empty_cache()
     scheduler.step(increment=1)
     update_expert_biases(chunks, routing, rate=megatron.moe_router_bias_update_rate)
     if megatron.track_moe_metrics:

@@ -58,10 +58,12 @@ def measure(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], num_step
     with open_policy(rank, config) as policy:
         rows, logprob_rows = _rows(config, rollouts, policy.dp_rank)
         for step in range(num_steps):
+            policy.enter("logprob")
             policy.set_batch(rows, logprob_rows)
             policy.compute_old_logprobs()
             if step == measured_step:
                 logprobs = _of_rollouts(logprob_rows, policy.logprobs_of_rows(logprob_rows))
+            policy.enter("train")
             losses.append(policy.train_step()["train/loss"])
             if step == measured_step:
                 gradients = _gradients(policy)

@@ -223,6 +223,7 @@ def routing_of_step(rank: Rank, config: RunConfig) -> tuple[dict[str, float], di
         set_batch(policy)
         policy.compute_old_logprobs()
         policy.compute_reference_logprobs()
+        policy.enter("train")
         metrics = policy.train_step()
         policy.settle()
         moved = {name: np.stack([before[name], tensor.numpy()]) for name, tensor in biases.items()}

@@ -130,6 +130,12 @@ BAD = [
     ([f"{MEGATRON}.scheduler.end_weight_decay=0.1"], f"{MEGATRON}.scheduler.end_weight_decay=0.1", "leave both out"),
     ([f"{MEGATRON}.optimizer.use_distributed_optimizer=false"], f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=true",
      "set it to false"),
+    (
+        [f"{MEGATRON}.optimizer.optimizer_cpu_offload=true"],
+        f"{MEGATRON}.optimizer.optimizer_cpu_offload=true",
+        "set policy.megatron_cfg.optimizer.bf16=true, or it to false",
+    ),
+    ([f"{MEGATRON}.optimizer.optimizer_offload_fraction=1.5"], f"{MEGATRON}.optimizer.optimizer_offload_fraction=1.5", "at most 1"),
     ([f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce=false"],
      f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=true", "overlap_grad_reduce=true"),
     ([f"{MEGATRON}.tensor_model_parallel_size=4"], f"{MEGATRON}.tensor_model_parallel_size=4", "use 1 or 2"),

@@ -1,0 +1,106 @@
+"""What runs on the ranks of the tests of memory by phase: training through all phases, with storage that is counted."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mrl.config.schema import RunConfig
+from tests.stack.policy.policy_ranks import open_policy, optimizer_checksum, raw_checksums, set_batch
+from tests.stack.ranks import Rank
+
+if TYPE_CHECKING:
+    from mrl.capacity.phases import Phase
+    from mrl.policy.policy import Policy
+
+
+@dataclass
+class Walk:
+    """What a walk through the phases gave on one rank."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """Of each step; last comes the second one once more, after a load."""
+    checksums: list[object] = field(default_factory=list)
+    """Of weights and moments, after each step."""
+    saved: dict[str, str] = field(default_factory=dict)
+    """Digests of this rank's files of the checkpoint after the first step."""
+    gradient_bytes: dict[str, int] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    """Optimizer state on what stands for the device, in each phase after the first step."""
+    host_bytes: dict[str, int] = field(default_factory=dict)
+
+
+def walk(rank: Rank, config: RunConfig, weights_dir: Path) -> Walk:
+    """Two steps with all phases between them, and the second one again from the checkpoint. Shared memory stands for the host's."""
+    from mrl.policy.memory import HostMemory, TrainingMemory
+
+    shared = HostMemory(empty_like=lambda tensor: torch.empty_like(tensor).share_memory_(), holds=torch.Tensor.is_shared)
+    result = Walk()
+    with open_policy(rank, config) as policy:
+        policy._memory = TrainingMemory(policy._state, torch.device("cpu"), shared)
+        _enter(policy, "load", result)
+        _enter(policy, "refit", result)
+        _enter(policy, "generate", result)
+        _step(policy, result)
+        _enter(policy, "checkpoint", result)
+        policy.save_checkpoint(weights_dir)
+        _enter(policy, "generate", result)
+        _step(policy, result)
+        policy.load_checkpoint(weights_dir)
+        _step(policy, result)
+    folder = weights_dir / "iter_0000000"
+    files = folder.glob(f"__{rank.rank}_*.distcp")
+    result.saved = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return result
+
+
+def _step(policy: Policy, result: Walk) -> None:
+    _enter(policy, "logprob", result)
+    set_batch(policy)
+    policy.compute_old_logprobs()
+    if policy._reference is not None:
+        policy.compute_reference_logprobs()
+    _enter(policy, "train", result)
+    result.metrics.append(policy.train_step())
+    _enter(policy, "refit", result)
+    policy.settle()
+    result.checksums.append((raw_checksums(policy), optimizer_checksum(policy)))
+    _enter(policy, "generate", result)
+
+
+def _enter(policy: Policy, phase: Phase, result: Walk) -> None:
+    from mrl.policy.memory import optimizer_tensors
+
+    policy.enter(phase)
+    buffers = [buffer.grad_data for chunk in policy._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    main_grads = [parameter.main_grad for chunk in policy._chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    storages = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}
+    assert {gradient.untyped_storage().data_ptr() for gradient in main_grads} == set(storages)
+    tensors = optimizer_tensors(policy._state)
+    result.gradient_bytes[phase] = sum(storages.values())
+    result.host_bytes[phase] = sum(tensor.nbytes for tensor in tensors if tensor.is_shared())
+    result.device_bytes[phase] = sum(tensor.nbytes for tensor in tensors if not tensor.is_shared())
+
+
+def swapped_reference(rank: Rank, config: RunConfig) -> tuple[bool, bool, bool]:
+    """Of a pass of the reference after a step: whether the host copies become the current weights, the weights the starting ones, and
+    both are as before afterwards, in the same memory."""
+    with open_policy(rank, config) as policy:
+        start = raw_checksums(policy)
+        _step(policy, Walk())
+        current, addresses = raw_checksums(policy), _addresses(policy)
+        with policy._reference_weights():
+            assert policy._reference is not None
+            copies = {slot: copy.clone() for slot, copy in policy._reference.items()}
+            is_start = raw_checksums(policy) == start
+        is_current = all(torch.equal(policy._tensors[slot], copy) for slot, copy in copies.items())
+        return is_current, is_start and start != current, raw_checksums(policy) == current and _addresses(policy) == addresses
+
+
+def _addresses(policy: Policy) -> list[int]:
+    assert policy._reference is not None
+    return [tensor.data_ptr() for tensor in [*policy._reference.values(), *policy._tensors.values()]]
