@@ -110,7 +110,7 @@ class MegatronConfig:
     """The same as policy.logprob_chunk_size, which then stays null, with the number of tokens below."""
     fused_linear_logprobs_chunk_size: int = 256
     """Tokens whose logits are in memory at the same time if `use_fused_linear_logprobs`."""
-    empty_unused_memory_level: Literal[0, 1, 2] = 1
+    empty_unused_memory_level: int = 1
     """Give memory that the allocator keeps back to the GPU: 1 = after the backward pass of a step, 2 = after its update too, 0 = never.
     For an engine that shares the GPU it is given back between phases in any case."""
     activation_checkpointing: bool = False
