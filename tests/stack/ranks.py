@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import socket
 import time
 import traceback
@@ -14,7 +13,7 @@ from multiprocessing.process import BaseProcess
 
 # Each policy leaves some 50 threads of gloo behind: hooks of Megatron's DDP keep it alive, in a circle that Python's collector cannot see.
 # A run has one policy a process; here, hundreds of them would slow each other down.
-MAX_RUNS = 12
+MAX_RUNS = 6
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,9 @@ class RankPool:
 
 
 def _start() -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Imports take longer than most tests.
+    context.set_forkserver_preload(["tests.stack.preload"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
@@ -97,7 +98,6 @@ def _collect(connections: list[Connection], name: str, timeout_s: float) -> list
 
 
 def _serve(connection: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     while True:
         try:
             if not connection.poll(timeout=3600):
