@@ -29,6 +29,7 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import make_batch
 from mrl.data.order import prompts_of_step
 from mrl.data.prompts import PromptData, load_prompts
+from mrl.saving import CheckpointSaver, open_saver
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.clock import Clock
 from mrl.store.console import RolloutProgress
@@ -51,6 +52,7 @@ class Run:
     data: PromptData
     folder: RunFolder
     session: Session
+    saver: CheckpointSaver
     started: float
     last_step: int
 
@@ -67,8 +69,11 @@ def train(config: RunConfig, data: PromptData, folder: RunFolder, *, started: fl
     if checkpoint is not None and checkpoint.step >= last_step:
         logger.info("All %d steps are done: %s", last_step, checkpoint.folder)
         return checkpoint.state()
-    with start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session:
-        run = Run(config, data, folder, session, started, last_step)
+    with (
+        start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
+        open_saver(config, folder, session.policies) as saver,
+    ):
+        run = Run(config, data, folder, session, saver, started, last_step)
         state = resume(run, checkpoint)
         if state.step == 0 and config.grpo.val_at_start:
             folder.log_metrics(0, validate(run, state))
@@ -105,10 +110,11 @@ def train_step(run: Run, state: RunState) -> None:
             metrics |= validate(run, state)
     state.metrics = metrics
     folder.print_header(step, run.last_step)
-    if config.checkpointing.enabled and (is_due(step, config.checkpointing.save_period) or step == run.last_step or run.must_end_now):
+    is_last = step == run.last_step or run.must_end_now
+    if config.checkpointing.enabled and (is_due(step, config.checkpointing.save_period) or is_last):
         with clock.phase("checkpoint"):
-            save_checkpoint(run, state)
-    metrics |= clock.metrics()
+            save_checkpoint(run, state, has_next=not is_last)
+    metrics |= clock.metrics() | run.saver.take_metrics()
     folder.print_step(metrics)
     folder.log_samples(step, "train", groups[:NUM_REPORT_SAMPLES])
     folder.log_metrics(step, metrics)
@@ -127,11 +133,18 @@ def sample(run: Run, state: RunState, asked: Sequence[tuple[int, Prompt]], num_g
     """Rollouts of every prompt with their verdicts, drawn from the current weights."""
     collector = run.session.collector
     with clock.phase("generation"), RolloutProgress(len(asked) * num_generations) as progress:
+
+        def on_progress(num_finished: int) -> None:
+            progress.advance(num_finished)
+            run.saver.poll()
+
         generated = collector.generate(
-            asked, run.data.sampling, num_generations=num_generations, weight_version=state.weight_version, on_progress=progress.advance
+            asked, run.data.sampling, num_generations=num_generations, weight_version=state.weight_version, on_progress=on_progress
         )
     with clock.phase("reward"):
-        return collector.judge(generated)
+        groups, scoring_s = collector.judge(generated)
+    clock.overlap("reward", scoring_s)
+    return groups
 
 
 def update_policy(run: Run, batch: Batch) -> dict[str, float]:
@@ -166,15 +179,11 @@ def validate(run: Run, state: RunState) -> dict[str, float]:
     return metrics
 
 
-def save_checkpoint(run: Run, state: RunState) -> None:
-    """Writes `step_N` aside and publishes it when every byte is on disk."""
-    logger.info("Saving checkpoint for step %d...", state.step)
-    checkpoint = run.folder.checkpoints.begin(state.step)
-    run.session.policies.call("enter", "checkpoint", deadline_s=run.config.deadlines.checkpoint_s)
-    run.session.policies.call("save_checkpoint", checkpoint.weights, deadline_s=run.config.deadlines.checkpoint_s)
-    run.folder.copy_tokenizer(checkpoint)
-    run.folder.checkpoints.commit(checkpoint, state)
-    run.session.policies.call("enter", "generate", deadline_s=run.config.deadlines.checkpoint_s)
+def save_checkpoint(run: Run, state: RunState, *, has_next: bool) -> None:
+    """Begins `step_N`, which is published when every byte is on disk. If there is a next step, its rollouts do not wait for that."""
+    run.saver.begin(state)
+    if not has_next:
+        run.saver.finish()
 
 
 def resume(run: Run, checkpoint: Checkpoint | None) -> RunState:

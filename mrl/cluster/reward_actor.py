@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,8 +17,8 @@ from mrl.config.schema import RunConfig
 from mrl.types import Prompt, RolloutInfo, Verdict
 
 NAME = "reward actor"
-# Answers that hang are masked when this share of the driver's deadline is over, so that they never end the run.
-DEADLINE_SHARE = 0.8
+# Answers behind others that hang are masked when this share of the driver's deadline is over, so that they never end the run.
+PATIENCE_SHARE = 0.8
 
 
 class RewardActor:
@@ -28,26 +28,31 @@ class RewardActor:
         start_actor_process(log_file)
         from mrl.data.chat import load_tokenizer
         from mrl.envs.registry import build_environments
+        from mrl.envs.scorer import Scorer
 
-        self.config = config
+        self.deadlines = config.deadlines
         self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
-        self.environments = build_environments(config.env)
+        self.scorer = Scorer(lambda: build_environments(config.env), timeout_s=config.deadlines.start_s)
 
     def ready(self) -> None:
         """Returns once the environments are up."""
 
-    def score(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> list[Verdict]:
-        """One verdict per rollout, in order; `prompts[i]` is the prompt of `infos[i]`."""
-        rollouts = pull(infos, timeout_s=self.config.deadlines.reward_s)
+    def submit(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> None:
+        """Hands rollouts to their environments; `prompts[i]` is the prompt of `infos[i]`."""
+        from mrl.envs.scorer import Answer
+
+        rollouts = pull(infos, timeout_s=self.deadlines.reward_s)
         texts: list[str] = self.tokenizer.batch_decode([rollout.token_ids.tolist() for rollout in rollouts], skip_special_tokens=True)
-        verdicts: dict[int, Verdict] = {}
-        for env_name in dict.fromkeys(prompt.env_name for prompt in prompts):
-            indices = [i for i, prompt in enumerate(prompts) if prompt.env_name == env_name]
-            scored = self.environments[env_name].score(
-                [(texts[i], prompts[i].expected_answer) for i in indices], timeout_s=DEADLINE_SHARE * self.config.deadlines.reward_s
-            )
-            verdicts.update(zip(indices, scored, strict=True))
-        return [verdicts[i] for i in range(len(infos))]
+        self.scorer.submit(
+            [
+                Answer(info.request_id, prompt.env_name, (text, prompt.expected_answer))
+                for info, prompt, text in zip(infos, prompts, texts, strict=True)
+            ]
+        )
+
+    def collect(self) -> tuple[Mapping[str, Verdict], float]:
+        """Verdicts of everything submitted since the last call, by request id, and the seconds that they took, waited for or not."""
+        return self.scorer.collect(patience_s=PATIENCE_SHARE * self.deadlines.reward_s, timeout_s=self.deadlines.reward_s)
 
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(self, *arguments)`: tests and diagnostics reach into the actor with it."""
@@ -65,7 +70,7 @@ class Rewards:
         self.deadlines = config.deadlines
         actor_class = ray.remote(RewardActor).options(**placement.options(0, {}))
         self.actor = actor_class.remote(config, log_folder / "rewards.log")
-        self._pending: list[tuple[list[RolloutInfo], ray.ObjectRef]] = []
+        self._submitted: list[ray.ObjectRef] = []
 
     def wait_until_built(self) -> None:
         """Waits for the actor and its environments."""
@@ -73,17 +78,15 @@ class Rewards:
 
     def submit(self, infos: list[RolloutInfo], prompts: list[Prompt]) -> None:
         """Starts scoring; does not wait."""
-        self._pending.append((infos, self.actor.score.remote(infos, prompts)))
+        self._submitted.append(self.actor.submit.remote(infos, prompts))
 
-    def collect(self) -> dict[str, Verdict]:
-        """Verdicts of everything submitted since the last call, by request id."""
-        pending, self._pending = self._pending, []
-        results = wait_all(dict(enumerate(reference for _, reference in pending)), deadline_s=self.deadlines.reward_s, what="rewards")
-        verdicts: dict[str, Verdict] = {}
-        for index, (infos, _) in enumerate(pending):
-            scored = cast(list[Verdict], results[index])
-            verdicts.update((info.request_id, verdict) for info, verdict in zip(infos, scored, strict=True))
-        return verdicts
+    def collect(self) -> tuple[Mapping[str, Verdict], float]:
+        """Verdicts of everything submitted since the last call, by request id, and the seconds that they took, waited for or not."""
+        submitted, self._submitted = self._submitted, []
+        # The actor takes calls in order, so that the last one is answered last.
+        pending: dict[str, ray.ObjectRef] = {f"{NAME}, batch {index}": reference for index, reference in enumerate(submitted)}
+        pending[NAME] = self.actor.collect.remote()
+        return cast(tuple[Mapping[str, Verdict], float], wait_all(pending, deadline_s=self.deadlines.reward_s, what="rewards")[NAME])
 
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(actor, *arguments)` in the actor's process."""

@@ -70,13 +70,17 @@ class RolloutCollector:
         groups = [rollouts[first : first + num_generations] for first in range(0, len(rollouts), num_generations)]
         return Generated([prompt for _, prompt in asked], groups)
 
-    def judge(self, generated: Generated) -> list[RolloutGroup]:
-        """The groups of one `generate`, in the order in which their prompts were asked, once the last verdict is in."""
-        verdicts = self.rewards.collect()
-        return [
+    def judge(self, generated: Generated) -> tuple[list[RolloutGroup], float]:
+        """The groups of one `generate`, in the order in which their prompts were asked, once the last verdict is in.
+
+        Also the seconds of scoring, during the generation and since.
+        """
+        verdicts, seconds = self.rewards.collect()
+        groups = [
             RolloutGroup(prompt, tuple(rollouts), tuple(verdicts[rollout.request_id] for rollout in rollouts))
             for prompt, rollouts in zip(generated.prompts, generated.groups, strict=True)
         ]
+        return groups, seconds
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, epoch: int, index: int) -> RolloutRequest:
         seed = request_seed(self.run_seed, epoch, prompt.prompt_id, index)

@@ -83,6 +83,13 @@ class DdpConfig:
 
 @traced
 @dataclass
+class SaveConfig:
+    async_save: bool = True
+    """Write checkpoints from a copy in host memory while the next rollouts are generated; false = training waits until they are written."""
+
+
+@traced
+@dataclass
 class MegatronConfig:
     enabled: bool = True
     """Train with Megatron-Core, the only backend: must be true."""
@@ -158,6 +165,7 @@ class MegatronConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     distributed_data_parallel_config: DdpConfig = field(default_factory=DdpConfig)
+    checkpoint: SaveConfig = field(default_factory=SaveConfig)
 
     @property
     def model_parallel_size(self) -> int:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Literal
@@ -26,6 +26,11 @@ MAX_FAILED_STARTS = 3
 MAX_CACHED_VERDICTS = 20_000
 # Longer rollouts hardly repeat, and would fill the memory.
 MAX_CACHED_CHARACTERS = 1_000
+
+
+def never() -> bool:
+    """The patience of a caller who waits for every verdict."""
+    return False
 
 
 class RewardPool:
@@ -71,10 +76,10 @@ class RewardPool:
             worker.kill()
         self._workers = []
 
-    def score(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Verdict]:
+    def score(self, items: Sequence[Item], *, gives_up: Callable[[], bool] = never) -> list[Verdict]:
         """One verdict per item, in order. Equal items are scored once; good verdicts of short texts are remembered.
 
-        An item that takes longer than the pool's `timeout_s`, or is not begun `timeout_s` after this call (None: no such limit), gets
+        An item that takes longer than the pool's `timeout_s`, or is not begun when `gives_up` says so, gets
         status `timeout`; one that kills its child `crash`; one whose reward function raises, or returns something other than a finite
         number and a string, `error`. All of these are not valid.
 
@@ -85,9 +90,8 @@ class RewardPool:
         verdicts: dict[Item, Verdict] = {item: self._cache[item] for item in items if item in self._cache}
         queue = deque(item for item in dict.fromkeys(items) if item not in verdicts)
         self.counts["cached"] += len(items) - len(queue)
-        give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while queue or any(worker.item for worker in self._workers):
-            if time.monotonic() > give_up_at:
+            if queue and gives_up():
                 verdicts.update((item, _failed("timeout", item)) for item in queue)
                 queue.clear()
             for index, worker in enumerate(self._workers):

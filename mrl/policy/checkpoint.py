@@ -1,6 +1,6 @@
 """Megatron torch_dist checkpoints: weights, optimizer, schedule and random states of all ranks, loadable at any parallel layout.
 
-Written by every rank in its own process, without helper processes: ranks may live in Ray actors. Making files durable is the store's part.
+Here: what a checkpoint holds. How its bytes get to disk is `mrl.policy.checkpoint_writer`'s part, to publish it the store's.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
-from torch.distributed import checkpoint as dcp
 
+from mrl.policy.checkpoint_writer import InProcessStrategy, Writing
 from mrl.policy.lora import ATTRIBUTE
 
 # NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
@@ -53,17 +47,23 @@ class TrainState:
     scheduler: OptimizerParamScheduler
 
 
-def save(
+def begin_save(
     weights_dir: Path,
     state: TrainState,
     *,
     hf_config: Mapping[str, object],
     save_optimizer: bool,
     adapters: Mapping[str, object] | None = None,
-) -> None:
-    """Writes `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled.
+    in_background: bool = False,
+) -> Writing:
+    """Begins to write `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled.
 
-    `adapters` describes them (`Lora.description`); they are saved apart from the weights that they change. None if there are none.
+    It is complete once `finish` of the result has returned. With `in_background`, what is saved is the state of now, from a copy in host
+    memory, whatever becomes of the weights meanwhile. `adapters` describes them (`Lora.description`); they are saved apart from the
+    weights that they change. None if there are none.
+
+    Raises:
+        RuntimeError: this rank's file could not be written.
     """
     folder = weights_dir / ITERATION_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,13 +78,14 @@ def save(
         }
     peft = {} if adapters is None else {"peft": dict(adapters)}
     sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": parallel_sizes(), **peft}
-    dist_checkpointing.save(sharded, str(folder), sharded_strategy=_InProcessStrategy("torch_dist", 1), content_metadata=_FORMAT)
+    strategy = InProcessStrategy(takes_snapshot=in_background)
+    request = dist_checkpointing.save(sharded, str(folder), sharded_strategy=strategy, async_sharded_save=True, content_metadata=_FORMAT)
     if dist.get_rank() == 0:
         (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
         # JSON is YAML; whoever writes it this way needs no YAML library.
         (folder / "run_config.yaml").write_text(json.dumps({"model": parallel_sizes(), **peft}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
-    dist.barrier()
+    return Writing(folder, request, in_background=in_background)
 
 
 def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> None:
@@ -195,19 +196,3 @@ def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
     if "cuda" in states:
         torch.cuda.set_rng_state(states.pop("cuda"))
     tensor_parallel.get_cuda_rng_tracker().set_states(states)
-
-
-class _InProcessStrategy(SaveShardedStrategy):
-    """Megatron's torch_dist format by torch's own writer. Megatron's starts processes, which costs seconds and may fail in actors."""
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        dcp.save(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=False, thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )

@@ -26,13 +26,14 @@ from mrl.data.packing import PackedRow, pack_row, regroup
 from mrl.policy import checkpoint, compat, parallel
 from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
+from mrl.policy.checkpoint_writer import Writing
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.lora import attach_adapters
 from mrl.policy.memory import PINNED, TrainingMemory, host_copy, swap
 from mrl.policy.model import build_model, wrap_ddp
 from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.perturb import perturb
-from mrl.policy.reports import SettleReport
+from mrl.policy.reports import SettleReport, WriteReport
 from mrl.policy.router_replay import RouterReplay
 from mrl.policy.step import BatchSize, TrainRow, check_equal_counts, compute_logprobs, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, rank_tensors
@@ -89,6 +90,7 @@ class Policy:
         self._settled: SettleReport | None = None
         self._reference: dict[Slot, Tensor] | None = None
         self._batch: _Batch | None = None
+        self._writing: Writing | None = None
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
         self._memory = TrainingMemory(self._state, device, PINNED if device.type == "cuda" else None)
@@ -155,16 +157,37 @@ class Policy:
             changing = dict({id(tensor): (slot, tensor) for slot, tensor in changing.items()}.values())
             self._reference = {slot: host_copy(tensor) for slot, tensor in changing.items()}
 
-    def save_checkpoint(self, weights_dir: Path | str) -> None:
-        """Writes `weights_dir/iter_0000000`, optimizer state included if so configured. See `mrl.policy.checkpoint.save`."""
+    def begin_save(self, weights_dir: Path | str) -> None:
+        """Begins to write `weights_dir/iter_0000000`, optimizer state included if so configured; in the background if so configured.
+
+        See `mrl.policy.checkpoint.begin_save`. The save before must be finished: there is one copy of the state at most.
+        """
+        assert self._writing is None, "finish_save comes first"
         self.settled_weights()
-        checkpoint.save(
+        self._writing = checkpoint.begin_save(
             Path(weights_dir),
             self._state,
             hf_config=self._hf_config,
             save_optimizer=self._config.checkpointing.save_optimizer,
             adapters=self._lora.description if self._lora else None,
+            in_background=self._config.policy.megatron_cfg.checkpoint.async_save,
         )
+
+    def is_written(self) -> bool:
+        """Whether `finish_save` would not wait for this rank. Not collective."""
+        assert self._writing is not None, "begin_save comes first"
+        return self._writing.is_done()
+
+    def finish_save(self) -> WriteReport:
+        """Waits until what `begin_save` began is written, and completes it; returns what this rank wrote.
+
+        Raises:
+            RuntimeError: it could not be written.
+            TimeoutError: that takes longer than deadlines.checkpoint_s.
+        """
+        assert self._writing is not None, "begin_save comes first"
+        writing, self._writing = self._writing, None
+        return writing.finish(self._config.deadlines.checkpoint_s)
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
         """Goes on from a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from conversion.manifest import FileRecord
+
 
 @dataclass(frozen=True)
 class SettleReport:
@@ -13,3 +15,12 @@ class SettleReport:
     """Bytes of this rank that were checked."""
     num_shared_boxes: int
     """Boxes of which more than one rank holds a copy, over all ranks."""
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """What a rank has written of a checkpoint."""
+
+    files: dict[str, FileRecord]
+    """Its files, by path below the folder of the weights. They are on disk, not only with the operating system."""
+    seconds: float

@@ -10,10 +10,12 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.files import sha256_file, sync_file, sync_folder, write_atomic
+from conversion.manifest import FileRecord, file_record
 from mrl.types import RunState
 
 logger = logging.getLogger(__name__)
@@ -51,20 +53,24 @@ class CheckpointStore:
         self.metric_name = metric_name.replace(":", "/", 1)
         self.higher_is_better = higher_is_better
 
-    def begin(self, step: int) -> Checkpoint:
-        """An empty folder to write step `step` into; it becomes a checkpoint by `commit`."""
-        aside = self.folder / f"tmp_step_{step}"
+    def begin(self, state: RunState) -> Checkpoint:
+        """A folder with `state` as it is now, for the weights to be written into; it becomes a checkpoint by `commit`."""
+        aside = self.folder / f"tmp_step_{state.step}"
         shutil.rmtree(aside, ignore_errors=True)
         (aside / "policy" / "weights").mkdir(parents=True)
-        return Checkpoint(step, aside)
+        (aside / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+        return Checkpoint(state.step, aside)
 
-    def commit(self, pending: Checkpoint, state: RunState) -> Checkpoint:
-        """Seals and publishes what was written: state, manifest, sync, marker, rename. Then removes what need not be kept."""
-        (pending.folder / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
-        files = sorted(path for path in pending.folder.rglob("*") if path.is_file())
-        manifest = {str(path.relative_to(pending.folder)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in files}
-        for path in files:
-            sync_file(path)
+    def commit(self, pending: Checkpoint, on_disk: Mapping[str, FileRecord]) -> Checkpoint:
+        """Seals and publishes what was written: manifest, sync, marker, rename. Then removes what need not be kept.
+
+        `on_disk` has the files of the weights that whoever wrote them has synced, by path below `pending.weights`.
+        """
+        records = {(pending.weights / name).relative_to(pending.folder): record for name, record in on_disk.items()}
+        for name in sorted({path.relative_to(pending.folder) for path in pending.folder.rglob("*") if path.is_file()} - records.keys()):
+            sync_file(pending.folder / name)
+            records[name] = file_record(pending.folder / name)
+        manifest = {str(name): {"bytes": record.size, "sha256": record.sha256} for name, record in sorted(records.items())}
         write_atomic(pending.folder / MANIFEST, json.dumps(manifest, indent=1))
         for path in pending.folder.rglob("*"):
             if path.is_dir():

@@ -17,6 +17,9 @@ HEADER_WIDTH = 62
 # Without a terminal a progress line is written at most this often.
 PLAIN_INTERVAL_S = 15.0
 
+# What went on beside other phases, which `[Time]` does not count.
+HIDDEN = {"reward": "time/reward_hidden", "ckpt": "time/checkpoint_hidden"}
+
 
 def step_header(step: int, max_num_steps: int) -> str:
     """`========================= Step 1/100 =========================`."""
@@ -32,6 +35,8 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
     if "time/checkpoint" in m:
         times += f", ckpt={m['time/checkpoint']:.1f}s"
     num_rollouts = num_prompts * num_generations
+    parts = [f"{label}={m[name]:.1f}s" for label, name in HIDDEN.items() if name in m]
+    hidden = f", hidden: {', '.join(parts)}" if parts else ""
     rewards = f"min={m['train/reward_min']:.1f}, max={m['train/reward_max']:.1f}"
     return [
         f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses ({m['time/generation']:.1f}s)",
@@ -40,7 +45,7 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
         f"[Time]     total={m['time/total']:.1f}s ({times})",
         f"[Mrl]      mean |dlogp|={m['train/mean_abs_dlogp']:.2e} (generator vs trainer), "
         f"token_mult_prob_error={m['train/token_mult_prob_error']:.6f}, "
-        f"refit={m['refit/seconds']:.2f}s, verified={int(m['refit/verified_bytes']):,} bytes",
+        f"refit={m['refit/seconds']:.2f}s, verified={int(m['refit/verified_bytes']):,} bytes{hidden}",
     ]
 
 

@@ -11,6 +11,7 @@ from conversion.files import write_atomic
 from mrl.store.charts import Series, line_chart, stacked_chart
 
 PHASES = ("generation", "reward", "train", "refit", "validation", "checkpoint")
+HIDDEN_PHASES = ("reward", "checkpoint")
 NUM_SAMPLES = 24
 MAX_SAMPLE_CHARACTERS = 600
 STYLE = """
@@ -42,6 +43,7 @@ def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: s
         line_chart("Gradient norm", {"grad_norm": _series(rows, "train/grad_norm")}),
         line_chart("Refit, seconds", {"refit": _series(rows, "refit/seconds")}),
         stacked_chart("Seconds by phase", {phase: _series(rows, f"time/{phase}") for phase in PHASES}),
+        stacked_chart("Seconds hidden beside other phases", {phase: _series(rows, f"time/{phase}_hidden") for phase in HIDDEN_PHASES}),
     ]
     page = (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style></head><body>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from mrl.cluster.session import start_session
 from mrl.config.load import load_config
 from mrl.prepare import prepare_tiny
+from mrl.saving import CheckpointSaver
 from mrl.store.run_folder import RunFolder
 from mrl.train import Run, is_due, preflight, resume, train_step, validate
 from mrl.types import Verdict
@@ -67,7 +68,8 @@ def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row]):
     folder = RunFolder(config)
     folder.open()
     with folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session:
-        run = Run(config, data, folder, session, started=started, last_step=config.grpo.max_num_steps)
+        saver = CheckpointSaver(config, folder, session.policies)
+        run = Run(config, data, folder, session, saver, started=started, last_step=config.grpo.max_num_steps)
         state = resume(run, folder.newest_checkpoint())
         accuracies = [validate(run, state)["val/accuracy"]]
         while state.step < run.last_step:
@@ -100,14 +102,14 @@ class CoinToss:
     def __init__(self, seed: int) -> None:
         self.coin = random.Random(seed)
 
-    def score(self, items: list[tuple[str, str]], *, timeout_s: float) -> list[Verdict]:
+    def score(self, items: Sequence[tuple[str, str]], *, gives_up: Callable[[], bool]) -> list[Verdict]:
         return [Verdict(float(self.coin.randint(0, 1)), True, "ok", "", text) for text, _ in items]
 
 
 def toss_coins(actor, seed: int) -> None:
-    actor.environments.setdefault("honest", actor.environments["math"])
-    actor.environments["math"] = CoinToss(seed)
+    actor.scorer.environments.setdefault("honest", actor.scorer.environments["math"])
+    actor.scorer.environments["math"] = CoinToss(seed)
 
 
 def judge_honestly(actor) -> None:
-    actor.environments["math"] = actor.environments["honest"]
+    actor.scorer.environments["math"] = actor.scorer.environments["honest"]

@@ -6,7 +6,7 @@ import json
 import random
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from mrl import prepare_tokenizer
 from mrl.cluster.session import start_session
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
+from mrl.saving import CheckpointSaver
 from mrl.store.run_folder import RunFolder
 from mrl.train import Run, preflight, resume
 from mrl.types import RunState, Verdict
@@ -74,12 +75,12 @@ class LiveRun:
 class CoinToss:
     """An environment whose reward follows from the text and has nothing to do with the answer: a random model gets a gradient from it."""
 
-    def score(self, items: list[tuple[str, str]], *, timeout_s: float) -> list[Verdict]:
+    def score(self, items: Sequence[tuple[str, str]], *, gives_up: Callable[[], bool]) -> list[Verdict]:
         return [Verdict(float(zlib.crc32(text.encode()) % 2), True, "ok", "", text) for text, _ in items]
 
 
 def toss_coins(actor) -> None:
-    actor.environments["math"] = CoinToss()
+    actor.scorer.environments["math"] = CoinToss()
 
 
 @pytest.fixture(scope="package")
@@ -105,5 +106,6 @@ def _live_run(folder: Path) -> Iterator[LiveRun]:
     run_folder.open()
     with run_folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=run_folder.log_folder / "actors") as session:
         session.rewards.apply(toss_coins)
-        run = Run(config, data, run_folder, session, started=time.monotonic(), last_step=config.grpo.max_num_steps)
+        saver = CheckpointSaver(config, run_folder, session.policies)
+        run = Run(config, data, run_folder, session, saver, started=time.monotonic(), last_step=config.grpo.max_num_steps)
         yield LiveRun(run, resume(run, run_folder.newest_checkpoint()), config)

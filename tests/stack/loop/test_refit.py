@@ -160,7 +160,7 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     from mrl.rollout.environment import engine_environment
 
     train_step(live.run, live.state)
-    save_checkpoint(live.run, live.state)
+    save_checkpoint(live.run, live.state, has_next=False)
     step = live.run.folder.path / f"step_{live.state.step}"
     assert convert(["mcore-to-hf", "--mcore", str(step), "--out", str(tmp_path / "export")]) == 0
     script = (

@@ -9,6 +9,7 @@ import torch
 from conversion.safetensors_io import read_layout
 from mrl.config.schema import RunConfig
 from tests.stack.policy.policy_ranks import open_policy, train
+from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
 
 
@@ -26,7 +27,7 @@ def load_and_save(rank: Rank, config: RunConfig, hf_folder: Path, source: Path, 
                 tensor.detach()[tuple(slice(start, stop) for start, stop in box)] = 0
             if not torch.equal(tensor.detach(), expected[slot]):
                 differing.append(str(slot))
-        policy.save_checkpoint(out)
+        save(policy, out)
         return differing
 
 
@@ -34,14 +35,14 @@ def load_save_and_step(rank: Rank, config: RunConfig, source: Path, out: Path) -
     """Loads a checkpoint and saves it again; metrics of the two steps that follow."""
     with open_policy(rank, config) as policy:
         policy.load_checkpoint(source)
-        policy.save_checkpoint(out)
+        save(policy, out)
         return train(policy, 2)
 
 
 def save_loaded_folder(rank: Rank, config: RunConfig, out: Path) -> None:
     """Saves the weights of the policy's model folder."""
     with open_policy(rank, config) as policy:
-        policy.save_checkpoint(out)
+        save(policy, out)
 
 
 def save_with_stacked_layers(rank: Rank, config: RunConfig, out: Path) -> None:

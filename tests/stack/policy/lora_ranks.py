@@ -10,6 +10,7 @@ import torch
 
 from mrl.config.schema import RunConfig
 from tests.stack.policy.policy_ranks import main_shards, open_policy, packed_rows, raw_checksums, set_batch, train
+from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
 
 
@@ -58,7 +59,7 @@ def run_lora(rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int) -
         with policy._lora.disabled():
             of_merged = policy.logprobs_of_rows(rows)
         policy._write(base)
-        policy.save_checkpoint(weights_dir)
+        save(policy, weights_dir)
         following = train(policy, 2)
         policy.settle()
         return LoraRun(

@@ -359,41 +359,6 @@ def settle_with_unknown_buffer(rank: Rank, config: RunConfig) -> str:
         return message_of(policy.settle)
 
 
-def save_after_steps(
-    rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int
-) -> tuple[list[dict[str, float]], dict[str, int], list[str]]:
-    """Saves after `num_steps`; metrics and checksums of the two steps that follow, and processes that the save left behind."""
-    import multiprocessing
-
-    with open_policy(rank, config) as policy:
-        train(policy, num_steps)
-        policy.save_checkpoint(weights_dir)
-        children = [child.name for child in multiprocessing.active_children()]
-        metrics = train(policy, 2)
-        policy.settle()
-        return metrics, raw_checksums(policy), children
-
-
-def load_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[list[dict[str, float]], dict[str, int]]:
-    """Metrics and checksums of the two steps after a checkpoint, loaded into a policy that has taken another number of steps."""
-    with open_policy(rank, config) as policy:
-        train(policy, 1)
-        torch.rand(rank.rank + 3)
-        policy.load_checkpoint(weights_dir)
-        metrics = train(policy, 2)
-        policy.settle()
-        return metrics, raw_checksums(policy)
-
-
-def load_weights_only(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[bool, float]:
-    """Whether the optimizer's main parameters are those of a checkpoint without optimizer state, and the loss after a step."""
-    with open_policy(rank, config) as policy:
-        policy.load_checkpoint(weights_dir)
-        weights = {str(slot): tensor.detach().float().flatten().numpy() for slot, tensor in policy.settled_weights().items()}
-        is_same = all(np.array_equal(values, weights[name][start : start + len(values)]) for name, start, values in main_shards(policy))
-        return is_same, train(policy, 2)[1]["train/loss"]
-
-
 def load_both_ways(rank: Rank, config: RunConfig, cached: Path) -> tuple[list[str], int]:
     """Weights, reference and main parameters that differ between loading the model folder and the cached checkpoint; how many there are."""
     with open_policy(rank, config) as policy:
@@ -414,29 +379,6 @@ def loaded_bits(policy: Policy) -> dict[str, bytes]:
     tensors |= {f"reference {slot}": tensor for slot, tensor in (policy._reference or {}).items()}
     bits = {name: tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
     return bits | {f"main {name} {start}": values.tobytes() for name, start, values in main_shards(policy)}
-
-
-def save_random_states(rank: Rank, config: RunConfig, weights_dir: Path) -> list[bytes]:
-    """Draws numbers, other ones on every rank, and saves."""
-    with open_policy(rank, config) as policy:
-        train(policy, 1)
-        torch.rand(rank.rank + 3)
-        policy.save_checkpoint(weights_dir)
-        return random_states()
-
-
-def load_random_states(rank: Rank, config: RunConfig, weights_dir: Path) -> list[bytes]:
-    with open_policy(rank, config) as policy:
-        policy.load_checkpoint(weights_dir)
-        return random_states()
-
-
-def random_states() -> list[bytes]:
-    """Bytes of the state of every generator of this rank."""
-    from megatron.core import tensor_parallel
-
-    states = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return [torch.get_rng_state().numpy().tobytes(), *(states[name].numpy().tobytes() for name in sorted(states))]
 
 
 def class_origins(rank: Rank, config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:

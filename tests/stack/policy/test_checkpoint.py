@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from conversion.boxes import Slot
 from conversion.families.registry import family
 from conversion.torch_dist_io import TorchDistFolder
 from tests import models
-from tests.stack.policy import policy_ranks
+from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.ranks import RankPool
 
 SAVED_LAYOUT = "tp2 sp dp2 ep2"
@@ -29,7 +30,7 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
     """A checkpoint after two steps, and what each rank did in the two steps that followed."""
     weights_dir = tmp_path_factory.mktemp("step_2") / "weights"
     config = policy_ranks.run_config(folder, SAVED_LAYOUT)
-    results = ranks.run(policy_ranks.save_after_steps, config, weights_dir, 2, world_size=policy_ranks.world_size(SAVED_LAYOUT))
+    results = ranks.run(save_ranks.save_after_steps, config, weights_dir, 2, world_size=policy_ranks.world_size(SAVED_LAYOUT))
     return weights_dir, results
 
 
@@ -40,15 +41,38 @@ def test_a_save_leaves_no_helper_processes(saved: tuple[Path, list]):
 def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, folder: Path, saved: tuple[Path, list]):
     weights_dir, unbroken = saved
     config = policy_ranks.run_config(folder, SAVED_LAYOUT)
-    resumed = ranks.run(policy_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(SAVED_LAYOUT))
+    resumed = ranks.run(save_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(SAVED_LAYOUT))
     assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
+
+
+def test_what_is_written_late_is_what_was_saved_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path):
+    at_once, late = tmp_path / "at_once", tmp_path / "late"
+    config = policy_ranks.run_config(folder, SAVED_LAYOUT)
+    results = ranks.run(save_ranks.save_at_once_and_late, config, at_once, late, world_size=policy_ranks.world_size(SAVED_LAYOUT))
+    assert [(is_written, is_changed) for is_written, is_changed, _ in results] == [(False, True)] * len(results)
+    assert [files for _, _, files in results] == [[f"iter_0000000/__{rank}_0.distcp"] for rank in range(len(results))]
+    names = {path.relative_to(at_once) for path in at_once.rglob("*") if path.is_file()}
+    assert names == {path.relative_to(late) for path in late.rglob("*") if path.is_file()}
+    # It also holds an id of the save; which bytes are whose it says by offsets into the files, which are equal.
+    names.remove(Path("iter_0000000/.metadata"))
+    assert [name for name in names if (at_once / name).read_bytes() != (late / name).read_bytes()] == []
+    first, second = (FileSystemReader(folder / "iter_0000000").read_metadata() for folder in (at_once, late))
+    assert (first.state_dict_metadata, first.storage_data) == (second.state_dict_metadata, second.storage_data)
+
+
+def test_a_write_that_fails_in_the_background_is_told_with_its_file(ranks: RankPool, folder: Path, tmp_path: Path):
+    config = policy_ranks.run_config(folder, "one")
+    ((message, loss),) = ranks.run(save_ranks.save_where_a_file_cannot_be_written, config, tmp_path, world_size=1)
+    assert message.startswith(f"{tmp_path / 'iter_0000000'}: this rank's part of the checkpoint could not be written: ")
+    assert "Is a directory" in message and "checkpointing.checkpoint_dir" in message
+    assert np.isfinite(loss)
 
 
 @pytest.mark.parametrize("layout", ["pp2 dp2 ep2", "cp2 ep2", "one"])
 def test_another_layout_goes_on_with_the_same_losses(ranks: RankPool, folder: Path, saved: tuple[Path, list], layout: str):
     weights_dir, unbroken = saved
     config = policy_ranks.run_config(folder, layout)
-    metrics, _ = ranks.run(policy_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(layout))[0]
+    metrics, _ = ranks.run(save_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(layout))[0]
     expected = unbroken[0][0]
     for name, tolerance in (("train/loss", 5e-7), ("train/grad_norm", 5e-6)):
         np.testing.assert_allclose([step[name] for step in metrics], [step[name] for step in expected], atol=tolerance, rtol=tolerance)
@@ -57,8 +81,8 @@ def test_another_layout_goes_on_with_the_same_losses(ranks: RankPool, folder: Pa
 
 def test_bf16_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path):
     config = policy_ranks.run_config(folder, "dp2", *BF16)
-    unbroken = ranks.run(policy_ranks.save_after_steps, config, tmp_path, 1, world_size=2)
-    resumed = ranks.run(policy_ranks.load_and_step, config, tmp_path, world_size=2)
+    unbroken = ranks.run(save_ranks.save_after_steps, config, tmp_path, 1, world_size=2)
+    resumed = ranks.run(save_ranks.load_and_step, config, tmp_path, world_size=2)
     assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
 
 
@@ -80,19 +104,19 @@ def test_keys_are_those_of_transformer_engine_models(folder: Path, saved: tuple[
 
 def test_random_states_come_back_on_their_ranks(ranks: RankPool, folder: Path, tmp_path: Path):
     config = policy_ranks.run_config(folder, "dp2")
-    saved_states = ranks.run(policy_ranks.save_random_states, config, tmp_path, world_size=2)
+    saved_states = ranks.run(save_ranks.save_random_states, config, tmp_path, world_size=2)
     assert saved_states[0] != saved_states[1]
-    assert ranks.run(policy_ranks.load_random_states, config, tmp_path, world_size=2) == saved_states
+    assert ranks.run(save_ranks.load_random_states, config, tmp_path, world_size=2) == saved_states
 
 
 def test_a_checkpoint_without_optimizer_starts_from_its_weights(ranks: RankPool, folder: Path, tmp_path: Path):
     config = policy_ranks.run_config(folder, "dp2", "checkpointing.save_optimizer=false", *BF16)
-    ranks.run(policy_ranks.save_after_steps, config, tmp_path, 1, world_size=2)
-    (is_same, loss), _ = ranks.run(policy_ranks.load_weights_only, config, tmp_path, world_size=2)
+    ranks.run(save_ranks.save_after_steps, config, tmp_path, 1, world_size=2)
+    (is_same, loss), _ = ranks.run(save_ranks.load_weights_only, config, tmp_path, world_size=2)
     assert is_same
     assert np.isfinite(loss)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(ranks: RankPool, folder: Path, tmp_path: Path):
     with pytest.raises(RuntimeError, match="ValueError: .*is not a Megatron torch_dist checkpoint"):
-        ranks.run(policy_ranks.load_and_step, policy_ranks.run_config(folder, "one"), tmp_path, world_size=1)
+        ranks.run(save_ranks.load_and_step, policy_ranks.run_config(folder, "one"), tmp_path, world_size=1)

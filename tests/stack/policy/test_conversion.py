@@ -17,7 +17,7 @@ from conversion.torch_dist_io import TorchDistFolder
 from mrl.convert import main as convert
 from tests import models
 from tests.sources import ROOT
-from tests.stack.policy import conversion_ranks, policy_ranks
+from tests.stack.policy import conversion_ranks, policy_ranks, save_ranks
 from tests.stack.ranks import RankPool
 
 LAYOUTS = ["tp2 sp dp2 ep2", "pp2 dp2 ep2"]
@@ -94,7 +94,7 @@ def test_a_trained_checkpoint_goes_to_another_layout_without_a_changed_bit(ranks
     hf_folder = models.save_model(tmp_path / "hf", model_type, **even)
     source = "tp2 sp pp2" if model_type in DENSE else "tp2 sp pp2 ep2"
     config, first = policy_ranks.run_config(hf_folder, source), tmp_path / "first"
-    unbroken, _, _ = ranks.run(policy_ranks.save_after_steps, config, first, 2, world_size=policy_ranks.world_size(source))[0]
+    unbroken, _, _ = ranks.run(save_ranks.save_after_steps, config, first, 2, world_size=policy_ranks.world_size(source))[0]
     config, second = policy_ranks.run_config(hf_folder, target), tmp_path / "second"
     resumed = ranks.run(conversion_ranks.load_save_and_step, config, first, second, world_size=policy_ranks.world_size(target))[0]
     assert convert(["mcore-to-hf", "--mcore", str(first), "--out", str(tmp_path / "trained")]) == 0

@@ -9,7 +9,7 @@ import pytest
 
 from mrl.config.schema_peft import FreezeConfig
 from tests import models
-from tests.stack.policy import policy_ranks
+from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.policy.layouts import EP2, TP2_SP, assert_close, gradients_of
 from tests.stack.ranks import RankPool
 
@@ -37,10 +37,10 @@ def test_the_others_have_the_gradients_of_all(ranks: RankPool, folder: Path, wor
 @pytest.mark.long("parity")
 def test_a_checkpoint_goes_on_and_frozen_tensors_stay(ranks: RankPool, folder: Path, tmp_path: Path):
     config = policy_ranks.run_config(folder, "pp2 dp2 ep2", f"policy.megatron_cfg.freeze_config.modules={PATTERNS}".replace(" ", ""))
-    saved = ranks.run(policy_ranks.save_after_steps, config, tmp_path / "1", 1, world_size=4)
-    resumed = ranks.run(policy_ranks.load_and_step, config, tmp_path / "1", world_size=4)
+    saved = ranks.run(save_ranks.save_after_steps, config, tmp_path / "1", 1, world_size=4)
+    resumed = ranks.run(save_ranks.load_and_step, config, tmp_path / "1", world_size=4)
     assert resumed == [(metrics, checksums) for metrics, checksums, _ in saved]
-    longer = ranks.run(policy_ranks.save_after_steps, config, tmp_path / "2", 2, world_size=4)
+    longer = ranks.run(save_ranks.save_after_steps, config, tmp_path / "2", 2, world_size=4)
     # The first of two stages holds the embedding and the layers 0 to 3, and nothing else.
     assert longer[0][1] == saved[0][1]
     assert longer[3][1] != saved[3][1]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mrl.convert import main as convert
 from tests import models
-from tests.stack.policy import lora_ranks, policy_ranks
+from tests.stack.policy import lora_ranks, policy_ranks, save_ranks
 from tests.stack.policy.lora_ranks import LoraRun
 from tests.stack.ranks import RankPool
 
@@ -53,7 +53,7 @@ def test_reference_and_merged_logprobs(run: tuple[Path, list[LoraRun]]):
 def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]]):
     weights_dir, unbroken = run
     config = policy_ranks.run_config(folder, LAYOUT, *PEFT)
-    resumed = ranks.run(policy_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(LAYOUT))
+    resumed = ranks.run(save_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(LAYOUT))
     assert resumed == [(rank.following, rank.checksums) for rank in unbroken]
 
 
@@ -62,7 +62,7 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, folder: Path, run:
 )
 def test_another_layout_goes_on_with_the_same_losses(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], layout: str):
     config = policy_ranks.run_config(folder, layout, *PEFT)
-    metrics, _ = ranks.run(policy_ranks.load_and_step, config, run[0], world_size=policy_ranks.world_size(layout))[0]
+    metrics, _ = ranks.run(save_ranks.load_and_step, config, run[0], world_size=policy_ranks.world_size(layout))[0]
     expected = run[1][0].following
     for name, tolerance in (("train/loss", 5e-7), ("train/grad_norm", 5e-6)):
         np.testing.assert_allclose([step[name] for step in metrics], [step[name] for step in expected], atol=tolerance, rtol=tolerance)
@@ -151,4 +151,4 @@ def test_bf16_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path,
 def test_other_adapters_are_refused(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], overrides: list[str]):
     config = policy_ranks.run_config(folder, "one", *overrides)
     with pytest.raises(RuntimeError, match=r"ValueError: .* was saved with policy.megatron_cfg.peft \{'dim': 4, 'alpha': 8.0"):
-        ranks.run(policy_ranks.load_weights_only, config, run[0], world_size=1)
+        ranks.run(save_ranks.load_weights_only, config, run[0], world_size=1)

@@ -12,7 +12,7 @@ from conversion.cache import cached_mcore
 from conversion.families.registry import family
 from conversion.torch_dist_io import TorchDistFolder
 from tests import models
-from tests.stack.policy import policy_ranks
+from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.policy.layouts import EP2, TP2_SP, assert_close, gradients_of
 from tests.stack.ranks import RankPool
 
@@ -34,7 +34,7 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
         config = policy_ranks.run_config(folder, layout)
         result[layout] = (
             weights_dir,
-            ranks.run(policy_ranks.save_after_steps, config, weights_dir, 2, world_size=policy_ranks.world_size(layout)),
+            ranks.run(save_ranks.save_after_steps, config, weights_dir, 2, world_size=policy_ranks.world_size(layout)),
         )
     return result
 
@@ -55,7 +55,7 @@ def test_steps_are_those_of_one_rank(saved: dict[str, tuple[Path, list]]):
 
 def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, folder: Path, saved: dict[str, tuple[Path, list]]):
     weights_dir, unbroken = saved[SAVED]
-    resumed = ranks.run(policy_ranks.load_and_step, policy_ranks.run_config(folder, SAVED), weights_dir, world_size=2)
+    resumed = ranks.run(save_ranks.load_and_step, policy_ranks.run_config(folder, SAVED), weights_dir, world_size=2)
     assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
 
 
@@ -65,7 +65,7 @@ def test_another_layout_goes_on_with_the_same_losses(
 ):
     weights_dir, unbroken = saved[written]
     config = policy_ranks.run_config(folder, read)
-    metrics, _ = ranks.run(policy_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(read))[0]
+    metrics, _ = ranks.run(save_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(read))[0]
     assert_same_steps(metrics, unbroken[0][0])
 
 

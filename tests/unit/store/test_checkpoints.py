@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from conversion.manifest import file_record
 from mrl.store.checkpoints import MANIFEST, MARKER, CheckpointStore, find_damage
 from mrl.types import RunState
 
@@ -12,11 +13,11 @@ def store(folder: Path, keep_top_k: int = 3) -> CheckpointStore:
 
 
 def save(checkpoints: CheckpointStore, step: int, accuracy: float | None = None) -> Path:
-    pending = checkpoints.begin(step)
+    metrics = {} if accuracy is None else {"val/accuracy": accuracy}
+    pending = checkpoints.begin(RunState(step=step, metrics=metrics))
     (pending.weights / "iter_0000000").mkdir()
     (pending.weights / "iter_0000000" / "data").write_bytes(bytes([step]) * 100)
-    metrics = {} if accuracy is None else {"val/accuracy": accuracy}
-    return checkpoints.commit(pending, RunState(step=step, metrics=metrics)).folder
+    return checkpoints.commit(pending, {}).folder
 
 
 def test_the_newest_complete_checkpoint_is_found_with_its_state(tmp_path: Path):
@@ -77,7 +78,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, caplog: py
 def test_an_interrupted_save_leaves_nothing_that_looks_complete(tmp_path: Path):
     checkpoints = store(tmp_path)
     save(checkpoints, 1)
-    pending = checkpoints.begin(2)
+    pending = checkpoints.begin(RunState(step=2))
     (pending.weights / "data").write_bytes(b"half")
     newest = checkpoints.newest()
     assert newest is not None and newest.step == 1
@@ -98,3 +99,26 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path):
     save(checkpoints, 1, accuracy=0.2)
     newest = checkpoints.newest()
     assert newest is not None and newest.state().metrics == {"val/accuracy": 0.2}
+
+
+def test_the_state_is_that_of_the_begin_whatever_the_loop_does_until_the_weights_are_written(tmp_path: Path):
+    state = RunState(step=2, metrics={"val/accuracy": 0.5})
+    pending = store(tmp_path).begin(state)
+    state.step = 3
+    state.metrics["val/accuracy"] = 0.1
+    saved = store(tmp_path).commit(pending, {})
+    assert saved.folder == tmp_path / "step_2"
+    assert saved.state() == RunState(step=2, metrics={"val/accuracy": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"weights", None), (b"weight", "6 bytes, the manifest says 7"), (b"Weights", "the manifest's sha256")]
+)
+def test_what_the_writer_says_of_its_files_is_what_is_checked(tmp_path: Path, content: bytes, message: str | None):
+    checkpoints = store(tmp_path)
+    pending = checkpoints.begin(RunState(step=1))
+    (pending.weights / "data").write_bytes(b"weights")
+    on_disk = {"data": file_record(pending.weights / "data")}
+    (pending.weights / "data").write_bytes(content)
+    found = find_damage(checkpoints.commit(pending, on_disk).folder)
+    assert (found or "").endswith(message or "") and (found is None) == (message is None)

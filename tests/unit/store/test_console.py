@@ -57,3 +57,10 @@ def test_a_bar_shows_bytes_and_the_rate_of_what_is_done_now():
     # 2 GB in 0.1 s; with the 6 GB kept it would be 80 GB/s.
     (rate,) = re.findall(r"([\d.]+)GB/s", last)
     assert 1 < float(rate) <= 20
+
+
+def test_what_was_hidden_is_told_beside_what_was_waited_for():
+    metrics = {**METRICS, "time/reward_hidden": 3.0, "time/checkpoint_hidden": 8.04}
+    lines = step_lines(metrics, num_prompts=32, num_generations=16)
+    assert lines[3] == step_lines(METRICS, num_prompts=32, num_generations=16)[3]
+    assert lines[4].endswith("verified=1,234,567 bytes, hidden: reward=3.0s, ckpt=8.0s")

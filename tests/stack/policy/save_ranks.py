@@ -1,0 +1,122 @@
+"""What the tests of checkpoints run on the ranks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.config.schema import RunConfig
+from mrl.policy.reports import WriteReport
+from tests.stack.policy.policy_ranks import main_shards, message_of, open_policy, raw_checksums, train
+from tests.stack.ranks import Rank
+
+if TYPE_CHECKING:
+    from mrl.policy.policy import Policy
+
+
+def save(policy: Policy, weights_dir: Path) -> None:
+    """Writes a checkpoint, and waits for it."""
+    policy.begin_save(weights_dir)
+    policy.finish_save()
+
+
+def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Path) -> tuple[bool, bool, list[str]]:
+    """The same state, saved without and with `async_save`; the bytes of the second are held back until after the next step.
+
+    Whether they were written before, whether the step changed weights, and the files that this rank wrote.
+    """
+    from mrl.policy.checkpoint_writer import Writing
+
+    may_write, write = threading.Event(), Writing._write
+
+    def write_later(writing: Writing) -> WriteReport:
+        assert may_write.wait(60)
+        return write(writing)
+
+    with open_policy(rank, config) as policy, pytest.MonkeyPatch.context() as patch:
+        train(policy, 1)
+        settings = config.policy.megatron_cfg.checkpoint
+        settings.async_save = False
+        save(policy, at_once)
+        settings.async_save = True
+        patch.setattr(Writing, "_write", write_later)
+        policy.begin_save(late)
+        before = raw_checksums(policy)
+        train(policy, 1)
+        policy.settle()
+        is_written = policy.is_written()
+        may_write.set()
+        report = policy.finish_save()
+        return is_written, raw_checksums(policy) != before, sorted(report.files)
+
+
+def save_where_a_file_cannot_be_written(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[str, float]:
+    """What the end of a background save says when a folder is in the way of this rank's file, and the loss of the step after it."""
+    (weights_dir / "iter_0000000" / f"__{rank.rank}_0.distcp").mkdir(parents=True)
+    with open_policy(rank, config) as policy:
+        train(policy, 1)
+        policy.begin_save(weights_dir)
+        return message_of(policy.finish_save), train(policy, 1)[0]["train/loss"]
+
+
+def save_after_steps(
+    rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int
+) -> tuple[list[dict[str, float]], dict[str, int], list[str]]:
+    """Saves after `num_steps`; metrics and checksums of the two steps that follow, and processes that the save left behind."""
+    import multiprocessing
+
+    with open_policy(rank, config) as policy:
+        train(policy, num_steps)
+        save(policy, weights_dir)
+        children = [child.name for child in multiprocessing.active_children()]
+        metrics = train(policy, 2)
+        policy.settle()
+        return metrics, raw_checksums(policy), children
+
+
+def load_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[list[dict[str, float]], dict[str, int]]:
+    """Metrics and checksums of the two steps after a checkpoint, loaded into a policy that has taken another number of steps."""
+    with open_policy(rank, config) as policy:
+        train(policy, 1)
+        torch.rand(rank.rank + 3)
+        policy.load_checkpoint(weights_dir)
+        metrics = train(policy, 2)
+        policy.settle()
+        return metrics, raw_checksums(policy)
+
+
+def load_weights_only(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[bool, float]:
+    """Whether the optimizer's main parameters are those of a checkpoint without optimizer state, and the loss after a step."""
+    with open_policy(rank, config) as policy:
+        policy.load_checkpoint(weights_dir)
+        weights = {str(slot): tensor.detach().float().flatten().numpy() for slot, tensor in policy.settled_weights().items()}
+        is_same = all(np.array_equal(values, weights[name][start : start + len(values)]) for name, start, values in main_shards(policy))
+        return is_same, train(policy, 2)[1]["train/loss"]
+
+
+def save_random_states(rank: Rank, config: RunConfig, weights_dir: Path) -> list[bytes]:
+    """Draws numbers, other ones on every rank, and saves."""
+    with open_policy(rank, config) as policy:
+        train(policy, 1)
+        torch.rand(rank.rank + 3)
+        save(policy, weights_dir)
+        return random_states()
+
+
+def load_random_states(rank: Rank, config: RunConfig, weights_dir: Path) -> list[bytes]:
+    with open_policy(rank, config) as policy:
+        policy.load_checkpoint(weights_dir)
+        return random_states()
+
+
+def random_states() -> list[bytes]:
+    """Bytes of the state of every generator of this rank."""
+    from megatron.core import tensor_parallel
+
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return [torch.get_rng_state().numpy().tobytes(), *(states[name].numpy().tobytes() for name in sorted(states))]
