@@ -82,19 +82,16 @@ class CheckpointSaver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        waited_from = time.monotonic()
         parts = cast(list[WriteReport], self._call("finish_save"))
         on_disk: dict[str, FileRecord] = {}
         for part in parts:
             on_disk |= part.files
         self._folder.checkpoints.commit(pending.checkpoint, on_disk)
-        waited_s = time.monotonic() - waited_from
         if self._is_async:
-            self._hidden_s = max(0.0, max(part.seconds for part in parts) - waited_s)
-            logger.info("Checkpoint of step %d is written (waited %.1f s).", pending.checkpoint.step, waited_s)
+            self._hidden_s = (self._hidden_s or 0.0) + max(part.hidden_s for part in parts)
 
     def take_metrics(self) -> dict[str, float]:
-        """`time/checkpoint_hidden` of the save published since the last call, if any: seconds of writing for which nothing waited."""
+        """`time/checkpoint_hidden` of what was published since the last call, if anything: seconds of writing for which nothing waited."""
         hidden_s, self._hidden_s = self._hidden_s, None
         return {} if hidden_s is None else {"time/checkpoint_hidden": hidden_s}
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from conversion.files import sync_file
-from conversion.manifest import file_record
+from conversion.manifest import FileRecord, file_record
 from mrl.policy.reports import WriteReport
 
 
@@ -89,7 +89,9 @@ class Writing:
         """Starts writing; without `in_background`, returns when the file is on disk."""
         self._folder = folder
         self._request = request
-        self._written: Future[WriteReport]
+        self._in_background = in_background
+        self._begun_at = time.monotonic()
+        self._written: Future[tuple[dict[str, FileRecord], float]]
         if in_background:
             executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
             self._written = executor.submit(self._write)
@@ -99,8 +101,12 @@ class Writing:
             self._written.set_result(self._write())
 
     def is_done(self) -> bool:
-        """Whether the file is on disk, or failed to get there. Not collective."""
-        return self._written.done()
+        """Whether the file is on disk. Not collective.
+
+        Raises:
+            RuntimeError: it could not be written.
+        """
+        return self._written.done() and bool(self._written.result(timeout=0))
 
     def finish(self, timeout_s: float) -> WriteReport:
         """Waits for this rank's file, then describes those of all ranks together. Collective over all ranks.
@@ -109,16 +115,17 @@ class Writing:
             RuntimeError: this rank's file could not be written.
             TimeoutError: it is not written within `timeout_s`.
         """
+        asked_at = time.monotonic()
         wait([self._written], timeout=timeout_s)
         if not self._written.done():
             raise TimeoutError(f"{self._folder}: not written within {timeout_s:g} s (deadlines.checkpoint_s)")
-        written = self._written.result(timeout=0)
+        files, written_at = self._written.result(timeout=0)
         for finish in self._request.finalize_fns:
             finish()
-        return written
+        return WriteReport(files, hidden_s=min(asked_at, written_at) - self._begun_at if self._in_background else 0.0)
 
-    def _write(self) -> WriteReport:
-        start = time.monotonic()
+    def _write(self) -> tuple[dict[str, FileRecord], float]:
+        """The files that this rank has written, and when it was done."""
         assert self._request.async_fn is not None
         try:
             self._request.async_fn(*self._request.async_fn_args)
@@ -132,4 +139,4 @@ class Writing:
                 f"{self._folder}: this rank's part of the checkpoint could not be written: {error}; free space on this disk, "
                 "or choose another checkpointing.checkpoint_dir"
             ) from error
-        return WriteReport(files, time.monotonic() - start)
+        return files, time.monotonic()

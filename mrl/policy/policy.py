@@ -174,7 +174,11 @@ class Policy:
         )
 
     def is_written(self) -> bool:
-        """Whether `finish_save` would not wait for this rank. Not collective."""
+        """Whether this rank has written its part. Not collective.
+
+        Raises:
+            RuntimeError: it could not.
+        """
         assert self._writing is not None, "begin_save comes first"
         return self._writing.is_done()
 

@@ -23,4 +23,5 @@ class WriteReport:
 
     files: dict[str, FileRecord]
     """Its files, by path below the folder of the weights. They are on disk, not only with the operating system."""
-    seconds: float
+    hidden_s: float
+    """Seconds of writing for which nobody waited."""

@@ -143,8 +143,8 @@ def test_a_stage_may_have_no_adapters(ranks: RankPool, folder: Path, layer: int)
 def test_bf16_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path, dtype: str):
     bf16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true", f"policy.megatron_cfg.peft.lora_dtype={dtype}"]
     config = policy_ranks.run_config(folder, "dp2", *PEFT, *bf16)
-    unbroken = ranks.run(policy_ranks.save_after_steps, config, tmp_path, 1, world_size=2)
-    assert ranks.run(policy_ranks.load_and_step, config, tmp_path, world_size=2) == [result[:2] for result in unbroken]
+    unbroken = ranks.run(save_ranks.save_after_steps, config, tmp_path, 1, world_size=2)
+    assert ranks.run(save_ranks.load_and_step, config, tmp_path, world_size=2) == [result[:2] for result in unbroken]
 
 
 @pytest.mark.parametrize("overrides", [[], pytest.param([*PEFT, "policy.megatron_cfg.peft.alpha=16"], marks=pytest.mark.long("parity"))])

@@ -1,0 +1,103 @@
+"""What goes on beside the rollouts: rewards of those that have finished, and the writing of the checkpoint before them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mrl.store.checkpoints import find_damage
+from mrl.train import prompts_of, save_checkpoint, train_step
+from mrl.types import Verdict
+from tests.stack.loop.conftest import CoinToss, LiveRun
+
+LIMIT_S = 60.0
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path} within {LIMIT_S} s"
+        time.sleep(0.01)
+
+
+class HeldBack(CoinToss):
+    """Judges nothing before there is a file `may_score`; `has_begun` says that it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def score(self, items: Sequence[tuple[str, str]], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+        (self.folder / "has_begun").touch()
+        wait_for(self.folder / "may_score")
+        return super().score(items, gives_up=gives_up)
+
+
+def set_environment(actor, environment: object) -> None:
+    actor.scorer.environments["math"] = environment
+
+
+def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun, tmp_path: Path):
+    run, unfinished = live.run, []
+    run.session.rewards.apply(set_environment, HeldBack(tmp_path))
+
+    def on_progress(_: int) -> None:
+        # Other rollouts wait until the first ones are being judged, and end although no verdict is given.
+        wait_for(tmp_path / "has_begun")
+        unfinished.append(run.session.engines.num_unfinished)
+
+    collector, asked = run.session.collector, prompts_of(run, 1)
+    generated = collector.generate(
+        asked, run.data.sampling, num_generations=4, weight_version=live.state.weight_version, on_progress=on_progress
+    )
+    assert unfinished[0] > 0 and unfinished[-1] == 0
+    (tmp_path / "may_score").touch()
+    groups, seconds = collector.judge(generated)
+    assert [group.prompt for group in groups] == [prompt for _, prompt in asked]
+    for group in groups:
+        assert [rollout.rollout_index for rollout in group.rollouts] == [0, 1, 2, 3]
+        texts = [(verdict.text, "") for verdict in group.verdicts]
+        assert list(group.verdicts) == CoinToss().score(texts, gives_up=lambda: False)
+    assert seconds > 0
+    run.session.rewards.apply(set_environment, CoinToss())
+
+
+def hold_back_writing(_: object, may_write: Path) -> None:
+    from mrl.policy.checkpoint_writer import Writing
+
+    write = Writing._write
+
+    def write_later(writing: Writing):
+        wait_for(may_write)
+        return write(writing)
+
+    Writing._write = write_later
+
+
+def test_the_next_step_does_not_wait_for_the_checkpoint(live: LiveRun, tmp_path: Path):
+    step, folder = live.state.step, live.run.folder.path
+    live.on_ranks(hold_back_writing, tmp_path / "may_write")
+    save_checkpoint(live.run, live.state, has_next=True)
+    train_step(live.run, live.state)
+    assert (folder / f"tmp_step_{step}").exists() and not (folder / f"step_{step}").exists()
+    assert "time/checkpoint_hidden" not in live.state.metrics
+    (tmp_path / "may_write").touch()
+    live.run.saver.finish()
+    assert find_damage(folder / f"step_{step}") is None and not list(folder.glob("tmp_*"))
+    newest = live.run.folder.checkpoints.newest()
+    assert newest is not None and newest.state().step == step == live.state.step - 1
+    assert live.run.saver.take_metrics().keys() == {"time/checkpoint_hidden"}
+
+
+def test_a_checkpoint_is_published_during_the_next_rollouts(live: LiveRun):
+    step, folder = live.state.step, live.run.folder.path
+    save_checkpoint(live.run, live.state, has_next=True)
+    end = time.monotonic() + LIMIT_S
+    while not all(live.on_ranks(lambda policy: policy.is_written())):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert not (folder / f"step_{step}").exists()
+    train_step(live.run, live.state)
+    assert find_damage(folder / f"step_{step}") is None
+    assert live.state.metrics["time/checkpoint_hidden"] > 0
+    assert live.state.metrics["time/reward_hidden"] >= 0
