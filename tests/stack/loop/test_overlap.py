@@ -75,6 +75,8 @@ def hold_back_writing(_: object, may_write: Path) -> None:
 
 
 def test_the_next_step_does_not_wait_for_the_checkpoint(live: LiveRun, tmp_path: Path):
+    # Before the first step the optimizer has no state to save.
+    train_step(live.run, live.state)
     step, folder = live.state.step, live.run.folder.path
     live.on_ranks(hold_back_writing, tmp_path / "may_write")
     save_checkpoint(live.run, live.state, has_next=True)
