@@ -14,12 +14,13 @@ DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 OFF = [f"{DDP}.overlap_grad_reduce=false", f"{DDP}.overlap_param_gather=false"]
 
 
+@pytest.mark.long("parity")
 @pytest.mark.parametrize(
     ("model_type", "layout"),
     [
         ("nemotron_h", "cp2 ep2"),
-        pytest.param("qwen3_moe", "pp2 vpp2 dp2 ep2", marks=pytest.mark.long("parity")),
-        pytest.param("nemotron_h", "cp2 dp2 ep2", marks=pytest.mark.long("parity")),
+        ("qwen3_moe", "pp2 vpp2 dp2 ep2"),
+        ("nemotron_h", "cp2 dp2 ep2"),
     ],
 )
 def test_gradients_are_reduced_during_the_backward_pass_to_the_same_bits(ranks: RankPool, tmp_path: Path, model_type: str, layout: str):
