@@ -11,6 +11,7 @@ import torch
 
 from mrl.config.schema import RunConfig
 from tests.stack.policy.policy_ranks import open_policy, optimizer_checksum, raw_checksums, set_batch
+from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def walk(rank: Rank, config: RunConfig, weights_dir: Path) -> Walk:
         _enter(policy, "generate", result)
         _step(policy, result)
         _enter(policy, "checkpoint", result)
-        policy.save_checkpoint(weights_dir)
+        save(policy, weights_dir)
         _enter(policy, "generate", result)
         _step(policy, result)
         policy.load_checkpoint(weights_dir)
