@@ -32,7 +32,14 @@ def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **me
     config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280)
     config.make_sequence_length_divisible_by = int(str(megatron.pop("row_multiple", 1)))
     config.sequence_packing.sequence_length_round = 1
-    config.megatron_cfg.optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, clip_grad=1.0, bf16=precision == "bfloat16")
+    config.megatron_cfg.optimizer = OptimizerConfig(
+        # With a small epsilon, a gradient of nothing but rounding makes a step as long as any other.
+        lr=1e-3,
+        min_lr=1e-3,
+        adam_eps=1e-3,
+        clip_grad=1.0,
+        bf16=precision == "bfloat16",
+    )
     config.megatron_cfg.scheduler = SchedulerConfig(start_weight_decay=0.01, end_weight_decay=0.01)
     config.router_replay.enabled = bool(megatron.pop("router_replay", False))
     defaults = dict(moe_router_dtype="fp32", freeze_moe_router=False)

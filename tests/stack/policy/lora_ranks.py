@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from conversion.boxes import Slot
 from mrl.config.schema import RunConfig
 from tests.stack.policy.policy_ranks import main_shards, open_policy, packed_rows, raw_checksums, set_batch, train
 from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
+
+if TYPE_CHECKING:
+    from mrl.policy.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,13 @@ class LoraRun:
     """Of every live tensor at the end."""
 
 
+@torch.no_grad()
+def write(policy: Policy, values: Mapping[Slot, torch.Tensor]) -> None:
+    """Puts other values into live weights."""
+    for slot, value in values.items():
+        policy._tensors[slot].copy_(value)
+
+
 def run_lora(rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int) -> LoraRun:
     """Steps, a checkpoint, and two more steps."""
     from megatron.core import parallel_state
@@ -55,10 +68,10 @@ def run_lora(rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int) -
         assert policy._batch is not None
         reference = [logprobs.numpy() for logprobs in policy._batch.reference_logprobs or []]
         merged = {slot: tensor.detach().clone() for slot, tensor in policy.settled_weights().items()}
-        policy._write(merged)
+        write(policy, merged)
         with policy._lora.disabled():
             of_merged = policy.logprobs_of_rows(rows)
-        policy._write(base)
+        write(policy, base)
         save(policy, weights_dir)
         following = train(policy, 2)
         policy.settle()
