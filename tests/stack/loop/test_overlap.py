@@ -67,9 +67,9 @@ def hold_back_writing(_: object, may_write: Path) -> None:
 
     write = Writing._write
 
-    def write_later(writing: Writing):
+    def write_later(self: Writing):
         wait_for(may_write)
-        return write(writing)
+        return write(self)
 
     Writing._write = write_later
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def found(*overrides: str) -> list[str]:
     return find_problems(load_config("grpo_tiny.yaml", [f"{MEGATRON}.{override}" for override in overrides]))
 
 
-def use_model(folder: Path, config: dict[str, object]) -> None:
+def use_model(folder: Path, config: Mapping[str, object]) -> None:
     (folder / "prepared/tiny/model/config.json").write_text(json.dumps(config))
 
 
