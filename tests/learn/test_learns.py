@@ -44,7 +44,7 @@ def test_the_console_shows_what_the_tutorials_show(quickstart: Quickstart):
             rf"\[Train\]    loss={NUM}, kl={NUM}, grad_norm={NUM}",
             rf"\[Time\]     total={NUM}s \(gen={NUM}s, reward={NUM}s, train={NUM}s(, ckpt={NUM}s)?\)",
             rf"\[Mrl\]      mean \|dlogp\|=[\d.e-]+ \(generator vs trainer\), token_mult_prob_error={NUM}, "
-            rf"refit={NUM}s, verified=[\d,]+ bytes",
+            rf"refit={NUM}s, verified=[\d,]+ bytes(, hidden: .*)?",
         ]
         for pattern, line in zip(patterns, lines, strict=False):
             assert re.fullmatch(pattern, line), line
