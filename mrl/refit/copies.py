@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from mrl.refit.runs import as_runs, contiguous_from
@@ -36,7 +38,7 @@ class Copies:
         copies = [copy._replace(target=copy.target.detach(), source=copy.source.detach()) for copy in copies]
         plain = [copy for copy in copies if copy.is_plain]
         self._changing = [copy for copy in copies if not copy.is_plain]
-        self._on_host = [_runs(copy) for copy in plain if copy.target.device.type == "cpu"]
+        self._on_host = _host_copies([copy for copy in plain if copy.target.device.type == "cpu"])
         self._on_device = _box_copies([copy for copy in plain if copy.target.device.type != "cpu"])
 
     @torch.no_grad()
@@ -48,6 +50,40 @@ class Copies:
             self._on_device.run()
         for target, source, transform in self._changing:
             target.copy_(apply(source, transform, target.dtype))
+
+
+def _host_copies(copies: Sequence[Copy]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Targets and sources. Copies of one form at equal distances, such as those of all experts of a layer, are one."""
+    alike: dict[object, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    for copy in copies:
+        target, source = _runs(copy)
+        # Distances are only known inside one memory.
+        memories = copy.target.untyped_storage().data_ptr(), copy.source.untyped_storage().data_ptr()
+        alike[memories, target.shape, target.dtype, target.strides, source.strides].append((target, source))
+    return [joined for pairs in alike.values() for joined in _join(sorted(pairs, key=lambda pair: pair[0].ctypes.data))]
+
+
+def _join(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Runs of pairs with equal distances between targets and between sources, each as one pair with one more dimension."""
+    start = 0
+    while start < len(pairs):
+        stop, distances = start + 1, None
+        while stop < len(pairs) and distances in (None, _distances(pairs[stop - 1], pairs[stop])):
+            distances = _distances(pairs[stop - 1], pairs[stop])
+            stop += 1
+        if distances is None:
+            yield pairs[start]
+        else:
+            shape = (stop - start, *pairs[start][0].shape)
+            target, source = (
+                as_strided(array, shape, (distance, *array.strides)) for array, distance in zip(pairs[start], distances, strict=True)
+            )
+            yield target, source
+        start = stop
+
+
+def _distances(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[int, int]:
+    return second[0].ctypes.data - first[0].ctypes.data, second[1].ctypes.data - first[1].ctypes.data
 
 
 def _runs(copy: Copy) -> tuple[np.ndarray, np.ndarray]:

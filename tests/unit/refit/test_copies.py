@@ -32,6 +32,24 @@ def test_only_the_box_is_written():
     assert torch.equal(around, expected)
 
 
+def test_boxes_of_one_form_at_equal_distances_are_copied_together():
+    # Experts of a layer as a trainer holds them, behind each other in falling order with others between, and as an engine stacks them.
+    arena, stacked = torch.randn(9, 2, 6, 8), torch.zeros(4, 6, 4)
+    experts = [arena[7 - 2 * expert, 0] for expert in range(4)]
+    halves = [Copy(stacked[expert], weight[:, 4:]) for expert, weight in enumerate(experts)]
+    # The last one breaks the row.
+    others = torch.zeros(3, 6, 8)
+    copies = [*halves, Copy(others[0], arena[0, 1]), Copy(others[1], arena[1, 1]), Copy(others[2], arena[4, 1])]
+    for order in (copies, copies[::-1]):
+        prepared = Copies(order)
+        assert len(prepared._on_host) == 3
+        stacked.zero_()
+        others.zero_()
+        prepared.run()
+        assert all(torch.equal(copy.target, copy.source) for copy in copies)
+        arena.add_(1)
+
+
 def test_casts_and_transforms():
     source = torch.randn(5).bfloat16()
     cast, decay = torch.zeros(5), torch.nn.Parameter(torch.zeros(5))
