@@ -129,4 +129,4 @@ def test_transformers_follow_routes_over_virtual_stages_and_recomputed(ranks: Ra
         parallel_loss, parallel_grads = gradients_of(ranks, folder, world_size, megatron | REPLAY)
         assert parallel_loss == pytest.approx(loss, rel=1e-6)
         assert_close(parallel_grads, grads, 1e-5)
-    assert gradients_of(ranks, folder, 1, {})[0] != pytest.approx(loss, rel=1e-3)
+    assert gradients_of(ranks, folder, 1, {})[0] != pytest.approx(loss, rel=1e-4)
