@@ -12,31 +12,11 @@ from conversion.adapters import INPUT, OUTPUT, adapted_layers, adapter_family, f
 from conversion.boxes import Layout, Slot
 from conversion.families.registry import family
 from tests.proof.models import RandomCase, random_case
+from tests.unit.conversion import test_table_version as pinned
 
 DIM = 3
 
-HYBRID = dict(
-    model_type="nemotron_h",
-    hybrid_override_pattern="ME*-",
-    num_hidden_layers=4,
-    vocab_size=100,
-    hidden_size=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=2,
-    mamba_num_heads=8,
-    mamba_head_dim=2,
-    n_groups=4,
-    ssm_state_size=3,
-    conv_kernel=4,
-    intermediate_size=12,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=6,
-    moe_shared_expert_intermediate_size=10,
-    layer_norm_epsilon=1e-5,
-    max_position_embeddings=128,
-)
+HYBRID = pinned.HYBRID | {"model_type": "nemotron_h"}
 
 
 def canonical_values(case: RandomCase, layers: tuple[str, ...]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

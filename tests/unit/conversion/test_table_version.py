@@ -26,7 +26,7 @@ _DECODER: dict[str, object] = dict(
     max_position_embeddings=128,
     tie_word_embeddings=False,
 )
-_HYBRID: dict[str, object] = dict(
+HYBRID: dict[str, object] = dict(
     hybrid_override_pattern="ME*-",
     num_hidden_layers=4,
     vocab_size=100,
@@ -73,7 +73,7 @@ CONFIGS: Mapping[str, list[dict[str, object]]] = {
     "deepseek_v3": [_DECODER | _LATENT, _with(_DECODER | _LATENT, q_lora_rank=None)],
     "llama": [_DECODER, _with(_DECODER, tie_word_embeddings=True)],
     "mixtral": [_with(_DECODER, num_local_experts=4, num_experts_per_tok=2)],
-    "nemotron_h": [_HYBRID, _with(_HYBRID, moe_latent_size=4)],
+    "nemotron_h": [HYBRID, _with(HYBRID, moe_latent_size=4)],
     "qwen2": [_DECODER],
     "qwen3": [_DECODER, _with(_DECODER, tie_word_embeddings=True)],
     "qwen3_moe": [_with(_DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, norm_topk_prob=True, mlp_only_layers=[1])],
