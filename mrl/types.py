@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,7 +22,10 @@ class Prompt:
     text: str
     """The question as the row gives it, before the chat template."""
     expected_answer: str
+    """Empty where the environment judges by `row` alone."""
     env_name: str
+    row: str = "{}"
+    """What else of the row its environment reads: a JSON object, as text."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class SamplingParams:
     top_k: int | None
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...] = ()
+    """A rollout ends with the token that completes one of these."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +64,38 @@ def request_seed(run_seed: int, epoch: int, prompt_id: str, rollout_index: int) 
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What the model said in one turn: positions [start, stop) of `Rollout.token_ids`."""
+
+    start: int
+    stop: int
+    weight_version: int
+
+
+@dataclass(frozen=True)
 class Rollout:
     """What one request produced. It stays in the process that sampled it; others see `RolloutInfo`."""
 
     request: RolloutRequest
     weight_version: int
     token_ids: np.ndarray
-    """int32 [L], the generated tokens, the stop token included."""
+    """int32 [L], the tokens after the prompt: generated ones, stop tokens included, and between the turns what the environment said."""
     generator_logprobs: np.ndarray
-    """float32 [L], log-probability of each generated token under the distribution it was drawn from."""
+    """float32 [L], log-probability of each generated token under the distribution it was drawn from; 0 at the environment's tokens."""
     finish_reason: FinishReason
     routes: np.ndarray | None = None
     """The experts that the engine chose: uint8 (uint16 above 256 experts) [prompt + L - 1, layers with experts, experts per token].
 
     The last token was drawn, but never went through the model. None unless policy.router_replay.enabled.
     """
+    earlier_turns: tuple[Turn, ...] = ()
+    """All turns but the last, which is what follows `last_turn_start`."""
+    last_turn_start: int = 0
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The generated tokens, in order; all others came from the environment."""
+        return (*self.earlier_turns, Turn(self.last_turn_start, len(self.token_ids), self.weight_version))
 
 
 @dataclass(frozen=True)
@@ -85,10 +108,18 @@ class RolloutInfo:
     weight_version: int
     prompt_length: int
     length: int
-    """Number of generated tokens."""
+    """Number of tokens after the prompt."""
     finish_reason: FinishReason
     payload: object
     """Reference to the `Rollout`; opaque outside `mrl.cluster`."""
+    num_observed: int = 0
+    """How many of `length` came from the environment."""
+    num_turns: int = 1
+
+    @property
+    def num_generated(self) -> int:
+        """How many of `length` the model generated."""
+        return self.length - self.num_observed
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +136,10 @@ class Verdict:
     extracted: str
     text: str
     """The decoded rollout, for samples in the report."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """What the reward consists of, by name; empty where the environment gives one number."""
+    flags: tuple[str, ...] = ()
+    """What the environment wants counted beside the reward, `unknown_instruction` for example."""
 
 
 @dataclass(frozen=True)

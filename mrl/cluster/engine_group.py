@@ -89,6 +89,8 @@ def describe(rollout: Rollout) -> RolloutInfo:
         length=len(rollout.token_ids),
         finish_reason=rollout.finish_reason,
         payload=None,
+        num_observed=len(rollout.token_ids) - sum(turn.stop - turn.start for turn in rollout.turns),
+        num_turns=len(rollout.turns),
     )
 
 

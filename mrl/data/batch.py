@@ -29,7 +29,7 @@ def make_batch(groups: list[RolloutGroup], advantages: list[list[float]], config
         for group, group_advantages in zip(groups, advantages, strict=True)
         for rollout, verdict, advantage in zip(group.rollouts, group.verdicts, group_advantages, strict=True)
     )
-    valid_lengths = [sequence.rollout.length for sequence in sequences if sequence.is_valid and sequence.rollout.length > 0]
+    valid_lengths = [sequence.rollout.num_generated for sequence in sequences if sequence.is_valid and sequence.rollout.num_generated > 0]
     lengths = [sequence.rollout.num_tokens for sequence in sequences]
     cost = sequence_cost(config.policy.model_name)
     rows, logprob_rows = plan_batch(lengths, config.policy, dp_size=config.data_parallel_size, cost=cost)

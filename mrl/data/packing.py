@@ -83,12 +83,14 @@ def pack_row(
         token_ids[start + prompt_length : stop] = rollout.token_ids
         labels[start : stop - 1] = token_ids[start + 1 : stop]
         # The first generated token is predicted at the last token of the prompt.
-        generated = slice(start + prompt_length - 1, stop - 1)
-        generated_mask[generated] = 1.0
-        generator_logprobs[generated] = rollout.generator_logprobs
-        if is_valid:
-            loss_mask[generated] = 1.0
-            advantages[generated] = advantage
+        shift = start + prompt_length - 1
+        for turn in rollout.turns:
+            generated = slice(shift + turn.start, shift + turn.stop)
+            generated_mask[generated] = 1.0
+            generator_logprobs[generated] = rollout.generator_logprobs[turn.start : turn.stop]
+            if is_valid:
+                loss_mask[generated] = 1.0
+                advantages[generated] = advantage
 
     sizes = np.diff(bounds)
     return PackedRow(

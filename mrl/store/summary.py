@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -14,7 +16,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float, num_engin
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array([verdict.reward for verdict in verdicts if verdict.is_valid] or [0.0])
-    lengths = np.array([rollout.length for rollout in rollouts])
+    lengths = np.array([rollout.num_generated for rollout in rollouts])
     return {
         "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std()),
@@ -28,7 +30,30 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float, num_engin
         "rollout/groups_without_signal": float(sum(len(set(group.rewards)) == 1 for group in groups)),
         "rollout/engine_restarts": float(num_engine_restarts),
         "rollout/tokens_per_s": float(lengths.sum() / seconds),
+        **environment_metrics(groups, stage="rollout"),
     }
+
+
+def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollout", "val"]) -> dict[str, float]:
+    """Per environment, as `<stage>/<environment>/*`: mean reward of its valid rollouts, turns, and how many failed or were flagged, by kind."""
+    metrics: dict[str, float] = {}
+    for name in sorted({group.prompt.env_name for group in groups}):
+        mine = [group for group in groups if group.prompt.env_name == name]
+        verdicts = [verdict for group in mine for verdict in group.verdicts]
+        valid = [verdict for verdict in verdicts if verdict.is_valid]
+        counts = Counter(verdict.status for verdict in verdicts if not verdict.is_valid)
+        counts.update(flag for verdict in verdicts for flag in verdict.flags)
+        values = {
+            "reward": float(np.mean([verdict.reward for verdict in valid])) if valid else 0.0,
+            "num_rollouts": float(len(verdicts)),
+            "turns": float(np.mean([rollout.num_turns for group in mine for rollout in group.rollouts])),
+            "failed": float(len(verdicts) - len(valid)),
+        }
+        values |= {kind: float(count) for kind, count in counts.items()}
+        for part in sorted({part for verdict in valid for part in verdict.components}):
+            values[f"reward_{part}"] = float(np.mean([verdict.components.get(part, 0.0) for verdict in valid]))
+        metrics |= {f"{stage}/{name}/{quantity}": value for quantity, value in values.items()}
+    return metrics
 
 
 def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -36,7 +61,8 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     return {
         "val/accuracy": float(np.mean([verdict.reward if verdict.is_valid else 0.0 for verdict in verdicts])),
-        "val/mean_length": float(np.mean([rollout.length for group in groups for rollout in group.rollouts])),
+        "val/mean_length": float(np.mean([rollout.num_generated for group in groups for rollout in group.rollouts])),
         "val/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "val/num_samples": float(len(verdicts)),
+        **environment_metrics(groups, stage="val"),
     }

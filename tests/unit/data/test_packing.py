@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.data.packing import PackedRow, pack_row, regroup
-from mrl.types import Rollout
+from mrl.types import Rollout, Turn
 from tests.rollouts import request
 
 PAD = 256
@@ -48,6 +48,18 @@ def test_an_invalid_sequence_is_generated_but_not_trained():
     assert row.generated_mask_T.tolist() == [0, 1, 0]
     assert row.loss_mask_T.tolist() == row.advantages_T.tolist() == [0, 0, 0]
     assert (row.num_valid_tokens, row.num_valid_sequences) == (0, 0)
+
+
+def test_what_the_environment_said_is_seen_and_not_trained():
+    turns = replace(rollout([1], [2, 3, 40, 41, 5], [-0.5, -1.5, 0.0, 0.0, -2.5]), earlier_turns=(Turn(0, 2, 7),), last_turn_start=4)
+    row = pack_row([(0, turns, 2.0, True)], divisible_by=1, pad_token_id=PAD)
+    assert row.token_ids_T.tolist() == [1, 2, 3, 40, 41, 5]
+    assert row.labels_T.tolist() == [2, 3, 40, 41, 5, 0]
+    assert row.loss_mask_T.tolist() == row.generated_mask_T.tolist() == [1, 1, 0, 0, 1, 0]
+    assert row.generator_logprobs_T.tolist() == [-0.5, -1.5, 0, 0, -2.5, 0]
+    assert row.advantages_T.tolist() == [2, 2, 0, 0, 2, 0]
+    assert (row.num_valid_tokens, row.lengths) == (3, [6])
+    assert turns.turns == (Turn(0, 2, 7), Turn(4, 5, 1))
 
 
 def test_an_empty_row_is_padding():

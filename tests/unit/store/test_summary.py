@@ -1,0 +1,41 @@
+from mrl.store.summary import rollout_metrics, validation_metrics
+from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
+
+
+def group(env_name: str, *verdicts: Verdict, num_turns: int = 1, num_observed: int = 0) -> RolloutGroup:
+    prompt = Prompt(env_name, (1, 2), "", "", env_name)
+    infos = [
+        RolloutInfo(f"0/{env_name}/{i}", env_name, i, 1, 2, 10, "stop", None, num_observed=num_observed, num_turns=num_turns)
+        for i in range(len(verdicts))
+    ]
+    return RolloutGroup(prompt, tuple(infos), verdicts)
+
+
+def good(reward: float, flags: tuple[str, ...] = (), **components: float) -> Verdict:
+    return Verdict(reward, True, "ok", "", "", components, flags)
+
+
+GROUPS = [
+    group("math", good(1.0), good(0.0), Verdict(0.0, False, "timeout", "", ""), Verdict(0.0, False, "crash", "", "")),
+    group("tools", good(0.5, ("unknown_tool",), form=1.0, state=0.0), good(1.5, form=1.0, state=2.0), num_turns=3, num_observed=4),
+    group("math", good(1.0), good(1.0)),
+]
+
+
+def test_environments_are_counted_apart():
+    metrics = rollout_metrics(GROUPS, seconds=2.0, num_engine_restarts=0)
+    assert (metrics["rollout/math/reward"], metrics["rollout/tools/reward"]) == (0.75, 1.0)
+    assert (metrics["rollout/math/failed"], metrics["rollout/math/timeout"], metrics["rollout/math/crash"]) == (2, 1, 1)
+    assert (metrics["rollout/tools/reward_form"], metrics["rollout/tools/reward_state"]) == (1.0, 1.0)
+    assert (metrics["rollout/tools/unknown_tool"], metrics["rollout/tools/failed"], metrics["rollout/tools/turns"]) == (1, 0, 3)
+    assert metrics["rollout/failed"] == 2
+    assert validation_metrics(GROUPS)["val/math/reward"] == 0.75
+
+
+def test_rates_are_of_generated_tokens():
+    assert rollout_metrics(GROUPS, seconds=2.0, num_engine_restarts=0)["rollout/tokens_per_s"] == (6 * 10 + 2 * 6) / 2
+
+
+def test_an_environment_where_all_failed_has_no_reward_to_show():
+    metrics = rollout_metrics([group("math", Verdict(0.0, False, "error", "", ""))], seconds=1.0, num_engine_restarts=0)
+    assert (metrics["rollout/math/failed"], metrics["rollout/math/num_rollouts"], metrics["rollout/math/error"]) == (1, 1, 1)
