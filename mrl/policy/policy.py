@@ -31,6 +31,7 @@ from mrl.policy.distribution import TokenDistribution
 from mrl.policy.lora import attach_adapters
 from mrl.policy.memory import PINNED, TrainingMemory, host_copy, swap
 from mrl.policy.model import build_model, wrap_ddp
+from mrl.policy.objectives import grpo_objective
 from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.perturb import perturb
 from mrl.policy.reports import SettleReport, WriteReport
@@ -290,8 +291,7 @@ class Policy:
             self._state.scheduler,
             batch.train_rows(self._coordinates.is_last_stage),
             size=batch.size,
-            distribution=self._distribution,
-            config=self._config.loss_fn,
+            objective=grpo_objective(self._config.loss_fn, self._distribution, batch.size),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )

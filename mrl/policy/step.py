@@ -22,8 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mrl.algo.balance import balance_metrics
-from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, finish_metrics, loss_weights, policy_loss
-from mrl.config.schema_algo import LossConfig
+from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.data.packing import PackedRow
 from mrl.policy.context import join, local_positions
@@ -35,11 +34,22 @@ from mrl.policy.router_replay import RouterReplay
 
 @dataclass(frozen=True)
 class TrainRow:
-    """A row with the log-probabilities that the loss compares with. They are None on all but the last pipeline stage."""
+    """A row with the log-probabilities that the loss compares with, if any. They are None on all but the last pipeline stage."""
 
     row: PackedRow
     old_logprobs_T: Tensor | None
     reference_logprobs_T: Tensor | None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a train step minimises, see `mrl.policy.objectives`."""
+
+    row_loss: Callable[[Tensor, TrainRow, DistributedDataParallel], tuple[Tensor, dict[str, Tensor]]]
+    """Loss (with gradient) of this rank's tokens of a row, and their metrics, from what the model returned for them. On the last pipeline
+    stage. The losses of all rows of all ranks add up to that of the batch."""
+    finish: Callable[[dict[str, float]], dict[str, float]]
+    """Metrics of the global batch from the sums (or extremes) over all rows."""
 
 
 def check_equal_counts(num_rows: int) -> None:
@@ -88,7 +98,7 @@ def compute_logprobs(
         return _forward(model, row, replay), lambda output, non_loss_data: logprobs_of(output, row, model)
 
     def logprobs_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> Tensor:
-        local_T = token_scores(model, output, row.labels_T[_local(row)].to(output.device), distribution).logprobs_T
+        local_T = token_scores(model, output, row.labels_T[own_positions(row)].to(output.device), distribution).logprobs_T
         group = parallel_state.get_context_parallel_group()
         parts = [torch.empty_like(local_T) for _ in range(group.size())]
         dist.all_gather(parts, local_T, group=group)
@@ -104,8 +114,7 @@ def train_step(
     rows: list[TrainRow],
     *,
     size: BatchSize,
-    distribution: TokenDistribution,
-    config: LossConfig,
+    objective: Objective,
     megatron: MegatronConfig,
     replay: RouterReplay | None = None,
 ) -> dict[str, float]:
@@ -119,11 +128,11 @@ def train_step(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    row_metrics = _forward_backward(chunks, rows, size, distribution, config, replay)
+    row_metrics = _forward_backward(chunks, rows, size, objective, replay)
     routing = take_routing(chunks, loss_type=megatron.moe_router_load_balancing_type)
     if megatron.empty_unused_memory_level >= 1:
         torch.cuda.empty_cache()
-    metrics = finish_metrics(_global_metrics(row_metrics), num_valid_tokens=size.num_valid_tokens)
+    metrics = objective.finish(_global_metrics(row_metrics))
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     _check_finite(metrics[LOSS], grad_norm)
@@ -137,48 +146,32 @@ def train_step(
     update_expert_biases(chunks, routing, rate=megatron.moe_router_bias_update_rate)
     if megatron.track_moe_metrics:
         metrics |= balance_metrics(routing, per_layer=megatron.moe_per_layer_logging)
-    metrics["mean_abs_dlogp"] = metrics.pop("abs_dlogp")
     metrics |= {"grad_norm": grad_norm, "lr": lr, "num_valid_tokens": float(size.num_valid_tokens)}
     return {f"train/{name}": value for name, value in metrics.items()}
 
 
+@torch.no_grad()
+def evaluate(chunks: list[DistributedDataParallel], rows: list[TrainRow], objective: Objective) -> dict[str, float]:
+    """Metrics of the objective over the global batch, the same floats on every rank; nothing is trained."""
+
+    def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., dict[str, Tensor]]]:
+        item = next(iterator)
+        return _forward(model, item.row), lambda output, non_loss_data: objective.row_loss(output, item, model)[1]
+
+    return objective.finish(_global_metrics(_run_schedule(forward_step, rows, chunks, forward_only=True)))
+
+
 def _forward_backward(
-    chunks: list[DistributedDataParallel],
-    rows: list[TrainRow],
-    size: BatchSize,
-    distribution: TokenDistribution,
-    config: LossConfig,
-    replay: RouterReplay | None,
+    chunks: list[DistributedDataParallel], rows: list[TrainRow], size: BatchSize, objective: Objective, replay: RouterReplay | None
 ) -> list[dict[str, Tensor]]:
     def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
         item = next(iterator)
         return _counted_forward(model, item.row, size, replay), lambda output: loss_of(output, item, model)
 
     def loss_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        row, device = item.row, output.device
-        assert item.old_logprobs_T is not None
-        local = _local(row)
-        weights_T = loss_weights(
-            row.loss_mask_T,
-            row.cu_seqlens,
-            token_level=config.token_level_loss,
-            num_valid_tokens=size.num_valid_tokens,
-            num_valid_sequences=size.num_valid_sequences,
-        )
-        scores = token_scores(model, output, row.labels_T[local].to(device), distribution)
-        loss, metrics = policy_loss(
-            scores.logprobs_T,
-            item.old_logprobs_T[local.to(device)],
-            None if item.reference_logprobs_T is None else item.reference_logprobs_T[local.to(device)],
-            untruncated_logprobs_T=scores.untruncated_logprobs_T,
-            entropy_T=scores.entropy_T,
-            generator_logprobs_T=row.generator_logprobs_T[local].to(device),
-            advantages_T=row.advantages_T[local].to(device),
-            weights_T=weights_T[local].to(device),
-            config=config,
-        )
+        loss, metrics = objective.row_loss(output, item, model)
         # The count is what megatron would divide gradients by; `model.sum_gradients` drops it.
-        return loss, torch.ones((), dtype=torch.int, device=device), metrics
+        return loss, torch.ones((), dtype=torch.int, device=output.device), metrics
 
     return _run_schedule(forward_step, rows, chunks, forward_only=False)
 
@@ -196,7 +189,7 @@ def _counted_forward(model: DistributedDataParallel, row: PackedRow, size: Batch
     return output
 
 
-def _local(row: PackedRow) -> Tensor:
+def own_positions(row: PackedRow) -> Tensor:
     """Positions in the row of this rank's tokens."""
     group = parallel_state.get_context_parallel_group()
     return local_positions(row.cu_seqlens, cp_size=group.size(), cp_rank=group.rank())
@@ -205,7 +198,7 @@ def _local(row: PackedRow) -> Tensor:
 def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterReplay | None = None) -> Tensor:
     """What `token_scores` takes of this rank's tokens from the last chunk of the model, hidden states for the next one from any other."""
     device = next(model.parameters()).device
-    cu_seqlens, local = row.cu_seqlens.to(device), _local(row)
+    cu_seqlens, local = row.cu_seqlens.to(device), own_positions(row)
     # Padding is computed as tokens that no other token sees, so the bounds with and without it are the same.
     packed = PackedSeqParams(
         qkv_format="thd",

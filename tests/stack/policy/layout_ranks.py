@@ -183,7 +183,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
     from mrl.policy import parallel
     from mrl.policy.distribution import TokenDistribution
     from mrl.policy.output import token_scores
-    from mrl.policy.step import _counted_forward, _local, _run_schedule, global_batch_size
+    from mrl.policy.step import _counted_forward, _run_schedule, global_batch_size, own_positions
 
     place = parallel.coordinates()
     distribution = TokenDistribution.of(config, _vocab_size(folder))
@@ -193,7 +193,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
         row = next(iterator)
 
         def loss_of(output: torch.Tensor):
-            local, device = _local(row), output.device
+            local, device = own_positions(row), output.device
             logprobs_T = token_scores(model, output, row.labels_T[local].to(device), distribution).logprobs_T
             loss = (logprobs_T * row.advantages_T[local].to(device)).sum() / len(rows)
             return loss, torch.ones((), dtype=torch.int, device=device), {"loss": loss.detach()}
