@@ -21,6 +21,6 @@ def narrowed(factor: int) -> HfConfig:
     """
     config = json.loads(NANO.read_text(encoding="utf-8"))
     if config["hidden_size"] % factor:
-        raise ValueError(f"--divide {factor} does not divide hidden_size={config['hidden_size']}; use 32, 64, 96 or 128")
+        raise ValueError(f"--divide {factor} does not divide hidden_size={config['hidden_size']}; use 16, 32, 64, 96 or 128")
     config["hidden_size"] //= factor
     return config

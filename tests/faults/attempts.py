@@ -106,9 +106,11 @@ def is_trained(run_folder: Path, step: int) -> bool:
     return bool(events := ledger(run_folder)) and events[-1]["event"] == "trained" and events[-1]["step"] == step
 
 
-def is_saving(run_folder: Path, step: int) -> bool:
-    """Whether the checkpoint of step `step` is being written."""
-    return (run_folder / f"tmp_step_{step}").exists()
+def is_writing(run_folder: Path, step: int) -> bool:
+    """Whether ranks are writing their files of the checkpoint of step `step`, in the background; its metadata come after all of them."""
+    # Walks on when the folder gets its final name meanwhile.
+    names = [name for _, _, files in os.walk(run_folder / f"tmp_step_{step}") for name in files]
+    return any(name.endswith(".distcp") for name in names) and ".metadata" not in names
 
 
 def lineage(run_folder: Path) -> dict[int, list]:

@@ -13,7 +13,7 @@ import pytest
 
 from mrl.prepare import prepare_tiny
 from mrl.store.checkpoints import find_damage
-from tests.faults.attempts import Attempt, is_saving, is_taken, is_trained, lineage
+from tests.faults.attempts import Attempt, is_taken, is_trained, is_writing, lineage
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL
 
@@ -88,7 +88,7 @@ Moment = Callable[[Path], bool]
 MOMENTS: list[tuple[str, Moment]] = [
     ("generation of step 2", lambda folder: is_taken(folder, 2)),
     ("refit of step 3", lambda folder: is_trained(folder, 3)),
-    ("checkpoint of step 4", lambda folder: is_saving(folder, 4)),
+    ("background write of step 4", lambda folder: is_writing(folder, 4)),
 ]
 
 
