@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
+
+Parsed = TypeVar("Parsed")
 
 QUESTION_KEYS = ("question", "problem", "prompt", "input")
 ANSWER_KEYS = ("expected_answer", "answer", "output")
@@ -33,7 +35,7 @@ class RowError(Exception):
 
 
 def read_rows(path: Path, *, setting: str) -> list[Row]:
-    """All rows of a JSONL file, in order; blank lines, a byte order mark and CRLF are no error.
+    """All rows of a JSONL file, in order; see `read_objects`.
 
     The question is the first of `QUESTION_KEYS` that is there, the answer the first of `ANSWER_KEYS`, from `####` on if that occurs in it.
     `id` names the prompt, else `<file stem>:<line>`; `env_name` its environment. `setting` is the config key of the file, for messages.
@@ -41,27 +43,41 @@ def read_rows(path: Path, *, setting: str) -> list[Row]:
     Raises:
         ValueError: the file cannot be read or has no rows, or naming up to 20 lines that are wrong.
     """
-    rows: list[Row] = []
+    rows = read_objects(path, lambda number, fields: parse_row(fields, stem=path.stem, line_number=number), setting=setting)
+    raise_errors(repeated_ids(path, [(row.line, row.prompt_id) for row in rows]), setting=setting, path=path)
+    return rows
+
+
+def read_objects(path: Path, parse: Callable[[int, dict[str, object]], Parsed], *, setting: str) -> list[Parsed]:
+    """`parse(line number, fields)` of every row of a JSONL file, in order; blank lines, a byte order mark and CRLF are no error.
+
+    `parse` raises `RowError` for a row that is wrong. `setting` is the config key of the file, for messages.
+
+    Raises:
+        ValueError: the file cannot be read or has no rows, or naming up to 20 lines that are wrong.
+    """
+    rows: list[Parsed] = []
     errors: list[str] = []
-    line_of_id: dict[str, int] = {}
-
-    def add(number: int, line: bytes) -> None:
-        row = parse_row(line, stem=path.stem, line_number=number)
-        first = line_of_id.setdefault(row.prompt_id, number)
-        if first != number:
-            raise RowError(f"id {row.prompt_id!r} was used in line {first} already")
-        rows.append(row)
-
     try:
         with path.open("rb") as file:
             for number, line in _lines(file):
-                collect_error(errors, f"{path}:{number}", lambda number=number, line=line: add(number, line))
+                collect_error(errors, f"{path}:{number}", lambda number=number, line=line: rows.append(parse(number, _json_object(line))))
     except OSError as error:
         raise ValueError(f"{setting}={path} cannot be read: {error.strerror}; give the path of a JSONL file") from error
     raise_errors(errors, setting=setting, path=path)
     if not rows:
         raise ValueError(f"{setting}={path} has no rows")
     return rows
+
+
+def repeated_ids(path: Path, ids: Iterable[tuple[int, str]]) -> list[str]:
+    """What is wrong with the `(line, id)` of rows: ids that were used before."""
+    line_of_id: dict[str, int] = {}
+    return [
+        f"{path}:{line}: id {name!r} was used in line {first} already"
+        for line, name in ids
+        if (first := line_of_id.setdefault(name, line)) != line
+    ]
 
 
 def collect_error(errors: list[str], place: str, action: Callable[[], None]) -> None:
@@ -80,13 +96,12 @@ def raise_errors(errors: list[str], *, setting: str, path: Path) -> None:
         raise ValueError(f"{setting}={path} has {len(errors)} bad rows; correct or remove them:\n{shown}{more}")
 
 
-def parse_row(line: bytes, *, stem: str, line_number: int) -> Row:
-    """The row that one line holds.
+def parse_row(fields: dict[str, object], *, stem: str, line_number: int) -> Row:
+    """The row that the object of one line is.
 
     Raises:
-        RowError: it holds none.
+        RowError: it is none.
     """
-    fields = _json_object(line)
     question = _text(fields, QUESTION_KEYS)
     answer = _text(fields, ANSWER_KEYS)
     if GOLD_MARK in answer:
