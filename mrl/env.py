@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,12 @@ MRL_CACHE = Variable(
     "With `off` every rank reads the Hugging Face files instead.",
 )
 
-VARIABLES: tuple[Variable, ...] = (HF_TOKEN, WANDB_API_KEY, HF_HOME, MRL_CACHE)
+SLURM_JOB_START_TIME = Variable(
+    "SLURM_JOB_START_TIME",
+    "When the Slurm job started, in seconds since 1970, set by Slurm: checkpointing.checkpoint_must_save_by counts from it.",
+)
+
+VARIABLES: tuple[Variable, ...] = (HF_TOKEN, WANDB_API_KEY, HF_HOME, MRL_CACHE, SLURM_JOB_START_TIME)
 
 SECRET_NAME = re.compile(r"(^|[_-])(token|secret|password|passwd|credentials?|api_?key|access_?key(_id)?)$", re.IGNORECASE)
 """What a key or variable is called that holds a secret. Plural words (`stop_token_ids`, `max_new_tokens`) are not meant."""
@@ -47,6 +53,13 @@ def cache_root() -> Path | None:
         return None
     root = Path(chosen) if chosen else Path(HF_HOME.read() or "~/.cache/huggingface") / "mrl"
     return root.expanduser().absolute()
+
+
+def job_age_s() -> float:
+    """Seconds since the start of the Slurm job that this process runs in; 0.0 outside of Slurm."""
+    started = SLURM_JOB_START_TIME.read()
+    # A clock that is behind that of Slurm's controller must not add to the job's time.
+    return max(0.0, time.time() - float(started)) if started and started.isdigit() else 0.0
 
 
 def secret_values() -> frozenset[str]:

@@ -31,10 +31,10 @@ from mrl.data.order import prompts_of_step
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.saving import CheckpointSaver, open_saver
 from mrl.store.checkpoints import Checkpoint
-from mrl.store.clock import Clock
+from mrl.store.clock import Clock, TimeBudget
 from mrl.store.console import RolloutProgress
 from mrl.store.run_folder import RunFolder
-from mrl.store.summary import rollout_metrics, validation_metrics
+from mrl.store.summary import is_good_enough, rollout_metrics, validation_metrics
 from mrl.types import Batch, Prompt, RolloutGroup, RunState
 
 logger = logging.getLogger(__name__)
@@ -53,31 +53,31 @@ class Run:
     folder: RunFolder
     session: Session
     saver: CheckpointSaver
-    started: float
+    budget: TimeBudget
     last_step: int
-
-    @property
-    def must_end_now(self) -> bool:
-        limit = self.config.checkpointing.must_save_by_s
-        return limit is not None and time.monotonic() - self.started > limit
+    is_over: bool = False
+    """Whether no further step is made."""
 
 
 def train(config: RunConfig, data: PromptData, folder: RunFolder, *, started: float) -> RunState:
     """Runs the configured steps from where the run folder stands, and returns where it ended."""
     checkpoint = folder.newest_checkpoint()
     last_step = num_steps(config, data)
-    if checkpoint is not None and checkpoint.step >= last_step:
-        logger.info("All %d steps are done: %s", last_step, checkpoint.folder)
+    if checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):
+        logger.info("All is done by step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
         return checkpoint.state()
     with (
         start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
         open_saver(config, folder, session.policies) as saver,
     ):
-        run = Run(config, data, folder, session, saver, started, last_step)
+        run = Run(config, data, folder, session, saver, TimeBudget(config.checkpointing.must_save_by_s, started=started), last_step)
         state = resume(run, checkpoint)
         if state.step == 0 and config.grpo.val_at_start:
-            folder.log_metrics(0, validate(run, state))
-        while state.step < run.last_step and not run.must_end_now:
+            metrics = validate(run, state)
+            folder.log_metrics(0, metrics)
+            run.is_over = is_good_enough(config.grpo, metrics)
+        run.is_over |= run.budget.is_over
+        while state.step < run.last_step and not run.is_over:
             train_step(run, state)
         session.merge_config_reads()
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
@@ -105,15 +105,18 @@ def train_step(run: Run, state: RunState) -> None:
 
     with clock.phase("refit"):
         metrics |= refit(run, state)
-    if is_due(step, config.grpo.val_period) or (config.grpo.val_at_end and step == run.last_step):
+    grpo, checkpointing = config.grpo, config.checkpointing
+    if (step >= grpo.val_start_at and is_due(step, grpo.val_period)) or (grpo.val_at_end and step == run.last_step):
         with clock.phase("validation"):
             metrics |= validate(run, state)
     state.metrics = metrics
     folder.print_header(step, run.last_step)
-    is_last = step == run.last_step or run.must_end_now
-    if config.checkpointing.enabled and (is_due(step, config.checkpointing.save_period) or is_last):
+    run.budget.count_step()
+    run.is_over = step == run.last_step or run.budget.is_over or is_good_enough(grpo, metrics)
+    is_saved = run.is_over or is_due(step, checkpointing.save_period) or is_due(step, checkpointing.ft_save_period or 0)
+    if checkpointing.enabled and is_saved:
         with clock.phase("checkpoint"):
-            save_checkpoint(run, state, has_next=not is_last)
+            save_checkpoint(run, state, has_next=not run.is_over)
     metrics |= clock.metrics() | run.saver.take_metrics()
     folder.print_step(metrics)
     folder.log_samples(step, "train", groups[:NUM_REPORT_SAMPLES])
@@ -227,7 +230,7 @@ def preflight(config: RunConfig) -> PromptData:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0; 2 with one clear message if the input is at fault; 1 if the attempt failed (the same command resumes)."""
-    started = time.monotonic()
+    started = time.monotonic() - env.job_age_s()
     parser = argparse.ArgumentParser(prog="python -m mrl.train", description="GRPO training.")
     parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")

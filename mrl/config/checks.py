@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
-import shutil
 from pathlib import Path
 
+from mrl.config.checkpointing import existing_parent, find_checkpointing_problems, find_missing_disk
 from mrl.config.errors import ConfigError
 from mrl.config.layout import find_layout_problems
 from mrl.config.model import read_model
 from mrl.config.ranges import find_values_out_of_range, spell
 from mrl.config.recompute import find_recompute_problems
 from mrl.config.routing import find_routing_problems
-from mrl.config.schema import CheckpointingConfig, RunConfig
+from mrl.config.schema import RunConfig
 from mrl.config.schema_data import EnvConfig
 from mrl.config.schema_generation import GenerationConfig
 from mrl.config.schema_megatron import MegatronConfig
@@ -36,7 +35,7 @@ def check_config(config: RunConfig) -> None:
 def find_problems(config: RunConfig) -> list[str]:
     """Every problem of a config, one text each. Rules between numbers are applied once every number is in its range."""
     out_of_range = find_values_out_of_range(config)
-    problems = out_of_range + _files(config) + _checkpointing(config.checkpointing, has_validation=config.data.validation is not None)
+    problems = out_of_range + _files(config) + find_checkpointing_problems(config) + _early_stop(config)
     model = None
     try:
         model = read_model(Path(config.policy.model_name))
@@ -73,6 +72,18 @@ def _batch(config: RunConfig) -> list[str]:
         value = config.loss_fn.truncated_importance_sampling_ratio
         problems.append(_problem("loss_fn.truncated_importance_sampling_ratio", value, rule, "set it to null, or the other to true"))
     return problems
+
+
+def _early_stop(config: RunConfig) -> list[str]:
+    metric, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
+    if (metric is None) != (threshold is None):
+        rule = f"it needs grpo.stop_at_validation_{'metric' if metric is None else 'threshold'}, which is null"
+        key, value = ("metric", metric) if threshold is None else ("threshold", threshold)
+        return [_problem(f"grpo.stop_at_validation_{key}", value, rule, "set both, or none of them")]
+    if metric is not None and config.data.validation is None:
+        rule = "there is no validation, because data.validation=null"
+        return [_problem("grpo.stop_at_validation_metric", metric, rule, "set it and the threshold to null, or give data.validation")]
+    return []
 
 
 def _lengths(policy: PolicyConfig) -> list[str]:
@@ -228,56 +239,7 @@ def _files(config: RunConfig) -> list[str]:
 
 
 def _cannot_be_written(folder: str) -> str | None:
-    existing = _existing_parent(folder)
+    existing = existing_parent(folder)
     if not existing.is_dir():
         return f"{existing} is not a folder"
     return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} may not be written"
-
-
-def _existing_parent(folder: str) -> Path:
-    path = Path(folder).absolute()
-    return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-
-
-def _checkpointing(checkpointing: CheckpointingConfig, *, has_validation: bool) -> list[str]:
-    problems = []
-    stage, _, metric = checkpointing.metric_name.partition(":")
-    if stage not in ("train", "val") or not metric:
-        rule = "must be train:<metric> or val:<metric>"
-        problems.append(_problem("checkpointing.metric_name", checkpointing.metric_name, rule, "write for example val:accuracy"))
-    elif stage == "val" and checkpointing.enabled and not has_validation:
-        rule = "there is no validation, because data.validation=null"
-        problems.append(_problem("checkpointing.metric_name", checkpointing.metric_name, rule, "use train:reward, or give data.validation"))
-    limit = checkpointing.checkpoint_must_save_by
-    if limit is not None and not re.fullmatch(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}", limit):
-        rule = "must be DD:HH:MM:SS after the start"
-        problems.append(_problem("checkpointing.checkpoint_must_save_by", limit, rule, "write for example 00:03:40:00"))
-    return problems
-
-
-def find_missing_disk(config: RunConfig, num_parameters: int) -> list[str]:
-    """A problem if the checkpoints still to be written, `keep_top_k` and one written aside, do not fit on their disk."""
-    checkpointing = config.checkpointing
-    if not checkpointing.enabled:
-        return []
-    weights = 2 if config.policy.precision == "bfloat16" else 4
-    # Main parameter and both moments, in float32; those of adapters are next to nothing.
-    optimizer = 12 if checkpointing.save_optimizer and not config.policy.megatron_cfg.peft.enabled else 0
-    checkpoint_bytes = num_parameters * (weights + optimizer)
-    num_present = sum(1 for path in Path(checkpointing.checkpoint_dir).glob("step_*") if path.is_dir())
-    needed = checkpoint_bytes * (max(0, checkpointing.keep_top_k - num_present) + 1)
-    free = shutil.disk_usage(_existing_parent(checkpointing.checkpoint_dir)).free
-    if needed <= free:
-        return []
-    rule = (
-        f"{checkpointing.keep_top_k} checkpoints of {checkpoint_bytes / 1e9:.2f} GB and one being written need {needed / 1e9:.2f} GB more, "
-        f"{free / 1e9:.2f} GB are free"
-    )
-    return [
-        _problem(
-            "checkpointing.checkpoint_dir",
-            checkpointing.checkpoint_dir,
-            rule,
-            "free or choose another disk, or lower checkpointing.keep_top_k",
-        )
-    ]

@@ -24,18 +24,24 @@ class CheckpointingConfig:
     """Write checkpoints."""
     checkpoint_dir: str = "results/grpo"
     """Folder of the run. A run resumes from the newest complete checkpoint in it."""
-    metric_name: str = "val:accuracy"
-    """What ranks checkpoints: `train:<metric>` or `val:<metric>`."""
+    metric_name: str | None = "val:accuracy"
+    """What ranks checkpoints: `train:<metric>` or `val:<metric>`; null = the newer, the better. A checkpoint without that metric is the
+    worst."""
     higher_is_better: bool = True
     """Direction of that metric."""
-    keep_top_k: int = 3
-    """Checkpoints kept: the best by that metric, and always the newest."""
+    keep_top_k: int | None = 3
+    """How many of the checkpoints of `save_period` are kept, the best ones; null = all. The newest checkpoint is always kept, too."""
     save_period: int = 10
     """Save every this many steps, and at the end."""
+    ft_save_period: int | None = None
+    """Save every this many steps, too, against crashes; null = no further checkpoints. Needs `ft_keep_latest_k`."""
+    ft_keep_latest_k: int | None = None
+    """Keep this many of the newest checkpoints, whatever their metric; null = one."""
     save_optimizer: bool = True
     """Save optimizer state; without it a run cannot resume exactly."""
     checkpoint_must_save_by: str | None = None
-    """DD:HH:MM:SS after the start of the process, when the run saves and ends; null = never."""
+    """DD:HH:MM:SS after the start of the Slurm job (SLURM_JOB_START_TIME), or else of the process: the run saves and ends before a step
+    that would, as long as the mean step, end later. null = never."""
 
     @property
     def must_save_by_s(self) -> float | None:

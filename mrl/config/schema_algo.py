@@ -41,10 +41,17 @@ class GrpoConfig:
     """Baseline of a rollout: mean reward of the others of its group; false: of the whole group."""
     val_period: int = 10
     """Validate every this many steps; 0 = never."""
+    val_start_at: int = -1
+    """The first step after which `val_period` counts: steps before it are not validated. -1 = no such step."""
     val_at_start: bool = False
     """Validate before the first update (step 0)."""
     val_at_end: bool = False
     """Validate after the last step."""
+    stop_at_validation_metric: str | None = None
+    """The run saves and ends once this metric of a validation, `accuracy` for example, is `stop_at_validation_threshold` or more; null =
+    it goes on."""
+    stop_at_validation_threshold: float | None = None
+    """What `stop_at_validation_metric` has to reach."""
     max_val_samples: int | None = 256
     """Validation prompts used, the first ones of the file; null = all."""
     seed: int = 42

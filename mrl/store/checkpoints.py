@@ -16,6 +16,7 @@ from pathlib import Path
 
 from conversion.files import sha256_file, sync_file, sync_folder, write_atomic
 from conversion.manifest import FileRecord, file_record
+from mrl.config.schema import CheckpointingConfig
 from mrl.types import RunState
 
 logger = logging.getLogger(__name__)
@@ -46,15 +47,19 @@ class Checkpoint:
 class CheckpointStore:
     """The `step_N` folders below one run folder."""
 
-    def __init__(self, folder: Path, *, keep_top_k: int, metric_name: str, higher_is_better: bool) -> None:
-        """`metric_name` is "val:<m>" or "train:<m>"; the best `keep_top_k` checkpoints by it are kept, and always the newest."""
+    def __init__(self, folder: Path, settings: CheckpointingConfig) -> None:
+        """Of what is in `folder`, `settings` say what is kept."""
         self.folder = folder
-        self.keep_top_k = keep_top_k
-        self.metric_name = metric_name.replace(":", "/", 1)
-        self.higher_is_better = higher_is_better
+        self.keep_top_k = settings.keep_top_k
+        self.keep_latest_k = settings.ft_keep_latest_k or 1
+        self.save_period = settings.save_period
+        self.metric_name = None if settings.metric_name is None else settings.metric_name.replace(":", "/", 1)
+        self.higher_is_better = settings.higher_is_better
 
     def begin(self, state: RunState) -> Checkpoint:
         """A folder with `state` as it is now, for the weights to be written into; it becomes a checkpoint by `commit`."""
+        if self.metric_name is not None and self.metric_name not in state.metrics:
+            logger.warning("step %d has no metric %s (checkpointing.metric_name): its checkpoint ranks last", state.step, self.metric_name)
         aside = self.folder / f"tmp_step_{state.step}"
         shutil.rmtree(aside, ignore_errors=True)
         (aside / "policy" / "weights").mkdir(parents=True)
@@ -107,16 +112,18 @@ class CheckpointStore:
         return [Checkpoint(int(match[1]), path) for match, path in matches if match]
 
     def _prune(self) -> None:
-        published = sorted(self._published(), key=lambda found: -found.step)
-        scored = sorted(published[1:], key=self._rank)
-        for checkpoint in scored[max(0, self.keep_top_k - 1) :]:
-            # The marker goes first, so that an interrupted removal leaves nothing that looks complete.
-            (checkpoint.folder / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(checkpoint.folder, ignore_errors=True)
+        newest_first = sorted(self._published(), key=lambda found: -found.step)
+        periodic = [checkpoint for checkpoint in newest_first if checkpoint.step % self.save_period == 0]
+        kept = newest_first[: self.keep_latest_k] + sorted(periodic, key=self._rank)[: self.keep_top_k]
+        for checkpoint in newest_first:
+            if checkpoint not in kept:
+                # The marker goes first, so that an interrupted removal leaves nothing that looks complete.
+                (checkpoint.folder / MARKER).unlink(missing_ok=True)
+                shutil.rmtree(checkpoint.folder, ignore_errors=True)
 
     def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
-        """Sort key, best first: by the metric (absent counts as worst), then newest first."""
-        value = checkpoint.state().metrics.get(self.metric_name)
+        """Sort key, best first: by the metric, if there is one (absent counts as worst), then newest first."""
+        value = None if self.metric_name is None else checkpoint.state().metrics.get(self.metric_name)
         if value is None:
             return (float("inf"), -checkpoint.step)
         return (-value if self.higher_is_better else value, -checkpoint.step)

@@ -40,3 +40,27 @@ class Clock:
         hidden = {f"time/{name}_hidden": max(0.0, work_s - self._seconds[name]) for name, work_s in self._work.items()}
         exposed = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         return exposed | hidden | {"time/total": time.monotonic() - self._start}
+
+
+class TimeBudget:
+    """Whether a run has time for another step before it has to be saved. Never over if there is no limit."""
+
+    def __init__(self, limit_s: float | None, *, started: float) -> None:
+        """`limit_s` counts from `started`, a time of `time.monotonic`."""
+        self._limit_s = limit_s
+        self._started = started
+        self._first_step_began = time.monotonic()
+        self._num_steps = 0
+
+    def count_step(self) -> None:
+        """Says that one more step, its validation included, is done."""
+        self._num_steps += 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next step, if it took as long as the mean of those counted, would end after the limit."""
+        if self._limit_s is None:
+            return False
+        now = time.monotonic()
+        mean_step_s = (now - self._first_step_began) / self._num_steps if self._num_steps else 0.0
+        return now - self._started + mean_step_s >= self._limit_s

@@ -34,10 +34,7 @@ class RunFolder:
         self.config = config
         self.path = Path(config.checkpointing.checkpoint_dir).absolute()
         self.log_folder = self._next_log_folder(Path(config.logger.log_dir).absolute())
-        settings = config.checkpointing
-        self.checkpoints = CheckpointStore(
-            self.path, keep_top_k=settings.keep_top_k, metric_name=settings.metric_name or "", higher_is_better=settings.higher_is_better
-        )
+        self.checkpoints = CheckpointStore(self.path, config.checkpointing)
         self._loggers: list[Logger] = []
 
     def open(self) -> None:

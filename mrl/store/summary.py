@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
+from mrl.config.schema_algo import GrpoConfig
 from mrl.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float, num_engine_restarts: int) -> dict[str, float]:
@@ -66,3 +70,20 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "val/num_samples": float(len(verdicts)),
         **environment_metrics(groups, stage="val"),
     }
+
+
+def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
+    """Whether metrics hold a validation that reached `grpo.stop_at_validation_threshold`; says so.
+
+    Raises:
+        ValueError: they hold a validation, but not `grpo.stop_at_validation_metric`.
+    """
+    name, threshold = grpo.stop_at_validation_metric, grpo.stop_at_validation_threshold
+    measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}
+    if name is None or threshold is None or not measured:
+        return False
+    if name not in measured:
+        raise ValueError(f"grpo.stop_at_validation_metric={name}: no metric of validations; use one of {', '.join(sorted(measured))}")
+    if measured[name] >= threshold:
+        logger.info("Validation %s of %.4f has reached grpo.stop_at_validation_threshold=%g", name, measured[name], threshold)
+    return measured[name] >= threshold

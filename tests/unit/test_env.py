@@ -1,8 +1,9 @@
+import time
 from pathlib import Path
 
 import pytest
 
-from mrl.env import HF_TOKEN, VARIABLES, cache_root, secret_values
+from mrl.env import HF_TOKEN, VARIABLES, cache_root, job_age_s, secret_values
 
 
 def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch):
@@ -46,3 +47,9 @@ def test_a_relative_cache_folder_is_the_same_for_processes_elsewhere(monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MRL_CACHE", "models")
     assert cache_root() == tmp_path / "models"
+
+
+@pytest.mark.parametrize(("age_s", "expected"), [(None, 0.0), (100, 100.0), (-100, 0.0)])
+def test_the_age_of_the_job(monkeypatch: pytest.MonkeyPatch, age_s: int | None, expected: float):
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "" if age_s is None else str(int(time.time()) - age_s))
+    assert expected <= job_age_s() <= (expected + 5 if expected else 0)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.checkpointing import num_kept_at_most
 from mrl.config.checks import check_config, find_problems
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
@@ -93,6 +94,12 @@ BAD = [
     (["checkpointing.metric_name=accuracy"], "checkpointing.metric_name=accuracy", "val:accuracy"),
     (["data.validation=null"], "checkpointing.metric_name=val:accuracy", "train:reward"),
     (["checkpointing.checkpoint_must_save_by=3h"], "checkpointing.checkpoint_must_save_by=3h", "00:03:40:00"),
+    (["checkpointing.ft_save_period=5"], "checkpointing.ft_save_period=5", "set it"),
+    (["grpo.stop_at_validation_metric=accuracy"], "grpo.stop_at_validation_metric=accuracy", "set both"),
+    (["grpo.stop_at_validation_threshold=0.5"], "grpo.stop_at_validation_threshold=0.5", "set both"),
+    (["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.5", "checkpointing.metric_name=null",
+      "data.validation=null"],
+     "grpo.stop_at_validation_metric=accuracy", "give data.validation"),
     (["policy.train_global_batch_size=256"], "policy.train_global_batch_size=256", "leave it out"),
     (["grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=3"], "policy.train_global_batch_size=3", "grpo.num_prompts_per_step"),
     (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt=1", "at least 2"),
@@ -246,13 +253,18 @@ def test_a_damaged_model_config(workplace: Path, text: str):
     assert problem.startswith("policy.model_name=prepared/tiny/model: ")
 
 
+def test_a_run_that_keeps_all_its_checkpoints_needs_room_for_two(workplace: Path):
+    for overrides, expected in ((("checkpointing.keep_top_k=null",), None), (("checkpointing.keep_top_k=8",), None), ((), 4)):
+        assert num_kept_at_most(load_config("grpo_tiny.yaml", overrides)) == expected
+
+
 def test_no_room_for_checkpoints(workplace: Path, monkeypatch: pytest.MonkeyPatch):
     usage = shutil.disk_usage(workplace)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000_000))
     (problem,) = found()
-    assert problem.startswith("checkpointing.checkpoint_dir=results/grpo_tiny: 3 checkpoints of ")
+    assert problem.startswith("checkpointing.checkpoint_dir=results/grpo_tiny: 4 checkpoints of ")
     assert found("checkpointing.enabled=false") == []
-    for step in range(3):  # room that is taken already is not asked for again
+    for step in range(4):  # room that is taken already is not asked for again
         (workplace / f"results/grpo_tiny/step_{step}").mkdir(parents=True)
     assert found() == []
 

@@ -4,12 +4,13 @@ from pathlib import Path
 import pytest
 
 from conversion.manifest import file_record
+from mrl.config.schema import CheckpointingConfig
 from mrl.store.checkpoints import MANIFEST, MARKER, CheckpointStore, find_damage
 from mrl.types import RunState
 
 
-def store(folder: Path, keep_top_k: int = 3) -> CheckpointStore:
-    return CheckpointStore(folder, keep_top_k=keep_top_k, metric_name="val:accuracy", higher_is_better=True)
+def store(folder: Path, **settings: object) -> CheckpointStore:
+    return CheckpointStore(folder, CheckpointingConfig(**{"save_period": 1, **settings}))  # type: ignore[arg-type]  # fields of the section
 
 
 def save(checkpoints: CheckpointStore, step: int, accuracy: float | None = None) -> Path:
@@ -86,11 +87,35 @@ def test_an_interrupted_save_leaves_nothing_that_looks_complete(tmp_path: Path):
     assert not pending.folder.exists()
 
 
-def test_the_best_and_always_the_newest_are_kept(tmp_path: Path):
-    checkpoints = store(tmp_path, keep_top_k=2)
-    for step, accuracy in ((1, 0.9), (2, 0.5), (3, 0.7), (4, 0.1)):
+ACCURACIES = {1: 0.9, 2: 0.5, 3: 0.7, 4: None, 5: 0.1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"keep_top_k": 2}, [1, 3, 5]),
+        ({"keep_top_k": 2, "higher_is_better": False}, [2, 5]),
+        ({"keep_top_k": None}, [1, 2, 3, 4, 5]),
+        ({"keep_top_k": 2, "metric_name": None}, [4, 5]),
+        ({"keep_top_k": 1, "ft_keep_latest_k": 3}, [1, 3, 4, 5]),
+        # Only checkpoints of the period are kept for their metric; the others are for recovery.
+        ({"keep_top_k": 3, "save_period": 2}, [2, 4, 5]),
+        ({"keep_top_k": None, "save_period": 3, "ft_keep_latest_k": 2}, [3, 4, 5]),
+    ],
+)
+def test_what_is_kept(tmp_path: Path, settings: dict[str, object], kept: list[int]):
+    checkpoints = store(tmp_path, **settings)
+    for step, accuracy in ACCURACIES.items():
         save(checkpoints, step, accuracy)
-    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1", "step_4"]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == [f"step_{step}" for step in kept]
+
+
+def test_a_checkpoint_that_cannot_be_ranked_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    checkpoints = store(tmp_path, metric_name="train:loss")
+    checkpoints.begin(RunState(step=1, metrics={"train/loss": 1.0}))
+    assert not caplog.records
+    checkpoints.begin(RunState(step=2, metrics={"val/loss": 1.0}))
+    assert "step 2 has no metric train/loss (checkpointing.metric_name)" in caplog.text
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path):

@@ -1,0 +1,25 @@
+import pytest
+
+from mrl.config.schema_algo import GrpoConfig
+from mrl.store.summary import is_good_enough
+
+TARGET = GrpoConfig(stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.5)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "metrics", "expected"),
+    [
+        (GrpoConfig(), {"val/accuracy": 1.0}, False),
+        (TARGET, {"val/accuracy": 0.49}, False),
+        (TARGET, {"val/accuracy": 0.5, "train/reward": 0.0}, True),
+        # A step without validation.
+        (TARGET, {"train/accuracy": 1.0}, False),
+    ],
+)
+def test_a_validation_ends_the_run(grpo: GrpoConfig, metrics: dict[str, float], expected: bool):
+    assert is_good_enough(grpo, metrics) == expected
+
+
+def test_a_metric_that_validations_do_not_have():
+    with pytest.raises(ValueError, match=r"stop_at_validation_metric=accuracy: .* use one of mean_length"):
+        is_good_enough(TARGET, {"val/mean_length": 1.0})
