@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,27 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import mrl
+from mrl.config.dialect_names import RENAMED
 from mrl.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+COMMAND_LINE = "command line"
+"""The origin of an override's setting."""
+
+MAX_DESCRIBED = 80
+"""Characters of a value in a message: a chat template would fill the screen."""
+
+REPLACES = "_override_"
+"""NeMo RL's mark in a section: with `true`, the section replaces the inherited one."""
+
+# Where NeMo RL keeps its configs; a file of such a path that is not there is looked for among the packaged ones.
+_NEMO_RL_FOLDERS = ("examples/configs", "examples/nemo_gym")
+
+_RELATIVE = re.compile(r"\$\{(\.+)([\w.]+)\}")
+_ABSOLUTE = re.compile(r"\$\{([\w.]+)\}")
+# Hydra writes {a:1}, which in YAML is a mapping only with a space.
+_COMPACT_ITEM = re.compile(r"([{,]\s*[\w.-]+):(?=[^\s/])")
 
 Key = tuple[str, ...]
 """A dotted key, split at its dots."""
@@ -22,6 +44,8 @@ class Setting:
 
     value: object
     origin: str
+    written_as: str = ""
+    """The key's older name, if that was written."""
 
 
 Settings = dict[Key, Setting]
@@ -38,12 +62,18 @@ def packaged_configs() -> Path:
 def find_config(name: str | Path) -> Path:
     """The config file that `name` stands for: a path as given or in the working directory, else the name of a packaged config.
 
+    Of a path into NeMo RL's examples that is not there, the name decides, and a log line says so.
+
     Raises:
         ConfigError: there is neither.
     """
     for path in (Path(name), packaged_configs() / name):
         if path.is_file():
             return path.absolute()
+    packaged_config = packaged_configs() / Path(name).name
+    if Path(name).parent.as_posix().endswith(_NEMO_RL_FOLDERS) and packaged_config.is_file():
+        logger.info("Config: %s is not here; taking %s, which comes with mrl", name, packaged_config)
+        return packaged_config.absolute()
     packaged = ", ".join(sorted(path.name for path in packaged_configs().glob("*.yaml"))) or "none"
     raise ConfigError([f"config {name}: no such file in {Path.cwd()}, and no packaged config of that name; packaged are {packaged}"])
 
@@ -61,16 +91,22 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
     defaults = content.pop("defaults", None)
     bases = [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]
     settings: Settings = {}
+    own = _flatten(content, path, lines)
     for base in bases:
         beside = path.parent / str(base)
         overlay(settings, read_settings(beside if beside.is_file() else find_config(str(base)), (*inherited_by, path)))
-    overlay(settings, _flatten(content, path, lines))
+    overlay(settings, own)
     return settings
 
 
 def overlay(settings: Settings, top: Settings) -> None:
-    """Puts the settings of `top` over `settings`, in place: a section is merged, anything else replaced."""
+    """Puts the settings of `top` over `settings`, in place: a section is merged unless it is marked to replace, anything else replaced."""
+    replaced = [key[:-1] for key, setting in top.items() if key[-1] == REPLACES and setting.value is True]
+    for other in [other for other in settings if any(other[: len(section)] == section for section in replaced)]:
+        del settings[other]
     for key, setting in top.items():
+        if key[-1] == REPLACES:
+            continue
         below = [other for other in settings if other[: len(key)] == key]
         if setting.value == {} and below:
             continue
@@ -101,23 +137,45 @@ def _apply_override(settings: Settings, override: str) -> str | None:
     sign = override[: len(override) - len(body)]
     name, equals, text = body.partition("=")
     key = tuple(name.split("."))
-    if sign not in ("", "+", "++", "~") or (sign == "~") == bool(equals) or not all(part.strip() == part != "" for part in key):
+    if sign not in ("", "+", "++", "~") or (sign != "~" and not equals) or not all(part.strip() == part != "" for part in key):
         return f"override {override}: write key=value, +key=value, ++key=value or ~key, with dots between the parts of a key"
+    key = tuple(RENAMED.get(name, name).split("."))
     below = [other for other in settings if other[: len(key)] == key]
     if sign == "~":
         if not below:
             return f"override {override}: no config file sets {name}, so there is nothing to remove; drop the override"
+        if equals and [settings[other].value for other in below] != [_parse_value(text)]:
+            return f"override {override}: {name} has another value; write ~{name} to remove it whatever it is"
         for other in below:
             del settings[other]
         return None
     if sign == "+" and below:
         return f"override {override}: {name} is already set by {settings[below[0]].origin}; write {name}={text} to replace it"
-    overlay(settings, _flatten_value(_parse_value(text), key, "command line"))
+    new = _rename(_flatten_value(_parse_value(text), tuple(name.split(".")), COMMAND_LINE))
+    for written, setting in new.items():
+        other = settings.get(written)
+        both = other is not None and other.origin == COMMAND_LINE and other.written_as != setting.written_as
+        if both and other is not None and other.value != setting.value:
+            return _two_names(".".join(written), other, setting)
+    overlay(settings, new)
     return None
+
+
+def describe(key: Key, setting: Setting) -> str:
+    """A setting as a message names it: key, value and origin."""
+    value = setting.value
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if len(text) > MAX_DESCRIBED or "\n" in text:
+        text = repr(text[:MAX_DESCRIBED])[1:-1] + "..."
+    return f"{setting.written_as or '.'.join(key)}={text} ({setting.origin})"
 
 
 def _parse_value(text: str) -> object:
     # OmegaConf's YAML, not PyYAML's, for which 1e-5 is a string.
+    if text == "":
+        return ""
+    if text.startswith("{"):
+        text = _COMPACT_ITEM.sub(r"\1: ", text)
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     assert isinstance(parsed, dict)
     return parsed["value"]
@@ -149,8 +207,46 @@ def _note_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int]) -> None
 
 
 def _flatten(content: dict[str, object], path: Path, lines: dict[Key, int]) -> Settings:
-    flat = _flatten_value(content, (), "") if content else {}
-    return {key: Setting(setting.value, f"{path.name}:{lines[key]}" if key in lines else path.name) for key, setting in flat.items()}
+    """Settings of a file. A dot in a name at the top stands for a level, as on the command line.
+
+    Raises:
+        ConfigError: a key is given by two names with two values, or a mark to replace is no true or false.
+    """
+    flat: Settings = {}
+    for name, value in content.items():
+        for key, setting in _flatten_value(value, (name,), "").items():
+            origin = f"{path.name}:{lines[key]}" if key in lines else path.name
+            flat[(*name.split("."), *key[1:])] = Setting(setting.value, origin)
+            if key[-1] == REPLACES and not isinstance(setting.value, bool):
+                raise ConfigError([f"{describe(key, flat[(*name.split('.'), *key[1:])])}: a mark; set it to true or false"])
+    return _rename(flat)
+
+
+def _rename(flat: Settings) -> Settings:
+    """The settings under their present names, and with references to present names, from the top."""
+    renamed: Settings = {}
+    for key, setting in flat.items():
+        dotted = ".".join(key)
+        name = RENAMED.get(dotted)
+        setting = Setting(_absolute(setting.value, key), setting.origin, dotted if name else "")
+        target = tuple(name.split(".")) if name else key
+        other = renamed.get(target)
+        if other is not None and other.value != setting.value:
+            raise ConfigError([_two_names(".".join(target), other, setting)])
+        renamed[target] = setting
+    return renamed
+
+
+def _two_names(name: str, first: Setting, second: Setting) -> str:
+    key = tuple(name.split("."))
+    return f"{describe(key, first)} and {describe(key, second)}: two names of {name} with two values; keep one of them"
+
+
+def _absolute(value: object, key: Key) -> object:
+    if not isinstance(value, str):
+        return value
+    value = _RELATIVE.sub(lambda match: "${" + ".".join((*key[: -len(match[1])], match[2])) + "}", value)
+    return _ABSOLUTE.sub(lambda match: "${" + RENAMED.get(match[1], match[1]) + "}", value)
 
 
 def _flatten_value(value: object, key: Key, origin: str) -> Settings:

@@ -1,4 +1,7 @@
-"""YAML files and overrides in, a typed `RunConfig` out. Rules between keys are in `mrl.config.checks`."""
+"""YAML files and overrides in, a typed `RunConfig` out, and a report of what was said in other words than ours.
+
+Rules between keys are in `mrl.config.checks`, NeMo RL's words in `mrl.config.dialect`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mrl.config import trace
+from mrl.config.dialect import DIALECT_KEYS, Migration, is_foreign, migrate
 from mrl.config.errors import ConfigError
-from mrl.config.files import Key, Setting, Settings, apply_overrides, find_config, read_settings
+from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings
 from mrl.config.schema import KEYS, RunConfig, section_of
 
 Section = TypeVar("Section")
@@ -40,35 +44,85 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with every problem of the files, the overrides and the types at once.
     """
+    return load_run(name, overrides)[0]
+
+
+def load_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Migration]:
+    """`load_config`, and what became of the keys that NeMo RL has and the schema has not.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
     settings = read_settings(find_config(name))
     problems = apply_overrides(settings, list(overrides))
-    tree = _typed_tree(settings, problems)
+    known: Settings = {}
+    for key, setting in settings.items():
+        if (problem := None if is_foreign(key, setting.value) else _misfit(key, setting)) is None:
+            known[key] = setting
+        else:
+            problems.append(f"{describe(key, setting)}: {problem}")
+    resolver = _Resolver(known, problems)
+    translated, migration = migrate(known, resolver, problems)
+    tree = _typed_tree(known, translated, problems)
     unresolved: dict[Key, str] = {}
     trace.note_expressions(_expressions(tree))
     config = _build(RunConfig, tree, (), unresolved, problems)
-    problems += [f"{_describe(key, settings[key])}: {reason}" for key, reason in unresolved.items() if key in settings]
+    problems += [f"{describe(key, translated[key])}: {reason}" for key, reason in unresolved.items() if key in translated]
     if not problems:  # a default fails because it follows a key that failed: news only where nothing else is
         problems = [f"{'.'.join(key)}: {reason}" for key, reason in unresolved.items()]
     if problems:
-        raise ConfigError(problems)
-    return config
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return config, migration
 
 
-def _typed_tree(settings: Settings, problems: list[str]) -> DictConfig:
-    """The schema's defaults with the settings put over them; a setting that does not fit is reported and left out."""
+class _Resolver:
+    """The value of a dotted key as the settings give it, by the schema's defaults where they do not."""
+
+    def __init__(self, settings: Settings, problems: list[str]) -> None:
+        plain = OmegaConf.to_container(_defaults(), resolve=False)
+        assert isinstance(plain, dict)
+        for key, setting in settings.items():
+            _put(plain, key, setting.value)
+        self._tree = OmegaConf.create(plain)
+        self._settings = settings
+        self._problems = problems
+
+    def __call__(self, dotted: str) -> object:
+        try:
+            value = OmegaConf.select(self._tree, dotted)
+            return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+        except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+            key = tuple(dotted.split("."))
+            if key in self._settings:
+                self._problems.append(f"{describe(key, self._settings[key])}: {_reason(error)}; correct the expression")
+            return None
+
+
+def _put(plain: dict[Any, Any], key: Key, value: object) -> None:
+    for name in key[:-1]:
+        if not isinstance(plain.get(name), dict):
+            plain[name] = {}
+        plain = plain[name]
+    if value != {} or not isinstance(plain.get(key[-1]), dict):
+        plain[key[-1]] = value
+
+
+def _typed_tree(known: Settings, translated: Settings, problems: list[str]) -> DictConfig:
+    """The schema's defaults with the translated settings put over them; one that does not fit is reported and left out.
+
+    The others stand beside them untyped, because expressions may name them.
+    """
     tree = copy.deepcopy(_defaults())
-    for key, setting in settings.items():
-        problem = _misfit(key, setting)
-        if problem is None:
-            try:
-                for depth in range(1, len(key)):
-                    if OmegaConf.select(tree, ".".join(key[:depth])) is None:
-                        OmegaConf.update(tree, ".".join(key[:depth]), {}, force_add=True)
-                OmegaConf.update(tree, ".".join(key), setting.value, force_add=True)
-            except (OmegaConfBaseException, ValueError, TypeError) as error:
-                problem = f"{_reason(error)}; correct the value"
-        if problem is not None:
-            problems.append(f"{_describe(key, setting)}: {problem}")
+    rest = {key: setting for key, setting in known.items() if key not in translated and is_foreign(key, setting.value)}
+    for key, setting in (*rest.items(), *translated.items()):
+        try:
+            for depth in range(1, len(key)):
+                if OmegaConf.select(tree, ".".join(key[:depth])) is None:
+                    OmegaConf.update(tree, ".".join(key[:depth]), {}, force_add=True)
+            OmegaConf.update(tree, ".".join(key), setting.value, force_add=True)
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            if key in translated:
+                problems.append(f"{describe(key, setting)}: {_reason(error)}; correct the value")
     return tree
 
 
@@ -86,7 +140,7 @@ def _misfit(key: Key, setting: Setting) -> str | None:
     for depth, name in enumerate(key):
         hints = _hints(section)
         if name not in hints:
-            return f"no such key; the nearest is {_nearest(key[:depth], name, hints)}"
+            return f"no such key; the nearest is {nearest_key(_first_unknown(key))}"
         inner = section_of(hints[name])
         if inner is None:
             is_mapping = any(getattr(kind, "__origin__", kind) is dict for kind in (hints[name], *get_args(hints[name])))
@@ -114,15 +168,28 @@ def _misfit_value(hint: object, value: object) -> str | None:
     return "must be true or false" if bool in kinds and not fits else None
 
 
-def _nearest(parents: Key, name: str, siblings: dict[str, object]) -> str:
+def nearest_key(key: Key) -> str:
     """The known key that was most likely meant: a sibling spelt alike, the same name elsewhere, or the closest of all."""
+    *parents, name = key
     prefix = "".join(f"{parent}." for parent in parents)
-    if alike := difflib.get_close_matches(name, list(siblings), n=1, cutoff=0.7):
+    known = _known_keys()
+    siblings = list(dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)))
+    if alike := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return prefix + alike[0]
-    elsewhere = [key for key in KEYS if name in key.split(".")]
-    if elsewhere:
+    if elsewhere := [other for other in known if name in other.split(".")]:
         return difflib.get_close_matches(prefix + name, elsewhere, n=1, cutoff=0.0)[0]
-    return difflib.get_close_matches(prefix + name, list(KEYS), n=1, cutoff=0.0)[0]
+    return difflib.get_close_matches(prefix + name, known, n=1, cutoff=0.0)[0]
+
+
+def _first_unknown(key: Key) -> Key:
+    """The shortest beginning of a key that no known key begins with."""
+    beginnings = (key[:depth] for depth in range(1, len(key)))
+    return next((start for start in beginnings if not any(known.startswith(".".join(start) + ".") for known in _known_keys())), key)
+
+
+@functools.cache
+def _known_keys() -> list[str]:
+    return [*KEYS, *sorted(DIALECT_KEYS - KEYS.keys())]
 
 
 def _build(section: type[Section], tree: DictConfig, key: Key, unresolved: dict[Key, str], missing: list[str]) -> Section:
@@ -155,12 +222,6 @@ def _expressions(tree: DictConfig) -> dict[str, frozenset[str]]:
         if isinstance(value, str):
             follows[key] = frozenset(_REFERENCE.findall(value)) & KEYS.keys()
     return {key: others for key, others in follows.items() if others}
-
-
-def _describe(key: Key, setting: Setting) -> str:
-    value = setting.value
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return f"{'.'.join(key)}={text} ({setting.origin})"
 
 
 def _reason(error: Exception) -> str:

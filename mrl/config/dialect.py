@@ -1,0 +1,120 @@
+"""NeMo RL's dialect: what becomes of keys that have another name, another place or no meaning here, and the report of it.
+
+Every key of NeMo RL is a field of the schema or stands in exactly one table of the `dialect_*` files. `docs/config.md` shows the tables.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mrl.config.dialect_entry import Foreign
+from mrl.config.dialect_names import RENAMED, VALUES
+from mrl.config.dialect_no_effect import NO_EFFECT
+from mrl.config.dialect_not_yet import NOT_YET
+from mrl.config.dialect_refused import REFUSED
+from mrl.config.dialect_torch import TRANSLATED, translate_torch
+from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe
+
+logger = logging.getLogger(__name__)
+
+FOREIGN: dict[str, Foreign] = {**NO_EFFECT, **REFUSED, **NOT_YET}
+"""Keys that product code does not read."""
+
+DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *RENAMED])
+"""Every key that is accepted in a config beside those of the schema."""
+
+
+@dataclass
+class Migration:
+    """What a config said in NeMo RL's terms, and what became of it: one line per key, with its origin."""
+
+    renamed: list[str] = field(default_factory=list)
+    translated: list[str] = field(default_factory=list)
+    without_effect: list[str] = field(default_factory=list)
+
+    def sections(self) -> dict[str, list[str]]:
+        """The lines by what became of the keys, empty groups left out."""
+        groups = {"renamed": self.renamed, "translated": self.translated, "without effect": self.without_effect}
+        return {title: lines for title, lines in groups.items() if lines}
+
+    def log(self) -> None:
+        """Logs what was renamed and translated line by line, and of what has no effect only the number."""
+        for line in (*self.renamed, *self.translated):
+            logger.info("Config: %s", line)
+        if self.without_effect:
+            logger.info("Config: %d keys have no effect here; `--check` lists them with the reasons", len(self.without_effect))
+
+
+def entry_of(key: Key) -> Foreign | None:
+    """What the tables say about a key; None if it is not in them."""
+    if (found := FOREIGN.get(".".join(key))) is not None:
+        return found
+    sections = (FOREIGN.get(".".join(key[:depth])) for depth in range(len(key) - 1, 0, -1))
+    return next((entry for entry in sections if entry is not None and entry.is_section), None)
+
+
+def is_foreign(setting_key: Key, value: object) -> bool:
+    """Whether a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
+    dotted = ".".join(setting_key)
+    if entry_of(setting_key) is not None or dotted in TRANSLATED or belongs_below_translated(setting_key):
+        return True
+    return value in (None, {}) and any(known.startswith(f"{dotted}.") for known in DIALECT_KEYS)
+
+
+def belongs_below_translated(key: Key) -> bool:
+    """Whether the key is part of a translated value that is written as a section (`policy.scheduler.name`)."""
+    return any(".".join(key[:depth]) == "policy.scheduler" for depth in range(1, len(key)))
+
+
+def migrate(settings: Settings, value_of: Callable[[str], object], problems: list[str]) -> tuple[Settings, Migration]:
+    """The settings that the schema takes, and the report. `value_of` resolves a key of `settings`; problems are added to `problems`."""
+    report = Migration()
+    report.renamed += [f"{describe(key, setting)} -> {'.'.join(key)}" for key, setting in settings.items() if setting.written_as]
+    translation = translate_torch(settings, value_of)
+    report.translated += translation.lines
+    problems += translation.problems
+    _report_dropped(settings, translation.dropped, report)
+    kept: Settings = {}
+    for key, setting in settings.items():
+        if key in translation.dropped or ".".join(key) in TRANSLATED or belongs_below_translated(key):
+            continue
+        if (entry := entry_of(key)) is not None:
+            _judge(key, setting, entry, value_of, report, problems)
+        elif not is_foreign(key, setting.value):
+            kept[key] = _new_value(key, setting, report)
+    return kept | translation.settings, report
+
+
+def _new_value(key: Key, setting: Setting, report: Migration) -> Setting:
+    values = VALUES.get(".".join(key), {})
+    if not isinstance(setting.value, str) or setting.value not in values:
+        return setting
+    report.translated.append(f"{describe(key, setting)} -> {values[setting.value]}")
+    return Setting(values[setting.value], setting.origin)
+
+
+def _judge(key: Key, setting: Setting, entry: Foreign, value_of: Callable[[str], object], report: Migration, problems: list[str]) -> None:
+    value = value_of(".".join(key))
+    same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
+    if entry.same is None or value in same:
+        report.without_effect.append(f"{describe(key, setting)}: {entry.reason}")
+    else:
+        problems.append(f"{describe(key, Setting(value, setting.origin))}: {entry.reason}; {entry.way_out}")
+
+
+def _report_dropped(settings: Settings, dropped: set[Key], report: Migration) -> None:
+    """One line for the section of the other backend, and one for each of its keys on the command line, where somebody expects an effect."""
+    by_section: dict[str, list[Key]] = {}
+    for key in dropped:
+        by_section.setdefault(".".join(key[:2]), []).append(key)
+    for section, keys in sorted(by_section.items()):
+        other = "policy.dtensor_cfg" if section == "policy.megatron_cfg" else "policy.megatron_cfg"
+        reason = f"{other} is the backend that is enabled"
+        written = [key for key in keys if settings[key].value not in (None, {})]
+        report.without_effect += [
+            f"{describe(key, settings[key])}: {reason}" for key in sorted(written) if settings[key].origin == COMMAND_LINE
+        ]
+        if in_files := [key for key in written if settings[key].origin != COMMAND_LINE]:
+            report.without_effect.append(f"{section}: {len(in_files)} keys: {reason}")

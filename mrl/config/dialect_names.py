@@ -1,0 +1,22 @@
+"""Keys and values of NeMo RL under older or other names, and the names they have here. A key moves out when its line is removed."""
+
+from __future__ import annotations
+
+RENAMED: dict[str, str] = {
+    "data.dataset_name": "data.train.dataset_name",
+    "data.train_jsonl_fpath": "data.train.data_path",
+    "data.validation_jsonl_fpath": "data.validation.data_path",
+    "grpo.dynamic_sampling_oversample_ratio": "grpo.batch_multiplier",
+    "grpo.num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
+    "mlflow_enabled": "logger.mlflow_enabled",
+    "policy.megatron_cfg.use_linear_ce_fusion_loss": "policy.megatron_cfg.use_fused_linear_logprobs",
+    "swanlab_enabled": "logger.swanlab_enabled",
+    "tensorboard_enabled": "logger.tensorboard_enabled",
+    "wandb_enabled": "logger.wandb_enabled",
+}
+"""Old name -> new name. Both in one file, or both on one command line, are refused unless they are equal."""
+
+VALUES: dict[str, dict[object, object]] = {
+    "checkpointing.metric_name": {"val_reward": "val:accuracy", "val_loss": "val:val_loss"},
+}
+"""Key -> old value -> new value."""

@@ -1,0 +1,40 @@
+"""Keys of NeMo RL whose behaviour mrl does not have: accepted where they are off, refused with a way out where they are not."""
+
+from __future__ import annotations
+
+from mrl.config.dialect_entry import Foreign
+
+_OFF = (False, None)
+
+REFUSED: dict[str, Foreign] = {
+    "grpo.use_best_at_k": Foreign("training on best@k, of an older branch, is not supported", _OFF, "set it to false"),
+    "grpo.use_combined_training": Foreign("training on best@k, of an older branch, is not supported", _OFF, "set it to false"),
+    "policy.activation_checkpointing_enabled": Foreign(
+        "NeMo RL reads it nowhere", _OFF, "set policy.megatron_cfg.activation_checkpointing=true instead"
+    ),
+    "policy.draft.enabled": Foreign("draft models are not trained", _OFF, "set it to false"),
+    "policy.dtensor_cfg.cpu_offload": Foreign(
+        "a feature of FSDP", _OFF, "set policy.megatron_cfg.optimizer.optimizer_cpu_offload=true instead"
+    ),
+    "policy.dtensor_cfg.custom_parallel_plan": Foreign(
+        "layers are cut by their family's tables in conversion/families", (None,), "leave it out"
+    ),
+    "policy.is_vlm": Foreign("only language models are trained", _OFF, "set it to false"),
+    "policy.quant_cfg": Foreign("quantised weights are not trained", (None,), "leave it out"),
+    "policy.quant_calib_data": Foreign("quantised weights are not trained", (None,), "leave it out"),
+    "policy.quant_calib_size": Foreign("quantised weights are not trained", (None,), "leave it out"),
+    "policy.quant_batch_size": Foreign("quantised weights are not trained", (None,), "leave it out"),
+    "policy.quant_sequence_length": Foreign("quantised weights are not trained", (None,), "leave it out"),
+    "policy.generation.quant_cfg": Foreign("quantised weights are not sampled from", (None,), "leave it out"),
+    "policy.megatron_cfg.cuda_graph_impl": Foreign("training runs without CUDA graphs", ("none", None), "set it to none"),
+    "policy.megatron_cfg.fine_grained_activation_offloading": Foreign(
+        "activations stay on the GPU", _OFF, "set it to false; policy.megatron_cfg.activation_checkpointing=true saves their memory, too"
+    ),
+    "policy.megatron_cfg.fp8_cfg.enabled": Foreign("training in FP8 is not supported", _OFF, "set it to false"),
+    "policy.megatron_cfg.mtp_num_layers": Foreign("multi-token prediction is not trained", (0, None), "set it to 0"),
+    "policy.megatron_cfg.pipeline_dtype": Foreign(
+        "stages hand on activations as they are", ("${policy.precision}", None), "leave it out, or set policy.precision"
+    ),
+    "on_policy_distillation": Foreign("distillation is not supported", (None,), "set it to null", is_section=True),
+}
+"""Key -> the values that are accepted, why others are not, and the way out."""
