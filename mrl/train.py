@@ -6,9 +6,15 @@ prompts -> rollouts (vLLM) -> rewards -> advantages -> packed batch -> old/refer
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
+
+from mrl import check
+
+if __name__ == "__main__" and check.OPTION in sys.argv:
+    # Before the imports below, which take longer than a check and need libraries that a login node may lack.
+    sys.exit(check.main())
+
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +29,7 @@ from mrl.config import trace
 from mrl.config.checks import check_config
 from mrl.config.files import find_config
 from mrl.config.hub import model_folder
-from mrl.config.load import load_config
+from mrl.config.load import load_run
 from mrl.config.model import use_local_folders
 from mrl.config.schema import RunConfig
 from mrl.data.batch import make_batch
@@ -231,18 +237,13 @@ def preflight(config: RunConfig) -> PromptData:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0; 2 with one clear message if the input is at fault; 1 if the attempt failed (the same command resumes)."""
     started = time.monotonic() - env.job_age_s()
-    parser = argparse.ArgumentParser(prog="python -m mrl.train", description="GRPO training.")
-    parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
-    parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
-    parser.add_argument("--trace-config", action="store_true", help="print at the end which config keys were read, and which never")
-    options = parser.parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-    name = options.config or (options.words.pop(0) if options.words else None)
-    if name is None:
-        parser.error("which config? e.g. python -m mrl.train grpo_tiny.yaml")
+    options = check.parse_arguments(arguments)
+    if options.check:
+        return check.check_run(options.name, options.words)
     try:
-        logger.info("Config: %s", find_config(name))
-        config = load_config(name, options.words)
+        logger.info("Config: %s", find_config(options.name))
+        config, migration = load_run(options.name, options.words)
+        migration.log()
         data = preflight(config)
         folder = RunFolder(config)
         folder.open()

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+from mrl.config.errors import Unprovided
 from mrl.config.ranges import spell
 from mrl.config.schema import CheckpointingConfig, RunConfig
 
@@ -54,7 +55,7 @@ def find_missing_disk(config: RunConfig, num_parameters: int) -> list[str]:
         f"{free / 1e9:.2f} GB are free"
     )
     way_out = "free or choose another disk, or lower checkpointing.keep_top_k"
-    return [_problem("checkpoint_dir", checkpointing.checkpoint_dir, rule, way_out)]
+    return [Unprovided(_problem("checkpoint_dir", checkpointing.checkpoint_dir, rule, way_out))]
 
 
 def num_kept_at_most(config: RunConfig) -> int | None:

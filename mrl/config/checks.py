@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 
 from mrl.config.checkpointing import existing_parent, find_checkpointing_problems, find_missing_disk
-from mrl.config.errors import ConfigError
-from mrl.config.layout import find_layout_problems
+from mrl.config.errors import ConfigError, Unprovided
+from mrl.config.hub import is_hub_id
+from mrl.config.layout import find_cluster_problems, find_layout_problems
 from mrl.config.model import read_model
 from mrl.config.ranges import find_values_out_of_range, spell
 from mrl.config.recompute import find_recompute_problems
@@ -36,20 +37,21 @@ def find_problems(config: RunConfig) -> list[str]:
     """Every problem of a config, one text each. Rules between numbers are applied once every number is in its range."""
     out_of_range = find_values_out_of_range(config)
     problems = out_of_range + _files(config) + find_checkpointing_problems(config) + _early_stop(config)
-    model = None
+    model, name = None, config.policy.model_name
     try:
-        model = read_model(Path(config.policy.model_name))
+        model = read_model(Path(name))
     except ValueError as error:
-        problems.append(f"policy.model_name={config.policy.model_name}: {error}")
+        is_here = (Path(name) / "config.json").exists()
+        problem = f"policy.model_name={name}: {_not_cached() if is_hub_id(name) else error}"
+        problems.append(problem if is_here else Unprovided(problem))
     if out_of_range:
         return problems
     problems += _batch(config) + _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
     problems += _optimizer(config) + _logprobs(config.policy)
     if model is not None:
         problems += find_training_problems(config.policy) + find_recompute_problems(config, model)
-        problems += find_layout_problems(config, model) + find_routing_problems(config, model)
-        problems += find_missing_disk(config, model.num_parameters)
-    return problems
+        problems += find_routing_problems(config, model) + find_missing_disk(config, model.num_parameters)
+    return problems + (find_cluster_problems(config) if model is None else find_layout_problems(config, model))
 
 
 def _problem(key: str, value: object, rule: str, way_out: str) -> str:
@@ -219,13 +221,16 @@ def _files(config: RunConfig) -> list[str]:
     optional = {"data.default.prompt_file": data.default.prompt_file, "data.default.system_prompt_file": data.default.system_prompt_file}
     paths |= {key: path for key, path in optional.items() if path is not None}
     problems = [
-        _problem(key, path, f"no such file in {Path.cwd()}", "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)")
+        Unprovided(
+            _problem(key, path, f"no such file in {Path.cwd()}", "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)")
+        )
         for key, path in paths.items()
         if not os.path.isfile(path)
     ]
-    if not os.path.isdir(config.policy.tokenizer.name):
-        rule = f"no such folder in {Path.cwd()}"
-        problems.append(_problem("policy.tokenizer.name", config.policy.tokenizer.name, rule, "give the folder of the model's tokenizer"))
+    tokenizer = config.policy.tokenizer.name
+    if not os.path.isdir(tokenizer):
+        reason = f"no such folder in {Path.cwd()}; give the folder of the model's tokenizer"
+        problems.append(Unprovided(f"policy.tokenizer.name={tokenizer}: {_not_cached() if is_hub_id(tokenizer) else reason}"))
     names = [field.name for field in dataclasses.fields(EnvConfig)]
     if data.default.env_name not in names:
         problems.append(_problem("data.default.env_name", data.default.env_name, "no such environment", f"use one of {', '.join(names)}"))
@@ -234,8 +239,12 @@ def _files(config: RunConfig) -> list[str]:
         "logger.log_dir": config.logger.log_dir,
     }.items():
         if reason := _cannot_be_written(folder):
-            problems.append(_problem(key, folder, reason, "choose a folder that you may write"))
+            problems.append(Unprovided(_problem(key, folder, reason, "choose a folder that you may write")))
     return problems
+
+
+def _not_cached() -> str:
+    return "not in the local Hugging Face cache; it is downloaded at the start of the run, or give a folder"
 
 
 def _cannot_be_written(folder: str) -> str | None:

@@ -6,6 +6,7 @@ Every key of NeMo RL is a field of the schema or stands in exactly one table of 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,17 +27,30 @@ DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *RENAMED])
 """Every key that is accepted in a config beside those of the schema."""
 
 
+SECTION_DEPTH = 2
+"""Parts of a key that name its section in the report: `policy.dtensor_cfg`, `grpo`."""
+
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """A setting that changes nothing, and why."""
+
+    key: Key
+    setting: Setting
+    reason: str
+
+
 @dataclass
 class Migration:
     """What a config said in NeMo RL's terms, and what became of it: one line per key, with its origin."""
 
     renamed: list[str] = field(default_factory=list)
     translated: list[str] = field(default_factory=list)
-    without_effect: list[str] = field(default_factory=list)
+    without_effect: list[WithoutEffect] = field(default_factory=list)
 
     def sections(self) -> dict[str, list[str]]:
         """The lines by what became of the keys, empty groups left out."""
-        groups = {"renamed": self.renamed, "translated": self.translated, "without effect": self.without_effect}
+        groups = {"renamed": self.renamed, "translated": self.translated, "without effect": _by_section(self.without_effect)}
         return {title: lines for title, lines in groups.items() if lines}
 
     def log(self) -> None:
@@ -99,22 +113,27 @@ def _judge(key: Key, setting: Setting, entry: Foreign, value_of: Callable[[str],
     value = value_of(".".join(key))
     same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
     if entry.same is None or value in same:
-        report.without_effect.append(f"{describe(key, setting)}: {entry.reason}")
+        report.without_effect.append(WithoutEffect(key, setting, entry.reason))
     else:
         problems.append(f"{describe(key, Setting(value, setting.origin))}: {entry.reason}; {entry.way_out}")
 
 
 def _report_dropped(settings: Settings, dropped: set[Key], report: Migration) -> None:
-    """One line for the section of the other backend, and one for each of its keys on the command line, where somebody expects an effect."""
-    by_section: dict[str, list[Key]] = {}
-    for key in dropped:
-        by_section.setdefault(".".join(key[:2]), []).append(key)
-    for section, keys in sorted(by_section.items()):
-        other = "policy.dtensor_cfg" if section == "policy.megatron_cfg" else "policy.megatron_cfg"
-        reason = f"{other} is the backend that is enabled"
-        written = [key for key in keys if settings[key].value not in (None, {})]
-        report.without_effect += [
-            f"{describe(key, settings[key])}: {reason}" for key in sorted(written) if settings[key].origin == COMMAND_LINE
-        ]
-        if in_files := [key for key in written if settings[key].origin != COMMAND_LINE]:
-            report.without_effect.append(f"{section}: {len(in_files)} keys: {reason}")
+    for key, setting in settings.items():
+        if key in dropped and setting.value not in (None, {}):
+            active = "policy.dtensor_cfg" if key[:2] == ("policy", "megatron_cfg") else "policy.megatron_cfg"
+            report.without_effect.append(WithoutEffect(key, setting, f"{active} is the backend that is enabled"))
+
+
+def _by_section(entries: list[WithoutEffect]) -> list[str]:
+    """One line for each entry, and one for all those of a section that have one reason and stand in files: a command line expects more."""
+    groups: dict[object, list[WithoutEffect]] = {}
+    for entry in entries:
+        is_alone = entry.setting.origin == COMMAND_LINE
+        groups.setdefault(entry.key if is_alone else (entry.key[:SECTION_DEPTH], entry.reason), []).append(entry)
+    lines = []
+    for group in groups.values():
+        first = group[0]
+        shared = ".".join(os.path.commonprefix([entry.key[:-1] for entry in group]))
+        lines.append(f"{describe(first.key, first.setting) if len(group) == 1 else f'{shared}: {len(group)} keys'}: {first.reason}")
+    return lines

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+class Unprovided(str):
+    """A problem with what this machine has, not with what the config says: a file, a folder or a disk that is still to be provided."""
+
+
 class ConfigError(ValueError):
     """What is wrong with a config: all of it, one problem a line."""
 

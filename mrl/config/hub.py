@@ -15,6 +15,28 @@ logger = logging.getLogger(__name__)
 _COMPANIONS = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
+def is_hub_id(model: str) -> bool:
+    """Whether `model` can only be an id of the Hub, `organisation/name`."""
+    return not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None
+
+
+def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:
+    """The snapshot of a Hub id in the local cache; None if it is not there, or not all of it. Asks no network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    # Whoever used only the tokenizer has no weights there: an error, or files that are not all there.
+    with suppress(LocalEntryNotFoundError):
+        found = Path(snapshot_download(model, allow_patterns=_patterns(with_weights), local_files_only=True))
+        if _is_complete(found, with_weights):
+            return found
+    return None
+
+
+def _patterns(with_weights: bool) -> list[str]:
+    return [*_COMPANIONS, "*.safetensors"] if with_weights else _COMPANIONS
+
+
 def model_folder(model: str, *, with_weights: bool = True) -> Path:
     """The folder of a model: `model` itself, or the snapshot of a Hub id, from the local cache if it is there, else downloaded.
 
@@ -24,21 +46,17 @@ def model_folder(model: str, *, with_weights: bool = True) -> Path:
     Raises:
         ValueError: neither is to be had.
     """
-    if Path(model).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    if not is_hub_id(model):
         return Path(model)
+    if (cached := cached_folder(model, with_weights=with_weights)) is not None:
+        return cached
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = [*_COMPANIONS, "*.safetensors"] if with_weights else _COMPANIONS
-    # Whoever used only the tokenizer has no weights there: an error, or files that are not all there.
-    with suppress(LocalEntryNotFoundError):
-        found = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
-        if _is_complete(found, with_weights):
-            return found
     logger.info("%s is not in the local Hugging Face cache, or not all of it: downloading it", model)
     reason: Exception | str = "the Hub has no config.json of it, or not all of its safetensors files"
     try:
-        found = Path(snapshot_download(model, allow_patterns=patterns))
+        found = Path(snapshot_download(model, allow_patterns=_patterns(with_weights)))
         # Without a network the hub library hands back what there is.
         if _is_complete(found, with_weights):
             return found

@@ -26,6 +26,11 @@ def find_layout_problems(config: RunConfig, model: ModelSizes) -> list[str]:
     )
 
 
+def find_cluster_problems(config: RunConfig) -> list[str]:
+    """The part of `find_layout_problems` that needs no model: what the cluster lacks for the layout."""
+    return _dedicated(config) or _world(config) + _engine_units(config)
+
+
 def divides(size: int, total: int) -> bool:
     """Whether `total` can be cut into `size` equal parts; a total of 0 does not exist in the model."""
     return total % size == 0
@@ -51,13 +56,15 @@ def _world(config: RunConfig) -> list[str]:
     units, dense = config.num_policy_ranks, megatron.model_parallel_size
     unit_key = "cluster.gpus_per_node" if cluster.gpus_per_node else "cluster.cpu_units_per_node"
     product = f"cluster.num_nodes x {unit_key}" + (" less those of dedicated engines" if units < cluster.num_units else "")
+    experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size * pp
+    if units < max(dense, experts):
+        return [_too_small(config, unit_key, dense, experts)]
     problems = []
     if not divides(dense, units):
         rule = f"tensor x pipeline x context parallel size = {dense} does not divide the {units} worker units ({product})"
         problems.append(
             _problem("megatron_cfg.tensor_model_parallel_size", tp, rule, f"lower one of the sizes, or set {unit_key} to a multiple")
         )
-    experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size * pp
     if not divides(experts, units):
         rule = f"expert x expert tensor x pipeline parallel size = {experts} does not divide the {units} worker units"
         way_out = f"lower one of the sizes, or set {unit_key} to a multiple"
@@ -67,6 +74,20 @@ def _world(config: RunConfig) -> list[str]:
         way_out = f"use a multiple of {tp}"
         problems.append(_problem("make_sequence_length_divisible_by", policy.make_sequence_length_divisible_by, rule, way_out))
     return problems
+
+
+def _too_small(config: RunConfig, unit_key: str, dense: int, experts: int) -> str:
+    megatron, cluster, units = config.policy.megatron_cfg, config.cluster, config.num_policy_ranks
+    tp, pp, cp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.context_parallel_size
+    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    what = "GPUs" if cluster.gpus_per_node else "policy ranks"
+    less = f" less {config.num_dedicated_units} of dedicated engines" if units < cluster.num_units else ""
+    product = f"tensor {tp} x pipeline {pp} x context {cp} = {dense}, expert {ep} x expert tensor {etp} x pipeline {pp} = {experts}"
+    return (
+        f"cluster.num_nodes={cluster.num_nodes} x {unit_key}={cluster.units_per_node}{less}: {units} {what}, and the layout needs "
+        f"a multiple of {math.lcm(dense, experts)}: {product}; "
+        f"raise cluster.num_nodes or {unit_key}, or lower the parallel sizes of policy.megatron_cfg"
+    )
 
 
 def _experts(config: RunConfig, model: ModelSizes) -> list[str]:
@@ -193,18 +214,28 @@ def _engine_units_per_node(config: RunConfig) -> int:
 
 
 def _engines(config: RunConfig, model: ModelSizes) -> list[str]:
-    generation = config.policy.generation
-    vllm, prefix = generation.vllm_cfg, "generation.vllm_cfg"
+    vllm, prefix = config.policy.generation.vllm_cfg, "generation.vllm_cfg"
     tp, ep = vllm.tensor_parallel_size, vllm.expert_parallel_size
-    problems = _tensor_parallel(f"{prefix}.tensor_parallel_size", tp, model, has_replicated_groups=True)
-    if ep not in (1, tp):
-        rule = f"must be 1 or policy.generation.vllm_cfg.tensor_parallel_size={tp}"
-        problems.append(_problem(f"{prefix}.expert_parallel_size", ep, rule, "use one of them"))
+    problems = _tensor_parallel(f"{prefix}.tensor_parallel_size", tp, model, has_replicated_groups=True) + _engine_units(config)
     if ep > max(1, model.num_experts):
         problems.append(_problem(f"{prefix}.expert_parallel_size", ep, f"the model has {model.num_experts} experts", "set it to 1"))
     if ep == 1 and not divides(tp, model.moe_ffn_size):
         rule = f"does not divide the experts' width {model.moe_ffn_size}"
         problems.append(_problem(f"{prefix}.tensor_parallel_size", tp, rule, f"use a divisor, or set expert_parallel_size={tp}"))
+    if vllm.max_model_len > model.max_sequence_length:
+        rule = f"the model's max_position_embeddings is {model.max_sequence_length}"
+        problems.append(_problem(f"{prefix}.max_model_len", vllm.max_model_len, rule, "lower policy.max_total_sequence_length"))
+    return problems
+
+
+def _engine_units(config: RunConfig) -> list[str]:
+    """What an engine needs of its node and of the cluster."""
+    generation = config.policy.generation
+    vllm, prefix = generation.vllm_cfg, "generation.vllm_cfg"
+    tp, ep, problems = vllm.tensor_parallel_size, vllm.expert_parallel_size, []
+    if ep not in (1, tp):
+        rule = f"must be 1 or policy.generation.vllm_cfg.tensor_parallel_size={tp}"
+        problems.append(_problem(f"{prefix}.expert_parallel_size", ep, rule, "use one of them"))
     per_node = _engine_units_per_node(config)
     if not divides(tp, per_node):
         rule = f"does not divide the {per_node} worker units of a node, and an engine fits into one"
@@ -213,7 +244,4 @@ def _engines(config: RunConfig, model: ModelSizes) -> list[str]:
         rule = f"engines of {tp} workers need {config.num_engines * tp} of the {config.num_units} worker units"
         way_out = "lower it, or raise cluster.cpu_units_per_node"
         problems.append(_problem("generation.num_cpu_engines", generation.num_cpu_engines, rule, way_out))
-    if vllm.max_model_len > model.max_sequence_length:
-        rule = f"the model's max_position_embeddings is {model.max_sequence_length}"
-        problems.append(_problem(f"{prefix}.max_model_len", vllm.max_model_len, rule, "lower policy.max_total_sequence_length"))
     return problems

@@ -53,6 +53,18 @@ def load_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig
     Raises:
         ConfigError: as `load_config`.
     """
+    config, migration, problems = read_run(name, overrides)
+    if config is None or problems:
+        raise ConfigError(problems)
+    return config, migration
+
+
+def read_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, Migration, list[str]]:
+    """`load_run` with the problems told instead of raised; the config is None if they leave values unknown.
+
+    Raises:
+        ConfigError: a file is missing or unreadable.
+    """
     settings = read_settings(find_config(name))
     problems = apply_overrides(settings, list(overrides))
     known: Settings = {}
@@ -62,7 +74,8 @@ def load_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig
         else:
             problems.append(f"{describe(key, setting)}: {problem}")
     resolver = _Resolver(known, problems)
-    translated, migration = migrate(known, resolver, problems)
+    refused: list[str] = []
+    translated, migration = migrate(known, resolver, refused)
     tree = _typed_tree(known, translated, problems)
     unresolved: dict[Key, str] = {}
     trace.note_expressions(_expressions(tree))
@@ -70,9 +83,7 @@ def load_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig
     problems += [f"{describe(key, translated[key])}: {reason}" for key, reason in unresolved.items() if key in translated]
     if not problems:  # a default fails because it follows a key that failed: news only where nothing else is
         problems = [f"{'.'.join(key)}: {reason}" for key, reason in unresolved.items()]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return config, migration
+    return None if problems else config, migration, list(dict.fromkeys([*problems, *refused]))
 
 
 class _Resolver:

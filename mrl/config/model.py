@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from conversion.families.registry import FAMILIES, family
-from mrl.config.hub import model_folder
+from mrl.config.hub import cached_folder, is_hub_id, model_folder
 from mrl.config.schema import RunConfig
+from mrl.config.schema_policy import PolicyConfig, TokenizerConfig
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,22 @@ def use_local_folders(config: RunConfig) -> None:
     Raises:
         ValueError: naming the key; an id is not in the local Hugging Face cache and cannot be downloaded.
     """
-    policy = config.policy
-    for key, holder, name in (("policy.model_name", policy, "model_name"), ("policy.tokenizer.name", policy.tokenizer, "name")):
+    for key, holder, name in _models(config):
         try:
             setattr(holder, name, str(model_folder(getattr(holder, name), with_weights=False)))
         except ValueError as error:
             raise ValueError(f"{key}={error}") from error
+
+
+def use_cached_folders(config: RunConfig) -> None:
+    """`use_local_folders` as far as the local Hugging Face cache goes; what is not there stays as it is."""
+    for _, holder, name in _models(config):
+        if is_hub_id(model := getattr(holder, name)):
+            setattr(holder, name, str(cached_folder(model, with_weights=False) or model))
+
+
+def _models(config: RunConfig) -> list[tuple[str, PolicyConfig | TokenizerConfig, str]]:
+    return [("policy.model_name", config.policy, "model_name"), ("policy.tokenizer.name", config.policy.tokenizer, "name")]
 
 
 def read_model(folder: Path) -> ModelSizes:

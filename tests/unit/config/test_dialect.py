@@ -99,7 +99,7 @@ def test_no_effect_is_reported_with_the_reason(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text(REQUIRED + "data_plane: {enabled: true}\n")
     _, migration = load_run(path, ["policy.generation_batch_size=64"])
-    assert migration.without_effect == [
+    assert migration.sections()["without effect"] == [
         "data_plane.enabled=true (config.yaml:3): rollouts stay where they were made, and their readers pull them; no service lies between",
         "policy.generation_batch_size=64 (command line): NeMo RL reads it nowhere, and there is nothing for it to say here",
     ]
@@ -180,7 +180,10 @@ def test_the_backend_that_is_off_has_no_effect(tmp_path: Path):
     config, migration = load_run(path, [*overrides, "policy.optimizer.kwargs.lr=1"])
     assert config.policy.megatron_cfg.tensor_model_parallel_size == 1
     assert config.policy.megatron_cfg.optimizer.lr == RunConfig().policy.megatron_cfg.optimizer.lr
-    assert "policy.optimizer.kwargs.lr=1 (command line): policy.megatron_cfg is the backend that is enabled" in migration.without_effect
+    assert (
+        "policy.optimizer.kwargs.lr=1 (command line): policy.megatron_cfg is the backend that is enabled"
+        in migration.sections()["without effect"]
+    )
 
 
 def test_two_backends_are_refused(refused: Callable[..., str]):
