@@ -84,18 +84,18 @@ def _log_group(title: str, lines: Sequence[str]) -> None:
 
 def describe_run(config: RunConfig) -> list[str]:
     """The run in a dozen lines: model, layout, batch, lengths, data, optimizer, checkpoints."""
-    policy, grpo, optimizer = config.policy, config.grpo, config.policy.megatron_cfg.optimizer
+    policy, training, optimizer = config.policy, config.training, config.policy.megatron_cfg.optimizer
     scheduler, checkpointing = policy.megatron_cfg.scheduler, config.checkpointing
     rows = {
+        "algorithm": config.algorithm,
         "model": _model(config),
         "units": _units(config),
         "trainer": _trainer(config),
         "engines": _engines(config),
-        "batch": f"{grpo.num_prompts_per_step:,} prompts x {grpo.num_generations_per_prompt} rollouts = {grpo.num_rollouts_per_step:,}"
-        f" a step, {policy.train_global_batch_size:,} an update",
-        "tokens": f"{policy.max_total_sequence_length:,} a sequence, of which at most {policy.generation.max_new_tokens:,} are sampled;"
-        f" {_rows(config)}",
-        "steps": f"at most {grpo.max_num_steps:,}, and {grpo.max_num_epochs:,} epochs; validation every {grpo.val_period} (0 = never)",
+        "batch": _batch(config),
+        "tokens": f"{policy.max_total_sequence_length:,} a sequence{_sampled(config)}; {_rows(config)}",
+        "steps": f"at most {training.max_num_steps:,} (-1 = all), and {training.max_num_epochs:,} epochs;"
+        f" validation every {training.val_period} (0 = never)",
         "data": _data(config),
         "optimizer": f"{optimizer.optimizer}, lr {optimizer.lr:g} {scheduler.lr_decay_style} to {optimizer.min_lr:g}"
         f" after {scheduler.lr_warmup_iters} steps of warmup",
@@ -120,6 +120,18 @@ def _model(config: RunConfig) -> str:
     )
 
 
+def _batch(config: RunConfig) -> str:
+    grpo, batch_size = config.grpo, config.policy.train_global_batch_size
+    if not config.has_engines:
+        return f"{batch_size:,} rows a step"
+    rollouts = f"{grpo.num_prompts_per_step:,} prompts x {grpo.num_generations_per_prompt} rollouts = {grpo.num_rollouts_per_step:,}"
+    return f"{rollouts} a step, {batch_size:,} an update"
+
+
+def _sampled(config: RunConfig) -> str:
+    return f", of which at most {config.policy.generation.max_new_tokens:,} are sampled" if config.has_engines else ""
+
+
 def _units(config: RunConfig) -> str:
     cluster = config.cluster
     what = "GPUs" if cluster.gpus_per_node else "policy ranks without GPUs"
@@ -135,6 +147,8 @@ def _trainer(config: RunConfig) -> str:
 
 
 def _engines(config: RunConfig) -> str:
+    if not config.has_engines:
+        return "none"
     generation = config.policy.generation
     where = "on the trainer's units" if generation.colocated.enabled else f"on {config.num_dedicated_units} units of their own"
     return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}, {where}"
@@ -152,4 +166,5 @@ def _rows(config: RunConfig) -> str:
 def _data(config: RunConfig) -> str:
     data = config.data
     held_out = "none" if data.validation is None else data.validation.data_path
-    return f"{data.train.data_path}; held out: {held_out}; scored by {data.default.env_name}"
+    scored = f"; scored by {data.default.env_name}" if config.has_engines else ""
+    return f"{data.train.data_path}; held out: {held_out}{scored}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from conversion.manifest import FileRecord
+from mrl.capacity.phases import Phase
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.config.schema import RunConfig
 from mrl.policy.reports import WriteReport
@@ -36,6 +37,7 @@ class CheckpointSaver:
     """At most one save at a time. Until it is published, the checkpoint before it is the newest one."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, policies: PolicyGroup) -> None:
+        self._has_engines = config.has_engines
         self._is_async = config.policy.megatron_cfg.checkpoint.async_save
         self._deadline_s = config.deadlines.checkpoint_s
         self._folder = folder
@@ -52,10 +54,10 @@ class CheckpointSaver:
         self.finish()
         logger.info("Saving checkpoint for step %d...", state.step)
         checkpoint = self._folder.checkpoints.begin(state)
-        self._call("enter", "checkpoint")
+        self._enter("checkpoint")
         self._call("begin_save", checkpoint.weights)
         self._folder.copy_tokenizer(checkpoint)
-        self._call("enter", "generate")
+        self._enter("generate")
         self._pending = Pending(checkpoint)
         if not self._is_async:
             self.finish()
@@ -94,6 +96,10 @@ class CheckpointSaver:
         """`time/checkpoint_hidden` of what was published since the last call, if anything: seconds of writing for which nothing waited."""
         hidden_s, self._hidden_s = self._hidden_s, None
         return {} if hidden_s is None else {"time/checkpoint_hidden": hidden_s}
+
+    def _enter(self, phase: Phase) -> None:
+        if self._has_engines:
+            self._call("enter", phase)
 
     def _call(self, method: str, *arguments: object) -> list[object]:
         return self._policies.call(method, *arguments, deadline_s=self._deadline_s)

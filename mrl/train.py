@@ -16,26 +16,24 @@ if __name__ == "__main__" and check.OPTION in sys.argv:
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from conversion.cache import open_cache
-from mrl import env
+from mrl import env, supervised
 from mrl.algo.advantages import batch_advantages
 from mrl.cluster.session import Session, start_session
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config import trace
-from mrl.config.checks import check_config
 from mrl.config.files import find_config
-from mrl.config.hub import model_folder
 from mrl.config.load import load_run
-from mrl.config.model import use_local_folders
 from mrl.config.schema import RunConfig
 from mrl.data.batch import make_batch
 from mrl.data.order import prompts_of_step
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.saving import CheckpointSaver, open_saver
+from mrl.schedule import is_due, is_save_due
+from mrl.start import check_start
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.clock import Clock, TimeBudget
 from mrl.store.console import RolloutProgress
@@ -119,8 +117,7 @@ def train_step(run: Run, state: RunState) -> None:
     folder.print_header(step, run.last_step)
     run.budget.count_step()
     run.is_over = step == run.last_step or run.budget.is_over or is_good_enough(grpo, metrics)
-    is_saved = run.is_over or is_due(step, checkpointing.save_period) or is_due(step, checkpointing.ft_save_period or 0)
-    if checkpointing.enabled and is_saved:
+    if checkpointing.enabled and (run.is_over or is_save_due(step, checkpointing)):
         with clock.phase("checkpoint"):
             save_checkpoint(run, state, has_next=not run.is_over)
     metrics |= clock.metrics() | run.saver.take_metrics()
@@ -212,26 +209,27 @@ def num_steps(config: RunConfig, data: PromptData) -> int:
     return min(grpo.max_num_steps, grpo.max_num_epochs * len(data.train) // grpo.num_prompts_per_step)
 
 
-def is_due(step: int, period: int) -> bool:
-    """Whether something that happens every `period` steps happens at `step`; a period of 0 is never."""
-    return period > 0 and step % period == 0
-
-
 def preflight(config: RunConfig) -> PromptData:
     """Everything that can be known to be wrong before a process starts; returns the data, read and tokenised.
 
     Raises:
         ValueError: naming every key, file or row at fault, the rule, and the way out.
     """
-    model = config.policy.model_name
-    use_local_folders(config)
-    check_config(config)
-    # A model of the Hub is downloaded once nothing else is wrong.
-    model_folder(model)
-    root = env.cache_root()
-    if root is not None:
-        open_cache(root)
+    check_start(config)
     return load_prompts(config)
+
+
+def loop_of(config: RunConfig) -> Callable[[RunFolder, float], RunState]:
+    """The loop of the configured algorithm over its data, read and checked: called with the run folder and the time of the start.
+
+    Raises:
+        ValueError: see `preflight`.
+    """
+    if config.algorithm == "grpo":
+        prompts = preflight(config)
+        return lambda folder, started: train(config, prompts, folder, started=started)
+    examples = supervised.preflight(config)
+    return lambda folder, started: supervised.train(config, examples, folder, started=started)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -244,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.info("Config: %s", find_config(options.name))
         config, migration = load_run(options.name, options.words)
         migration.log()
-        data = preflight(config)
+        loop = loop_of(config)
         folder = RunFolder(config)
         folder.open()
     except ValueError as error:
@@ -252,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         with folder:
-            train(config, data, folder, started=started)
+            loop(folder, started)
     except (ActorLost, DeadlineExceeded) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
         return 1

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import RayError
 
-from mrl.types import Rollout, RolloutInfo
+from mrl.data.example_batch import ExampleBatch
+from mrl.types import Batch, Rollout, RolloutInfo, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,35 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
         assert rollout.request.request_id == info.request_id, "payload reference points at another rollout"
         rollouts.append(rollout)
     return rollouts
+
+
+def put_batch(examples: ExampleBatch) -> Batch:
+    """The batch with its payloads in the object store, one object for each data-parallel rank, as long as the batch lives."""
+    infos: dict[int, RolloutInfo] = {}
+    for rows in examples.rows:
+        mine = sorted(index for row in rows for index in row)
+        reference = ray.put([examples.rollouts[index] for index in mine])
+        infos |= {index: _info(examples.rollouts[index], PayloadRef(reference, place)) for place, index in enumerate(mine)}
+    learned = [sum(turn.stop - turn.start for turn in rollout.turns) for rollout in examples.rollouts]
+    return Batch(
+        sequences=tuple(TrainSequence(infos[index], advantage=0.0, is_valid=True) for index in range(len(infos))),
+        rows=examples.rows,
+        logprob_rows=examples.logprob_rows,
+        num_valid_tokens=sum(learned),
+        num_valid_sequences=len(learned),
+        metrics=examples.metrics,
+    )
+
+
+def _info(rollout: Rollout, payload: PayloadRef) -> RolloutInfo:
+    request = rollout.request
+    return RolloutInfo(
+        request.request_id,
+        request.prompt_id,
+        request.rollout_index,
+        rollout.weight_version,
+        prompt_length=len(request.token_ids),
+        length=len(rollout.token_ids),
+        finish_reason=rollout.finish_reason,
+        payload=payload,
+    )

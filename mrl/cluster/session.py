@@ -57,6 +57,15 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
 
 
 @contextmanager
+def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[PolicyGroup]:
+    """The policy ranks of a run without engines, inside the `with` block, with the model folder's weights."""
+    with placed_units(config) as placement:
+        policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
+        logger.info("Number of actors online: %d/%d", policies.world_size, placement.num_units)
+        yield policies
+
+
+@contextmanager
 def placed_units(config: RunConfig) -> Iterator[Placement]:
     """Ray, and a place for every worker unit, inside the `with` block."""
     with ray_runtime(config):

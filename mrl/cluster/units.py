@@ -27,6 +27,8 @@ class EngineUnits:
 def engine_units(config: RunConfig) -> tuple[EngineUnits, ...]:
     """The units of every engine: consecutive, and spread evenly over those that may serve; on GPU hosts all of these do."""
     tp, num_engines = config.policy.generation.vllm_cfg.tensor_parallel_size, config.num_engines
+    if not num_engines:
+        return ()
     num_serving = config.num_dedicated_units or config.num_policy_ranks
     first = config.num_units - num_serving
     stride = num_serving // num_engines // tp * tp

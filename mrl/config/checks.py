@@ -20,6 +20,7 @@ from mrl.config.schema_data import EnvConfig
 from mrl.config.schema_generation import GenerationConfig
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.schema_policy import PolicyConfig
+from mrl.config.supervised import find_supervised_problems
 from mrl.config.trained import find_training_problems
 
 
@@ -46,8 +47,11 @@ def find_problems(config: RunConfig) -> list[str]:
         problems.append(problem if is_here else Unprovided(problem))
     if out_of_range:
         return problems
-    problems += _batch(config) + _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
-    problems += _optimizer(config) + _logprobs(config.policy)
+    problems += _batch(config) + _rows(config.policy) + _optimizer(config) + _logprobs(config.policy)
+    if config.has_engines:
+        problems += _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
+    else:
+        problems += find_supervised_problems(config)
     if model is not None:
         problems += find_training_problems(config.policy) + find_recompute_problems(config, model)
         problems += find_routing_problems(config, model) + find_missing_disk(config, model.num_parameters)
@@ -59,6 +63,8 @@ def _problem(key: str, value: object, rule: str, way_out: str) -> str:
 
 
 def _batch(config: RunConfig) -> list[str]:
+    if not config.has_engines:
+        return []  # as many rows as it says
     problems = []
     grpo, batch = config.grpo, config.policy.train_global_batch_size
     rollouts = grpo.num_rollouts_per_step
@@ -103,7 +109,7 @@ def _lengths(policy: PolicyConfig) -> list[str]:
         problems.append(
             _problem("policy.generation.vllm_cfg.max_model_len", max_model_len, rule, "leave it out, and it follows the latter")
         )
-    return problems + _rows(policy)
+    return problems
 
 
 def _rows(policy: PolicyConfig) -> list[str]:
@@ -232,7 +238,7 @@ def _files(config: RunConfig) -> list[str]:
         reason = f"no such folder in {Path.cwd()}; give the folder of the model's tokenizer"
         problems.append(Unprovided(f"policy.tokenizer.name={tokenizer}: {_not_cached() if is_hub_id(tokenizer) else reason}"))
     names = [field.name for field in dataclasses.fields(EnvConfig)]
-    if data.default.env_name not in names:
+    if config.has_engines and data.default.env_name not in names:
         problems.append(_problem("data.default.env_name", data.default.env_name, "no such environment", f"use one of {', '.join(names)}"))
     for key, folder in {
         "checkpointing.checkpoint_dir": config.checkpointing.checkpoint_dir,

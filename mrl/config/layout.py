@@ -22,7 +22,7 @@ def find_layout_problems(config: RunConfig, model: ModelSizes) -> list[str]:
         + _trainer(config.policy.megatron_cfg, model)
         + _context(config.policy.megatron_cfg, model)
         + _stages(config.policy.megatron_cfg, model)
-        + _engines(config, model)
+        + (_engines(config, model) if config.has_engines else [])
     )
 
 
@@ -101,6 +101,8 @@ def _dedicated(config: RunConfig) -> list[str]:
     colocated, cluster = config.policy.generation.colocated, config.cluster
     given = {"gpus_per_node": colocated.resources.gpus_per_node, "num_nodes": colocated.resources.num_nodes}
     prefix = "generation.colocated.resources"
+    if not config.has_engines:
+        return []
     if colocated.enabled or cluster.gpus_per_node == 0:
         rule = "policy.generation.colocated.enabled=true, so that engines have no units of their own"
         if not colocated.enabled:

@@ -27,6 +27,8 @@ Number = int | float
 
 _hints = functools.cache(get_type_hints)
 
+ALGORITHMS: tuple[str, ...] = get_args(_hints(RunConfig)["algorithm"])
+
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 # NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
@@ -66,7 +68,7 @@ def read_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig
         ConfigError: a file is missing or unreadable.
     """
     settings = read_settings(find_config(name))
-    problems = apply_overrides(settings, list(overrides))
+    problems = apply_overrides(settings, list(overrides)) + choose_algorithm(settings)
     known: Settings = {}
     for key, setting in settings.items():
         if (problem := None if is_foreign(key, setting.value) else _misfit(key, setting)) is None:
@@ -84,6 +86,17 @@ def read_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig
     if not problems:  # a default fails because it follows a key that failed: news only where nothing else is
         problems = [f"{'.'.join(key)}: {reason}" for key, reason in unresolved.items()]
     return None if problems else config, migration, list(dict.fromkeys([*problems, *refused]))
+
+
+def choose_algorithm(settings: Settings) -> list[str]:
+    """Sets `algorithm`, if nothing sets it, to the one whose section is there; grpo wins. Returns the problem if two others are."""
+    given = [name for name in ALGORITHMS if any(key[0] == name for key in settings)]
+    if not given or ("algorithm",) in settings or "grpo" in given:
+        return []
+    if len(given) > 1:
+        return [f"algorithm is not set, and there are sections of {' and '.join(given)}; set algorithm to one of them"]
+    settings[("algorithm",)] = Setting(given[0], f"section {given[0]}")
+    return []
 
 
 class _Resolver:

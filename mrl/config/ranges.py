@@ -30,6 +30,7 @@ class Range:
 # A size beyond this is a slip of the keyboard; below it no product of sizes loses precision anywhere.
 POSITIVE = Range(1, 2**31)
 COUNT = Range(0, 2**31)
+ALL_OR_COUNT = Range(-1, 2**31)
 ABOVE_ZERO = Range(0, is_low_open=True)
 NOT_NEGATIVE = Range(0)
 FRACTION = Range(0, 1, is_high_open=True)
@@ -44,6 +45,13 @@ RANGES: dict[str, Range] = {
     "grpo.max_val_samples": POSITIVE,
     "grpo.seed": COUNT,
     "grpo.async_grpo.max_trajectory_age_steps": COUNT,
+    "sft.max_num_epochs": POSITIVE,
+    "sft.max_num_steps": ALL_OR_COUNT,
+    "sft.val_period": COUNT,
+    "sft.val_batches": ALL_OR_COUNT,
+    "sft.val_global_batch_size": POSITIVE,
+    "sft.val_micro_batch_size": POSITIVE,
+    "sft.seed": COUNT,
     "loss_fn.reference_policy_kl_penalty": NOT_NEGATIVE,
     "loss_fn.kl_input_clamp_value": ABOVE_ZERO,
     "loss_fn.kl_output_clamp_value": ABOVE_ZERO,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import get_type_hints
+from typing import Literal, get_type_hints
 
 from mrl.config.fields import follows
 from mrl.config.schema_algo import GrpoConfig, LossConfig
 from mrl.config.schema_data import DataConfig, EnvConfig
 from mrl.config.schema_policy import PolicyConfig
+from mrl.config.schema_supervised import SftConfig
 from mrl.config.trace import traced
 
 
@@ -104,7 +105,11 @@ class DeadlinesConfig:
 class RunConfig:
     """A whole run. Code takes the narrowest section it needs."""
 
+    algorithm: Literal["grpo", "sft"] = "grpo"
+    """How the policy is trained: by rollouts and their rewards (grpo), or on conversations as they are (sft). A file that has the section
+    of another algorithm than grpo, and none for grpo, means that one."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -115,10 +120,25 @@ class RunConfig:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
     @property
+    def training(self) -> GrpoConfig | SftConfig:
+        """The section of the algorithm."""
+        return self.grpo if self.algorithm == "grpo" else self.sft
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether the run samples rollouts."""
+        return self.algorithm == "grpo"
+
+    @property
+    def is_memory_shared(self) -> bool:
+        """Whether policy ranks and engines take turns on the same devices."""
+        return self.has_engines and self.policy.generation.colocated.enabled
+
+    @property
     def num_dedicated_units(self) -> int:
-        """Worker units that carry an engine worker and no policy rank; 0 where engines are colocated."""
+        """Worker units that carry an engine worker and no policy rank; 0 where engines are colocated, or there are none."""
         generation = self.policy.generation
-        if generation.colocated.enabled:
+        if generation.colocated.enabled or not self.has_engines:
             return 0
         if self.cluster.gpus_per_node == 0:
             return generation.num_cpu_engines * generation.vllm_cfg.tensor_parallel_size
@@ -145,6 +165,8 @@ class RunConfig:
     @property
     def num_engines(self) -> int:
         """Engines in all."""
+        if not self.has_engines:
+            return 0
         if self.cluster.gpus_per_node == 0:
             return self.policy.generation.num_cpu_engines
         return (self.num_dedicated_units or self.num_policy_ranks) // self.policy.generation.vllm_cfg.tensor_parallel_size

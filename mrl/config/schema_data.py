@@ -41,6 +41,12 @@ class ValidationDataConfig:
 class DataConfig:
     max_input_seq_length: int | None = None
     """Longest prompt in tokens; null = what the context leaves beside `max_new_tokens`."""
+    add_bos: bool = True
+    """Put the tokenizer's begin token before a conversation to learn, unless the chat template has; without such a token, nothing."""
+    add_eos: bool = True
+    """Put the tokenizer's end token behind a conversation to learn, unless the chat template has; without such a token, nothing."""
+    add_generation_prompt: bool = False
+    """In a conversation to learn, what the chat template writes before an answer belongs to the question and is not learned."""
     shuffle: bool = True
     """Shuffle training rows in each epoch, by the run's seed."""
     default: DataDefaultConfig = field(default_factory=DataDefaultConfig)

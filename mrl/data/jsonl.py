@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -102,15 +102,15 @@ def parse_row(fields: dict[str, object], *, stem: str, line_number: int) -> Row:
     Raises:
         RowError: it is none.
     """
-    question = _text(fields, QUESTION_KEYS)
-    answer = _text(fields, ANSWER_KEYS)
+    question = text_field(fields, QUESTION_KEYS)
+    answer = text_field(fields, ANSWER_KEYS)
     if GOLD_MARK in answer:
         # GSM8K's gold answers are integers with thousands separators.
         answer = answer.rpartition(GOLD_MARK)[2].strip().replace(",", "")
         if not answer:
             raise RowError(f"nothing follows {GOLD_MARK} in the answer")
-    prompt_id = _text(fields, ("id",)) if fields.get("id") is not None else f"{stem}:{line_number}"
-    env_name = _text(fields, ("env_name",)) if fields.get("env_name") is not None else None
+    prompt_id = row_id(fields, stem=stem, line_number=line_number)
+    env_name = text_field(fields, ("env_name",)) if fields.get("env_name") is not None else None
     return Row(prompt_id, line_number, question, answer, env_name)
 
 
@@ -146,7 +146,16 @@ def _json_object(line: bytes) -> dict[str, object]:
     return fields
 
 
-def _text(fields: dict[str, object], keys: tuple[str, ...]) -> str:
+def row_id(fields: Mapping[str, object], *, stem: str, line_number: int) -> str:
+    """The `id` of a row, else `<file stem>:<line>`.
+
+    Raises:
+        RowError: its `id` is no text.
+    """
+    return text_field(fields, ("id",)) if fields.get("id") is not None else f"{stem}:{line_number}"
+
+
+def text_field(fields: Mapping[str, object], keys: tuple[str, ...]) -> str:
     """The text under the first of `keys` that is present, without surrounding white space; numbers count as text."""
     key = next((key for key in keys if fields.get(key) is not None), None)
     if key is None:

@@ -43,6 +43,11 @@ class TokenDistribution:
             defer_fp32_logits=config.megatron_cfg.defer_fp32_logits,
         )
 
+    @classmethod
+    def whole(cls, config: PolicyConfig, vocab_size: int) -> TokenDistribution:
+        """The model's own, of which nothing is drawn: temperature 1, every token."""
+        return cls(vocab_size=vocab_size, defer_fp32_logits=config.megatron_cfg.defer_fp32_logits)
+
     @property
     def untruncated(self) -> TokenDistribution:
         """The same with every token, as the reference model's is compared: its truncation would rule out other tokens than the policy's."""

@@ -5,11 +5,22 @@ from __future__ import annotations
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from mrl.algo.losses import finish_metrics, loss_weights, policy_loss
+from mrl.algo.losses import LOSS, finish_metrics, loss_weights, policy_loss
+from mrl.algo.sft import nll_loss, perplexity
+from mrl.config.schema import RunConfig
 from mrl.config.schema_algo import LossConfig
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.output import token_scores
 from mrl.policy.step import BatchSize, Objective, TrainRow, own_positions
+
+
+def objective_of(config: RunConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
+    """That of the configured algorithm, over a global batch of this size."""
+    match config.algorithm:
+        case "grpo":
+            return grpo_objective(config.loss_fn, distribution, size)
+        case "sft":
+            return sft_objective(distribution, size)
 
 
 def grpo_objective(config: LossConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
@@ -45,3 +56,14 @@ def grpo_objective(config: LossConfig, distribution: TokenDistribution, size: Ba
         return metrics
 
     return Objective(row_loss, finish)
+
+
+def sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective:
+    """The mean negative log-likelihood of the tokens that are learned."""
+
+    def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
+        row, local = item.row, own_positions(item.row)
+        scores = token_scores(model, output, row.labels_T[local].to(output.device), distribution)
+        return nll_loss(scores.logprobs_T, (row.loss_mask_T[local] / max(size.num_valid_tokens, 1)).to(output.device))
+
+    return Objective(row_loss, lambda sums: {**sums, "perplexity": perplexity(sums[LOSS])})

@@ -31,12 +31,12 @@ from mrl.policy.distribution import TokenDistribution
 from mrl.policy.lora import attach_adapters
 from mrl.policy.memory import PINNED, TrainingMemory, host_copy, swap
 from mrl.policy.model import build_model, wrap_ddp
-from mrl.policy.objectives import grpo_objective
+from mrl.policy.objectives import objective_of
 from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.perturb import perturb
 from mrl.policy.reports import SettleReport, WriteReport
 from mrl.policy.router_replay import RouterReplay
-from mrl.policy.step import BatchSize, TrainRow, check_equal_counts, compute_logprobs, global_batch_size, train_step
+from mrl.policy.step import BatchSize, TrainRow, check_equal_counts, compute_logprobs, evaluate, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, rank_tensors
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup, GroupAddress
@@ -61,7 +61,7 @@ class Policy:
             master_address=master_address,
             master_port=master_port,
             timeout_s=timeout_s,
-            seed=config.grpo.seed,
+            seed=config.training.seed,
             # Ranks are placed node by node, in the order of the devices.
             device_index=rank % max(config.cluster.gpus_per_node, 1),
         )
@@ -69,7 +69,7 @@ class Policy:
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
         self._layout = family(self._hf_config).megatron_layout(self._hf_config, *self.layout_arguments())
         bare_chunks = build_model(config.policy, self._hf_config)
-        self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.grpo.seed)
+        self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
         self._live_layout = self._layout | (self._lora.layout if self._lora else {})
         self._chunks = wrap_ddp(bare_chunks, config.policy)
         self._replay: RouterReplay | None = None
@@ -79,7 +79,7 @@ class Policy:
         self._weights = self._lora.merged_weights(self._base(self._tensors)) if self._lora else self._tensors
         self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}")
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
-        scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.grpo.max_num_steps)
+        scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.training.max_num_steps)
         self._state = TrainState(self._chunks, optimizer, scheduler)
         # The interleaved schedule goes through rows in groups of as many as there are stages.
         self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
@@ -87,7 +87,8 @@ class Policy:
             [], divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple, pad_token_id=0
         )
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
-        self._distribution = TokenDistribution.of(config.policy, int(str(self._hf_config["vocab_size"])))
+        distribution_of = TokenDistribution.of if config.has_engines else TokenDistribution.whole
+        self._distribution = distribution_of(config.policy, int(str(self._hf_config["vocab_size"])))
         self._settled: SettleReport | None = None
         self._reference: dict[Slot, Tensor] | None = None
         self._batch: _Batch | None = None
@@ -112,14 +113,14 @@ class Policy:
     def enter(self, phase: Phase) -> None:
         """Brings gradients and optimizer state where `mrl.capacity.phases` wants them in `phase`. Not collective.
 
-        They stay where they are if engines have GPUs of their own: nobody else wants the memory.
+        They stay where they are if engines have GPUs of their own, or there are none: nobody else wants the memory.
 
         Raises:
             ValueError: no run goes from the current phase to `phase`.
         """
         residency = phases.enter(self._phase, phase)
         self._phase = phase
-        if self._config.policy.generation.colocated.enabled:
+        if self._config.is_memory_shared:
             self._memory.place(residency)
 
     def load_hf(self, folder: Path | str) -> None:
@@ -284,6 +285,8 @@ class Policy:
         if self._phase != "train":
             raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('train') comes first")
         batch, self._batch = self._current_batch(), None
+        if self._config.has_engines and batch.old_logprobs is None:
+            raise RuntimeError("compute_old_logprobs comes before train_step")
         self._settled = None
         metrics = train_step(
             self._state.chunks,
@@ -291,12 +294,24 @@ class Policy:
             self._state.scheduler,
             batch.train_rows(self._coordinates.is_last_stage),
             size=batch.size,
-            objective=grpo_objective(self._config.loss_fn, self._distribution, batch.size),
+            objective=objective_of(self._config, self._distribution, batch.size),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
         return metrics | {f"train/{name}": value for name, value in mismatch.items()}
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the objective on the batch, which is then used up, the same floats on every rank; trains nothing.
+
+        For objectives that need no old logprobs.
+        """
+        batch, self._batch = self._current_batch(), None
+        self.settled_weights()
+        objective = objective_of(self._config, self._distribution, batch.size)
+        with self._lora.without_dropout() if self._lora else nullcontext():
+            metrics = evaluate(self._state.chunks, batch.train_rows(self._coordinates.is_last_stage), objective)
+        return metrics
 
     def prepare_refit(self, part: RankPart, address: GroupAddress | None) -> UnitHandles:
         """Joins the exchange and sets up this rank's part; returns what the engine workers of this unit need to pull.
@@ -371,9 +386,7 @@ class _Batch:
         return regroup(logprobs, self.logprob_rows, self.rows) if logprobs else []
 
     def train_rows(self, is_last_stage: bool) -> list[TrainRow]:
-        if self.old_logprobs is None:
-            raise RuntimeError("compute_old_logprobs comes before train_step")
         if not is_last_stage:
             return [TrainRow(row, None, None) for row in self.rows]
-        references = self.reference_logprobs or [None] * len(self.rows)
-        return [TrainRow(*item) for item in zip(self.rows, self.old_logprobs, references, strict=True)]
+        olds, references = (logprobs or [None] * len(self.rows) for logprobs in (self.old_logprobs, self.reference_logprobs))
+        return [TrainRow(*item) for item in zip(self.rows, olds, references, strict=True)]

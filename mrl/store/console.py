@@ -17,6 +17,7 @@ HEADER_WIDTH = 62
 # Without a terminal a progress line is written at most this often.
 PLAIN_INTERVAL_S = 15.0
 
+SUPERVISED_PHASES = {"train": "train", "validation": "val", "checkpoint": "ckpt"}
 # What went on beside other phases, which `[Time]` does not count.
 HIDDEN = {"reward": "time/reward_hidden", "ckpt": "time/checkpoint_hidden"}
 
@@ -46,6 +47,20 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
         f"[Mrl]      mean |dlogp|={m['train/mean_abs_dlogp']:.2e} (generator vs trainer), "
         f"token_mult_prob_error={m['train/token_mult_prob_error']:.6f}, "
         f"refit={m['refit/seconds']:.2f}s, verified={int(m['refit/verified_bytes']):,} bytes{hidden}",
+    ]
+
+
+SUPERVISED_SHOWN = ("perplexity", "grad_norm", "lr")
+"""Metrics of a training step that its line names after the loss, where it has them."""
+
+
+def supervised_lines(metrics: Mapping[str, float]) -> list[str]:
+    """The lines below the header of a step without rollouts."""
+    shown = "".join(f", {name}={metrics[f'train/{name}']:.4g}" for name in SUPERVISED_SHOWN if f"train/{name}" in metrics)
+    phases = [f"{label}={metrics[f'time/{name}']:.1f}s" for name, label in SUPERVISED_PHASES.items() if f"time/{name}" in metrics]
+    return [
+        f"[Train]    loss={metrics['train/loss']:.4f}{shown} ({int(metrics['train/num_valid_tokens']):,} tokens)",
+        f"[Time]     total={metrics['time/total']:.1f}s ({', '.join(phases)})",
     ]
 
 

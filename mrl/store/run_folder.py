@@ -13,7 +13,7 @@ from conversion.files import write_atomic
 from mrl.config.redact import resolved_yaml
 from mrl.config.schema import RunConfig
 from mrl.store.checkpoints import Checkpoint, CheckpointStore
-from mrl.store.console import step_header, step_lines
+from mrl.store.console import step_header, step_lines, supervised_lines
 from mrl.store.ledger import Ledger
 from mrl.store.metrics import JsonlLogger, Logger, TensorBoardLogger, drop_later_steps
 from mrl.store.report import write_report
@@ -107,7 +107,11 @@ class RunFolder:
     def print_step(self, metrics: Mapping[str, float]) -> None:
         """The block below the step line."""
         grpo = self.config.grpo
-        for line in step_lines(metrics, num_prompts=grpo.num_prompts_per_step, num_generations=grpo.num_generations_per_prompt):
+        if self.config.has_engines:
+            lines = step_lines(metrics, num_prompts=grpo.num_prompts_per_step, num_generations=grpo.num_generations_per_prompt)
+        else:
+            lines = supervised_lines(metrics)
+        for line in lines:
             logger.info("%s", line)
 
     def copy_tokenizer(self, checkpoint: Checkpoint) -> None:

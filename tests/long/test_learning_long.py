@@ -13,8 +13,9 @@ from mrl.cluster.session import start_session
 from mrl.config.load import load_config
 from mrl.prepare import prepare_tiny
 from mrl.saving import CheckpointSaver
+from mrl.schedule import is_due
 from mrl.store.run_folder import RunFolder
-from mrl.train import Run, is_due, preflight, resume, train_step, validate
+from mrl.train import Run, preflight, resume, train_step, validate
 from mrl.types import Verdict
 from tests.learn.quickstart import accuracy_of_export, run_quickstart, sampling_noise
 from tests.long.record import Row, record

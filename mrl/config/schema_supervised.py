@@ -1,0 +1,32 @@
+"""Sections of training without rollouts: `sft`. See `mrl.config.schema`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class SftConfig:
+    max_num_epochs: int = 1
+    """The run ends after this many passes over the training rows."""
+    max_num_steps: int = 60
+    """The run ends after this many steps in all, those before a resume included; -1 = with the last epoch."""
+    val_period: int = 10
+    """Validate every this many steps; 0 = never."""
+    val_batches: int = 8
+    """Validate on the first this many batches of the file; 0 or -1 = on all."""
+    val_global_batch_size: int = 32
+    """Rows of a validation batch."""
+    val_micro_batch_size: int = 1
+    """In validation, what `policy.train_micro_batch_size` is in training: without packing, the sequences of a row."""
+    val_at_start: bool = True
+    """Validate before the first update (step 0)."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    seed: int = 42
+    """Seed of the run: data order. Config and seed fix the run bit for bit on CPU."""
+    only_unmask_final: bool = False
+    """Learn the last assistant message of a conversation alone; false = all of them."""

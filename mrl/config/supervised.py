@@ -1,0 +1,28 @@
+"""Whether the keys of training without rollouts agree with each other."""
+
+from __future__ import annotations
+
+from mrl.config.ranges import spell
+from mrl.config.schema import RunConfig
+
+METRICS = {"sft": ("loss", "perplexity")}
+"""What a training step of each algorithm measures, besides what all measure."""
+VALIDATION_METRICS = {"sft": ("val_loss", "perplexity")}
+"""What a validation of each algorithm measures, under NeMo RL's names."""
+
+
+def find_supervised_problems(config: RunConfig) -> list[str]:
+    """A problem for every rule that a run without engines cannot follow."""
+    problems = []
+    algorithm, training, stage = config.algorithm, config.training, (config.checkpointing.metric_name or "").partition(":")
+    known = {"train": METRICS[algorithm], "val": VALIDATION_METRICS[algorithm]}
+    if config.checkpointing.enabled and stage[0] in known and stage[2] not in known[stage[0]]:
+        rule = f"algorithm={algorithm} has no such metric, and checkpoints could not be ranked"
+        way_out = f"use val:{known['val'][0]}, or null"
+        problems.append(f"checkpointing.metric_name={config.checkpointing.metric_name}: {rule}; {way_out}")
+    if training.max_num_steps == 0:
+        problems.append(f"{algorithm}.max_num_steps=0: nothing would be trained; use 1 or more, or -1 for whole epochs")
+    if config.policy.router_replay.enabled:
+        rule = f"algorithm={algorithm} has no engines whose routes could be followed"
+        problems.append(f"policy.router_replay.enabled={spell(True)}: {rule}; set it to false")
+    return problems

@@ -1,0 +1,64 @@
+"""Examples to a global batch: which row of which data-parallel rank each sequence goes to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mrl.data.batch import plan_batch, plan_metrics
+from mrl.data.planning import RowPlan
+from mrl.types import Rollout, RolloutRequest, SamplingParams, Turn
+
+if TYPE_CHECKING:
+    from mrl.config.schema_policy import PolicyConfig
+    from mrl.data.conversations import TokenSequence
+    from mrl.data.cost import SequenceCost
+    from mrl.data.supervised import Example
+
+
+@dataclass(frozen=True)
+class ExampleBatch:
+    """The sequences of a batch as if they had been sampled, and where each is trained, see `mrl.types.Batch`."""
+
+    rollouts: tuple[Rollout, ...]
+    rows: RowPlan
+    logprob_rows: RowPlan
+    metrics: dict[str, float]
+    """How full the rows are and how even the ranks: `train/*`."""
+
+
+def batch_examples(examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> ExampleBatch:
+    """The batch of these examples, a pure function of their order."""
+    rollouts = tuple(
+        as_rollout(sequence, f"{example.example_id}", index) for example in examples for index, sequence in enumerate(example.sequences)
+    )
+    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]
+    rows, logprob_rows = plan_batch(lengths, policy, dp_size=dp_size, cost=cost)
+    return ExampleBatch(rollouts, rows, logprob_rows, plan_metrics(rows, lengths, policy, cost))
+
+
+def as_rollout(sequence: TokenSequence, prompt_id: str, index: int) -> Rollout:
+    """A rollout whose turns are the parts of the sequence that are learned. It has no logprobs, as nothing was drawn."""
+    first = sequence.targets[0][0]
+    turns = [Turn(start - first, stop - first, 0) for start, stop in sequence.targets]
+    prompt, rest = sequence.token_ids[:first], sequence.token_ids[first:]
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=None, max_new_tokens=len(rest), stop_token_ids=())
+    request = RolloutRequest(prompt_id, index, epoch=0, seed=0, token_ids=tuple(prompt.tolist()), sampling=sampling)
+    return Rollout(
+        request,
+        weight_version=0,
+        token_ids=rest,
+        generator_logprobs=np.zeros(len(rest), dtype=np.float32),
+        finish_reason="stop",
+        earlier_turns=tuple(turns[:-1]),
+        last_turn_start=turns[-1].start,
+    )
+
+
+def as_in_validation(policy: PolicyConfig, micro_batch_size: int) -> PolicyConfig:
+    """The policy with this many sequences in a row, where rows have a number of sequences."""
+    return dataclasses.replace(policy, train_micro_batch_size=micro_batch_size)

@@ -1,0 +1,180 @@
+"""Training without rollouts (`algorithm: sft`), on the same ranks, checkpoints and ledger as GRPO. This file is the loop.
+
+examples -> packed batch -> train step -> metrics, ledger, checkpoint
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from mrl.algo.sft import perplexity
+from mrl.cluster.payload import put_batch
+from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.session import start_policies
+from mrl.config import trace
+from mrl.config.schema import RunConfig
+from mrl.config.schema_policy import PolicyConfig
+from mrl.data.cost import SequenceCost, sequence_cost
+from mrl.data.example_batch import as_in_validation, batch_examples
+from mrl.data.order import prompts_of_step
+from mrl.data.supervised import Example, SupervisedData, load_examples
+from mrl.saving import CheckpointSaver, open_saver
+from mrl.schedule import is_due, is_save_due
+from mrl.start import check_start
+from mrl.store.checkpoints import Checkpoint
+from mrl.store.clock import Clock, TimeBudget
+from mrl.store.run_folder import RunFolder
+from mrl.types import Batch, RunState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """What one run works with."""
+
+    config: RunConfig
+    data: SupervisedData
+    folder: RunFolder
+    policies: PolicyGroup
+    saver: CheckpointSaver
+    budget: TimeBudget
+    cost: SequenceCost
+    last_step: int
+    is_over: bool = False
+    """Whether no further step is made."""
+
+
+def train(config: RunConfig, data: SupervisedData, folder: RunFolder, *, started: float) -> RunState:
+    """Runs the configured steps from where the run folder stands, and returns where it ended."""
+    checkpoint, last_step = folder.newest_checkpoint(), config.training.max_num_steps
+    if checkpoint is not None and checkpoint.step >= last_step:
+        logger.info("All is done by step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
+        return checkpoint.state()
+    with (
+        start_policies(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as policies,
+        open_saver(config, folder, policies) as saver,
+    ):
+        budget = TimeBudget(config.checkpointing.must_save_by_s, started=started)
+        run = Run(config, data, folder, policies, saver, budget, sequence_cost(config.policy.model_name), last_step)
+        state = resume(run, checkpoint)
+        if state.step == 0 and config.training.val_at_start:
+            folder.log_metrics(0, validate(run, state))
+        run.is_over = budget.is_over
+        while state.step < last_step and not run.is_over:
+            train_step(run, state)
+        trace.merge_reads(policies.config_reads())
+    logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
+    return state
+
+
+def train_step(run: Run, state: RunState) -> None:
+    """One step of the loop; `state` is advanced."""
+    config, folder, training = run.config, run.folder, run.config.training
+    step, clock = state.step + 1, Clock()
+
+    taken = examples_of(run, step)
+    folder.ledger.take(step, [(epoch, example.example_id) for epoch, example in taken])
+    batch = batch_of(run, [example for _, example in taken], config.policy)
+    with clock.phase("train"):
+        metrics = batch.metrics | update_policy(run, batch)
+    folder.ledger.train(step)
+    state.step = step
+
+    if is_due(step, training.val_period) or (training.val_at_end and step == run.last_step):
+        with clock.phase("validation"):
+            metrics |= validate(run, state)
+    state.metrics = metrics
+    folder.print_header(step, run.last_step)
+    run.budget.count_step()
+    run.is_over = step == run.last_step or run.budget.is_over
+    if config.checkpointing.enabled and (run.is_over or is_save_due(step, config.checkpointing)):
+        with clock.phase("checkpoint"):
+            run.saver.begin(state)
+            if run.is_over:
+                run.saver.finish()
+    metrics |= clock.metrics() | run.saver.take_metrics()
+    folder.print_step(metrics)
+    folder.log_metrics(step, metrics)
+
+
+def examples_of(run: Run, step: int) -> list[tuple[int, Example]]:
+    """The (epoch, example) pairs that step `step` (from 1) learns."""
+    examples, config = run.data.train, run.config
+    picked = prompts_of_step(
+        step - 1,
+        prompts_per_step=config.policy.train_global_batch_size,
+        num_prompts=len(examples),
+        seed=config.training.seed,
+        shuffle=config.data.shuffle,
+    )
+    return [(epoch, examples[index]) for epoch, index in picked]
+
+
+def batch_of(run: Run, examples: Sequence[Example], policy: PolicyConfig) -> Batch:
+    """The batch of these examples, in rows as `policy` says, where the ranks can pull it."""
+    return put_batch(batch_examples(examples, policy, dp_size=run.config.data_parallel_size, cost=run.cost))
+
+
+def update_policy(run: Run, batch: Batch) -> dict[str, float]:
+    """One optimizer step on the batch; the ranks pull the payload themselves. A save under way gets the weights before it."""
+    deadline_s = run.config.deadlines.train_s
+    run.policies.set_batch(batch)
+    # Every rank returns the same metrics.
+    metrics = cast(dict[str, float], run.policies.call("train_step", deadline_s=deadline_s)[0])
+    run.saver.poll()
+    return metrics
+
+
+def validate(run: Run, state: RunState) -> dict[str, float]:
+    """The loss over held-out examples, each learned token counting the same, under NeMo RL's names."""
+    training, held_out = run.config.training, run.data.validation
+    size = training.val_global_batch_size
+    batches = [held_out[first : first + size] for first in range(0, len(held_out), size)]
+    total_loss, num_tokens = 0.0, 0
+    for examples in batches[: training.val_batches] if training.val_batches > 0 else batches:
+        batch = batch_of(run, examples, as_in_validation(run.config.policy, training.val_micro_batch_size))
+        run.policies.set_batch(batch)
+        metrics = cast(dict[str, float], run.policies.call("evaluate", deadline_s=run.config.deadlines.train_s)[0])
+        total_loss += metrics["loss"] * batch.num_valid_tokens
+        num_tokens += batch.num_valid_tokens
+    if not num_tokens:
+        return {}
+    loss = total_loss / num_tokens
+    logger.info("[Validate] step %d: loss %.4f, perplexity %.4f over %d tokens", state.step, loss, perplexity(loss), num_tokens)
+    return {"val/val_loss": loss, "val/perplexity": perplexity(loss), "val/num_valid_tokens": float(num_tokens)}
+
+
+def resume(run: Run, checkpoint: Checkpoint | None) -> RunState:
+    """Where the run goes on: at its checkpoint, whose weights and optimizer state are loaded, or at the start."""
+    deadlines, state = run.config.deadlines, RunState()
+    if checkpoint is not None:
+        logger.info("Resuming from %s (step %d of %d)", checkpoint.folder, checkpoint.step, run.last_step)
+        run.policies.call("load_checkpoint", checkpoint.weights, deadline_s=deadlines.checkpoint_s)
+        state = checkpoint.state()
+    run.policies.call("enter", "train", deadline_s=deadlines.train_s)
+    return state
+
+
+def preflight(config: RunConfig) -> SupervisedData:
+    """Everything that can be known to be wrong before a process starts; returns the data, read and tokenised.
+
+    The number of steps is known with the data: `max_num_steps` is what the epochs leave of it.
+
+    Raises:
+        ValueError: naming every key, file or row at fault, the rule, and the way out.
+    """
+    check_start(config)
+    data = load_examples(config)
+    training, batch_size = config.training, config.policy.train_global_batch_size
+    num_steps = training.max_num_epochs * len(data.train) // batch_size
+    if num_steps == 0:
+        raise ValueError(
+            f"policy.train_global_batch_size={batch_size}: {training.max_num_epochs} epochs of {len(data.train)} rows do not fill one batch"
+            f"; lower it or raise {config.algorithm}.max_num_epochs"
+        )
+    training.max_num_steps = num_steps if training.max_num_steps < 0 else min(num_steps, training.max_num_steps)
+    return data

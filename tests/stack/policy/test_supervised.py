@@ -1,0 +1,69 @@
+"""Steps of training without rollouts, in several layouts, against transformers and torch's AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.data.conversations import TokenSequence
+from mrl.data.supervised import Example
+from tests import models
+from tests.stack.policy import policy_ranks, supervised_ranks
+from tests.stack.ranks import RankPool
+
+NUM_STEPS = 3
+Loss = Callable[[torch.nn.Module, list[Example]], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
+
+
+def logprobs_of(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
+    """Of the tokens that are learned, in order."""
+    tokens = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
+    logprobs = torch.log_softmax(model(tokens).logits[0, :-1], dim=-1).gather(1, tokens[0, 1:, None])[:, 0]
+    return torch.cat([logprobs[start - 1 : stop - 1] for start, stop in sequence.targets])
+
+
+def mean_nll(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
+    return -torch.cat([logprobs_of(model, sequence) for example in examples for sequence in example.sequences]).mean()
+
+
+def transformers_steps(loss_of: Loss, examples: list[Example]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a plain implementation, sequence by sequence."""
+    model = models.nemotron_h()
+    parameters = list(model.parameters())
+    decayed = [parameter for parameter in parameters if parameter.ndim > 1]
+    rest = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), eps=1e-3)
+    losses, grad_norms = [], []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, examples)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
+        optimizer.step()
+    return losses, grad_norms
+
+
+def test_sft_equals_transformers_in_any_layout(ranks: RankPool, folder: Path):
+    examples = supervised_ranks.examples(1)
+    losses, grad_norms = transformers_steps(mean_nll, examples)
+    for layout in ("tp2 sp dp2 ep2", "cp2 ep2"):
+        config = supervised_ranks.run_config(folder, "sft", layout)
+        size = policy_ranks.world_size(layout)
+        results = ranks.run(supervised_ranks.evaluation_and_steps, config, examples, NUM_STEPS, world_size=size)
+        assert all(result == results[0] for result in results)
+        before, steps = results[0]
+        assert before["loss"] == pytest.approx(losses[0], rel=1e-5)
+        assert before["perplexity"] == pytest.approx(np.exp(losses[0]), rel=1e-5)
+        np.testing.assert_allclose([step["train/loss"] for step in steps], losses, rtol=1e-5)
+        np.testing.assert_allclose([step["train/grad_norm"] for step in steps], grad_norms, rtol=1e-4)

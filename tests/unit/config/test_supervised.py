@@ -1,0 +1,56 @@
+"""Which algorithm a config means, and what it may not say then."""
+
+from pathlib import Path
+
+import pytest
+
+from mrl.config.checks import find_problems
+from mrl.config.errors import ConfigError
+from mrl.config.load import load_config
+
+SFT = "sft:\n  max_num_steps: 3\npolicy:\n  model_name: m\ndata:\n  train:\n    data_path: t\n"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_with_a_section_of_its_own_means_that_algorithm(tmp_path: Path):
+    assert load_config(written(tmp_path, SFT)).algorithm == "sft"
+    assert load_config(written(tmp_path, SFT + "grpo:\n  seed: 1\n")).algorithm == "grpo"
+    assert load_config(written(tmp_path, SFT + "algorithm: grpo\n")).algorithm == "grpo"
+    assert load_config("grpo_tiny.yaml", ["sft.seed=3"]).algorithm == "grpo"
+    assert load_config("grpo_tiny.yaml", ["algorithm=sft"]).algorithm == "sft"
+
+
+def test_an_unknown_algorithm_is_refused():
+    with pytest.raises(ConfigError, match="algorithm"):
+        load_config("grpo_tiny.yaml", ["algorithm=ppo"])
+
+
+def test_a_run_without_engines_has_no_rules_for_them(workplace: Path):
+    assert find_problems(load_config("sft_tiny.yaml")) == []
+    assert find_problems(load_config("sft_tiny.yaml", ["policy.generation.vllm_cfg.enforce_eager=false"])) == []
+    config = load_config("sft_tiny.yaml", ["policy.generation.colocated={enabled: false}", "policy.train_global_batch_size=7"])
+    assert find_problems(config) == []
+    assert (config.num_engines, config.num_policy_ranks, config.num_units) == (0, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("checkpointing.metric_name=val:accuracy", "checkpointing.metric_name=val:accuracy: algorithm=sft has no such metric"),
+        ("sft.max_num_steps=0", "sft.max_num_steps=0: nothing would be trained"),
+        ("policy.router_replay.enabled=true", "policy.router_replay.enabled=true: algorithm=sft has no engines"),
+    ],
+)
+def test_what_an_algorithm_without_engines_cannot_do(workplace: Path, override: str, problem: str):
+    found = find_problems(load_config("sft_tiny.yaml", [override]))
+    assert len(found) == 1 and found[0].startswith(problem)
+
+
+def test_checkpoints_of_null_metric_or_none_at_all(workplace: Path):
+    assert find_problems(load_config("sft_tiny.yaml", ["checkpointing.metric_name=null"])) == []
+    assert find_problems(load_config("sft_tiny.yaml", ["checkpointing.metric_name=val:accuracy", "checkpointing.enabled=false"])) == []

@@ -1,0 +1,68 @@
+"""Examples from files to packed rows."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.data.cost import SequenceCost
+from mrl.data.example_batch import batch_examples
+from mrl.data.packing import pack_row
+from mrl.data.supervised import load_examples
+from mrl.prepare_tokenizer import byte_tokenizer
+
+QUESTION = {"role": "user", "content": "1+1="}
+ROWS = [
+    {"messages": [QUESTION, {"role": "assistant", "content": "2"}]},
+    {"id": "mine", "question": "10+20=", "answer": "30"},
+    {"messages": [QUESTION, {"role": "assistant", "content": "2"}, QUESTION, {"role": "assistant", "content": "two"}]},
+]
+
+
+def config_of(folder: Path, rows: list[object], *overrides: str) -> RunConfig:
+    byte_tokenizer(4096).save_pretrained(folder)
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_config(
+        "sft_tiny.yaml", [f"policy.model_name={folder}", f"data.train.data_path={path}", f"data.validation.data_path={path}", *overrides]
+    )
+
+
+def test_files_become_packed_rows(tmp_path: Path):
+    config = config_of(tmp_path, ROWS)
+    data = load_examples(config)
+    assert [example.example_id for example in data.train] == ["train:1", "mine", "train:3"]
+    batch = batch_examples(data.train, config.policy, dp_size=2, cost=SequenceCost(1.0, 0.0))
+    tokenizer, seen = byte_tokenizer(4096), {}
+    for rows in batch.rows:
+        for row in rows:
+            packed = pack_row([(index, batch.rollouts[index], 0.0, True) for index in row], divisible_by=2, pad_token_id=256)
+            bounds = packed.cu_seqlens.tolist()
+            for index, start, stop in zip(packed.sequence_indices, bounds, bounds[1:], strict=False):
+                is_learned = packed.loss_mask_T[start:stop] > 0
+                seen[index] = tokenizer.decode(packed.labels_T[start:stop][is_learned].tolist())
+    assert seen == {0: "2<|end|>", 1: "30<|end|>", 2: "2<|end|>two<|end|>"}
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    config = config_of(tmp_path, ROWS, "policy.max_total_sequence_length=12")
+    with caplog.at_level(logging.WARNING):
+        data = load_examples(config)
+    assert [example.example_id for example in data.train] == ["train:1", "mine"]
+    assert "1 of 3 rows are left out" in caplog.text and "line 3 (18 tokens)" in caplog.text
+
+
+def test_a_file_of_rows_that_are_all_too_long_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="every row is too long, the shortest with 8 tokens"):
+        load_examples(config_of(tmp_path, ROWS, "policy.max_total_sequence_length=4"))
+
+
+def test_bad_rows_are_named(tmp_path: Path):
+    rows = [*ROWS, {"messages": [QUESTION]}, {"id": "mine", "question": "q", "answer": "a"}]
+    with pytest.raises(ValueError, match=r"train.jsonl:5: id 'mine' was used in line 2 already"):
+        load_examples(config_of(tmp_path, rows))
+    with pytest.raises(ValueError, match=r"train.jsonl:4: no message has the role assistant"):
+        load_examples(config_of(tmp_path, rows[:4]))
