@@ -77,11 +77,12 @@ def train_step(run: Run, state: RunState) -> None:
     step, clock = state.step + 1, Clock()
 
     taken = examples_of(run, step)
-    folder.ledger.take(step, [(epoch, example.example_id) for epoch, example in taken])
+    keys = [(epoch, example.example_id) for epoch, example in taken]
+    folder.ledger.take(step, keys)
     batch = batch_of(run, [example for _, example in taken], config.policy)
     with clock.phase("train"):
         metrics = batch.metrics | update_policy(run, batch)
-    folder.ledger.train(step)
+    folder.ledger.train(step, keys)
     state.step = step
 
     if is_due(step, training.val_period) or (training.val_at_end and step == run.last_step):

@@ -29,17 +29,16 @@ from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema import RunConfig
 from mrl.data.batch import make_batch
-from mrl.data.order import prompts_of_step
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.saving import CheckpointSaver, open_saver
 from mrl.schedule import is_due, is_save_due
 from mrl.start import check_start
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.clock import Clock, TimeBudget
-from mrl.store.console import RolloutProgress
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import is_good_enough, rollout_metrics, validation_metrics
-from mrl.types import Batch, Prompt, RolloutGroup, RunState
+from mrl.supply import Supply, open_supply
+from mrl.types import Batch, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,7 @@ class Run:
     folder: RunFolder
     session: Session
     saver: CheckpointSaver
+    supply: Supply
     budget: TimeBudget
     last_step: int
     is_over: bool = False
@@ -74,7 +74,7 @@ def train(config: RunConfig, data: PromptData, folder: RunFolder, *, started: fl
         start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
         open_saver(config, folder, session.policies) as saver,
     ):
-        run = Run(config, data, folder, session, saver, TimeBudget(config.checkpointing.must_save_by_s, started=started), last_step)
+        run = open_run(config, data, folder, session, saver, started=started)
         state = resume(run, checkpoint)
         if state.step == 0 and config.grpo.val_at_start:
             metrics = validate(run, state)
@@ -88,15 +88,25 @@ def train(config: RunConfig, data: PromptData, folder: RunFolder, *, started: fl
     return state
 
 
+def open_run(config: RunConfig, data: PromptData, folder: RunFolder, session: Session, saver: CheckpointSaver, *, started: float) -> Run:
+    """The run of a session, from where its ledger stands."""
+    last_step = num_steps(config, data)
+    supply = open_supply(config, data, session.collector, folder.ledger, last_step=last_step, on_wait=saver.poll)
+    budget = TimeBudget(config.checkpointing.must_save_by_s, started=started)
+    return Run(config, data, folder, session, saver, supply, budget, last_step)
+
+
 def train_step(run: Run, state: RunState) -> None:
     """One step of the loop; `state` is advanced."""
     config, folder = run.config, run.folder
     step, clock = state.step + 1, Clock()
 
-    asked = prompts_of(run, step)
-    folder.ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in asked])
-    groups = sample(run, state, asked, config.grpo.num_generations_per_prompt, clock)
-    metrics = rollout_metrics(groups, seconds=clock.seconds("generation"), num_engine_restarts=run.session.engines.num_restarts)
+    supplied = run.supply.take(state, clock)
+    if supplied is None:
+        end_of_prompts(run, state)
+        return
+    groups, restarts = supplied.groups, run.session.engines.num_restarts
+    metrics = supplied.metrics | rollout_metrics(supplied.sampled, seconds=supplied.seconds, num_engine_restarts=restarts)
 
     advantages = batch_advantages(
         groups, normalize=config.grpo.normalize_rewards, use_leave_one_out_baseline=config.grpo.use_leave_one_out_baseline
@@ -104,7 +114,7 @@ def train_step(run: Run, state: RunState) -> None:
     batch = make_batch(groups, advantages, config)
     with clock.phase("train"):
         metrics |= batch.metrics | update_policy(run, batch)
-    folder.ledger.train(step)
+    folder.ledger.train(step, supplied.trained, supplied.dropped)
     state.step = step
 
     with clock.phase("refit"):
@@ -126,33 +136,6 @@ def train_step(run: Run, state: RunState) -> None:
     folder.log_metrics(step, metrics)
 
 
-def prompts_of(run: Run, step: int) -> list[tuple[int, Prompt]]:
-    """The (epoch, prompt) pairs that step `step` (from 1) asks."""
-    grpo, data = run.config.grpo, run.data
-    picked = prompts_of_step(
-        step - 1, prompts_per_step=grpo.num_prompts_per_step, num_prompts=len(data.train), seed=grpo.seed, shuffle=run.config.data.shuffle
-    )
-    return [(epoch, data.train[index]) for epoch, index in picked]
-
-
-def sample(run: Run, state: RunState, asked: Sequence[tuple[int, Prompt]], num_generations: int, clock: Clock) -> list[RolloutGroup]:
-    """Rollouts of every prompt with their verdicts, drawn from the current weights."""
-    collector = run.session.collector
-    with clock.phase("generation"), RolloutProgress(len(asked) * num_generations) as progress:
-
-        def on_progress(num_finished: int) -> None:
-            progress.advance(num_finished)
-            run.saver.poll()
-
-        generated = collector.generate(
-            asked, run.data.sampling, num_generations=num_generations, weight_version=state.weight_version, on_progress=on_progress
-        )
-    with clock.phase("reward"):
-        groups, scoring_s = collector.judge(generated)
-    clock.overlap("reward", scoring_s)
-    return groups
-
-
 def update_policy(run: Run, batch: Batch) -> dict[str, float]:
     """Old and reference logprobs, then one optimizer step on the batch; the ranks pull the payload themselves."""
     policies, deadline_s = run.session.policies, run.config.deadlines.train_s
@@ -168,9 +151,11 @@ def update_policy(run: Run, batch: Batch) -> dict[str, float]:
 
 def refit(run: Run, state: RunState) -> dict[str, float]:
     """Moves the policy's weights into every engine and verifies them there."""
+    paused = run.supply.pause()
     report = run.session.refit.run()
     state.weight_version = report.weight_version
-    return report.metrics()
+    run.supply.go_on(state)
+    return report.metrics() | paused
 
 
 def validate(run: Run, state: RunState) -> dict[str, float]:
@@ -178,7 +163,7 @@ def validate(run: Run, state: RunState) -> dict[str, float]:
     asked = [(VALIDATION_EPOCH, prompt) for prompt in run.data.validation]
     if not asked:
         return {}
-    groups = sample(run, state, asked, 1, Clock())
+    groups = run.supply.sample(asked, run.data.sampling, num_generations=1, weight_version=state.weight_version, clock=Clock())
     run.folder.log_samples(state.step, "validation", groups[:NUM_REPORT_SAMPLES])
     metrics = validation_metrics(groups)
     logger.info("[Validate] step %d: accuracy %.3f over %d prompts", state.step, metrics["val/accuracy"], len(groups))
@@ -190,6 +175,16 @@ def save_checkpoint(run: Run, state: RunState, *, has_next: bool) -> None:
     run.saver.begin(state)
     if not has_next:
         run.saver.finish()
+
+
+def end_of_prompts(run: Run, state: RunState) -> None:
+    """The last epoch ended before the next step was full: the run ends with `state`, which is saved unless it has been."""
+    logger.info("All prompts of %d epochs are consumed: the run ends after step %d", run.config.grpo.max_num_epochs, state.step)
+    run.is_over = True
+    run.saver.finish()
+    newest = run.folder.checkpoints.newest()
+    if run.config.checkpointing.enabled and state.step > (newest.step if newest else 0):
+        save_checkpoint(run, state, has_next=False)
 
 
 def resume(run: Run, checkpoint: Checkpoint | None) -> RunState:

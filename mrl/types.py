@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+PromptKey = tuple[int, str]
+"""(epoch, prompt id): a prompt in one pass over the data. Validation has an epoch of its own."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Rollout:
 
     request: RolloutRequest
     weight_version: int
+    """Of the engine when the request came, or its turn: no token is older. Weights that moved since drew later ones."""
     token_ids: np.ndarray
     """int32 [L], the tokens after the prompt: generated ones, stop tokens included, and between the turns what the environment said."""
     generator_logprobs: np.ndarray
@@ -91,6 +94,8 @@ class Rollout:
     earlier_turns: tuple[Turn, ...] = ()
     """All turns but the last, which is what follows `last_turn_start`."""
     last_turn_start: int = 0
+    num_weight_versions: int = 1
+    """How many versions the engine has had meanwhile: 1, unless grpo.async_grpo.in_flight_weight_updates."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -106,6 +111,7 @@ class RolloutInfo:
     prompt_id: str
     rollout_index: int
     weight_version: int
+    """Of the oldest weights that drew one of its tokens."""
     prompt_length: int
     length: int
     """Number of tokens after the prompt."""
@@ -115,6 +121,13 @@ class RolloutInfo:
     num_observed: int = 0
     """How many of `length` came from the environment."""
     num_turns: int = 1
+    num_weight_versions: int = 1
+    epoch: int = 0
+
+    @property
+    def key(self) -> PromptKey:
+        """Its group."""
+        return self.epoch, self.prompt_id
 
     @property
     def num_generated(self) -> int:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +35,15 @@ POLL_BUDGET_S = 0.25
 MAX_FRUITLESS_RESTARTS = 3
 
 
+@dataclass(frozen=True)
+class Polled:
+    """What an engine did in one poll."""
+
+    finished: list[RolloutInfo]
+    busy_s: float
+    """Seconds in which it had a rollout to work on."""
+
+
 class EngineActor:
     """One engine in its own process."""
 
@@ -51,18 +62,19 @@ class EngineActor:
             worker_timeout_s=config.deadlines.refit_s,
             device_ids=device_ids,
             keeps_routes=config.policy.router_replay.enabled,
+            keeps_kv_cache=config.grpo.async_grpo.keeps_kv_cache,
         )
         self.engine.die_with_workers()
         self.engine.enter("load")
 
-    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[list[RolloutInfo], list[Rollout]]:
+    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, list[Rollout]]:
         """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, payload second (same order)."""
         self.engine.add(requests)
-        end = time.monotonic() + budget_s
+        start = time.monotonic()
         finished: list[Rollout] = []
-        while self.engine.num_unfinished and time.monotonic() < end:
+        while self.engine.num_unfinished and time.monotonic() < start + budget_s:
             finished += self.engine.step()
-        return [describe(rollout) for rollout in finished], finished
+        return Polled([describe(rollout) for rollout in finished], time.monotonic() - start), finished
 
     def call(self, method: str, *arguments: object) -> object:
         """Calls a method of the engine by name."""
@@ -82,20 +94,26 @@ def describe(rollout: Rollout) -> RolloutInfo:
     request = rollout.request
     return RolloutInfo(
         request_id=request.request_id,
+        epoch=request.epoch,
         prompt_id=request.prompt_id,
         rollout_index=request.rollout_index,
-        weight_version=rollout.weight_version,
+        weight_version=min(turn.weight_version for turn in rollout.turns),
         prompt_length=len(request.token_ids),
         length=len(rollout.token_ids),
         finish_reason=rollout.finish_reason,
         payload=None,
         num_observed=len(rollout.token_ids) - sum(turn.stop - turn.start for turn in rollout.turns),
         num_turns=len(rollout.turns),
+        num_weight_versions=rollout.num_weight_versions,
     )
 
 
 class EngineGroup:
-    """All engines. Requests go to the engine with the fewest unfinished ones; finished rollouts stream back."""
+    """All engines. Requests go to the engine with the fewest unfinished ones; finished rollouts stream back.
+
+    `busy_s` adds up the seconds in which each engine had work. `lost` are those whose death was noted beside other work; they stand still
+    until `restart`.
+    """
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
         self.config = config
@@ -103,6 +121,12 @@ class EngineGroup:
         self.placement = placement
         self.log_folder = log_folder
         self.num_restarts = 0
+        self.are_colocated = config.policy.generation.colocated.enabled
+        self.busy_s = 0.0
+        self.lost: set[int] = set()
+        self._is_held = False
+        ahead = config.grpo.async_grpo
+        self._max_fruitless_restarts = ahead.max_generation_failures + 1 if ahead.max_lag_steps > 0 else MAX_FRUITLESS_RESTARTS
         self._fruitless = [0] * len(placement.engines)
         self._unfinished: list[dict[str, RolloutRequest]] = [{} for _ in placement.engines]
         # The next poll takes them along, so that a refusal is seen by whoever waits for the rollouts.
@@ -131,6 +155,11 @@ class EngineGroup:
             self._unfinished[index][request.request_id] = request
             self._unsent[index].append(request)
 
+    @property
+    def num_expected(self) -> int:
+        """Unfinished requests of the engines that are not lost."""
+        return sum(len(requests) for index, requests in enumerate(self._unfinished) if index not in self.lost)
+
     def collect(self, timeout_s: float) -> list[RolloutInfo]:
         """Rollouts that have finished since the last call; waits until there is one.
 
@@ -140,21 +169,59 @@ class EngineGroup:
             ValueError: an engine refuses a request; see `Engine.add`.
         """
         end = time.monotonic() + timeout_s
-        while self.num_unfinished:
-            self._poll_idle_engines()
-            ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        while references := self.references():
+            ready, _ = ray.wait(references, num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 raise DeadlineExceeded(
-                    f"generation: {self.num_unfinished} rollouts unfinished and none arrived within {timeout_s:g} s (deadlines.generate_s)"
+                    f"generation: {self._missing()} unfinished and none arrived within {timeout_s:g} s (deadlines.generate_s)"
                 )
-            index, payload = self._polls.pop(ready[0])
-            infos = cast(list[RolloutInfo], fetch(ready[0], key=name(index), what="generation"))
-            for info in infos:
-                del self._unfinished[index][info.request_id]
-            if infos:
-                self._fruitless[index] = 0
-                return [dataclasses.replace(info, payload=PayloadRef(payload, i)) for i, info in enumerate(infos)]
+            if infos := self._take(ready[0]):
+                return infos
         return []
+
+    def references(self) -> list[ray.ObjectRef]:
+        """The polls under way; engines with work are polled first, unless they are held or lost."""
+        self._poll_idle_engines()
+        return [] if self._is_held else list(self._polls)
+
+    def take_ready(self) -> list[RolloutInfo]:
+        """Rollouts that have finished since the last call. Does not wait, and puts engines that died into `lost`."""
+        references = self.references()
+        if not references:
+            return []
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0.0)
+        infos: list[RolloutInfo] = []
+        for reference in ready:
+            try:
+                infos += self._take(reference)
+            except ActorLost as lost:
+                logger.warning("%s; it is started again at the next refit, or when its rollouts are waited for", lost)
+                self.lost.add(index_of(lost))
+        self._poll_idle_engines()
+        return infos
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No poll is begun or taken inside the `with` block: engines are being refitted, and step between two refits only."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+
+    def _take(self, reference: ray.ObjectRef) -> list[RolloutInfo]:
+        index, payload = self._polls.pop(reference)
+        polled = cast(Polled, fetch(reference, key=name(index), what="generation"))
+        self.busy_s += polled.busy_s
+        for info in polled.finished:
+            del self._unfinished[index][info.request_id]
+            self._fruitless[index] = 0
+        return [dataclasses.replace(info, payload=PayloadRef(payload, i)) for i, info in enumerate(polled.finished)]
+
+    def _missing(self) -> str:
+        """`12 rollouts (0/train:7/3 of engine 0 and others)`."""
+        first = next(f"{next(iter(requests))} of {name(index)}" for index, requests in enumerate(self._unfinished) if requests)
+        return f"{self.num_unfinished} rollouts ({first} and others)"
 
     def restart(self, index: int) -> None:
         """Starts a dead engine again. It refuses to generate until it has been refitted.
@@ -164,13 +231,14 @@ class EngineGroup:
             RuntimeError: it has died too often without producing a rollout.
         """
         self._fruitless[index] += 1
-        if self._fruitless[index] > MAX_FRUITLESS_RESTARTS:
+        if self._fruitless[index] > self._max_fruitless_restarts:
             raise RuntimeError(
                 f"{name(index)} died {self._fruitless[index]} times in a row without finishing a rollout; see {self._log_file(index)}"
             )
         self.num_restarts += 1
         logger.warning("%s died; starting it again (%d requests will be asked again)", name(index), len(self._unfinished[index]))
         self._polls = {reference: poll for reference, poll in self._polls.items() if poll[0] != index}
+        self.lost.discard(index)
         ray.kill(self.actors[index])
         self.actors[index] = self._start(self.placement.engines[index])
         self.wait_until_built()
@@ -222,9 +290,9 @@ class EngineGroup:
         return actor
 
     def _poll_idle_engines(self) -> None:
-        polled = {index for index, _ in self._polls.values()}
+        standing = self.lost | {index for index, _ in self._polls.values()}
         for index, actor in enumerate(self.actors):
-            if self._unfinished[index] and index not in polled:
+            if self._unfinished[index] and index not in standing and not self._is_held:
                 poll = actor.poll.options(num_returns=2).remote(self._unsent[index], POLL_BUDGET_S)
                 self._unsent[index] = []
                 infos, payload = cast(tuple[ray.ObjectRef, ray.ObjectRef], poll)

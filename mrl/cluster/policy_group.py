@@ -17,7 +17,7 @@ from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.model_cache import StartingWeights, check_shared, starting_weights
 from mrl.cluster.payload import pull
 from mrl.cluster.placement import Placement
-from mrl.cluster.waiting import wait_all
+from mrl.cluster.waiting import Background, wait_all
 from mrl.config import trace
 from mrl.config.schema import RunConfig
 from mrl.data.packing import PackedRow, pack_row
@@ -103,10 +103,14 @@ class PolicyActor:
 
 
 class PolicyGroup:
-    """All policy ranks. Its methods are collective: every rank is called, and the first failure ends the wait."""
+    """All policy ranks. Its methods are collective: every rank is called, and the first failure ends the wait.
+
+    `beside`, if there is any, goes on while the driver waits for the ranks.
+    """
 
     def __init__(self, config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> None:
         self.deadlines = config.deadlines
+        self.beside: Background | None = None
         self.world_size = placement.num_policy_ranks
         actor_class = ray.remote(PolicyActor)
         self.actors = [
@@ -167,4 +171,4 @@ class PolicyGroup:
 
     def _wait(self, references: Sequence[ray.ObjectRef], what: str, deadline_s: float) -> list[object]:
         pending = {f"policy rank {rank}": reference for rank, reference in enumerate(references)}
-        return list(wait_all(pending, deadline_s=deadline_s, what=what).values())
+        return list(wait_all(pending, deadline_s=deadline_s, what=what, beside=self.beside).values())

@@ -118,7 +118,8 @@ class Refit:
                     self.engines.restart(died)
                     self._prepare_again(died)
                     died = None
-                report = self._attempt(sorted({*engines, *restarted}), witness)
+                with self.engines.held():
+                    report = self._attempt(sorted({*engines, *restarted}), witness)
             except ActorLost as lost:
                 died = index_of(lost)
                 if witness is not None:

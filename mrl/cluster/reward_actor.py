@@ -11,7 +11,7 @@ import ray
 from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.payload import pull
 from mrl.cluster.placement import Placement
-from mrl.cluster.waiting import wait_all
+from mrl.cluster.waiting import Background, wait_all
 from mrl.config import trace
 from mrl.config.schema import RunConfig
 from mrl.types import Prompt, RolloutInfo, Verdict
@@ -64,12 +64,13 @@ class RewardActor:
 
 
 class Rewards:
-    """The driver's handle on the reward actor: scoring runs while generation goes on."""
+    """The driver's handle on the reward actor: scoring runs while generation goes on, and generation (`beside`) while the driver waits."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
         self.deadlines = config.deadlines
         actor_class = ray.remote(RewardActor).options(**placement.options(0, {}))
         self.actor = actor_class.remote(config, log_folder / "rewards.log")
+        self.beside: Background | None = None
         self._submitted: list[ray.ObjectRef] = []
 
     def wait_until_built(self) -> None:
@@ -86,7 +87,8 @@ class Rewards:
         # The actor takes calls in order, so that the last one is answered last.
         pending: dict[str, ray.ObjectRef] = {f"{NAME}, batch {index}": reference for index, reference in enumerate(submitted)}
         pending[NAME] = self.actor.collect.remote()
-        return cast(tuple[Mapping[str, Verdict], float], wait_all(pending, deadline_s=self.deadlines.reward_s, what="rewards")[NAME])
+        answers = wait_all(pending, deadline_s=self.deadlines.reward_s, what="rewards", beside=self.beside)
+        return cast(tuple[Mapping[str, Verdict], float], answers[NAME])
 
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(actor, *arguments)` in the actor's process."""

@@ -1,33 +1,52 @@
-"""Collects a step's rollouts: requests out to the engines, finished rollouts straight to the rewards, groups back."""
+"""Collects rollouts: requests out to the engines, finished rollouts straight to the rewards, groups back."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import ray
 
 from mrl.cluster.engine_group import EngineGroup, index_of
 from mrl.cluster.reward_actor import Rewards
 from mrl.cluster.waiting import ActorLost
-from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, request_seed
+from mrl.data.lengths import LengthHints
+from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Generated:
-    """Sampled rollouts without their verdicts."""
+@dataclass
+class AskedGroup:
+    """A prompt whose rollouts were asked for; `infos` are those that have arrived, by request id."""
 
-    prompts: list[Prompt]
-    groups: list[list[RolloutInfo]]
-    """groups[i] = rollouts of prompts[i], in order of `rollout_index`."""
+    prompt: Prompt
+    requests: list[RolloutRequest]
+    weight_version: int
+    """Of the engines when it was asked."""
+    infos: dict[str, RolloutInfo] = field(default_factory=dict)
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.requests) - len(self.infos)
 
 
 class RolloutCollector:
-    """Samples groups of rollouts and has them scored while generation goes on."""
+    """Samples groups of rollouts and has them scored while generation goes on.
+
+    Groups are named by (epoch, prompt id). They are asked for, sampled, and leave with their verdicts, for several callers at once.
+    """
 
     def __init__(
-        self, engines: EngineGroup, rewards: Rewards, *, run_seed: int, deadline_s: float, restart_engine: Callable[[int], None]
+        self,
+        engines: EngineGroup,
+        rewards: Rewards,
+        *,
+        run_seed: int,
+        deadline_s: float,
+        restart_engine: Callable[[int], None],
+        longest_first: bool = True,
     ) -> None:
         """`restart_engine(index)` starts a dead engine again; see `Refit.restart_engine`."""
         self.engines = engines
@@ -35,52 +54,102 @@ class RolloutCollector:
         self.run_seed = run_seed
         self.deadline_s = deadline_s
         self.restart_engine = restart_engine
+        self._hints = LengthHints() if longest_first else None
+        self._groups: dict[PromptKey, AskedGroup] = {}
+        self._verdicts: dict[str, Verdict] = {}
 
-    def generate(
-        self,
-        asked: Sequence[tuple[int, Prompt]],
-        sampling: SamplingParams,
-        *,
-        num_generations: int,
-        weight_version: int,
-        on_progress: Callable[[int], None],
-    ) -> Generated:
-        """Samples `num_generations` rollouts of every (epoch, prompt); they are scored as they arrive, `judge` has the verdicts.
+    def ask(
+        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
+    ) -> list[PromptKey]:
+        """Asks for `num_generations` rollouts of every (epoch, prompt); the names of the groups. Does not wait.
+
+        The engines hold weights of `weight_version`.
+        """
+        for epoch, prompt in self._hints.longest_first(asked) if self._hints else asked:
+            key = (epoch, prompt.prompt_id)
+            assert key not in self._groups, f"{key} is under way"
+            requests = [self._request(prompt, sampling, epoch, index) for index in range(num_generations)]
+            self._groups[key] = AskedGroup(prompt, requests, weight_version)
+            self.engines.submit(requests)
+        return [(epoch, prompt.prompt_id) for epoch, prompt in asked]
+
+    def num_missing(self, keys: Sequence[PromptKey]) -> int:
+        """How many rollouts of these groups have not arrived."""
+        return sum(self._groups[key].num_missing for key in keys)
+
+    def oldest_version(self, key: PromptKey) -> int:
+        """Weight version of the oldest token of a sampled group."""
+        return min(info.weight_version for info in self._groups[key].infos.values())
+
+    def wait(self, is_enough: Callable[[], bool], *, on_progress: Callable[[], None]) -> None:
+        """Collects rollouts until `is_enough`. `on_progress` is called whenever some have arrived.
+
+        To be called while the policy holds the engines' weights: engines that died are started again, and given them.
 
         Raises:
-            RuntimeError: a rollout was drawn from other weights than `weight_version`, or an engine keeps dying.
+            DeadlineExceeded: no rollout arrives in time.
+            RuntimeError: an engine keeps dying, or a rollout was drawn from weights older than it was asked of.
         """
-        requests = [self._request(prompt, sampling, epoch, index) for epoch, prompt in asked for index in range(num_generations)]
-        by_id = {prompt.prompt_id: prompt for _, prompt in asked}
-        infos: dict[str, RolloutInfo] = {}
-        self.engines.submit(requests)
-        while self.engines.num_unfinished:
+        while not is_enough():
             try:
-                finished = self.engines.collect(self.deadline_s)
+                for index in sorted(self.engines.lost):
+                    self.restart_engine(index)
+                self._arrived(self.engines.collect(self.deadline_s))
             except ActorLost as lost:
                 self.restart_engine(index_of(lost))
-                continue
-            for info in finished:
-                if info.weight_version != weight_version:
-                    raise RuntimeError(f"{info.request_id} was drawn from weight version {info.weight_version}, not {weight_version}")
-                infos[info.request_id] = info
-            self.rewards.submit(finished, [by_id[info.prompt_id] for info in finished])
-            on_progress(len(finished))
-        rollouts = [infos[request.request_id] for request in requests]
-        groups = [rollouts[first : first + num_generations] for first in range(0, len(rollouts), num_generations)]
-        return Generated([prompt for _, prompt in asked], groups)
+            on_progress()
 
-    def judge(self, generated: Generated) -> tuple[list[RolloutGroup], float]:
-        """The groups of one `generate`, in the order in which their prompts were asked, once the last verdict is in.
+    def drain(self) -> None:
+        """Collects all that is under way on engines that live. The policy may hold other weights than the engines.
 
-        Also the seconds of scoring, during the generation and since.
+        Raises:
+            DeadlineExceeded: no rollout arrives in time.
+        """
+        while self.engines.num_expected:
+            try:
+                self._arrived(self.engines.collect(self.deadline_s))
+            except ActorLost as lost:
+                self.engines.lost.add(index_of(lost))
+
+    def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]:
+        """The groups of these names, in this order, once their last verdict is in; all of them are sampled, and leave.
+
+        Also the seconds of scoring since the last call.
         """
         verdicts, seconds = self.rewards.collect()
-        groups = [
-            RolloutGroup(prompt, tuple(rollouts), tuple(verdicts[rollout.request_id] for rollout in rollouts))
-            for prompt, rollouts in zip(generated.prompts, generated.groups, strict=True)
-        ]
+        self._verdicts.update(verdicts)
+        groups = []
+        for key in keys:
+            asked = self._groups.pop(key)
+            infos = tuple(asked.infos[request.request_id] for request in asked.requests)
+            groups.append(RolloutGroup(asked.prompt, infos, tuple(self._verdicts.pop(info.request_id) for info in infos)))
+            if self._hints:
+                self._hints.note(asked.prompt, [info.num_generated for info in infos])
         return groups, seconds
+
+    def idle_fraction(self, *, seconds: float) -> float:
+        """Share of the engines' time in which they had no rollout to work on, of the last `seconds`; counted since the last call."""
+        busy_s, self.engines.busy_s = self.engines.busy_s, 0.0
+        return max(0.0, 1.0 - busy_s / (seconds * self.engines.num_engines)) if seconds > 0 else 0.0
+
+    def references(self) -> list[ray.ObjectRef]:
+        """See `mrl.cluster.waiting.Background`."""
+        return self.engines.references()
+
+    def advance(self) -> None:
+        """See `mrl.cluster.waiting.Background`."""
+        self._arrived(self.engines.take_ready())
+
+    def _arrived(self, finished: list[RolloutInfo]) -> None:
+        prompts = []
+        for info in finished:
+            group = self._groups[info.key]
+            if info.weight_version < group.weight_version:
+                raise RuntimeError(f"{info.request_id} was drawn from weight version {info.weight_version}, not {group.weight_version}")
+            group.infos[info.request_id] = info
+            prompts.append(group.prompt)
+        if finished:
+            self.rewards.submit(finished, prompts)
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, epoch: int, index: int) -> RolloutRequest:
         seed = request_seed(self.run_seed, epoch, prompt.prompt_id, index)

@@ -33,8 +33,9 @@ class Session:
     collector: RolloutCollector
 
     def enter(self, phase: Phase, *, deadline_s: float) -> None:
-        """Brings engines and policy into a phase in which the policy works and the engines yield their memory."""
-        self.engines.enter(phase, deadline_s=deadline_s)
+        """Brings the policy into a phase in which it works, and colocated engines, which yield their memory. Dedicated ones go on."""
+        if self.engines.are_colocated:
+            self.engines.enter(phase, deadline_s=deadline_s)
         self.policies.call("enter", phase, deadline_s=deadline_s)
 
     def merge_config_reads(self) -> None:
@@ -51,8 +52,15 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
         policies, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
         rewards.wait_until_built()
         collector = RolloutCollector(
-            engines, rewards, run_seed=config.grpo.seed, deadline_s=config.deadlines.generate_s, restart_engine=refit.restart_engine
+            engines,
+            rewards,
+            run_seed=config.grpo.seed,
+            deadline_s=config.deadlines.generate_s,
+            restart_engine=refit.restart_engine,
+            longest_first=config.policy.generation.longest_first,
         )
+        if config.grpo.async_grpo.max_lag_steps > 0:
+            policies.beside = rewards.beside = collector
         yield Session(policies, engines, rewards, refit, collector)
 
 

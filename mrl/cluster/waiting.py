@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
@@ -29,14 +29,33 @@ class ActorLost(RuntimeError):
         self.key = key
 
 
-def wait_all(pending: Mapping[Key, ray.ObjectRef], *, deadline_s: float, what: str) -> dict[Key, object]:
-    """Results by key. Raises soon after one fails: `ActorLost`, `DeadlineExceeded`, or the actor's own error with its key in front."""
+class Background(Protocol):
+    """What goes on while the driver waits for something else."""
+
+    def references(self) -> list[ray.ObjectRef]:
+        """What it waits for itself."""
+        ...
+
+    def advance(self) -> None:
+        """Takes what has arrived and starts what comes next. Never waits, and keeps the loss of an actor for later."""
+        ...
+
+
+def wait_all(pending: Mapping[Key, ray.ObjectRef], *, deadline_s: float, what: str, beside: Background | None = None) -> dict[Key, object]:
+    """Results by key. Raises soon after one fails: `ActorLost`, `DeadlineExceeded`, or the actor's own error with its key in front.
+
+    `beside` goes on meanwhile.
+    """
     keys = {reference: key for key, reference in pending.items()}
     results: dict[Key, object] = {}
     end = time.monotonic() + deadline_s
     while keys:
-        ready, _ = ray.wait(list(keys), num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        if not ready:
+        others = [] if beside is None else beside.references()
+        ready, _ = ray.wait([*keys, *others], num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        if beside is not None and ready and ready[0] not in keys and time.monotonic() < end:
+            beside.advance()
+            continue
+        if not ready or ready[0] not in keys:
             missing = ", ".join(str(key) for key in keys.values())
             raise DeadlineExceeded(f"{what}: no answer from {missing} within {deadline_s:g} s (the limits are set in section `deadlines`)")
         key = keys.pop(ready[0])

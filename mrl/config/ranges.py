@@ -45,6 +45,7 @@ RANGES: dict[str, Range] = {
     "grpo.max_val_samples": POSITIVE,
     "grpo.seed": COUNT,
     "grpo.async_grpo.max_trajectory_age_steps": COUNT,
+    "grpo.async_grpo.max_generation_failures": COUNT,
     "sft.max_num_epochs": POSITIVE,
     "sft.max_num_steps": ALL_OR_COUNT,
     "sft.val_period": COUNT,
@@ -134,7 +135,6 @@ RANGES: dict[str, Range] = {
 
 ONLY: dict[str, tuple[object, str]] = {
     "grpo.max_rollout_turns": (1, "rollouts of several turns are not supported"),
-    "grpo.async_grpo.enabled": (False, "generation that runs ahead of training is not supported"),
     "policy.megatron_cfg.enabled": (True, "Megatron-Core is the only training backend"),
     "policy.megatron_cfg.peft.a2a_experimental": (False, "what adapters exchange is too small to gain by another way of communication"),
     "policy.megatron_cfg.optimizer.fp16": (False, "float16 is not supported; set policy.precision=bfloat16 or float32"),

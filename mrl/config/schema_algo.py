@@ -11,10 +11,34 @@ from mrl.config.trace import traced
 @traced
 @dataclass
 class AsyncGrpoConfig:
+    """Rollouts for later steps are generated while a step is trained. `enabled` needs dedicated engines and importance sampling correction.
+
+    Prompts are asked for up to `max_trajectory_age_steps` steps ahead, and a step waits only for its own. A checkpoint holds no rollouts:
+    what was generated and not trained is generated again after a resume. Without `in_flight_weight_updates` and
+    `sample_freshest_first`, a run is a function of config, seed and the steps at which it was resumed, where the engines' arithmetic is
+    batch-invariant (hosts without GPUs); with either, it depends on how fast the machines are.
+    """
+
     enabled: bool = False
-    """Generate with weights that may be older than the ones being trained. Not supported yet: must be false."""
+    """Generate rollouts while the policy is trained, with weights that are up to `max_trajectory_age_steps` steps older."""
     max_trajectory_age_steps: int = 1
-    """How many steps old a rollout may be when it is trained on; used only if `enabled`."""
+    """How many steps old a rollout may be when it is trained on, counted from the weights that drew its first token; 0 is synchronous."""
+    max_generation_failures: int = 0
+    """How often in a row an engine that was started again may die before it has finished a rollout; then the run ends, to be resumed."""
+    in_flight_weight_updates: bool = False
+    """Give the engines new weights between two of their steps, and let unfinished rollouts go on with them; false: wait for those first.
+    Each token keeps the logprob that its own weights gave it, so that the correction holds token by token."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Rollouts that go on with new weights compute the keys, values and states of their tokens anew; false: they keep the old ones. Later
+    rollouts never share them. Without `in_flight_weight_updates` nothing is unfinished, and all caches are empty after an update."""
+    sample_freshest_first: bool = False
+    """A step takes the groups that are ready and the freshest; what is older than the limit by then is generated again. false: a step
+    takes its prompts in their order, and waits for the slowest of them."""
+
+    @property
+    def keeps_kv_cache(self) -> bool:
+        """Whether rollouts that go on with new weights keep what they have cached."""
+        return self.max_lag_steps > 0 and self.in_flight_weight_updates and not self.recompute_kv_cache_after_weight_updates
 
     @property
     def max_lag_steps(self) -> int:

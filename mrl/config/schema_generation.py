@@ -71,6 +71,9 @@ class GenerationConfig:
     """Sample among the k likeliest tokens, before `top_p`; null = all. As for `top_p`, the trainer follows."""
     stop_token_ids: list[int] | None = None
     """Tokens that end a rollout; null = the model's end-of-sequence tokens."""
+    longest_first: bool = True
+    """Ask for the rollouts first that will probably be the longest: as long as those of the same prompt in an earlier epoch, else as the
+    mean of its environment, then by the prompt's own length. See the metric `rollout/engine_idle_fraction`."""
     num_cpu_engines: int = 1
     """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)

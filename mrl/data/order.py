@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
+
+from mrl.types import PromptKey
 
 
 def epoch_order(num_prompts: int, *, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -35,6 +37,16 @@ def prompts_at(position: int, count: int, *, num_prompts: int, seed: int, shuffl
 def prompts_of_step(step: int, *, prompts_per_step: int, num_prompts: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
     """The prompts of step `step` (from 0) of an unbroken run, as `(epoch, prompt_index)`."""
     return prompts_at(step * prompts_per_step, prompts_per_step, num_prompts=num_prompts, seed=seed, shuffle=shuffle)
+
+
+def prompts_left(
+    consumed: Container[PromptKey], prompt_ids: Sequence[str], *, num_epochs: int, seed: int, shuffle: bool = True
+) -> Iterator[tuple[int, int]]:
+    """`(epoch, prompt_index)` of what `num_epochs` passes over the prompts have not consumed, in the order of an unbroken run."""
+    for epoch in range(num_epochs):
+        for index in epoch_order(len(prompt_ids), seed=seed, epoch=epoch, shuffle=shuffle).tolist():
+            if (epoch, prompt_ids[index]) not in consumed:
+                yield epoch, index
 
 
 def _spans(position: int, count: int, num_prompts: int) -> Iterator[tuple[int, int, int]]:

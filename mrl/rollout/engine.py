@@ -48,11 +48,13 @@ class Engine:
         worker_timeout_s: float,
         device_ids: Sequence[int] = (),
         keeps_routes: bool = False,
+        keeps_kv_cache: bool = False,
     ) -> None:
         """Starts the engine with the weights of `model_dir`, read by vLLM's own loader; see `engine_arguments`.
 
         A call of its workers (all that moves, compares or lists weights) hangs when it takes longer than `worker_timeout_s`.
-        With `keeps_routes` its rollouts tell which experts their tokens went through.
+        With `keeps_routes` its rollouts tell which experts their tokens went through. With `keeps_kv_cache` requests that a new weight
+        version finds running go on with the keys, values and states of the old one; else they compute them anew.
         """
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
@@ -60,7 +62,12 @@ class Engine:
         self._llm = LLMEngine.from_engine_args(
             engine_arguments(model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes)
         )
+        self._keeps_kv_cache = keeps_kv_cache
         self._requests: dict[str, RolloutRequest] = {}
+        self._came_at: dict[str, tuple[int | None, int]] = {}
+        """Weight version and number of refits when each unfinished request came."""
+        self._versions: dict[str, list[int]] = {}
+        """Weight versions that each unfinished request has seen."""
         self._vllm_ids: dict[str, str] = {}
         """What vLLM calls the unfinished requests inside."""
         self._expert_layers = _expert_layers(model_dir) if keeps_routes else None
@@ -70,6 +77,7 @@ class Engine:
         self._awake = {"weights", "kv_cache"}
         self._is_prepared = False
         self._is_refitting = False
+        self._num_refits = 0
         self.weight_version: int | None = None
         self.num_steps = 0
         self.num_tokens = 0
@@ -94,9 +102,13 @@ class Engine:
         if twice or len({request.request_id for request in requests}) < len(requests):
             raise ValueError(f"requests were added twice: {sorted(twice) or 'within one call'}; a request id may be unfinished only once")
         parameters = [sampler.sampling_params(request, max_model_len=self._max_model_len) for request in requests]
+        # What requests of older weights have cached is for them alone.
+        salt = str(self.weight_version) if self._keeps_kv_cache else None
         for request, params in zip(requests, parameters, strict=True):
             self._requests[request.request_id] = request
-            self._vllm_ids[request.request_id] = self._llm.add_request(request.request_id, tokens_input(list(request.token_ids)), params)
+            self._came_at[request.request_id] = (self.weight_version, self._num_refits)
+            prompt = tokens_input(list(request.token_ids), cache_salt=salt)
+            self._vllm_ids[request.request_id] = self._llm.add_request(request.request_id, prompt, params)
 
     def step(self) -> list[Rollout]:
         """Runs one forward pass over the running requests; the rollouts that it finished.
@@ -114,7 +126,15 @@ class Engine:
         finished = []
         for answer, routes in zip(answers, self._take_routes(answers), strict=True):
             request = self._requests.pop(answer.request_id)
-            finished.append(sampler.rollout(request, answer, weight_version=self.weight_version, routes=routes))
+            version, num_refits = self._came_at.pop(answer.request_id)
+            rollout = sampler.rollout(
+                request,
+                answer,
+                weight_version=self.weight_version if version is None else version,
+                num_weight_versions=self._num_refits - num_refits + (version is not None),
+                routes=routes,
+            )
+            finished.append(rollout)
         self.num_steps += 1
         self.num_tokens += sum(len(rollout.token_ids) for rollout in finished)
         return finished
@@ -123,7 +143,7 @@ class Engine:
         """Drops requests and what they have sampled. Ids that have finished meanwhile are ignored."""
         known = [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
         for request_id in known:
-            del self._vllm_ids[request_id]
+            del self._vllm_ids[request_id], self._came_at[request_id]
         self._llm.abort_request(known)
 
     def live_digest(self) -> list[dict[Slot, int]]:
@@ -163,7 +183,7 @@ class Engine:
     def set_weight_version(self, version: int) -> list[VerifyReport]:
         """Completes a refit: from here on the engine samples, from weights of this version. Per worker: what was verified.
 
-        Cached keys and values of older weights are dropped; running requests compute theirs again.
+        Cached keys and values of older weights are dropped, and running requests compute theirs again; see `keeps_kv_cache`.
         An engine that was never prepared for refits takes the weights that it has loaded for this version, and reports nothing.
 
         Raises:
@@ -175,8 +195,10 @@ class Engine:
             if not self._is_refitting:
                 raise RuntimeError(f"weight version {version}: nothing was pulled since version {self.weight_version}")
             reports = self._workers("finish_refit")
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if not (self._keeps_kv_cache and self._requests):
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         self._is_refitting = False
+        self._num_refits += 1
         self.weight_version = version
         return reports
 

@@ -42,7 +42,14 @@ def sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingP
     )
 
 
-def rollout(request: RolloutRequest, answer: RequestOutput, *, weight_version: int, routes: np.ndarray | None = None) -> Rollout:
+def rollout(
+    request: RolloutRequest,
+    answer: RequestOutput,
+    *,
+    weight_version: int,
+    num_weight_versions: int = 1,
+    routes: np.ndarray | None = None,
+) -> Rollout:
     """The rollout in a finished answer of vLLM.
 
     Raises:
@@ -63,4 +70,5 @@ def rollout(request: RolloutRequest, answer: RequestOutput, *, weight_version: i
         generator_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
         finish_reason=finish_reason,
         routes=routes,
+        num_weight_versions=num_weight_versions,
     )

@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from mrl.types import PromptKey
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class LedgerState:
-    """What the lines of a ledger add up to."""
+    """What the lines of a ledger add up to. A prompt is named by (epoch, prompt id)."""
 
-    trained: dict[int, tuple[tuple[int, str], ...]] = field(default_factory=dict)
-    """Step -> (epoch, prompt id) of its prompts, for every step in the lineage of the surviving weights."""
-    taken: tuple[int, tuple[tuple[int, str], ...]] | None = None
-    """Step and prompts that were taken and not trained yet."""
+    trained: dict[int, tuple[PromptKey, ...]] = field(default_factory=dict)
+    """Step -> its prompts, for every step in the lineage of the surviving weights."""
+    dropped: dict[int, tuple[PromptKey, ...]] = field(default_factory=dict)
+    """Step -> prompts whose rollouts were looked at and left out of it."""
+    taken: dict[PromptKey, int] = field(default_factory=dict)
+    """Prompts that were taken and not consumed yet, with the step that was next when they were."""
+    consumed: set[PromptKey] = field(default_factory=set)
+    """All prompts of `trained` and `dropped`."""
 
 
 class Ledger:
@@ -29,21 +35,22 @@ class Ledger:
         self.path = path
         self.state = replay(path)
 
-    def take(self, step: int, prompts: Sequence[tuple[int, str]]) -> None:
-        """Step `step` asks for rollouts of these prompts, given as (epoch, prompt id)."""
-        self._append({"event": "taken", "step": step, "prompts": [list(prompt) for prompt in prompts]})
+    def take(self, step: int, prompts: Sequence[PromptKey]) -> None:
+        """Rollouts of these prompts are asked for while `step` is the next one to be trained."""
+        self._append({"event": "taken", "step": step, "prompts": prompts})
 
-    def train(self, step: int) -> None:
-        """The prompts taken by step `step` have been trained on."""
-        self._append({"event": "trained", "step": step})
+    def train(self, step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey] = ()) -> None:
+        """Of the prompts taken, step `step` has consumed these: trained on some, and left out others for what their rollouts were."""
+        event: dict[str, object] = {"event": "trained", "step": step, "prompts": trained}
+        self._append(event | ({"dropped": dropped} if dropped else {}))
 
     def roll_back(self, to_step: int) -> None:
-        """Weights of step `to_step` were loaded: later steps leave the lineage, their prompts will be asked again.
+        """Weights of step `to_step` were loaded: later steps leave the lineage, and all that was taken will be asked again.
 
         Raises:
             RuntimeError: steps 1..`to_step` are not all in the ledger.
         """
-        if self.state.taken is not None or any(step > to_step for step in self.state.trained):
+        if self.state.taken or any(step > to_step for step in self.state.trained):
             self._append({"event": "rolled_back", "to_step": to_step})
         if sorted(self.state.trained) != list(range(1, to_step + 1)):
             raise RuntimeError(
@@ -86,19 +93,34 @@ def replay(path: Path) -> LedgerState:
 
 
 def apply_event(state: LedgerState, event: dict) -> None:
-    """Applies one event. Raises ValueError if it cannot follow: a gap, a step trained twice, training what was not taken."""
+    """Applies one event. Raises ValueError if it cannot follow: a gap, a prompt taken or trained twice, training what was not taken."""
     kind = event["event"]
     if kind == "taken":
-        if event["step"] != len(state.trained) + 1 or state.taken is not None:
-            raise ValueError(f"step {event['step']} taken after {len(state.trained)} trained steps")
-        state.taken = (event["step"], tuple((epoch, prompt_id) for epoch, prompt_id in event["prompts"]))
+        prompts = _keys(event["prompts"])
+        if event["step"] != len(state.trained) + 1:
+            raise ValueError(f"prompts taken for step {event['step']} after {len(state.trained)} trained steps")
+        if twice := [key for key in prompts if key in state.taken or key in state.consumed]:
+            raise ValueError(f"prompt {twice[0]} taken twice")
+        state.taken |= dict.fromkeys(prompts, event["step"])
     elif kind == "trained":
-        if state.taken is None or state.taken[0] != event["step"]:
-            raise ValueError(f"step {event['step']} trained without being taken")
-        state.trained[event["step"]] = state.taken[1]
-        state.taken = None
+        step, trained, dropped = event["step"], _keys(event["prompts"]), _keys(event.get("dropped", ()))
+        if step != len(state.trained) + 1:
+            raise ValueError(f"step {step} trained after {len(state.trained)} trained steps")
+        for key in (*trained, *dropped):
+            if state.taken.pop(key, None) is None:
+                raise ValueError(f"step {step} consumed prompt {key} without taking it")
+        state.trained[step] = trained
+        if dropped:
+            state.dropped[step] = dropped
+        state.consumed.update(trained, dropped)
     elif kind == "rolled_back":
-        state.trained = {step: ids for step, ids in state.trained.items() if step <= event["to_step"]}
-        state.taken = None
+        for steps in (state.trained, state.dropped):
+            for step in [step for step in steps if step > event["to_step"]]:
+                state.consumed.difference_update(steps.pop(step))
+        state.taken.clear()
     else:
         raise ValueError(f"unknown event {kind!r}")
+
+
+def _keys(prompts: Iterable[Sequence]) -> tuple[PromptKey, ...]:
+    return tuple((epoch, prompt_id) for epoch, prompt_id in prompts)

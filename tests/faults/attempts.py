@@ -116,13 +116,15 @@ def is_writing(run_folder: Path, step: int) -> bool:
 def lineage(run_folder: Path) -> dict[int, list]:
     """Step -> prompts, of the steps that the surviving weights were trained on, by replaying the ledger independently of the product."""
     trained: dict[int, list] = {}
-    taken: dict[int, list] = {}
+    taken: list = []
     for event in ledger(run_folder):
         if event["event"] == "taken":
-            taken[event["step"]] = event["prompts"]
+            taken += event["prompts"]
         elif event["event"] == "trained":
             assert event["step"] not in trained, f"step {event['step']} trained twice in one lineage"
-            trained[event["step"]] = taken.pop(event["step"])
+            for prompt in event["prompts"] + event.get("dropped", []):
+                taken.remove(prompt)
+            trained[event["step"]] = event["prompts"]
         else:
-            trained = {step: prompts for step, prompts in trained.items() if step <= event["to_step"]}
+            trained, taken = {step: prompts for step, prompts in trained.items() if step <= event["to_step"]}, []
     return trained

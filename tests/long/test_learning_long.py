@@ -15,7 +15,7 @@ from mrl.prepare import prepare_tiny
 from mrl.saving import CheckpointSaver
 from mrl.schedule import is_due
 from mrl.store.run_folder import RunFolder
-from mrl.train import Run, preflight, resume, train_step, validate
+from mrl.train import open_run, preflight, resume, train_step, validate
 from mrl.types import Verdict
 from tests.learn.quickstart import accuracy_of_export, run_quickstart, sampling_noise
 from tests.long.record import Row, record
@@ -70,7 +70,7 @@ def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row]):
     folder.open()
     with folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session:
         saver = CheckpointSaver(config, folder, session.policies)
-        run = Run(config, data, folder, session, saver, started=started, last_step=config.grpo.max_num_steps)
+        run = open_run(config, data, folder, session, saver, started=started)
         state = resume(run, folder.newest_checkpoint())
         accuracies = [validate(run, state)["val/accuracy"]]
         while state.step < run.last_step:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mrl.store.checkpoints import find_damage
-from mrl.train import prompts_of, save_checkpoint, train_step
+from mrl.train import save_checkpoint, train_step
 from mrl.types import Verdict
 from tests.stack.loop.conftest import CoinToss, LiveRun
 
 LIMIT_S = 60.0
+TEST_EPOCH = -2
 
 
 def wait_for(path: Path) -> None:
@@ -41,19 +42,19 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
     run, unfinished = live.run, []
     run.session.rewards.apply(set_environment, HeldBack(tmp_path))
 
-    def on_progress(_: int) -> None:
+    def on_progress() -> None:
         # Other rollouts wait until the first ones are being judged, and end although no verdict is given.
         wait_for(tmp_path / "has_begun")
         unfinished.append(run.session.engines.num_unfinished)
 
-    collector, asked = run.session.collector, prompts_of(run, 1)
-    generated = collector.generate(
-        asked, run.data.sampling, num_generations=4, weight_version=live.state.weight_version, on_progress=on_progress
-    )
+    collector, prompts = run.session.collector, run.data.train[:4]
+    asked = [(TEST_EPOCH, prompt) for prompt in prompts]
+    keys = collector.ask(asked, run.data.sampling, num_generations=4, weight_version=live.state.weight_version)
+    collector.wait(lambda: collector.num_missing(keys) == 0, on_progress=on_progress)
     assert unfinished[0] > 0 and unfinished[-1] == 0
     (tmp_path / "may_score").touch()
-    groups, seconds = collector.judge(generated)
-    assert [group.prompt for group in groups] == [prompt for _, prompt in asked]
+    groups, seconds = collector.judge(keys)
+    assert [group.prompt for group in groups] == prompts
     for group in groups:
         assert [rollout.rollout_index for rollout in group.rollouts] == [0, 1, 2, 3]
         texts = [(verdict.text, "") for verdict in group.verdicts]

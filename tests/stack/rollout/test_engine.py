@@ -138,7 +138,7 @@ def test_same_bits_when_a_new_version_finds_requests_running(engine: Engine, alo
     early = [rollout for _ in range(5) for rollout in engine.step()]
     engine.set_weight_version(1)
     late = run(engine, [])
-    assert early == [] and {rollout.weight_version for rollout in late.values()} == {1}
+    assert early == [] and {(rollout.weight_version, rollout.num_weight_versions) for rollout in late.values()} == {(0, 2)}
     assert differences(alone, late) == []
 
 

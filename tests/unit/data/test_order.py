@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.data.order import epoch_order, prompts_at, prompts_of_step
+from mrl.data.order import epoch_order, prompts_at, prompts_left, prompts_of_step
 
 
 @given(st.integers(1, 200), st.integers(0, 5), st.integers(0, 2**32))
@@ -37,6 +37,16 @@ def test_steps_cross_epochs_without_gap_or_repetition():
 def test_a_step_larger_than_the_data_set():
     picked = prompts_of_step(0, prompts_per_step=7, num_prompts=3, seed=1)
     assert [epoch for epoch, _ in picked] == [0, 0, 0, 1, 1, 1, 2]
+
+
+@given(st.integers(1, 20), st.integers(1, 3), st.data())
+def test_what_is_consumed_is_left_out_and_nothing_else(num_prompts: int, num_epochs: int, data: st.DataObject):
+    names = [f"p{index}" for index in range(num_prompts)]
+    whole = list(prompts_left(set(), names, num_epochs=num_epochs, seed=7))
+    assert whole == prompts_at(0, num_epochs * num_prompts, num_prompts=num_prompts, seed=7)
+    consumed = data.draw(st.sets(st.sampled_from(whole)))
+    left = list(prompts_left({(epoch, names[index]) for epoch, index in consumed}, names, num_epochs=num_epochs, seed=7))
+    assert left == [pick for pick in whole if pick not in consumed]
 
 
 def test_no_prompts_is_an_error():

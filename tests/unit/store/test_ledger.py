@@ -12,21 +12,21 @@ def test_lineage_survives_a_restart(tmp_path: Path):
     ledger.roll_back(0)
     for step in (1, 2, 3):
         ledger.take(step, [(0, f"a:{step}")])
-        ledger.train(step)
+        ledger.train(step, [(0, f"a:{step}")])
     ledger.take(4, [(0, "a:4")])
     again = Ledger(path)
     assert again.state.trained == {1: ((0, "a:1"),), 2: ((0, "a:2"),), 3: ((0, "a:3"),)}
-    assert again.state.taken == (4, ((0, "a:4"),))
+    assert again.state.taken == {(0, "a:4"): 4}
 
 
 def test_rolled_back_steps_are_asked_again(tmp_path: Path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     for step in (1, 2, 3):
         ledger.take(step, [(0, f"a:{step}")])
-        ledger.train(step)
+        ledger.train(step, [(0, f"a:{step}")])
     ledger.roll_back(1)
     ledger.take(2, [(0, "a:2")])
-    ledger.train(2)
+    ledger.train(2, [(0, "a:2")])
     events = [json.loads(line)["event"] for line in ledger.path.read_text().splitlines()]
     assert events == ["taken", "trained"] * 3 + ["rolled_back", "taken", "trained"]
     assert sorted(replay(ledger.path).trained) == [1, 2]
@@ -38,18 +38,44 @@ def test_a_half_written_line_never_happened(tmp_path: Path):
     with ledger.path.open("a") as file:
         file.write('{"event": "trai')
     again = Ledger(ledger.path)
-    assert again.state.trained == {} and again.state.taken is not None
-    again.train(1)
+    assert again.state.trained == {} and again.state.taken
+    again.train(1, [(0, "a:1")])
     assert list(replay(ledger.path).trained) == [1]
+
+
+def test_prompts_may_be_taken_ahead_and_consumed_in_another_order(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.take(1, [(0, "a"), (0, "b"), (0, "c"), (0, "d")])
+    ledger.train(1, [(0, "c")], dropped=[(0, "a")])
+    ledger.take(2, [(0, "e")])
+    ledger.train(2, [(0, "b"), (0, "e")])
+    state = replay(ledger.path)
+    assert state.trained == {1: ((0, "c"),), 2: ((0, "b"), (0, "e"))} and state.dropped == {1: ((0, "a"),)}
+    assert state.consumed == {(0, name) for name in "abce"} and list(state.taken) == [(0, "d")]
+    ledger.roll_back(1)
+    assert ledger.state.consumed == {(0, "a"), (0, "c")} and ledger.state.taken == {}
+    assert replay(ledger.path) == ledger.state
+    ledger.take(2, [(0, "d"), (0, "b")])
+
+
+def taken(step: int, *names: str) -> dict:
+    return {"event": "taken", "step": step, "prompts": [[0, name] for name in names]}
+
+
+def trained(step: int, *names: str) -> dict:
+    return {"event": "trained", "step": step, "prompts": [[0, name] for name in names]}
 
 
 @pytest.mark.parametrize(
     "events",
     [
-        [{"event": "trained", "step": 1}],
-        [{"event": "taken", "step": 2, "prompts": []}],
-        [{"event": "taken", "step": 1, "prompts": []}, {"event": "taken", "step": 1, "prompts": []}],
-        [{"event": "taken", "step": 1, "prompts": []}, {"event": "trained", "step": 1}, {"event": "trained", "step": 1}],
+        [trained(1, "a")],
+        [taken(2, "a")],
+        [taken(1, "a"), taken(1, "a")],
+        [taken(1, "a"), trained(1, "b")],
+        [taken(1, "a"), trained(1, "a"), trained(1)],
+        [taken(1, "a", "b"), trained(1, "a"), trained(2, "a")],
+        [taken(1, "a"), trained(1, "a"), taken(2, "a")],
         [{"event": "lost"}],
         [{"step": 1}],
     ],
@@ -64,6 +90,6 @@ def test_gaps_and_duplicates_are_refused_by_line(tmp_path: Path, events: list[di
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.take(1, [(0, "a:1")])
-    ledger.train(1)
+    ledger.train(1, [(0, "a:1")])
     with pytest.raises(RuntimeError, match="1 trained steps, .* step 5"):
         ledger.roll_back(5)

@@ -1,0 +1,319 @@
+"""Where the groups of a step come from. Prompts are asked for in their order, as far ahead as rollouts may be old; a step gets its groups.
+
+Synchronous and asynchronous runs and dynamic sampling are the same supply with other numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from mrl.config.schema import RunConfig
+from mrl.data.order import prompts_left
+from mrl.data.prompts import PromptData
+from mrl.store.clock import Clock
+from mrl.store.console import RolloutProgress
+from mrl.store.ledger import Ledger
+from mrl.types import Prompt, PromptKey, RolloutGroup, RunState, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class GroupSource(Protocol):
+    """What samples and scores groups; see `mrl.cluster.rollouts.RolloutCollector`."""
+
+    def ask(
+        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
+    ) -> list[PromptKey]: ...
+
+    def num_missing(self, keys: Sequence[PromptKey]) -> int: ...
+
+    def oldest_version(self, key: PromptKey) -> int: ...
+
+    def wait(self, is_enough: Callable[[], bool], *, on_progress: Callable[[], None]) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]: ...
+
+    def idle_fraction(self, *, seconds: float) -> float: ...
+
+
+class NoSignal(ValueError):
+    """Dynamic sampling does not find enough groups whose rewards differ."""
+
+
+@dataclass(frozen=True)
+class SupplyPlan:
+    """The numbers by which runs differ."""
+
+    num_prompts: int
+    """Groups of a step."""
+    num_generations: int
+    """Rollouts of a group."""
+    batch: int
+    """Prompts asked for and looked at together."""
+    max_batches: int | None
+    """After so many without a full step the run gives up; None where every group counts."""
+    lag: int
+    """Steps by which a rollout may be older than the weights that it trains."""
+    waits_for_refit: bool
+    """Whether all rollouts under way are finished before the engines get new weights."""
+    freshest_first: bool
+    """Whether a step takes what is ready, the freshest first, instead of the next prompts in their order."""
+
+
+@dataclass(frozen=True)
+class Supplied:
+    """The groups of one step."""
+
+    groups: list[RolloutGroup]
+    trained: list[PromptKey]
+    """Their names, in the same order."""
+    dropped: list[PromptKey]
+    """Prompts that were looked at and left out: they are consumed too."""
+    sampled: list[RolloutGroup]
+    """All groups that were looked at in this step."""
+    seconds: float
+    """How long the engines had for them."""
+    metrics: dict[str, float]
+
+
+def supply_plan(config: RunConfig) -> SupplyPlan:
+    """The numbers of a run."""
+    grpo, ahead = config.grpo, config.grpo.async_grpo
+    return SupplyPlan(
+        num_prompts=grpo.num_prompts_per_step,
+        num_generations=grpo.num_generations_per_prompt,
+        batch=grpo.num_prompts_per_step,
+        max_batches=None,
+        lag=ahead.max_lag_steps,
+        waits_for_refit=ahead.max_lag_steps > 0 and not ahead.in_flight_weight_updates,
+        freshest_first=ahead.max_lag_steps > 0 and ahead.sample_freshest_first,
+    )
+
+
+class Supply:
+    """Asks for prompts, and hands each step its groups.
+
+    What was asked for and neither handed out nor left out stays in `ledger` as taken, however often its rollouts are drawn.
+    """
+
+    def __init__(
+        self,
+        plan: SupplyPlan,
+        source: GroupSource,
+        ledger: Ledger,
+        prompts: Iterable[tuple[int, Prompt]],
+        sampling: SamplingParams,
+        *,
+        last_step: int,
+        has_signal: Callable[[RolloutGroup], bool] = lambda group: True,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`prompts` are all (epoch, prompt) that the run has not consumed. `on_wait` is called now and then while a step waits."""
+        self.plan = plan
+        self._source = source
+        self._ledger = ledger
+        self._prompts = iter(prompts)
+        self._sampling = sampling
+        self._last_step = last_step
+        self._has_signal = has_signal
+        self._on_wait = on_wait
+        self._asked: dict[PromptKey, Prompt] = {}
+        """Under way or waiting to be looked at, in the order of asking."""
+        self._surplus: list[tuple[PromptKey, RolloutGroup]] = []
+        """Looked at, and left over for the next step."""
+        self._again: list[tuple[int, Prompt]] = []
+        """Left over, but by the next step too old: to be generated again."""
+        self._num_regenerated = 0
+        self._taken_at = time.monotonic()
+
+    def take(self, state: RunState, clock: Clock) -> Supplied | None:
+        """The groups of the step after `state`, once they are there. None if the prompts are used up before it is full.
+
+        Raises:
+            NoSignal: too many batches held too few groups that count.
+        """
+        plan, step = self.plan, state.step + 1
+        ready, self._surplus = self._surplus, []
+        sampled: list[RolloutGroup] = []
+        dropped: list[PromptKey] = []
+        num_batches = 0
+        while len(ready) < plan.num_prompts:
+            if num_batches == plan.max_batches:
+                raise NoSignal(_no_signal(step, len(ready), plan))
+            batch = self._next_batch(step, state.weight_version, clock)
+            if not batch:
+                return None
+            num_batches += 1
+            for key, group in batch:
+                sampled.append(group)
+                if self._has_signal(group):
+                    ready.append((key, group))
+                else:
+                    dropped.append(key)
+        chosen, surplus = ready[: plan.num_prompts], ready[plan.num_prompts :]
+        num_discarded = self._keep(surplus, next_version=state.weight_version + 1)
+        trained, groups = [key for key, _ in chosen], [group for _, group in chosen]
+        metrics = age_metrics(groups, weight_version=state.weight_version)
+        if plan.max_batches is not None:
+            metrics |= {
+                "train/filtered_reward": mean_reward(groups),
+                "train/dynamic_sampling_num_gen_batches": float(num_batches),
+                "train/dynamic_sampling_num_discarded_valid_samples": float(num_discarded),
+            }
+        seconds = self._seconds(clock)
+        metrics |= {"rollout/engine_idle_fraction": self._source.idle_fraction(seconds=seconds)} | self._buffer_metrics()
+        return Supplied(groups, trained, dropped, sampled or groups, seconds, metrics)
+
+    def sample(
+        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int, clock: Clock
+    ) -> list[RolloutGroup]:
+        """Groups of prompts outside the order, drawn from the engines' current weights."""
+        keys = self._source.ask(asked, sampling, num_generations=num_generations, weight_version=weight_version)
+        with clock.phase("generation"):
+            self._wait_for(keys, len(keys))
+        return self._judge(keys, clock)
+
+    def pause(self) -> dict[str, float]:
+        """Before the engines get new weights: waits for the rollouts under way, if the plan says so."""
+        if not self.plan.waits_for_refit:
+            return {}
+        start = time.monotonic()
+        self._source.drain()
+        return {"refit/drain_seconds": time.monotonic() - start}
+
+    def go_on(self, state: RunState) -> None:
+        """After the engines got new weights: asks for prompts of later steps."""
+        if self.plan.lag > 0:
+            self._fill(state.step + 1, state.weight_version)
+
+    def _next_batch(self, step: int, weight_version: int, clock: Clock) -> list[tuple[PromptKey, RolloutGroup]]:
+        self._fill(step, weight_version)
+        with clock.phase("generation"):
+            keys = self._wait_for_batch(weight_version)
+        groups = self._judge(keys, clock)
+        for key in keys:
+            del self._asked[key]
+        return list(zip(keys, groups, strict=True))
+
+    def _fill(self, step: int, weight_version: int) -> None:
+        """Asks for as many prompts as there is room for: one batch for `step` and one for each step of the lag."""
+        again, self._again = self._again, []
+        self._num_regenerated += len(again)
+        self._ask(again, weight_version)
+        room = self.plan.batch * (min(self.plan.lag, self._last_step - step) + 1) - len(self._asked)
+        new = list(islice(self._prompts, max(0, room)))
+        if new:
+            self._ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in new])
+        self._ask(new, weight_version)
+
+    def _ask(self, prompts: Sequence[tuple[int, Prompt]], weight_version: int) -> None:
+        self._source.ask(prompts, self._sampling, num_generations=self.plan.num_generations, weight_version=weight_version)
+        self._asked |= {(epoch, prompt.prompt_id): prompt for epoch, prompt in prompts}
+
+    def _wait_for_batch(self, weight_version: int) -> list[PromptKey]:
+        size = min(self.plan.batch, len(self._asked))
+        while True:
+            wanted = list(self._asked) if self.plan.freshest_first else list(self._asked)[:size]
+            self._wait_for(wanted, size)
+            age = {key: weight_version - self._source.oldest_version(key) for key in wanted if self._source.num_missing([key]) == 0}
+            stale = [key for key in age if age[key] > self.plan.lag]
+            if not stale:
+                return sorted(age, key=lambda key: age[key])[:size] if self.plan.freshest_first else wanted
+            # Their verdicts must not meet those of the rollouts that take their place.
+            self._source.judge(stale)
+            self._num_regenerated += len(stale)
+            self._ask([(key[0], self._asked.pop(key)) for key in stale], weight_version)
+
+    def _wait_for(self, keys: Sequence[PromptKey], num_groups: int) -> None:
+        """Returns once `num_groups` of the groups are sampled."""
+        num_missing = self._source.num_missing(keys)
+        if num_missing == 0:
+            return
+        with RolloutProgress(num_missing) as progress:
+
+            def on_progress() -> None:
+                nonlocal num_missing
+                before, num_missing = num_missing, self._source.num_missing(keys)
+                progress.advance(before - num_missing)
+                self._on_wait()
+
+            self._source.wait(lambda: sum(self._source.num_missing([key]) == 0 for key in keys) >= num_groups, on_progress=on_progress)
+
+    def _judge(self, keys: Sequence[PromptKey], clock: Clock) -> list[RolloutGroup]:
+        with clock.phase("reward"):
+            groups, scoring_s = self._source.judge(keys)
+        clock.overlap("reward", scoring_s)
+        return groups
+
+    def _keep(self, surplus: Sequence[tuple[PromptKey, RolloutGroup]], *, next_version: int) -> int:
+        """Leaves groups to the next step: as they are, or their prompts where they will be too old; the rollouts thrown away."""
+        num_discarded = 0
+        for key, group in surplus:
+            if next_version - oldest_version(group) <= self.plan.lag:
+                self._surplus.append((key, group))
+            else:
+                self._again.append((key[0], group.prompt))
+                num_discarded += len(group.rollouts)
+        return num_discarded
+
+    def _seconds(self, clock: Clock) -> float:
+        """Seconds of generation for this step: the phase, or all since the step before where generation goes on beside training."""
+        before, self._taken_at = self._taken_at, time.monotonic()
+        return self._taken_at - before if self.plan.lag > 0 else clock.seconds("generation")
+
+    def _buffer_metrics(self) -> dict[str, float]:
+        num_ready = sum(self._source.num_missing([key]) == 0 for key in self._asked) + len(self._surplus)
+        num_regenerated, self._num_regenerated = self._num_regenerated, 0
+        return {"train/buffer_size": float(num_ready), "rollout/regenerated_groups": float(num_regenerated)}
+
+
+def oldest_version(group: RolloutGroup) -> int:
+    """Weight version of the oldest token of a group."""
+    return min(rollout.weight_version for rollout in group.rollouts)
+
+
+def age_metrics(groups: Sequence[RolloutGroup], *, weight_version: int) -> dict[str, float]:
+    """How many steps the rollouts of a step are behind the weights that they train, and how many were drawn from several versions."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    ages = [weight_version - rollout.weight_version for rollout in rollouts]
+    return {
+        "train/avg_trajectory_age": sum(ages) / len(ages),
+        "train/max_trajectory_age": float(max(ages)),
+        "rollout/mixed_version_fraction": sum(rollout.num_weight_versions > 1 for rollout in rollouts) / len(rollouts),
+    }
+
+
+def mean_reward(groups: Sequence[RolloutGroup]) -> float:
+    """Over the valid rollouts; 0 if there are none."""
+    rewards = [verdict.reward for group in groups for verdict in group.verdicts if verdict.is_valid]
+    return sum(rewards) / max(1, len(rewards))
+
+
+def open_supply(
+    config: RunConfig, data: PromptData, source: GroupSource, ledger: Ledger, *, last_step: int, on_wait: Callable[[], None]
+) -> Supply:
+    """The supply of a run, from where its ledger stands."""
+    left = prompts_left(
+        ledger.state.consumed,
+        [prompt.prompt_id for prompt in data.train],
+        num_epochs=config.grpo.max_num_epochs,
+        seed=config.grpo.seed,
+        shuffle=config.data.shuffle,
+    )
+    prompts = ((epoch, data.train[index]) for epoch, index in left)
+    return Supply(supply_plan(config), source, ledger, prompts, data.sampling, last_step=last_step, on_wait=on_wait)
+
+
+def _no_signal(step: int, num_ready: int, plan: SupplyPlan) -> str:
+    return (
+        f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of {plan.batch} prompts step {step} has "
+        f"{num_ready} of {plan.num_prompts} groups whose rewards differ; use prompts that are sometimes solved, raise "
+        "grpo.num_generations_per_prompt or grpo.batch_multiplier, or set grpo.use_dynamic_sampling=false"
+    )

@@ -1,0 +1,281 @@
+"""The supply against groups of plain data: a clock of ticks instead of engines, of which each rollout takes as many as its group says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrl.store.clock import Clock
+from mrl.store.ledger import Ledger, replay
+from mrl.supply import NoSignal, Supplied, Supply, SupplyPlan, oldest_version
+from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RunState, SamplingParams, Verdict
+
+SAMPLING = SamplingParams(1.0, 1.0, None, 8, ())
+NUM_GENERATIONS = 2
+
+
+@dataclass
+class Groups:
+    """Hands out groups `ticks[prompt id]` ticks (1 by default) after they were asked for; a wait lets one tick go by."""
+
+    ticks: Mapping[str, int] = field(default_factory=dict)
+    rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    now: int = 0
+    under_way: dict[PromptKey, tuple[Prompt, int, int]] = field(default_factory=dict)
+    """Prompt, when it is done, and weight version."""
+    asked: list[tuple[PromptKey, int]] = field(default_factory=list)
+
+    def ask(
+        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
+    ) -> list[PromptKey]:
+        keys = [(epoch, prompt.prompt_id) for epoch, prompt in asked]
+        assert not set(keys) & self.under_way.keys()
+        for key, (_, prompt) in zip(keys, asked, strict=True):
+            self.under_way[key] = (prompt, self.now + self.ticks.get(prompt.prompt_id, 1), weight_version)
+            self.asked.append((key, weight_version))
+        return keys
+
+    def num_missing(self, keys: Sequence[PromptKey]) -> int:
+        return sum(NUM_GENERATIONS for key in keys if self.under_way[key][1] > self.now)
+
+    def oldest_version(self, key: PromptKey) -> int:
+        return self.under_way[key][2]
+
+    def wait(self, is_enough: Callable[[], bool], *, on_progress: Callable[[], None]) -> None:
+        while not is_enough():
+            self.now += 1
+            on_progress()
+
+    def drain(self) -> None:
+        self.now = max([self.now, *(done for _, done, _ in self.under_way.values())])
+
+    def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]:
+        assert self.num_missing(keys) == 0
+        return [self.group(key, *self.under_way.pop(key)) for key in keys], 0.0
+
+    def idle_fraction(self, *, seconds: float) -> float:
+        return 0.0
+
+    def group(self, key: PromptKey, prompt: Prompt, _: int, version: int) -> RolloutGroup:
+        infos = [
+            RolloutInfo(f"{key[0]}/{key[1]}/{i}", key[1], i, version, 1, 4, "stop", None, epoch=key[0]) for i in range(NUM_GENERATIONS)
+        ]
+        rewards = self.rewards.get(key[1], (0.0, 1.0))
+        return RolloutGroup(prompt, tuple(infos), tuple(Verdict(reward, True, "ok", "", "") for reward in rewards))
+
+
+def prompts(count: int, *, epochs: int = 1) -> list[tuple[int, Prompt]]:
+    return [(epoch, Prompt(f"p{i}", (1,), "", "", "math")) for epoch in range(epochs) for i in range(count)]
+
+
+def plan(lag: int = 0, **other: int | bool | None) -> SupplyPlan:
+    numbers: dict = {
+        "num_prompts": 2,
+        "num_generations": NUM_GENERATIONS,
+        "batch": 2,
+        "max_batches": None,
+        "lag": lag,
+        "waits_for_refit": lag > 0,
+        "freshest_first": False,
+    }
+    return SupplyPlan(**(numbers | other))
+
+
+def differs(group: RolloutGroup) -> bool:
+    return len(set(group.rewards)) > 1
+
+
+def run(supply: Supply, ledger: Ledger, *, steps: int, state: RunState | None = None) -> list[Supplied]:
+    """The loop of mrl.train, as far as the supply sees it."""
+    state = state or RunState(step=0, weight_version=1)
+    supply.go_on(state)
+    taken = []
+    for _ in range(steps):
+        supplied = supply.take(state, Clock())
+        if supplied is None:
+            break
+        taken.append(supplied)
+        ledger.train(state.step + 1, supplied.trained, supplied.dropped)
+        state.step += 1
+        supply.pause()
+        state.weight_version += 1
+        supply.go_on(state)
+    return taken
+
+
+def names(supplied: Sequence[Supplied]) -> list[list[str]]:
+    return [[prompt_id for _, prompt_id in one.trained] for one in supplied]
+
+
+def ages(supplied: Sequence[Supplied]) -> list[list[int]]:
+    return [[index + 1 - oldest_version(group) for group in one.groups] for index, one in enumerate(supplied)]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "ledger.jsonl")
+
+
+def test_a_synchronous_step_asks_for_its_own_prompts_alone(ledger: Ledger):
+    source = Groups()
+    taken = run(Supply(plan(), source, ledger, prompts(6), SAMPLING, last_step=3), ledger, steps=3)
+    assert names(taken) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
+    assert source.asked == [((0, f"p{i}"), 1 + i // 2) for i in range(6)]
+    assert ages(taken) == [[0, 0]] * 3
+    assert ledger.path.read_text().count("\n") == 6
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_lag_asks_ahead_and_nothing_is_older(ledger: Ledger, lag: int):
+    source = Groups({"p2": 9})
+    taken = run(Supply(plan(lag), source, ledger, prompts(20), SAMPLING, last_step=6), ledger, steps=6)
+    # Whoever is slow: the prompts of a step are those of a synchronous run, drawn `lag` steps before.
+    assert names(taken) == [[f"p{2 * i}", f"p{2 * i + 1}"] for i in range(6)]
+    assert ages(taken) == [[min(step, lag)] * 2 for step in range(6)]
+    assert [one.metrics["train/max_trajectory_age"] for one in taken] == [min(step, lag) for step in range(6)]
+    # Nothing is asked for that no step will take.
+    assert len(source.asked) == 12 and not source.under_way and not replay(ledger.path).taken
+
+
+def test_in_flight_updates_do_not_wait(ledger: Ledger):
+    source = Groups({"p2": 9})
+    supply = Supply(plan(1, waits_for_refit=False), source, ledger, prompts(8), SAMPLING, last_step=4)
+    supply.go_on(RunState(weight_version=1))
+    assert supply.pause() == {} and source.now == 0
+    assert plan(1).waits_for_refit
+
+
+def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_old(ledger: Ledger):
+    source = Groups({"p0": 4, "p1": 4})
+    supply = Supply(plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=5)
+    taken = run(supply, ledger, steps=5)
+    assert names(taken)[0] == ["p2", "p3"]
+    assert max(itertools.chain(*ages(taken))) <= 1
+    assert sum(one.metrics["rollout/regenerated_groups"] for one in taken) == 2
+    # Drawn twice, taken once by the ledger.
+    assert [key for key, _ in source.asked].count((0, "p0")) == 2
+    assert "p0" in itertools.chain(*names(taken))
+
+
+def test_freshest_first_takes_the_youngest(ledger: Ledger):
+    source = Groups({"p0": 1, "p1": 1, "p2": 1, "p3": 1})
+    supply = Supply(plan(2, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=9)
+    state = RunState(step=0, weight_version=1)
+    supply.go_on(state)
+    first = supply.take(state, Clock())
+    assert first is not None
+    ledger.train(1, first.trained)
+    state.step, state.weight_version = 1, 2
+    supply.go_on(state)
+    source.now += 1
+    second = supply.take(state, Clock())
+    assert second is not None and [oldest_version(group) for group in second.groups] == [2, 2]
+
+
+def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledger):
+    same = {f"p{i}": (1.0, 1.0) for i in (0, 1, 2, 5)}
+    source = Groups(rewards=same)
+    supply = Supply(plan(max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
+    first, second = run(supply, ledger, steps=2)
+    # Batches (p0 p1), (p2 p3), (p4 p5).
+    assert names([first]) == [["p3", "p4"]] and first.dropped == [(0, "p0"), (0, "p1"), (0, "p2"), (0, "p5")]
+    assert first.metrics["train/dynamic_sampling_num_gen_batches"] == 3
+    assert len(first.sampled) == 6 and first.metrics["train/filtered_reward"] == 0.5
+    assert names([second]) == [["p6", "p7"]] and second.metrics["train/dynamic_sampling_num_gen_batches"] == 1
+    assert replay(ledger.path).dropped == {1: ((0, "p0"), (0, "p1"), (0, "p2"), (0, "p5"))}
+
+
+def test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights(ledger: Ledger):
+    source = Groups()
+    supply = Supply(plan(batch=3, max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=3, has_signal=differs)
+    taken = run(supply, ledger, steps=3)
+    assert names(taken) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
+    assert ages(taken) == [[0, 0]] * 3
+    assert [one.metrics["train/dynamic_sampling_num_discarded_valid_samples"] for one in taken] == [2, 2, 2]
+    assert [version for key, version in source.asked if key == (0, "p2")] == [1, 2]
+
+
+def test_surplus_of_a_step_with_lag_is_kept_as_it_is(ledger: Ledger):
+    source = Groups()
+    supply = Supply(plan(2, batch=3, max_batches=4), source, ledger, prompts(20), SAMPLING, last_step=3, has_signal=differs)
+    first, second, _ = run(supply, ledger, steps=3)
+    assert first.metrics["train/dynamic_sampling_num_discarded_valid_samples"] == 0
+    assert names([first, second]) == [["p0", "p1"], ["p2", "p3"]]
+    assert [version for key, version in source.asked if key == (0, "p2")] == [1]
+
+
+def test_too_few_groups_that_differ_end_the_run_with_a_way_out(ledger: Ledger):
+    source = Groups(rewards={f"p{i}": (0.0, 0.0) for i in range(1, 12)})
+    supply = Supply(plan(max_batches=3), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
+    with pytest.raises(NoSignal, match=r"max_gen_batches=3: after so many batches of 2 prompts step 1 has 1 of 2 .* raise"):
+        run(supply, ledger, steps=1)
+    assert len(source.asked) == 6
+
+
+def test_prompts_that_are_used_up_end_the_run(ledger: Ledger):
+    source = Groups(rewards={"p1": (0.0, 0.0)})
+    supply = Supply(plan(max_batches=9), source, ledger, prompts(4), SAMPLING, last_step=2, has_signal=differs)
+    assert names(run(supply, ledger, steps=2)) == [["p0", "p2"]]
+
+
+def test_other_prompts_are_sampled_beside_what_is_under_way(ledger: Ledger):
+    source = Groups()
+    supply = Supply(plan(1), source, ledger, prompts(8), SAMPLING, last_step=4)
+    supply.go_on(RunState(weight_version=1))
+    held_out = [(-1, prompt) for _, prompt in prompts(2)]
+    groups = supply.sample(held_out, SAMPLING, num_generations=NUM_GENERATIONS, weight_version=1, clock=Clock())
+    assert [group.prompt.prompt_id for group in groups] == ["p0", "p1"]
+    first = supply.take(RunState(weight_version=1), Clock())
+    assert first is not None and names([first]) == [["p0", "p1"]]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lag=st.integers(0, 3),
+    batch=st.integers(2, 5),
+    freshest=st.booleans(),
+    waits=st.booleans(),
+    ticks=st.lists(st.integers(1, 12), min_size=30, max_size=30),
+    same=st.sets(st.integers(0, 29)),
+    killed_at=st.integers(0, 8),
+    saved_at=st.integers(0, 8),
+)
+def test_nothing_is_lost_or_trained_twice_over_a_kill(
+    tmp_path_factory: pytest.TempPathFactory,
+    lag: int,
+    batch: int,
+    freshest: bool,
+    waits: bool,
+    ticks: list[int],
+    same: set[int],
+    killed_at: int,
+    saved_at: int,
+):
+    ledger = Ledger(tmp_path_factory.mktemp("supply") / "ledger.jsonl")
+    every = prompts(30)
+
+    def supply() -> Supply:
+        source = Groups({f"p{i}": count for i, count in enumerate(ticks)}, {f"p{i}": (1.0, 1.0) for i in same})
+        numbers = plan(lag, batch=batch, max_batches=30, freshest_first=freshest and lag > 0, waits_for_refit=waits and lag > 0)
+        left = [pair for pair in every if (pair[0], pair[1].prompt_id) not in ledger.state.consumed]
+        return Supply(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs)
+
+    run(supply(), ledger, steps=killed_at)
+    to_step = min(saved_at, len(ledger.state.trained))
+    ledger.roll_back(to_step)
+    taken = run(supply(), ledger, steps=99, state=RunState(step=to_step, weight_version=1))
+    assert all(0 <= age <= lag for age in itertools.chain(*ages(taken)))
+    trained = [key for keys in ledger.state.trained.values() for key in keys]
+    dropped = [key for keys in ledger.state.dropped.values() for key in keys]
+    consumed = [*trained, *dropped]
+    assert len(consumed) == len(set(consumed))
+    assert {f"p{i}" for i in same} >= {prompt_id for _, prompt_id in dropped}
+    # What is left is not enough for a step.
+    assert len([pair for pair in every if (0, pair[1].prompt_id) not in set(consumed) and int(pair[1].prompt_id[1:]) not in same]) < 2
+    assert replay(ledger.path) == ledger.state
