@@ -145,7 +145,7 @@ class Verdict:
 
     reward: float
     is_valid: bool
-    status: Literal["ok", "timeout", "crash", "error"]
+    status: Literal["ok", "timeout", "crash", "error", "flagged"]
     extracted: str
     text: str
     """The decoded rollout, for samples in the report."""
@@ -153,6 +153,10 @@ class Verdict:
     """What the reward consists of, by name; empty where the environment gives one number."""
     flags: tuple[str, ...] = ()
     """What the environment wants counted beside the reward, `unknown_instruction` for example."""
+    observation: tuple[Mapping[str, str], ...] = ()
+    """Messages with which the environment answers, if turns are left."""
+    reason: str = ""
+    """Why the rollout is not valid."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mrl.cluster.payload import pull
 from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import Background, wait_all
 from mrl.config import trace
+from mrl.config.environments import NEMO_GYM
 from mrl.config.schema import RunConfig
 from mrl.types import Prompt, RolloutInfo, Verdict
 
@@ -27,12 +28,19 @@ class RewardActor:
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
         from mrl.data.chat import load_tokenizer
-        from mrl.envs.registry import build_environments
+        from mrl.envs.registry import build_environment
         from mrl.envs.scorer import Scorer
 
         self.deadlines = config.deadlines
         self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
-        self.scorer = Scorer(lambda: build_environments(config.env), timeout_s=config.deadlines.start_s)
+        # What users name is tried now; what comes with mrl starts when the first row needs it.
+        names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
+        self.scorer = Scorer(
+            lambda name: build_environment(name, config.env),
+            list(names),
+            timeout_s=config.deadlines.start_s,
+            masks_flagged=config.env.should_mask_flagged_samples,
+        )
 
     def ready(self) -> None:
         """Returns once the environments are up."""
@@ -40,12 +48,13 @@ class RewardActor:
     def submit(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> None:
         """Hands rollouts to their environments; `prompts[i]` is the prompt of `infos[i]`."""
         from mrl.envs.scorer import Answer
+        from mrl.envs.task import Task
 
         rollouts = pull(infos, timeout_s=self.deadlines.reward_s)
         texts: list[str] = self.tokenizer.batch_decode([rollout.token_ids.tolist() for rollout in rollouts], skip_special_tokens=True)
         self.scorer.submit(
             [
-                Answer(info.request_id, prompt.env_name, (text, prompt.expected_answer))
+                Answer(info.request_id, prompt.env_name, Task((text,), prompt.expected_answer, prompt.text, prompt.row))
                 for info, prompt, text in zip(infos, prompts, texts, strict=True)
             ]
         )

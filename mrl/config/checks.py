@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from pathlib import Path
 
 from mrl.config.checkpointing import existing_parent, find_checkpointing_problems, find_missing_disk
+from mrl.config.environments import find_environment_problems
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.hub import is_hub_id
 from mrl.config.layout import find_cluster_problems, find_layout_problems
@@ -16,7 +16,6 @@ from mrl.config.ranges import find_values_out_of_range, spell
 from mrl.config.recompute import find_recompute_problems
 from mrl.config.routing import find_routing_problems
 from mrl.config.schema import RunConfig
-from mrl.config.schema_data import EnvConfig
 from mrl.config.schema_generation import GenerationConfig
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.schema_policy import PolicyConfig
@@ -239,9 +238,8 @@ def _files(config: RunConfig) -> list[str]:
     if not os.path.isdir(tokenizer):
         reason = f"no such folder in {Path.cwd()}; give the folder of the model's tokenizer"
         problems.append(Unprovided(f"policy.tokenizer.name={tokenizer}: {_not_cached() if is_hub_id(tokenizer) else reason}"))
-    names = [field.name for field in dataclasses.fields(EnvConfig)]
-    if config.has_engines and data.default.env_name not in names:
-        problems.append(_problem("data.default.env_name", data.default.env_name, "no such environment", f"use one of {', '.join(names)}"))
+    if config.has_engines:
+        problems += find_environment_problems(config.env, data.default.env_name)
     for key, folder in {
         "checkpointing.checkpoint_dir": config.checkpointing.checkpoint_dir,
         "logger.log_dir": config.logger.log_dir,

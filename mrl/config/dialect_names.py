@@ -6,6 +6,8 @@ RENAMED: dict[str, str] = {
     "data.dataset_name": "data.train.dataset_name",
     "data.train_jsonl_fpath": "data.train.data_path",
     "data.validation_jsonl_fpath": "data.validation.data_path",
+    "env.nemo_gym.code_gen.resources_servers.code_gen.num_processes": "env.code.num_workers",
+    "env.nemo_gym.code_gen.resources_servers.code_gen.unit_test_timeout_secs": "env.code.unit_test_timeout_s",
     "grpo.dynamic_sampling_oversample_ratio": "grpo.batch_multiplier",
     "grpo.num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
     "mlflow_enabled": "logger.mlflow_enabled",

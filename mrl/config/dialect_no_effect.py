@@ -13,6 +13,7 @@ _DRAFT = "read only with policy.draft.enabled"
 _FP8 = "read only with policy.megatron_cfg.fp8_cfg.enabled"
 _MTP = "read only with policy.megatron_cfg.mtp_num_layers"
 _DATA_PLANE = "rollouts stay where they were made, and their readers pull them; no service lies between"
+_NO_SERVER = "environments run inside mrl, without NeMo Gym's servers"
 
 NO_EFFECT: dict[str, Foreign] = {
     "grpo.val_batch_size": Foreign("validation rollouts stream through the engines, without batches"),
@@ -29,6 +30,9 @@ NO_EFFECT: dict[str, Foreign] = {
     "grpo.deduplicate_multimodal_data": Foreign("only about images and sound"),
     "grpo.debug_payload_metrics": Foreign("payloads do not pass through the driver"),
     "grpo.skip_reference_policy_logprobs_calculation": Foreign("follows from loss_fn.reference_policy_kl_penalty=0"),
+    "env.should_log_nemo_gym_responses": Foreign("no server answers; samples of every step are in the run folder"),
+    **no_effect(_NO_SERVER, "port_range_low", "port_range_high", "code_gen.resources_servers.code_gen.debug", prefix="env.nemo_gym."),
+    "env.nemo_gym.math_with_judge.resources_servers.math_with_judge.judge_model_server": Foreign(_NO_SERVER, is_section=True),
     "policy.generation_batch_size": Foreign(_DEAD),
     "policy.tokenizer.use_fastokens": Foreign("only about speed: another tokenizer library, with the same tokens"),
     **no_effect(_DRAFT, "model_name", "loss_weight", "num_layers", "aux_layer_indices", prefix="policy.draft."),

@@ -35,6 +35,9 @@ REFUSED: dict[str, Foreign] = {
     "policy.megatron_cfg.pipeline_dtype": Foreign(
         "stages hand on activations as they are", ("${policy.precision}", None), "leave it out, or set policy.precision"
     ),
+    "env.nemo_gym.math_with_judge.resources_servers.math_with_judge.should_use_judge": Foreign(
+        "answers are compared by math-verify, not by a model", _OFF, "set it to false"
+    ),
     "on_policy_distillation": Foreign("distillation is not supported", (None,), "set it to null", is_section=True),
 }
 """Key -> the values that are accepted, why others are not, and the way out."""

@@ -12,7 +12,8 @@ from typing import Literal, get_type_hints
 
 from mrl.config.fields import follows
 from mrl.config.schema_algo import GrpoConfig, LossConfig
-from mrl.config.schema_data import DataConfig, EnvConfig
+from mrl.config.schema_data import DataConfig
+from mrl.config.schema_env import EnvConfig
 from mrl.config.schema_policy import PolicyConfig
 from mrl.config.schema_supervised import SftConfig
 from mrl.config.trace import traced

@@ -1,9 +1,8 @@
-"""Sections `data` and `env`: rows, and who scores their rollouts. See `mrl.config.schema`."""
+"""Section `data`: rows. See `mrl.config.schema`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from mrl.config.fields import required
 from mrl.config.trace import traced
@@ -53,20 +52,3 @@ class DataConfig:
     train: TrainDataConfig = field(default_factory=TrainDataConfig)
     validation: ValidationDataConfig | None = None
     """null = no validation."""
-
-
-@traced
-@dataclass
-class MathEnvConfig:
-    num_workers: int = 1
-    """Child processes that score rollouts."""
-    math_verify_impl: Literal["hf_math_verify"] = "hf_math_verify"
-    """How an answer is compared with the expected one."""
-    timeout_s: float = 2.0
-    """Seconds for one rollout; then its child is killed and the rollout is masked."""
-
-
-@traced
-@dataclass
-class EnvConfig:
-    math: MathEnvConfig = field(default_factory=MathEnvConfig)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mrl.config.environments import environment_names
 from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, render_prompts
 from mrl.data.jsonl import Row, raise_errors, read_rows
 from mrl.types import Prompt, SamplingParams
@@ -71,7 +71,7 @@ def load_prompts(config: RunConfig) -> PromptData:
     limits = PromptLimits(
         data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len, config.policy.generation.max_new_tokens
     )
-    reader = PromptReader(tokenizer, chat, limits, data.default.env_name, tuple(field.name for field in dataclasses.fields(config.env)))
+    reader = PromptReader(tokenizer, chat, limits, data.default.env_name, environment_names(config.env))
     train = reader.read(Path(data.train.data_path), setting="data.train.data_path")
     validation: list[Prompt] = []
     if data.validation is not None:

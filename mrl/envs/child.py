@@ -1,4 +1,4 @@
-"""The process in which a reward function runs: `python -m mrl.envs.child MODULE:FUNCTION SOCKET_FD PARENT_PID MEMORY_BYTES`.
+"""The process in which a reward function runs: `python -m mrl.envs.child MODULE:FACTORY OPTIONS SOCKET_FD PARENT_PID MEMORY_BYTES`.
 
 Small on purpose: no torch, ray or vllm, so that it starts in about a second and its death costs one verdict.
 This contains faults (hangs, crashes, memory), it is no security boundary: files and network stay reachable.
@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import logging
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
 
 from mrl.envs.messages import encode, take_message
+from mrl.envs.task import Score, Task
 
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Answers `{"text", "expected"}` with `{"reward", "extracted"}` or `{"error"}` until the parent hangs up."""
-    entry_point, socket_fd, parent_pid, memory_bytes = sys.argv[1:]
+    """Answers the fields of a `Task` with those of an `Outcome`, or with `{"error"}`, until the parent hangs up."""
+    entry_point, options, socket_fd, parent_pid, memory_bytes = sys.argv[1:]
     contain(int(parent_pid), int(memory_bytes))
     # The parent reports what it cannot score; libraries that log each bad answer would drown that.
     logging.disable(logging.CRITICAL)
-    module_name, _, function_name = entry_point.partition(":")
-    score = getattr(importlib.import_module(module_name), function_name)
+    module_name, _, factory_name = entry_point.partition(":")
+    score: Score = getattr(importlib.import_module(module_name), factory_name)(**json.loads(options))
     with socket.socket(fileno=int(socket_fd)) as connection:
         connection.sendall(encode({"is_ready": True}))
         serve(connection, score)
@@ -43,7 +44,7 @@ def contain(parent_pid: int, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def serve(connection: socket.socket, score: Callable[[str, str], tuple[float, str]]) -> None:
+def serve(connection: socket.socket, score: Score) -> None:
     """Scores one request after another; returns when the other side closes."""
     buffer = bytearray()
     # No deadline: an idle child waits for work as long as its parent lives, and the kernel ends it with the parent.
@@ -51,14 +52,16 @@ def serve(connection: socket.socket, score: Callable[[str, str], tuple[float, st
         buffer += data
         request = take_message(buffer)
         if request is not None:
-            connection.sendall(answer(score, str(request["text"]), str(request["expected"])))
+            connection.sendall(answer(score, request))
 
 
-def answer(score: Callable[[str, str], tuple[float, str]], text: str, expected: str) -> bytes:
-    """The encoded verdict, or the encoded reason why there is none: whatever the reward function raises ends here."""
+def answer(score: Score, request: dict[str, object]) -> bytes:
+    """The encoded outcome, or the encoded reason why there is none: whatever the reward function raises ends here."""
     try:
-        reward, extracted = score(text, expected)
-        return encode({"reward": reward, "extracted": extracted})
+        turns = request["turns"]
+        assert isinstance(turns, list)
+        task = Task(tuple(turns), str(request["expected"]), str(request["prompt"]), str(request["row"]))
+        return encode(score(task).as_message())
     except MemoryError:
         return encode({"error": "out of memory"})
     except (Exception, SystemExit) as error:

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import re
+
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from mrl.envs.task import Outcome, Score, Task
 
 # Of type int in math-verify; 0 and below switch its own deadlines off.
 NO_TIMEOUT = 0
 
 GOLD_TARGETS = [LatexExtractionConfig()]
+# The longest answer of MATH-500 has 159 characters.
+DAPO_TAIL_CHARACTERS = 300
+ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+UNITS = (
+    "square units degrees integers ways dollars cents points hours minutes inches feet meters km cm gm mph digits edges students meals "
+    "multiples"
+).split()
+
 ANSWER_TARGETS = [ExprExtractionConfig(), LatexExtractionConfig()]
+
+
+def make(impl: str) -> Score:
+    """The reward function of `env.math.math_verify_impl`."""
+    judge = {"hf_math_verify": score, "dapo_math_verify": score_dapo}[impl]
+
+    def reward(task: Task) -> Outcome:
+        return Outcome(*judge(task.text, task.expected))
+
+    return reward
 
 
 def score(text: str, expected: str) -> tuple[float, str]:
@@ -28,6 +50,35 @@ def score(text: str, expected: str) -> tuple[float, str]:
     if not answer:
         return 0.0, ""
     return float(verify(gold, answer, timeout_seconds=NO_TIMEOUT)), str(answer[-1])
+
+
+def score_dapo(text: str, expected: str) -> tuple[float, str]:
+    """`(1.0 or 0.0, what was taken for the answer)` by DAPO's rule (arXiv:2503.14476): the line behind the last `Answer:` of the last 300
+    characters, equal to the expected answer as text once units, dollars, white space and spellings of LaTeX are evened out.
+    """
+    lines = ANSWER_LINE.findall(text[-DAPO_TAIL_CHARACTERS:])
+    if not lines:
+        return 0.0, ""
+    answer = plain_answer(lines[-1])
+    return float(answer == plain_answer(expected)), answer
+
+
+def plain_answer(answer: str) -> str:
+    """An answer without what does not count: the left of an equation, dollars, text commands, boxes, units, spaces, thousands commas."""
+    answer = answer.rpartition("=")[2]
+    if (between := re.search(r"\$(.*?)\$", answer)) is not None:
+        answer = between[1]
+    answer = answer.replace("\\$", "").replace("$", "")
+    for command in ("text", "mbox", "mathrm", "textbf", "overline", "boxed"):
+        answer = re.sub(rf"\\{command}\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", r"\1", answer)
+    answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
+    answer = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", answer)
+    answer = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", answer)
+    answer = re.sub(r"\^\{?\\circ\}?|\\[;,! ]|\\l?dots", "", answer)
+    answer = re.sub(rf"\b(?:{'|'.join(UNITS)})\b", "", answer)
+    answer = re.sub(r"^\s*an?\s+", "", answer).rstrip(" .")
+    answer = re.sub(r"\s+", "", answer).replace('"', "").replace("{,}", ",")
+    return answer.replace(",", "") if re.fullmatch(r"-?[\d,]+(\.\d+)?", answer) else answer
 
 
 # The first call builds parser tables and fills sympy's caches (0.3 s): that is not the first rollout's time.

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from mrl.envs.pool import RewardPool
+from mrl.envs.worker import RewardFunction
 
 if TYPE_CHECKING:
-    from mrl.config.schema_data import EnvConfig
+    from mrl.config.schema_env import EnvConfig
 
-MATH_VERIFIERS = {"hf_math_verify": "mrl.envs.math:score"}
+# What a child may take beyond the time that its function allows a program, before it is the child that hangs.
+GRACE_S = 10.0
 
 
-def build_environments(config: EnvConfig) -> dict[str, RewardPool]:
-    """Every environment of `env`, started, by name."""
-    math = config.math
-    return {"math": RewardPool(MATH_VERIFIERS[math.math_verify_impl], num_workers=math.num_workers, timeout_s=math.timeout_s)}
+def build_environment(name: str, config: EnvConfig) -> RewardPool:
+    """The environment of this name, started: a built-in one, one of `env.own.functions`, or one of an installed package.
+
+    Raises:
+        RuntimeError: its children do not start, because the user's function cannot be imported for example.
+    """
+    match name:
+        case "math":
+            options = {"impl": config.math.math_verify_impl}
+            return _pool("mrl.envs.math:make", options, num_workers=config.math.num_workers, timeout_s=config.math.timeout_s)
+        case "mcqa":
+            return _pool("mrl.envs.mcqa:make", {}, num_workers=config.mcqa.num_workers, timeout_s=config.mcqa.timeout_s)
+        case "code":
+            code = config.code
+            options = {"test_timeout_s": code.unit_test_timeout_s, "timeout_s": code.timeout_s}
+            num_workers = min(code.num_workers, os.cpu_count() or 1)
+            return _pool("mrl.envs.code:make", options, num_workers=num_workers, timeout_s=code.timeout_s + GRACE_S)
+        case "instruction_following":
+            checks = config.instruction_following
+            return _pool("mrl.envs.instruction_following:make", {}, num_workers=checks.num_workers, timeout_s=checks.timeout_s)
+        case "structured_outputs":
+            checks = config.structured_outputs
+            return _pool("mrl.envs.structured_outputs:make", {}, num_workers=checks.num_workers, timeout_s=checks.timeout_s)
+        case "workplace_assistant":
+            tools = config.workplace_assistant
+            options = {"tables_path": None if tools.tables_path is None else os.path.abspath(tools.tables_path)}
+            return _pool("mrl.envs.workplace_assistant:make", options, num_workers=tools.num_workers, timeout_s=tools.timeout_s)
+    own = config.own
+    # A user's module is found where Python finds it here: Ray gives its processes the driver's folders.
+    function = RewardFunction("mrl.envs.own:make", {"function": own.functions.get(name, name)}, tuple(os.path.abspath(p) for p in sys.path))
+    return RewardPool(function, num_workers=own.num_workers, timeout_s=own.timeout_s)
+
+
+def _pool(factory: str, options: dict[str, object], *, num_workers: int, timeout_s: float) -> RewardPool:
+    return RewardPool(RewardFunction(factory, options), num_workers=num_workers, timeout_s=timeout_s)

@@ -1,23 +1,28 @@
-"""Scores rollouts while others are still being generated: one thread talks to the environments, whoever hands in rollouts never waits."""
+"""Scores rollouts while others are still being generated, in a thread per environment: nobody waits for the slowest."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
+import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from mrl.envs.pool import Item
+from mrl.envs.task import MASK_SAMPLE, Task
 from mrl.types import Verdict
+
+logger = logging.getLogger(__name__)
 
 
 class Environment(Protocol):
     """What judges rollouts; see `RewardPool.score`."""
 
-    def score(self, items: Sequence[Item], *, gives_up: Callable[[], bool]) -> list[Verdict]: ...
+    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]: ...
 
 
 @dataclass(frozen=True)
@@ -26,27 +31,56 @@ class Answer:
 
     request_id: str
     env_name: str
-    item: Item
+    task: Task
 
 
 class Scorer:
     """Judges answers in the order in which they arrive, as many at a time as have arrived."""
 
-    def __init__(self, build: Callable[[], Mapping[str, Environment]], *, timeout_s: float) -> None:
-        """`build` starts the environments, by name, within `timeout_s`."""
-        # All in one thread: the children of an environment end with the thread that started them.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
-        self.environments = dict(self._thread.submit(build).result(timeout=timeout_s))
-        self._waiting: deque[Answer] = deque()
+    def __init__(self, build: Callable[[str], Environment], names: Sequence[str], *, timeout_s: float, masks_flagged: bool = True) -> None:
+        """`build` starts an environment: those of `names` now, within `timeout_s`, others when they are first needed.
+
+        With `masks_flagged`, rollouts that their environment flags with `mask_sample` are not valid.
+        """
+        self.environments: dict[str, Environment] = {}
+        self._build = build
+        self._masks_flagged = masks_flagged
+        # The children of an environment end with the thread that started them.
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._changed = threading.Condition()
+        self._waiting: defaultdict[str, deque[Answer]] = defaultdict(deque)
         self._rounds: list[Future[None]] = []
         self._verdicts: dict[str, Verdict] = {}
+        self._fresh: list[str] = []
         self._give_up_at = math.inf
+        self._num_busy = 0
+        self._busy_since = 0.0
         self._seconds = 0.0
+        started = time.monotonic()
+        for start in [self._thread(name).submit(self._environment, name) for name in names]:
+            start.result(timeout=max(0.0, started + timeout_s - time.monotonic()))
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Hands in answers; does not wait."""
-        self._waiting.extend(answers)
-        self._rounds.append(self._thread.submit(self._score_waiting))
+        with self._changed:
+            for answer in answers:
+                self._waiting[answer.env_name].append(answer)
+        for name in dict.fromkeys(answer.env_name for answer in answers):
+            self._rounds.append(self._thread(name).submit(self._score_waiting, name))
+
+    def take_fresh(self, timeout_s: float) -> dict[str, Verdict]:
+        """Verdicts that are new since the last call, by request id; waits up to `timeout_s` for the first. `collect` has them too.
+
+        Raises:
+            RuntimeError: an environment failed; see `RewardPool.score`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._fresh or any(map(_has_failed, self._rounds)), timeout_s)
+            fresh, self._fresh = self._fresh, []
+            found = {request_id: self._verdicts[request_id] for request_id in fresh}
+        for scored in filter(_has_failed, self._rounds):
+            scored.result(timeout=0.0)
+        return found
 
     def collect(self, *, patience_s: float, timeout_s: float) -> tuple[Mapping[str, Verdict], float]:
         """Verdicts of everything handed in since the last call, by request id, and the seconds that they took, waited for or not.
@@ -62,23 +96,61 @@ class Scorer:
         rounds, self._rounds = self._rounds, []
         for scored in rounds:
             scored.result(timeout=max(0.0, started + timeout_s - time.monotonic()))
-        verdicts, self._verdicts = self._verdicts, {}
-        seconds, self._seconds = self._seconds, 0.0
+        with self._changed:
+            verdicts, self._verdicts, self._fresh = self._verdicts, {}, []
+            seconds, self._seconds = self._seconds, 0.0
         self._give_up_at = math.inf
         return verdicts, seconds
 
     def close(self) -> None:
-        """Drops what waits, and ends the thread, and with it the environments, once what has begun is judged."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Drops what waits, and ends the threads, and with them the environments, once what has begun is judged."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
 
-    def _score_waiting(self) -> None:
-        started = time.monotonic()
-        answers = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        for name in dict.fromkeys(answer.env_name for answer in answers):
-            asked = [answer for answer in answers if answer.env_name == name]
-            scored = self.environments[name].score([answer.item for answer in asked], gives_up=self._gives_up)
-            self._verdicts.update((answer.request_id, verdict) for answer, verdict in zip(asked, scored, strict=True))
-        self._seconds += time.monotonic() - started
+    def _thread(self, name: str) -> ThreadPoolExecutor:
+        if name not in self._threads:
+            self._threads[name] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rewards-{name}")
+        return self._threads[name]
+
+    def _environment(self, name: str) -> Environment:
+        if name not in self.environments:
+            self.environments[name] = self._build(name)
+        return self.environments[name]
+
+    def _score_waiting(self, name: str) -> None:
+        with self._changed:
+            answers = list(self._waiting[name])
+            self._waiting[name].clear()
+            if not answers:
+                return  # an earlier round took them along
+            if self._num_busy == 0:
+                self._busy_since = time.monotonic()
+            self._num_busy += 1
+        verdicts: list[Verdict] = []
+        try:
+            scored = self._environment(name).score([answer.task for answer in answers], gives_up=self._gives_up)
+            verdicts = [self._masked(verdict) for verdict in scored]
+        finally:
+            with self._changed:
+                self._num_busy -= 1
+                if self._num_busy == 0:
+                    self._seconds += time.monotonic() - self._busy_since
+                for answer, verdict in zip(answers, verdicts, strict=False):
+                    self._verdicts[answer.request_id] = verdict
+                    self._fresh.append(answer.request_id)
+                self._changed.notify_all()
+        for answer, verdict in zip(answers, verdicts, strict=True):
+            if not verdict.is_valid:
+                logger.warning("Rollout %s (%s) is not scored: %s", answer.request_id, name, verdict.reason)
+
+    def _masked(self, verdict: Verdict) -> Verdict:
+        if self._masks_flagged and verdict.is_valid and MASK_SAMPLE in verdict.flags:
+            return dataclasses.replace(verdict, is_valid=False, status="flagged", reason="its environment flags it with mask_sample")
+        return verdict
 
     def _gives_up(self) -> bool:
         return time.monotonic() > self._give_up_at
+
+
+def _has_failed(scored: Future[None]) -> bool:
+    return scored.done() and scored.exception(timeout=0.0) is not None

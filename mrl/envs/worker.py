@@ -1,7 +1,9 @@
-"""The parent's end of one reward child: starting, asking, reading and killing it. Which item it gets is the pool's business."""
+"""The parent's end of one reward child: starting, asking, reading and killing it. Which task it gets is the pool's business."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import os
 import signal
@@ -9,15 +11,33 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mrl
 from mrl.envs.messages import encode, take_message
+from mrl.envs.task import Task
 
 logger = logging.getLogger(__name__)
 
 KILL_TIMEOUT_S = 10.0
 """A killed process is gone at once, unless the kernel holds it (a dead network file system)."""
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """Where a child finds its reward function."""
+
+    factory: str
+    """`MODULE:NAME` of what gives back a `Score`."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The factory's arguments, as JSON knows them."""
+    search_path: tuple[str, ...] = ()
+    """Folders from which a user's own modules may be imported."""
+
+    def __str__(self) -> str:
+        return str(self.options.get("function", self.factory))
 
 
 class WorkerDied(Exception):
@@ -27,9 +47,9 @@ class WorkerDied(Exception):
 class Worker:
     """One child process."""
 
-    def __init__(self, entry_point: str, *, memory_bytes: int, start_timeout_s: float) -> None:
+    def __init__(self, function: RewardFunction, *, memory_bytes: int, start_timeout_s: float) -> None:
         """Starts the child and returns at once; its first message says that it is ready."""
-        self.item: tuple[str, str] | None = None
+        self.task: Task | None = None
         self.is_ready = False
         self.deadline = time.monotonic() + start_timeout_s
         self._buffer = bytearray()
@@ -37,7 +57,9 @@ class Worker:
         # A new interpreter, never a fork: the parent holds torch, Ray and threads. -P: no module of the working directory is picked up.
         # An environment of our own: no secret of the parent reaches code that judges model output.
         with child_socket:
-            arguments = [entry_point, str(child_socket.fileno()), str(os.getpid()), str(memory_bytes)]
+            options = json.dumps(dict(function.options))
+            arguments = [function.factory, options, str(child_socket.fileno()), str(os.getpid()), str(memory_bytes)]
+            search_path = os.pathsep.join([str(Path(mrl.__file__).parents[1]), *function.search_path])
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mrl.envs.child", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -45,7 +67,7 @@ class Worker:
                 pass_fds=[child_socket.fileno()],
                 start_new_session=True,
                 cwd="/",
-                env={"PYTHONPATH": str(Path(mrl.__file__).parents[1]), "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
+                env={"PYTHONPATH": search_path, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
             )
 
     def fileno(self) -> int:
@@ -54,20 +76,20 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Ready, and without an item."""
-        return self.is_ready and self.item is None
+        """Ready, and without a task."""
+        return self.is_ready and self.task is None
 
-    def ask(self, item: tuple[str, str], timeout_s: float) -> None:
-        """Gives the child `(text, expected)` to score within `timeout_s`.
+    def ask(self, task: Task, timeout_s: float) -> None:
+        """Gives the child a task to score within `timeout_s`.
 
         Raises:
             WorkerDied: the child does not take it.
         """
-        self.item = item
+        self.task = task
         self.deadline = time.monotonic() + timeout_s
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(encode({"text": item[0], "expected": item[1]}))
+            self._socket.sendall(encode(dataclasses.asdict(task)))
         except OSError as error:
             raise WorkerDied(f"it does not read: {error}") from error
 

@@ -39,7 +39,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float, num_engin
 
 
 def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollout", "val"]) -> dict[str, float]:
-    """Per environment, as `<stage>/<environment>/*`: mean reward of its valid rollouts, turns, and how many failed or were flagged, by kind."""
+    """Per environment, as `<stage>/<environment>/*`: mean reward of valid rollouts, turns, and how many failed or were flagged, by kind."""
     metrics: dict[str, float] = {}
     for name in sorted({group.prompt.env_name for group in groups}):
         mine = [group for group in groups if group.prompt.env_name == name]

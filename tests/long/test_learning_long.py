@@ -11,6 +11,7 @@ import pytest
 
 from mrl.cluster.session import start_session
 from mrl.config.load import load_config
+from mrl.envs.task import Task
 from mrl.prepare import prepare_tiny
 from mrl.saving import CheckpointSaver
 from mrl.schedule import is_due
@@ -103,8 +104,8 @@ class CoinToss:
     def __init__(self, seed: int) -> None:
         self.coin = random.Random(seed)
 
-    def score(self, items: Sequence[tuple[str, str]], *, gives_up: Callable[[], bool]) -> list[Verdict]:
-        return [Verdict(float(self.coin.randint(0, 1)), True, "ok", "", text) for text, _ in items]
+    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+        return [Verdict(float(self.coin.randint(0, 1)), True, "ok", "", task.text) for task in tasks]
 
 
 def toss_coins(actor, seed: int) -> None:

@@ -44,6 +44,8 @@ BYTE_MODULES = {
 BARE_LIBRARIES = {"isal", "megatron", "numpy", "safetensors", "torch", "triton"}
 HEAVY_LIBRARIES = {"megatron", "ray", "safetensors", "tokenizers", "torch", "transformers", "vllm"}
 
+ENTRY_POINT_GROUPS = {"mrl.rewards"}
+
 OURS = re.compile(r"(mrl|conversion)(\.\w+)+(:\w+)?")
 HEAVY = re.compile(r"(megatron|vllm|ray)(\.\w+)+")
 
@@ -62,6 +64,8 @@ def imported_names(source: str, module: str, *, at_module_level: bool = False) -
                 base = ".".join([*module.split(".")[: -node.level], *filter(None, [node.module])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not at_module_level:
+            if node.value in ENTRY_POINT_GROUPS:
+                continue
             if OURS.fullmatch(node.value) or HEAVY.fullmatch(node.value):
                 yield node.value.replace(":", ".")
         elif isinstance(node, ast.Call) and not at_module_level and ast.unparse(node.func).endswith(("import_module", "__import__")):

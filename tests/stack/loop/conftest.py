@@ -16,6 +16,7 @@ from mrl import prepare_tokenizer
 from mrl.cluster.session import start_session
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
+from mrl.envs.task import Task
 from mrl.saving import CheckpointSaver
 from mrl.store.run_folder import RunFolder
 from mrl.train import Run, open_run, preflight, resume
@@ -75,8 +76,8 @@ class LiveRun:
 class CoinToss:
     """An environment whose reward follows from the text and has nothing to do with the answer: a random model gets a gradient from it."""
 
-    def score(self, items: Sequence[tuple[str, str]], *, gives_up: Callable[[], bool]) -> list[Verdict]:
-        return [Verdict(float(zlib.crc32(text.encode()) % 2), True, "ok", "", text) for text, _ in items]
+    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+        return [Verdict(float(zlib.crc32(task.text.encode()) % 2), True, "ok", "", task.text) for task in tasks]
 
 
 def toss_coins(actor) -> None:

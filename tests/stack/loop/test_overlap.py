@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mrl.envs.task import Task
 from mrl.store.checkpoints import find_damage
 from mrl.train import save_checkpoint, train_step
 from mrl.types import Verdict
@@ -28,10 +29,10 @@ class HeldBack(CoinToss):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def score(self, items: Sequence[tuple[str, str]], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
         (self.folder / "has_begun").touch()
         wait_for(self.folder / "may_score")
-        return super().score(items, gives_up=gives_up)
+        return super().score(tasks, gives_up=gives_up)
 
 
 def set_environment(actor, environment: object) -> None:
@@ -57,8 +58,8 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
     assert [group.prompt for group in groups] == prompts
     for group in groups:
         assert [rollout.rollout_index for rollout in group.rollouts] == [0, 1, 2, 3]
-        texts = [(verdict.text, "") for verdict in group.verdicts]
-        assert list(group.verdicts) == CoinToss().score(texts, gives_up=lambda: False)
+        tasks = [Task((verdict.text,)) for verdict in group.verdicts]
+        assert list(group.verdicts) == CoinToss().score(tasks, gives_up=lambda: False)
     assert seconds > 0
     run.session.rewards.apply(set_environment, CoinToss())
 

@@ -1,12 +1,14 @@
 """A reward function that misbehaves on command. Runs in a child process."""
 
+import ctypes
 import os
 import signal
 import sys
 import time
 
 
-def score(text, expected):
+def score(prompt, response, reference_answer):
+    text, expected = response, reference_answer
     match text:
         case "hang":
             while True:
@@ -21,7 +23,7 @@ def score(text, expected):
         case "segv":
             os.kill(os.getpid(), signal.SIGSEGV)
         case "bomb":
-            return float(len(bytearray(64 << 30))), ""
+            return float(len(bytearray(64 << 30)))
         case "grow":
             blocks = []
             while True:
@@ -29,7 +31,7 @@ def score(text, expected):
         case "raise":
             raise KeyError("no")
         case "recursion":
-            return score(text, expected)
+            return score(prompt, text, expected)
         case "print":
             print("noise on stdout " * 10_000)
         case "garbage":
@@ -46,24 +48,32 @@ def score(text, expected):
                     continue
             time.sleep(60)
         case "nan":
-            return float("nan"), ""
+            return float("nan")
         case "inf":
-            return float("inf"), ""
+            return float("inf")
         case "none":
-            return None, ""
+            return None
         case "str":
-            return "1.0", ""
+            return "1.0"
         case "bool":
-            return True, ""
-        case "no tuple":
-            return 1.0
-        case "bad extracted":
-            return 1.0, 7
+            return True
+        case "tuple":
+            return 1.0, "a"
         case "object":
-            return object(), ""
+            return object()
+        case "no reward":
+            return {"extracted": "a"}
+        case "bad component":
+            return {"reward": 1.0, "form": None}
+        case "nan component":
+            return {"reward": 1.0, "form": float("nan")}
+        case "bad observation":
+            return {"reward": 1.0, "observation": 7}
         case "fork":
             if os.fork() == 0:
                 time.sleep(300)
             while True:
                 time.sleep(60)
-    return 1.0 if text == expected else 0.0, text
+        case "null pointer":
+            ctypes.string_at(0)
+    return {"reward": 1.0 if text == expected else 0.0, "extracted": text}

@@ -3,16 +3,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from mrl.envs import pool as pool_module
 from mrl.envs.pool import RewardPool
+from mrl.envs.task import Task
+from mrl.envs.worker import RewardFunction
 
-HOSTILE = "tests.unit.envs.hostile:score"
+HOSTILE = RewardFunction("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"})
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def tasks(pairs: Sequence[tuple[str, str]]) -> list[Task]:
+    return [Task((text,), expected) for text, expected in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +35,7 @@ def pool() -> Iterator[RewardPool]:
         ("fork", "timeout"),
         ("exit", "crash"),
         ("segv", "crash"),
+        ("null pointer", "crash"),
         ("garbage", "crash"),
         ("huge", "crash"),
         ("bomb", "error"),
@@ -41,16 +48,20 @@ def pool() -> Iterator[RewardPool]:
         ("none", "error"),
         ("str", "error"),
         ("bool", "error"),
-        ("no tuple", "error"),
-        ("bad extracted", "error"),
+        ("tuple", "error"),
         ("object", "error"),
+        ("no reward", "error"),
+        ("bad component", "error"),
+        ("nan component", "error"),
+        ("bad observation", "error"),
     ],
 )
 def test_a_fault_costs_one_verdict(pool: RewardPool, fault: str, status: str):
     before = pool.counts[status]
     good = [(f"{fault} {i}", f"{fault} {i % 2}") for i in range(4)]
-    verdicts = pool.score([good[0], (fault, "x"), *good[1:]])
+    verdicts = pool.score(tasks([good[0], (fault, "x"), *good[1:]]))
     assert (verdicts[1].status, verdicts[1].is_valid, verdicts[1].text) == (status, False, fault)
+    assert verdicts[1].reason
     rest = [verdicts[0], *verdicts[2:]]
     assert [(verdict.status, verdict.reward, verdict.extracted) for verdict in rest] == [
         ("ok", float(text == expected), text) for text, expected in good
@@ -60,38 +71,38 @@ def test_a_fault_costs_one_verdict(pool: RewardPool, fault: str, status: str):
 
 def test_many_faults_at_once(pool: RewardPool):
     items = [("exit", str(i)) for i in range(3)] + [(f"many {i}", f"many {i}") for i in range(20)] + [("hang", "y")]
-    verdicts = pool.score(items)
+    verdicts = pool.score(tasks(items))
     assert [verdict.status for verdict in verdicts] == ["crash"] * 3 + ["ok"] * 20 + ["timeout"]
 
 
 def test_prints_of_a_reward_function_do_no_harm(pool: RewardPool):
-    assert pool.score([("print", "print")])[0].reward == 1.0
+    assert pool.score(tasks([("print", "print")]))[0].reward == 1.0
 
 
 def test_long_and_odd_texts_arrive(pool: RewardPool):
     texts = ["x" * 3_000_000, "", "\x00", "\ud800", "ä€🙂", "0.1\n"]
-    assert [verdict.extracted for verdict in pool.score([(text, text) for text in texts])] == texts
+    assert [verdict.extracted for verdict in pool.score(tasks([(text, text) for text in texts]))] == texts
 
 
 def test_equal_items_are_scored_once(pool: RewardPool):
     before = pool.counts["cached"]
-    assert pool.score([("twin", "twin")] * 5 + [("twin", "other")])[4].reward == 1.0
+    assert pool.score(tasks([("twin", "twin")] * 5 + [("twin", "other")]))[4].reward == 1.0
     assert pool.counts["cached"] == before + 4
-    pool.score([("twin", "twin")])
+    pool.score(tasks([("twin", "twin")]))
     assert pool.counts["cached"] == before + 5
 
 
 def test_faults_are_not_remembered(pool: RewardPool):
     before = pool.counts["crash"]
-    pool.score([("exit", "z")] * 2)
-    pool.score([("exit", "z")])
+    pool.score(tasks([("exit", "z")] * 2))
+    pool.score(tasks([("exit", "z")]))
     assert pool.counts["crash"] == before + 3
 
 
 def test_long_texts_are_not_remembered(pool: RewardPool):
     before = pool.counts["cached"]
     for _ in range(2):
-        pool.score([("y" * 1001, "")])
+        pool.score(tasks([("y" * 1001, "")]))
     assert pool.counts["cached"] == before
 
 
@@ -99,45 +110,45 @@ def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool_module, "MAX_CACHED_VERDICTS", 3)
     with RewardPool(HOSTILE, num_workers=1, timeout_s=5.0) as pool:
         items = [(f"bounded {i}", "") for i in range(5)]
-        pool.score(items)
-        pool.score(items[2:])
+        pool.score(tasks(items))
+        pool.score(tasks(items[2:]))
         assert pool.counts["cached"] == 3
-        assert [verdict.text for verdict in pool.score(items)] == [text for text, _ in items]
+        assert [verdict.text for verdict in pool.score(tasks(items))] == [text for text, _ in items]
 
 
 def test_what_is_not_begun_in_time_is_a_timeout():
     with RewardPool(HOSTILE, num_workers=1, timeout_s=0.5) as pool:
         patience = iter([False])
-        verdicts = pool.score([("hang", "a"), ("hang", "b"), ("hang", "c"), ("late", "late")], gives_up=lambda: next(patience, True))
+        verdicts = pool.score(tasks([("hang", "a"), ("hang", "b"), ("hang", "c"), ("late", "late")]), gives_up=lambda: next(patience, True))
     assert [verdict.status for verdict in verdicts] == ["timeout"] * 4
 
 
 def test_a_child_that_dies_idle_costs_nothing(pool: RewardPool):
-    pool.score([("before", "before")])
+    pool.score(tasks([("before", "before")]))
     for child in children(os.getpid()):
         os.kill(child, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while any(state(child) not in "Z" for child in children(os.getpid())) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert pool.score([("after", "after")])[0].status == "ok"
+    assert pool.score(tasks([("after", "after")]))[0].status == "ok"
 
 
 def test_children_that_cannot_start_are_an_error():
     with pytest.raises(RuntimeError, match="no_such_module.*does not start.*3 times"):
-        RewardPool("no_such_module:score", num_workers=1, timeout_s=1.0)
+        RewardPool(RewardFunction("no_such_module:make"), num_workers=1, timeout_s=1.0)
 
 
 def test_a_closed_pool_refuses():
     pool = RewardPool(HOSTILE, num_workers=1, timeout_s=1.0)
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
-        pool.score([("a", "a")])
+        pool.score(tasks([("a", "a")]))
 
 
 def test_the_grandchild_of_a_killed_child_is_gone():
     with RewardPool(HOSTILE, num_workers=1, timeout_s=0.5) as pool:
         (child,) = [pid for pid in children(os.getpid()) if os.getpgid(pid) == pid and session_is_ours(pid, pool)]
-        pool.score([("fork", "")])
+        pool.score(tasks([("fork", "")]))
         deadline = time.monotonic() + 10
         while members(child) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -145,7 +156,10 @@ def test_the_grandchild_of_a_killed_child_is_gone():
 
 
 def test_children_die_with_their_parent():
-    code = f"from mrl.envs.pool import RewardPool; RewardPool({HOSTILE!r}, num_workers=2, timeout_s=9).score([('spin', '')])"
+    code = (
+        "from mrl.envs.pool import RewardPool; from mrl.envs.task import Task; from mrl.envs.worker import RewardFunction; "
+        f"RewardPool({HOSTILE!r}, num_workers=2, timeout_s=9).score([Task(('spin',))])"
+    )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 60
     while len(spinning(parent.pid)) < 1 and time.monotonic() < deadline:
@@ -166,8 +180,8 @@ def test_a_child_is_small():
 
 
 def test_mathematics_end_to_end():
-    with RewardPool("mrl.envs.math:score", num_workers=1, timeout_s=5.0) as pool:
-        verdicts = pool.score([("046", "46"), ("47", "46"), ("9^9^9^9^9", "3"), ("46", ""), ("\\boxed{\\frac12}", "0.5")])
+    with RewardPool(RewardFunction("mrl.envs.math:make", {"impl": "hf_math_verify"}), num_workers=1, timeout_s=5.0) as pool:
+        verdicts = pool.score(tasks([("046", "46"), ("47", "46"), ("9^9^9^9^9", "3"), ("46", ""), ("\\boxed{\\frac12}", "0.5")]))
     assert [(verdict.status, verdict.reward) for verdict in verdicts] == [
         ("ok", 1.0),
         ("ok", 0.0),

@@ -1,15 +1,45 @@
-from dataclasses import fields
+from pathlib import Path
 
-from mrl.config.schema_data import EnvConfig, MathEnvConfig
-from mrl.envs.registry import build_environments
+import pytest
+
+from mrl.config.environments import SERVERS, environment_names
+from mrl.config.schema_env import BUILT_IN, EnvConfig, MathEnvConfig, OwnEnvConfig
+from mrl.envs.registry import build_environment
+from mrl.envs.task import Task
 
 
-def test_every_environment_of_the_config_is_built():
-    environments = build_environments(EnvConfig(math=MathEnvConfig(num_workers=1, timeout_s=3.0)))
-    try:
-        assert list(environments) == [field.name for field in fields(EnvConfig)]
-        assert environments["math"].timeout_s == 3.0
-        assert environments["math"].score([("046", "46")])[0].reward == 1.0
-    finally:
-        for environment in environments.values():
-            environment.close()
+def test_every_built_in_environment_starts():
+    config = EnvConfig(math=MathEnvConfig(num_workers=1, timeout_s=3.0))
+    assert set(SERVERS.values()) == set(BUILT_IN)
+    for name in BUILT_IN:
+        with build_environment(name, config) as pool:
+            if name == "math":
+                assert pool.timeout_s == 3.0
+                assert pool.score([Task(("046",), "46")])[0].reward == 1.0
+
+
+def test_a_reward_function_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_rewards.py").write_text("def brief(prompt, response, reference_answer):\n    return 1.0 / len(response)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = EnvConfig(own=OwnEnvConfig(functions={"brief": "my_rewards:brief"}))
+    assert "brief" in environment_names(config)
+    with build_environment("brief", config) as pool:
+        assert pool.score([Task(("four",), "")])[0].reward == 0.25
+
+
+def test_a_reward_function_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "their_rewards.py").write_text("def loud(response):\n    return float(response.isupper())\n")
+    info = tmp_path / "their_rewards-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-rewards\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[mrl.rewards]\nloud = their_rewards:loud\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert environment_names(EnvConfig())[-1] == "loud"
+    with build_environment("loud", EnvConfig()) as pool:
+        assert [verdict.reward for verdict in pool.score([Task(("A",)), Task(("a",))])] == [1.0, 0.0]
+
+
+def test_a_function_that_is_not_there_ends_the_start():
+    config = EnvConfig(own=OwnEnvConfig(functions={"gone": "no_such_module:fn"}))
+    with pytest.raises(RuntimeError, match="no_such_module:fn does not start"):
+        build_environment("gone", config)

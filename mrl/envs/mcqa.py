@@ -1,0 +1,66 @@
+"""Multiple choice: the letter that the text settles on. Runs in `mrl.envs.child`."""
+
+from __future__ import annotations
+
+import re
+
+from mrl.envs.task import Outcome, Score, Task, text_after_thinking
+
+BOXED = re.compile(r"\\boxed\{\s*(?:\\(?:text|mathrm|mathbf|textbf)\{)?\s*\(?([A-Za-z])\)?[.:]?\s*\}")
+ANSWER = re.compile(r"(?i)answer(?:\s+is)?\s*[:=]?\s*\**\s*\(?([A-Z])\)?(?![\w'])")
+
+
+def make() -> Score:
+    """The reward function."""
+    return score
+
+
+def score(task: Task) -> Outcome:
+    """1 if the chosen letter is the expected one.
+
+    The choice is the last match of the row's own `template_metadata.output_regex` (its first group that is one of the row's letters) if
+    there is one and it matches; else the last `\\boxed{letter}`; else, for rows without a regex, what follows the last `Answer:`.
+
+    Raises:
+        ValueError: the expected answer is not one of the row's letters.
+    """
+    fields = task.fields
+    letters = option_letters(fields.get("options"))
+    expected = str(fields.get("expected_answer", task.expected)).strip().upper()
+    if not re.fullmatch("[A-Z]", expected) or (letters and expected not in letters):
+        raise ValueError(f"the expected answer {expected!r} is none of the options {', '.join(letters) or 'A to Z'}")
+    patterns = own_patterns(fields.get("template_metadata"))
+    text = text_after_thinking(task.text)
+    choice = choose(text, [*patterns, BOXED] if patterns else [BOXED, ANSWER], letters)
+    return Outcome(float(choice == expected), extracted=choice)
+
+
+def choose(text: str, patterns: list[re.Pattern[str]], letters: list[str]) -> str:
+    """The letter of the last match of the first pattern that has one; empty if none has."""
+    for pattern in patterns:
+        for match in reversed(list(pattern.finditer(text))):
+            found = next((group for group in match.groups() if group), match[0]).strip().upper()
+            if re.fullmatch("[A-Z]", found) and (not letters or found in letters):
+                return found
+    return ""
+
+
+def option_letters(options: object) -> list[str]:
+    """Letters of the options: keys of dicts whose value is a text, as the blend's rows are padded with nulls."""
+    if not isinstance(options, list):
+        return []
+    return sorted({key.upper() for option in options if isinstance(option, dict) for key, value in option.items() if value is not None})
+
+
+def own_patterns(metadata: object) -> list[re.Pattern[str]]:
+    """The row's own patterns, in order.
+
+    Raises:
+        ValueError: one is no regular expression.
+    """
+    given = metadata.get("output_regex") if isinstance(metadata, dict) else None
+    texts = [given] if isinstance(given, str) else given or []
+    try:
+        return [re.compile(text) for text in texts]
+    except re.error as error:
+        raise ValueError(f"the row's output_regex {texts!r:.100} is no regular expression: {error}") from error

@@ -1,0 +1,138 @@
+"""Reward functions of the user's own, called the way they are written. Runs in `mrl.envs.child`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import json
+import numbers
+from collections.abc import Callable, Mapping
+
+from mrl.config.environments import ENTRY_POINT_GROUP
+from mrl.envs.task import MASK_SAMPLE, Outcome, Score, Task
+
+TOTALS = ("reward", "score")
+"""Keys of a returned dict that hold the reward itself. `score` is verl's."""
+
+VALUES: dict[str, Callable[[Task], object]] = {
+    "prompt": lambda task: task.prompt,
+    "response": lambda task: task.text,
+    "reference_answer": lambda task: task.expected,
+    "turns": lambda task: list(task.turns),
+    "row": lambda task: task.fields,
+    # verl's names
+    "data_source": lambda task: task.fields.get("data_source", ""),
+    "solution_str": lambda task: task.text,
+    "ground_truth": lambda task: task.expected,
+    "extra_info": lambda task: task.fields,
+}
+"""What a parameter of this name gets."""
+POSITIONAL = ("prompt", "response", "reference_answer")
+
+
+def make(function: str) -> Score:
+    """The reward function `pkg.mod:fn`, or the one that an installed package gives this name in the group `mrl.rewards`.
+
+    Raises:
+        ValueError: there is no such function, or its parameters are not known.
+    """
+    found = load(function)
+    arguments = arguments_of(found, function)
+    return functools.partial(_score, found, arguments)
+
+
+def load(function: str) -> Callable[..., object]:
+    """The function behind a dotted path or a name of the entry point group.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, colon, name = function.partition(":")
+    try:
+        if colon:
+            found = getattr(importlib.import_module(module), name)
+        else:
+            (entry_point,) = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=function)
+            found = entry_point.load()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"no reward function {function!r}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{function!r} is not a function")
+    return found
+
+
+def arguments_of(function: Callable[..., object], name: str) -> list[str]:
+    """What each parameter gets, in order: by its name in `VALUES`; three parameters without defaults of other names get `POSITIONAL`.
+
+    Raises:
+        ValueError: a parameter without a default has another name.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    unknown = [parameter for parameter in needed if parameter not in VALUES]
+    if not unknown:
+        known = []
+        for parameter in plain:
+            if parameter.name not in VALUES:
+                break  # it has a default, and so has everything behind it
+            known.append(parameter.name)
+        if len(known) >= len(needed):
+            return known
+    if len(needed) == len(POSITIONAL) == len([p for p in plain if p.default is p.empty]):
+        return list(POSITIONAL)
+    raise ValueError(
+        f"reward function {name!r}: parameters {', '.join(unknown or needed)} are not known; "
+        f"take three, {', '.join(POSITIONAL)}, or any of {', '.join(VALUES)}"
+    )
+
+
+def outcome(returned: object) -> Outcome:
+    """What a returned value means: a number; or a dict with `reward` or `score`, else with components that add up to the reward.
+
+    Of a dict's other entries, numbers are components, `extracted` is text, `mask_sample` masks, and `observation` is what the
+    environment answers: a text, which the user says, or messages. The pool refuses what is no finite number.
+
+    Raises:
+        TypeError: the value is neither, or an entry has the wrong type.
+    """
+    if not isinstance(returned, Mapping):
+        return Outcome(_number(returned, "the reward"))
+    total = next((key for key in TOTALS if key in returned), None)
+    special = {*TOTALS, "extracted", "observation", MASK_SAMPLE}
+    components = {str(key): _number(value, f"component {key!r}") for key, value in returned.items() if key not in special}
+    if total is None and not components:
+        raise TypeError(f"the returned dict has no reward: {returned!r:.100}")
+    masks = returned.get(MASK_SAMPLE, False)
+    return Outcome(
+        reward=sum(components.values()) if total is None else _number(returned[total], f"{total!r}"),
+        extracted=str(returned.get("extracted", "")),
+        components=components,
+        flags=(MASK_SAMPLE,) if masks else (),
+        observation=_messages(returned.get("observation")),
+    )
+
+
+def _score(function: Callable[..., object], arguments: list[str], task: Task) -> Outcome:
+    return outcome(function(*(VALUES[name](task) for name in arguments)))
+
+
+def _number(value: object, what: str) -> float:
+    # numpy's numbers are Real too.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{what} is {value!r:.100}, a {type(value).__name__}, not a number")
+    return float(value)
+
+
+def _messages(value: object) -> tuple[Mapping[str, str], ...]:
+    if value is None:
+        return ()
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(messages, list | tuple) or not all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        raise TypeError(f"the observation is {json.dumps(value, default=repr)[:100]}, not a text and not messages with role and content")
+    return tuple({"role": message["role"], "content": message["content"]} for message in messages)

@@ -1,0 +1,66 @@
+"""Tool calls in the XML that Nemotron 3 and Qwen3-Coder write (vLLM's parser `qwen3_coder`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
+FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call."""
+
+    name: str
+    arguments: Mapping[str, object]
+    error: str = ""
+    """Why it cannot be carried out; then the rest is what could be read."""
+
+
+def tool_calls(text: str, tools: Sequence[object] = ()) -> list[ToolCall]:
+    """The calls of a text, in order, broken ones with their error. Arguments get the types that the `tools` of the row declare."""
+    types = {name: _types(parameters) for name, parameters in _declared(tools)}
+    return [_call(block, types) for block in BLOCK.findall(text)]
+
+
+def _call(block: str, types: Mapping[str, Mapping[str, object]]) -> ToolCall:
+    found = FUNCTION.fullmatch(block)
+    if found is None:
+        return ToolCall("", {}, error="not a call: write <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>")
+    name, body = found.groups()
+    arguments: dict[str, object] = {}
+    for key, value in PARAMETER.findall(body):
+        try:
+            arguments[key] = _value(value, types.get(name, {}).get(key))
+        except ValueError as error:
+            return ToolCall(name, arguments, error=f"argument {key}: {error}")
+    if PARAMETER.sub("", body).strip():
+        return ToolCall(name, arguments, error="text outside of the parameters")
+    return ToolCall(name, arguments)
+
+
+def _value(text: str, kind: object) -> object:
+    if kind in (None, "string"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r:.100} is no {kind}") from error
+
+
+def _declared(tools: Sequence[object]) -> list[tuple[str, object]]:
+    """Names and parameters of tools, as OpenAI's Responses and Chat Completions declare them."""
+    plain = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
+    return [(str(tool.get("name")), tool.get("parameters")) for tool in plain if isinstance(tool, dict)]
+
+
+def _types(parameters: object) -> Mapping[str, object]:
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    if not isinstance(properties, dict):
+        return {}
+    return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, dict)}

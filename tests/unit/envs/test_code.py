@@ -1,0 +1,140 @@
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from mrl.envs.code import last_code_block, same_output, score
+from mrl.envs.task import Outcome, Task
+
+ADD = {"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34"]}
+CALL = {"inputs": ["[1, 2]\n3", "[]\n4"], "outputs": ["[4, 5]", "[]"], "fn_name": "shift"}
+
+
+def judge(program: str, tests: dict[str, object] = ADD, *, test_timeout_s: float = 5.0, timeout_s: float = 20.0) -> Outcome:
+    row = json.dumps({"verifier_metadata": {"unit_tests": tests}})
+    return score(Task((f"Here:\n```python\n{program}\n```\n",), row=row), test_timeout_s=test_timeout_s, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(sum(map(int, input().split())))",
+        "import sys\nif __name__ == '__main__':\n    print(sum(int(x) for x in sys.stdin.buffer.read().split()))\n    sys.exit(0)",
+        "a, b = map(int, open(0).read().split())\nprint(f'{a + b}.0 ')",
+        "print(reduce(lambda a, b: a + b, [int(x) for x in input().split()], pow(5, 0, 3) - 1))",
+        "open('notes', 'w').write('x')\nprint(sum(map(int, input().split())))",
+    ],
+)
+def test_programs_that_pass(program: str):
+    assert judge(program) == Outcome(1.0, extracted="passed 2 tests")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def shift(values, by):\n    return [value + by for value in values]",
+        "class Solution:\n    def shift(self, values: List[int], by: int):\n        print(0)\n        return tuple(v + by for v in values)",
+    ],
+)
+def test_functions_that_pass(program: str):
+    assert judge(program, CALL).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("print(3)", "test 2 of 2: wrong output"),
+        ("print(", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("x = bytearray(1 << 32)", "MemoryError"),
+        ("while True: print('x' * 65536)", "test 1 of 2"),
+        ("import os; os._exit(3)", "exit code 3"),
+        ("import ctypes; ctypes.string_at(0)", "exit code -11"),
+        ("import socket; socket.create_connection(('127.0.0.1', 22))", "socket"),
+        ("import subprocess; subprocess.run(['true'])", "PermissionError"),
+        ("import os; os.fork()", "PermissionError"),
+        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
+        ("import shutil; shutil.rmtree('/tmp/none')", "PermissionError"),
+        ("open('/tmp/escaped', 'w')", "PermissionError"),
+        ("input(); input()", "EOFError"),
+    ],
+)
+def test_programs_that_fail_say_why(program: str, reason: str):
+    outcome = judge(program)
+    assert outcome.reward == 0.0 and reason in outcome.extracted
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
+def test_programs_that_hang_have_failed(program: str):
+    assert judge(program, test_timeout_s=0.3).extracted == "test 1 of 2: no answer within 0.3 s"
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("def shift(values, by): return values", "wrong result"),
+        ("def shift(values): return values", "TypeError"),
+        ("def other(): pass", "KeyError"),
+        ("def shift(values, by): return {1}", "not JSON serializable"),
+        ("def shift(values, by): raise SystemExit(0)", "no result"),
+    ],
+)
+def test_functions_that_fail_say_why(program: str, reason: str):
+    outcome = judge(program, CALL)
+    assert outcome.reward == 0.0 and reason in outcome.extracted
+
+
+def test_all_tests_of_a_program_share_a_limit():
+    tests = {"inputs": [""] * 50, "outputs": ["x"] * 50}
+    started = time.monotonic()
+    outcome = judge("import time; time.sleep(0.3); print('x')", tests, timeout_s=1.0)
+    assert outcome.reward == 0.0 and time.monotonic() - started < 3.0
+
+
+def test_nothing_of_the_parent_reaches_a_program(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert judge("import os; print(os.environ.get('HF_TOKEN'))", {"inputs": [""], "outputs": ["None"]}).reward == 1.0
+    before = {path for path in Path("/tmp").glob("mrl-code-*")}
+    judge("print(1)")
+    assert {path for path in Path("/tmp").glob("mrl-code-*")} <= before
+
+
+@pytest.mark.skipif(subprocess.run(["unshare", "-rn", "true"]).returncode != 0, reason="no network namespaces here")
+def test_a_program_has_no_network_beneath_python():
+    program = "print(len([line for line in open('/proc/self/net/dev') if ':' in line and 'lo:' not in line]))"
+    assert judge(program, {"inputs": [""], "outputs": ["0"]}).reward == 1.0
+
+
+def test_the_last_block_counts():
+    text = "```py\na\n```\nthen\n```\nb\n```\nand ```c``` inline"
+    assert last_code_block(text) == "b\n"
+    assert last_code_block("print(1)") is None
+    assert score(Task(("none",), row=json.dumps({"unit_tests": ADD})), test_timeout_s=1, timeout_s=1).extracted == "no code block"
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "is_same"),
+    [
+        ("1\n2\n", "1\n2", True),
+        (" a b \n", "a b", True),
+        ("1.50 2", "1.5 2.0", True),
+        ("1 2", "1  2", True),
+        ("a  b", "a b", False),
+        ("1\n\n2", "1\n2", False),
+        ("12", "1 2", False),
+        ("", "", True),
+        ("nan", "0", False),
+    ],
+)
+def test_outputs(printed: str, expected: str, is_same: bool):
+    assert same_output(printed, expected) == is_same
+
+
+@pytest.mark.parametrize(
+    "tests", [None, {}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, {"inputs": [1], "outputs": ["1"]}]
+)
+def test_a_row_without_tests_is_an_error(tests: object):
+    with pytest.raises(ValueError):
+        score(Task(("```\n1\n```",), row=json.dumps({"unit_tests": tests})), test_timeout_s=1, timeout_s=1)

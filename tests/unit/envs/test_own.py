@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+
+from mrl.envs.own import make, outcome
+from mrl.envs.task import Outcome, Task
+
+TASK = Task(("first", "last"), "gold", "what?", '{"data_source": "gsm8k", "level": 3}')
+
+
+def techpulse_reward(prompt, response, reference_answer):
+    return float((prompt, response, reference_answer) == ("what?", "last", "gold"))
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {
+        "score": 0.5,
+        "acc": float((data_source, solution_str, ground_truth) == ("gsm8k", "last", "gold")),
+        "level": extra_info["level"],
+    }
+
+
+def other_names(question, answer, gold):
+    return float((question, answer, gold) == ("what?", "last", "gold"))
+
+
+def by_name(turns, row, weight=2.0):
+    return weight * len(turns) + row["level"]
+
+
+def unknown(response, colour):
+    return 0.0
+
+
+@pytest.mark.parametrize(("name", "reward"), [("techpulse_reward", 1.0), ("compute_score", 0.5), ("other_names", 1.0), ("by_name", 7.0)])
+def test_parameters_get_what_their_names_say(name: str, reward: float):
+    assert make(f"{__name__}:{name}")(TASK).reward == reward
+
+
+def test_entries_of_a_dict_beside_the_reward_are_components():
+    assert make(f"{__name__}:compute_score")(TASK).components == {"acc": 1.0, "level": 3.0}
+
+
+@pytest.mark.parametrize(("function", "message"), [("unknown", "colour"), ("no_such", "no_such"), ("TASK", "not a function")])
+def test_a_function_that_cannot_be_called_is_refused(function: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        make(f"{__name__}:{function}")
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (1, Outcome(1.0)),
+        (np.float32(0.5), Outcome(0.5)),
+        ({"form": 1, "facts": 0.25}, Outcome(1.25, components={"form": 1.0, "facts": 0.25})),
+        ({"reward": 2.0, "form": 1}, Outcome(2.0, components={"form": 1.0})),
+        ({"reward": 2.0, "mask_sample": True, "extracted": 3}, Outcome(2.0, "3", flags=("mask_sample",))),
+        ({"reward": 0, "observation": "more"}, Outcome(0.0, observation=({"role": "user", "content": "more"},))),
+    ],
+)
+def test_returned_values(returned: object, expected: Outcome):
+    assert outcome(returned) == expected
+
+
+@pytest.mark.parametrize("returned", [None, "1", True, (1.0,), {}, {"extracted": "a"}, {"reward": None}, {"reward": 1, "form": "x"}])
+def test_returned_values_that_are_no_reward(returned: object):
+    with pytest.raises(TypeError):
+        outcome(returned)
