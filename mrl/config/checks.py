@@ -98,15 +98,12 @@ def _early_stop(config: RunConfig) -> list[str]:
 def _lengths(policy: PolicyConfig) -> list[str]:
     problems = []
     total, generation = policy.max_total_sequence_length, policy.generation
-    if generation.max_new_tokens >= total:
-        rule = f"must be below policy.max_total_sequence_length={total}, which holds prompt and rollout"
+    if generation.max_new_tokens > total:
+        rule = f"must be at most policy.max_total_sequence_length={total}, which holds prompt and rollout"
         problems.append(_problem("policy.generation.max_new_tokens", generation.max_new_tokens, rule, "lower the one or raise the other"))
     max_model_len = generation.vllm_cfg.max_model_len
-    if not generation.max_new_tokens < max_model_len <= total:
-        rule = (
-            f"must be above policy.generation.max_new_tokens={generation.max_new_tokens} "
-            f"and at most policy.max_total_sequence_length={total}"
-        )
+    if max_model_len > total:
+        rule = f"must be at most policy.max_total_sequence_length={total}"
         problems.append(
             _problem("policy.generation.vllm_cfg.max_model_len", max_model_len, rule, "leave it out, and it follows the latter")
         )

@@ -134,10 +134,11 @@ def _put(plain: dict[Any, Any], key: Key, value: object) -> None:
 def _typed_tree(known: Settings, translated: Settings, problems: list[str]) -> DictConfig:
     """The schema's defaults with the translated settings put over them; one that does not fit is reported and left out.
 
-    The others stand beside them untyped, because expressions may name them.
+    Of the others, those that expressions name stand beside them untyped.
     """
     tree = copy.deepcopy(_defaults())
-    rest = {key: setting for key, setting in known.items() if key not in translated and is_foreign(key, setting.value)}
+    named = {name for setting in known.values() for name in _REFERENCE.findall(str(setting.value))}
+    rest = {key: known[key] for name in sorted(named) if (key := tuple(name.split("."))) in known and key not in translated}
     for key, setting in (*rest.items(), *translated.items()):
         try:
             for depth in range(1, len(key)):

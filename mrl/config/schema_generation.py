@@ -61,7 +61,7 @@ class GenerationConfig:
     backend: Literal["vllm"] = "vllm"
     """The generator."""
     max_new_tokens: int = 256
-    """Longest rollout in tokens, the stop token included."""
+    """Longest rollout in tokens, the stop token included. As much as `vllm_cfg.max_model_len` or more = what the prompt leaves of it."""
     temperature: float = 1.0
     """Sampling temperature, above 0."""
     top_p: float = 1.0

@@ -7,6 +7,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.files import find_config, packaged_configs
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
+from tests.sources import ROOT
 
 REQUIRED = "policy: {model_name: m}\ndata: {train: {data_path: d}}\n"
 
@@ -191,3 +192,68 @@ def test_an_unreadable_encoding_is_named(tmp_path: Path):
 def test_a_config_error_crosses_processes():
     error = pickle.loads(pickle.dumps(ConfigError(["a", "b"])))
     assert error.problems == ("a", "b") and str(error) == "a\nb"
+
+
+def test_a_marked_section_replaces_the_inherited_one(tmp_path: Path):
+    write(tmp_path, "base.yaml", REQUIRED + "cluster: {num_nodes: 4, gpus_per_node: 8}\nlogger: {log_dir: there}\n")
+    text = "defaults: base.yaml\ncluster: {_override_: true, gpus_per_node: 2}\nlogger: {_override_: false, tensorboard_enabled: true}\n"
+    config = load(tmp_path, text)
+    assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (1, 2)
+    assert (config.logger.log_dir, config.logger.tensorboard_enabled) == ("there", True)
+    assert (
+        "_override_=3 (config.yaml:4): a mark; set it to true or false" in problems(tmp_path, REQUIRED + "\ncluster: {_override_: 3}\n")[0]
+    )
+
+
+def test_an_expression_may_be_relative(tmp_path: Path):
+    text = REQUIRED + "grpo: {max_num_steps: '${.seed}', seed: 7, val_period: '${..cluster.num_nodes}'}\ncluster: {num_nodes: 3}\n"
+    grpo = load(tmp_path, text).grpo
+    assert (grpo.max_num_steps, grpo.val_period) == (7, 3)
+
+
+def test_a_dot_at_the_top_of_a_file_stands_for_a_level(tmp_path: Path):
+    config = load(tmp_path, REQUIRED + "loss_fn.reference_policy_kl_penalty: 0.05\ncheckpointing.save_period: 3\n")
+    assert (config.loss_fn.reference_policy_kl_penalty, config.checkpointing.save_period) == (0.05, 3)
+    assert "loss_fn.reference_kl=1 (config.yaml:3)" in problems(tmp_path, REQUIRED + "loss_fn.reference_kl: 1\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("+policy.generation.vllm_kwargs.x={a:1,b:{c:[2,null]}}", {"a": 1, "b": {"c": [2, None]}}),
+        ("+policy.generation.vllm_kwargs.x={url:http://a/b}", {"url": "http://a/b"}),
+        ("+policy.generation.vllm_kwargs.x='a: {b:1}'", "a: {b:1}"),
+        ('+policy.generation.vllm_kwargs.x="1"', "1"),
+        ("+policy.generation.vllm_kwargs.x=", ""),
+        ("+policy.generation.vllm_kwargs.x=null", None),
+        ("++policy.generation.vllm_kwargs.x=1e-3", 1e-3),
+    ],
+)
+def test_values_of_overrides_are_hydra_s(tmp_path: Path, override: str, value: object):
+    assert load(tmp_path, REQUIRED, override).policy.generation.vllm_kwargs["x"] == value
+
+
+def test_a_key_is_removed_if_it_has_the_value_that_is_written(tmp_path: Path):
+    text = REQUIRED + "grpo: {seed: 1}\n"
+    assert load(tmp_path, text, "~grpo.seed=1").grpo.seed == RunConfig().grpo.seed
+    assert "grpo.seed has another value; write ~grpo.seed" in problems(tmp_path, text, "~grpo.seed=2")[0]
+
+
+@pytest.mark.parametrize("folder", ["examples/configs", "examples/nemo_gym", "/opt/nemo-rl/examples/configs"])
+def test_a_path_of_nemo_rl_falls_back_to_the_packaged_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: str
+):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO")
+    assert find_config(f"{folder}/grpo_tiny.yaml") == packaged_configs() / "grpo_tiny.yaml"
+    assert f"{folder}/grpo_tiny.yaml is not here; taking {packaged_configs() / 'grpo_tiny.yaml'}" in caplog.text
+    with pytest.raises(ConfigError, match="no such file"):
+        find_config("elsewhere/grpo_tiny.yaml")
+
+
+def test_a_file_beside_nemo_rl_s_own_inherits_it(tmp_path: Path):
+    for name in ("grpo_math_1B.yaml", "grpo_math_8B.yaml"):
+        write(tmp_path, name, (ROOT / "tests/data/nemo_rl" / name).read_text())
+    text = "defaults: grpo_math_8B.yaml\ndata: {train: {data_path: d}}\npolicy: {dtensor_cfg: {tensor_parallel_size: 2}}\n"
+    config = load(tmp_path, text)
+    assert (config.grpo.num_prompts_per_step, config.policy.megatron_cfg.tensor_model_parallel_size) == (64, 2)

@@ -1,0 +1,106 @@
+"""NeMo RL's own files and the command lines of the tutorials pass `--check`; what is wrong in them is always a message."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from mrl.config.checks import find_problems
+from mrl.config.dialect import DIALECT_KEYS
+from mrl.config.errors import ConfigError
+from mrl.config.load import load_config, nearest_key
+from mrl.config.schema import KEYS
+from tests.sources import ROOT
+
+NEMO_RL = ROOT / "tests/data/nemo_rl"
+FILES = sorted(path.name for path in NEMO_RL.glob("*.yaml"))
+COMMANDS = [line for line in (NEMO_RL / "tutorial_commands.txt").read_text().splitlines() if line and not line.startswith("#")]
+
+
+def test_a_typo_in_any_section_is_answered_with_the_key():
+    """The section itself where the typo is in its name; a name that is another key's, as `lr` for `llr`, may come out."""
+    keys = sorted(key for key in [*KEYS, *DIALECT_KEYS] if len(key.rpartition(".")[2]) > 3)
+    sections = {".".join(key.split(".")[:-1]): key for key in keys}
+    assert len(sections) > 40
+    for key in sections.values():
+        typo = key[:-1] + "q" + key[-1]
+        assert nearest_key(tuple(typo.split("."))) == key
+
+
+def test_invalid_configs_are_answered_with_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert num_refused(tmp_path, monkeypatch, (NEMO_RL / "tutorial_002.yaml").read_text(), num_configs=60) > 30
+
+
+@pytest.mark.long("config")
+@pytest.mark.parametrize("name", FILES)
+def test_many_invalid_configs_are_answered_with_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    assert num_refused(tmp_path, monkeypatch, (NEMO_RL / name).read_text(), num_configs=500 // len(FILES) + 1) > 30
+
+
+def num_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, *, num_configs: int) -> int:
+    """How many of `text`'s damaged versions were refused; whatever is raised but ConfigError fails."""
+    monkeypatch.chdir(folder)
+    (folder / "grpo_math_1B.yaml").write_text((NEMO_RL / "grpo_math_1B.yaml").read_text())
+    rng, found = random.Random(17), 0
+    for index in range(num_configs):
+        path = folder / "config.yaml"
+        path.write_text(damaged(text, rng))
+        try:
+            found += bool(find_problems(load_config(path, [damaged_override(rng)] if index % 3 == 0 else [])))
+        except ConfigError as error:
+            found += 1
+            assert all(str(problem).strip() for problem in error.problems)
+    return found
+
+
+VALUES = [
+    "",
+    "null",
+    "true",
+    "-1",
+    "0",
+    "1e400",
+    "abc",
+    "[1, 2]",
+    "{a: 1}",
+    "${nope}",
+    "${.nope}",
+    "${mul:1}",
+    "${div:1,0}",
+    "???",
+    "'",
+    "&x",
+    "2**64",
+    "${",
+]
+
+
+def damaged(text: str, rng: random.Random) -> str:
+    lines = text.splitlines()
+    for _ in range(rng.randint(1, 3)):
+        index = rng.randrange(len(lines))
+        line = lines[index]
+        kind = rng.randrange(6)
+        if kind == 0 and ":" in line:
+            lines[index] = line.partition(":")[0] + ": " + rng.choice(VALUES)
+        elif kind == 1 and line.strip():
+            place = rng.randrange(len(line))
+            lines[index] = line[:place] + rng.choice("abz_:[{#\"' 0") + line[place + 1 :]
+        elif kind == 2:
+            lines[index] = " " * rng.randint(0, 9) + line.strip()
+        elif kind == 3:
+            del lines[index]
+            lines = lines or [""]
+        elif kind == 4:
+            lines.insert(index, lines[rng.randrange(len(lines))])
+        else:
+            lines.insert(
+                index,
+                " " * rng.choice([0, 2, 4]) + rng.choice(["_override_: 1", "enabled: maybe", "defaults: nope.yaml", "? [a]: b", "- 1"]),
+            )
+    return "\n".join(lines) + "\n"
+
+
+def damaged_override(rng: random.Random) -> str:
+    key = rng.choice(sorted([*KEYS, *DIALECT_KEYS]))
+    return rng.choice(["", "+", "++", "~"]) + key + rng.choice(["", "x", ".", ".y"]) + "=" + rng.choice(VALUES)
