@@ -283,7 +283,8 @@ class EngineGroup:
         return self.log_folder / f"engine-{index}.log"
 
     def _start(self, units: EngineUnits):  # the handle type is private to Ray
-        environment = engine_environment(has_gpu=self.config.cluster.gpus_per_node > 0)
+        own = engine_environment(has_gpu=self.config.cluster.gpus_per_node > 0)
+        environment = own | (self.config.policy.generation.vllm_cfg.env_vars or {})
         options = self.placement.options(units.units[0], environment)
         actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index))
         self._building[name(units.engine_index)] = actor.build.remote(self.config, units.device_ids(self.config.cluster.gpus_per_node))

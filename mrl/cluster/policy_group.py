@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -38,11 +40,9 @@ class PolicyActor:
     def __init__(self, log_file: Path) -> None:
         start_actor_process(log_file)
 
-    def address(self) -> tuple[str, int]:
-        """Node address and a free port, for rank 0's rendezvous."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+    def address(self, ports: range) -> tuple[str, int]:
+        """Node address and a free port, for rank 0's rendezvous; see `free_port`."""
+        return ray.util.get_node_ip_address(), free_port(ports)
 
     def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int) -> int:
         """Builds the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
@@ -102,6 +102,20 @@ class PolicyActor:
         return trace.reads()
 
 
+def free_port(ports: range) -> int:
+    """A port of this host that nobody listens at: one of `ports`, or any if that is empty.
+
+    Raises:
+        RuntimeError: all of them are taken.
+    """
+    # Runs that start at the same time would all try the first one.
+    for port in random.sample(ports, len(ports)) or [0]:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise RuntimeError(f"no free port from {ports.start} to {ports.stop - 1} (cluster.master_port_range_low and _high); widen the range")
+
+
 class PolicyGroup:
     """All policy ranks. Its methods are collective: every rank is called, and the first failure ends the wait.
 
@@ -113,11 +127,14 @@ class PolicyGroup:
         self.beside: Background | None = None
         self.world_size = placement.num_policy_ranks
         actor_class = ray.remote(PolicyActor)
+        environment = POLICY_ENVIRONMENT | (config.policy.megatron_cfg.env_vars or {})
         self.actors = [
-            actor_class.options(**placement.options(rank, POLICY_ENVIRONMENT)).remote(log_folder / f"policy-rank-{rank}.log")
+            actor_class.options(**placement.options(rank, environment)).remote(log_folder / f"policy-rank-{rank}.log")
             for rank in range(self.world_size)
         ]
-        first = wait_all({"policy rank 0": self.actors[0].address.remote()}, deadline_s=self.deadlines.start_s, what="start")
+        first = wait_all(
+            {"policy rank 0": self.actors[0].address.remote(config.cluster.master_ports)}, deadline_s=self.deadlines.start_s, what="start"
+        )
         self.master = cast(tuple[str, int], first["policy rank 0"])
         root = env.cache_root()
         if root is not None:

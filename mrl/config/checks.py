@@ -12,10 +12,11 @@ from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.hub import is_hub_id
 from mrl.config.layout import find_cluster_problems, find_layout_problems
 from mrl.config.model import read_model
+from mrl.config.passthrough import find_passthrough_problems
 from mrl.config.ranges import find_values_out_of_range, spell
 from mrl.config.recompute import find_recompute_problems
 from mrl.config.routing import find_routing_problems
-from mrl.config.schema import RunConfig
+from mrl.config.schema import ClusterConfig, RunConfig
 from mrl.config.schema_generation import GenerationConfig
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.schema_policy import PolicyConfig
@@ -37,7 +38,7 @@ def check_config(config: RunConfig) -> None:
 def find_problems(config: RunConfig) -> list[str]:
     """Every problem of a config, one text each. Rules between numbers are applied once every number is in its range."""
     out_of_range = find_values_out_of_range(config)
-    problems = out_of_range + _files(config) + find_checkpointing_problems(config) + _early_stop(config)
+    problems = out_of_range + _files(config) + find_checkpointing_problems(config) + _early_stop(config) + find_passthrough_problems(config)
     model, name = None, config.policy.model_name
     try:
         model = read_model(Path(name))
@@ -47,7 +48,7 @@ def find_problems(config: RunConfig) -> list[str]:
         problems.append(problem if is_here else Unprovided(problem))
     if out_of_range:
         return problems
-    problems += _batch(config) + _rows(config.policy) + _optimizer(config) + _logprobs(config.policy)
+    problems += _batch(config) + _rows(config.policy) + _optimizer(config) + _logprobs(config.policy) + _ports(config.cluster)
     if config.has_engines:
         problems += _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
         problems += find_supply_problems(config)
@@ -92,6 +93,16 @@ def _early_stop(config: RunConfig) -> list[str]:
     if metric is not None and config.data.validation is None:
         rule = "there is no validation, because data.validation=null"
         return [_problem("grpo.stop_at_validation_metric", metric, rule, "set it and the threshold to null, or give data.validation")]
+    return []
+
+
+def _ports(cluster: ClusterConfig) -> list[str]:
+    low, high = cluster.master_port_range_low, cluster.master_port_range_high
+    if low is None and high is None:
+        return []
+    if low is None or high is None or low >= high:
+        rule = f"must be below cluster.master_port_range_high={spell(high)}"
+        return [_problem("cluster.master_port_range_low", low, rule, "set both, for example to 1400 and 1999, or none of them")]
     return []
 
 
@@ -149,6 +160,9 @@ def _engine(generation: GenerationConfig, *, is_cpu: bool) -> list[str]:
     if is_cpu and not vllm.enforce_eager:
         rule = "CUDA graphs need GPUs, and cluster.gpus_per_node=0"
         problems.append(_problem("policy.generation.vllm_cfg.enforce_eager", False, rule, "set it to true"))
+    if is_cpu and vllm.kv_cache_dtype != "auto":
+        rule = "engines on hosts without GPUs keep keys and values in the model's type, and cluster.gpus_per_node=0"
+        problems.append(_problem("policy.generation.vllm_cfg.kv_cache_dtype", vllm.kv_cache_dtype, rule, "set it to auto"))
     if vllm.max_num_batched_tokens < vllm.max_num_seqs:
         rule = f"every one of policy.generation.vllm_cfg.max_num_seqs={vllm.max_num_seqs} rollouts needs a token of a step"
         key = "policy.generation.vllm_cfg.max_num_batched_tokens"
@@ -168,6 +182,9 @@ def _optimizer(config: RunConfig) -> list[str]:
     if optimizer.bf16 != (policy.precision == "bfloat16"):
         rule = f"must agree with policy.precision={policy.precision}"
         problems.append(_problem(f"{prefix}.optimizer.bf16", optimizer.bf16, rule, f"set it to {spell(not optimizer.bf16)}"))
+    if megatron.pipeline_dtype != policy.precision:
+        rule = f"must be policy.precision={policy.precision}, the type of the activations that stages exchange"
+        problems.append(_problem(f"{prefix}.pipeline_dtype", megatron.pipeline_dtype, rule, "leave it out, and it follows"))
     if optimizer.clip_grad != policy.max_grad_norm:
         rule = f"must equal policy.max_grad_norm={policy.max_grad_norm:g}, which means the same"
         problems.append(_problem(f"{prefix}.optimizer.clip_grad", optimizer.clip_grad, rule, "leave it out, and it follows"))

@@ -33,6 +33,7 @@ COUNT = Range(0, 2**31)
 ALL_OR_COUNT = Range(-1, 2**31)
 ABOVE_ZERO = Range(0, is_low_open=True)
 NOT_NEGATIVE = Range(0)
+PORT = Range(1024, 65535)
 FRACTION = Range(0, 1, is_high_open=True)
 
 RANGES: dict[str, Range] = {
@@ -138,6 +139,8 @@ RANGES: dict[str, Range] = {
     "cluster.num_nodes": POSITIVE,
     "cluster.gpus_per_node": COUNT,
     "cluster.cpu_units_per_node": POSITIVE,
+    "cluster.master_port_range_low": PORT,
+    "cluster.master_port_range_high": Range(1025, 65536),
     "deadlines.start_s": ABOVE_ZERO,
     "deadlines.generate_s": ABOVE_ZERO,
     "deadlines.reward_s": ABOVE_ZERO,
@@ -151,6 +154,10 @@ ONLY: dict[str, tuple[object, str]] = {
     "policy.megatron_cfg.enabled": (True, "Megatron-Core is the only training backend"),
     "policy.megatron_cfg.peft.a2a_experimental": (False, "what adapters exchange is too small to gain by another way of communication"),
     "policy.megatron_cfg.optimizer.fp16": (False, "float16 is not supported; set policy.precision=bfloat16 or float32"),
+    "policy.generation.vllm_cfg.logprobs_mode": (
+        "processed_logprobs",
+        "logprobs of another distribution than that of the tokens are no use",
+    ),
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "engines with pipeline stages are not supported"),
 }
 """Keys of which mrl has only one value so far, and why."""

@@ -70,8 +70,17 @@ class ClusterConfig:
     """Hosts."""
     gpus_per_node: int = 0
     """GPUs of a host; 0 = hosts without GPUs."""
+    master_port_range_low: int | None = None
+    """Policy ranks meet at a free port of the first of them, from here to below `master_port_range_high`; null = any port."""
+    master_port_range_high: int | None = None
+    """End of that range, not itself in it."""
     cpu_units_per_node: int = 1
     """Policy ranks per host on hosts without GPUs."""
+
+    @property
+    def master_ports(self) -> range:
+        """The ports at which policy ranks may meet; empty = any."""
+        return range(self.master_port_range_low or 0, self.master_port_range_high or 0)
 
     @property
     def units_per_node(self) -> int:

@@ -39,6 +39,14 @@ class VllmConfig:
     """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine."""
     precision: Precision = follows("policy.precision")
     """Type of the engine's weights."""
+    kv_cache_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
+    """Type of cached keys and values; auto = `precision`. On hosts without GPUs only auto. Caches in 8 bits have scales, which no refit
+    brings."""
+    logprobs_mode: str = "processed_logprobs"
+    """Logprobs of the distribution that tokens are drawn from, after temperature, top-k and top-p, or of the model's; the trainer compares
+    its own with the former, so that it must be processed_logprobs."""
+    env_vars: dict[str, str] | None = None
+    """Environment variables of the engine processes."""
     gpu_memory_utilization: float = 0.6
     """Share of a GPU's memory that the engine may use; hosts without GPUs use `kv_cache_memory_mib`."""
     kv_cache_memory_mib: int = 64
@@ -79,4 +87,5 @@ class GenerationConfig:
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further engine arguments, passed to vLLM by name."""
+    """Further arguments of vLLM's EngineArgs by name, as far as no key of ours and no rule of refits says them; of
+    `compilation_config`, fields by name."""

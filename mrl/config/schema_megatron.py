@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from conversion.families.common import MegatronParallel
 from mrl.config.fields import Precision, follows
@@ -109,6 +109,12 @@ class MegatronConfig:
     """Layers of the last stage; null = as many as the others."""
     virtual_pipeline_model_parallel_size: int | None = None
     """VPP: parts of each stage, interleaved over the stages to keep them busy; null = 1. Not for hybrid models."""
+    pipeline_dtype: Precision = follows("policy.precision")
+    """Type in which stages exchange activations; must be policy.precision."""
+    use_gloo_process_groups: bool = False
+    """Build Megatron's further groups for exchange over the hosts' network, which mrl does not need."""
+    env_vars: dict[str, str] | None = None
+    """Environment variables of the processes of policy ranks."""
     sequence_parallel: bool = False
     """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
     defer_fp32_logits: bool = False
@@ -160,6 +166,9 @@ class MegatronConfig:
     use_fused_weighted_squared_relu: bool = False
     """Compile squared ReLU and the router's weights into one kernel, in the experts of Nemotron models. No effect without a GPU and
     Transformer Engine."""
+    model_overrides: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of Megatron's TransformerConfig by name, as far as they say how something is computed; what is computed follows
+    from the model's config.json and the other keys of `policy`."""
     gradient_accumulation_fusion: bool = False
     """Add weight gradients to their float32 sums within the matrix product. No effect without a GPU and NVIDIA Apex."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -124,8 +124,9 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
     arguments["activation_func"] = ACTIVATIONS[str(arguments["activation_func"])]
     return TransformerConfig(
         **arguments,
+        **megatron.model_overrides,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=DTYPES[megatron.pipeline_dtype],
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,

@@ -41,6 +41,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
             **precision_aware_arguments(settings),
         ),
         list(chunks),
+        use_gloo_process_groups=config.use_gloo_process_groups,
     )
 
 

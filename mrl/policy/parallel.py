@@ -77,6 +77,7 @@ def initialize(
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         # Passed on to timedelta(minutes=...), which takes fractions.
         distributed_timeout_minutes=timeout_s / 60,
+        create_gloo_process_groups=config.use_gloo_process_groups,
     )
     random.seed(seed)
     torch.manual_seed(seed)

@@ -268,20 +268,14 @@ def _expert_layers(model_dir: str) -> list[int]:
 def engine_arguments(
     model_dir: str, config: GenerationConfig, *, seed: int, device_ids: Sequence[int] = (), keeps_routes: bool = False
 ) -> EngineArgs:
-    """vLLM's arguments for an engine. `vllm_kwargs` of the configuration have the last word, except on LAYOUT_ARGUMENTS.
+    """vLLM's arguments for an engine; `vllm_kwargs` of the configuration add to them (`mrl.config.passthrough` says what they may).
 
     Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
 
     Raises:
-        ValueError: `vllm_kwargs` ask for weights that a refit could not write, or for prefixes whose routes would be missing.
+        ValueError: `vllm_kwargs` ask for prefixes whose routes would be missing.
     """
     vllm_cfg = config.vllm_cfg
-    for name, value in LAYOUT_ARGUMENTS.items():
-        if config.vllm_kwargs.get(name, value) != value:
-            raise ValueError(
-                f"policy.generation.vllm_kwargs.{name}={config.vllm_kwargs[name]!r}: refits need {value!r}, because with anything else "
-                "vLLM keeps experts in another order than the checkpoint; remove the key"
-            )
     arguments: dict[str, object] = {
         "model": model_dir,
         "skip_tokenizer_init": True,
@@ -289,6 +283,7 @@ def engine_arguments(
         "seed": seed,
         "dtype": vllm_cfg.precision,
         "load_format": vllm_cfg.load_format,
+        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
         "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,

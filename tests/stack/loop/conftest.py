@@ -58,6 +58,19 @@ SMALL = [
 ]
 
 
+PORTS = range(1400, 1999)
+# What libraries and processes get under their own names.
+PASSED_ON = [
+    "policy.generation.vllm_kwargs={mamba_ssm_cache_dtype: float32, scheduling_policy: priority}",
+    "policy.generation.vllm_cfg.env_vars={PASSED_ON: to an engine}",
+    "policy.megatron_cfg.env_vars={PASSED_ON: to a rank}",
+    "policy.megatron_cfg.model_overrides={clone_scatter_output_in_embedding: false}",
+    "policy.megatron_cfg.use_gloo_process_groups=true",
+    f"cluster.master_port_range_low={PORTS.start}",
+    f"cluster.master_port_range_high={PORTS.stop}",
+]
+
+
 @dataclass
 class LiveRun:
     """A run between two steps; tests leave it so that the next step works."""
@@ -100,6 +113,7 @@ def _live_run(folder: Path) -> Iterator[LiveRun]:
         "policy.generation.num_cpu_engines=2",
         "loss_fn.reference_policy_kl_penalty=0.01",
         "policy.refit_buffer_size_gb=0.0002",  # several rounds
+        *PASSED_ON,
     ]
     config = load_config("grpo_tiny.yaml", overrides)
     data = preflight(config)

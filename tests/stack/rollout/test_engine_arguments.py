@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
+from mrl.config.passthrough import FIXED_ENGINE_ARGUMENTS
 from mrl.config.schema_generation import GenerationConfig, VllmConfig
 
 
@@ -50,11 +50,25 @@ def test_triton_experts_keep_the_order_and_others_do_not() -> None:
     assert not torch.equal(converted("flashinfer_cutlass")[0], w13)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("moe_backend", "flashinfer_cutlass"), ("expert_placement_strategy", "round_robin"), ("enable_eplb", True)]
-)
-def test_other_orders_are_refused(name: str, value: object) -> None:
+def test_other_orders_are_refused() -> None:
+    from mrl.rollout.engine import LAYOUT_ARGUMENTS
+
+    assert LAYOUT_ARGUMENTS.keys() <= FIXED_ENGINE_ARGUMENTS.keys()
+
+
+def test_further_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Path]) -> None:
     from mrl.rollout.engine import engine_arguments
 
-    with pytest.raises(ValueError, match=rf"vllm_kwargs\.{name}={value!r}.*remove the key"):
-        engine_arguments("model", config(**{name: value}), seed=0)
+    wanted = {"mamba_ssm_cache_dtype": "float32", "compilation_config": {"backend": "eager"}, "scheduling_policy": "priority"}
+    made = engine_arguments(str(checkpoint(0)), config(**wanted), seed=0).create_engine_config()
+    assert made.cache_config.mamba_ssm_cache_dtype == "float32"
+    assert made.compilation_config.backend == "eager"
+    assert made.scheduler_config.policy == "priority"
+    assert engine_arguments(str(checkpoint(0)), config(), seed=0).create_engine_config().scheduler_config.policy == "fcfs"
+
+
+def test_the_type_of_the_cache_reaches_vllm() -> None:
+    from mrl.rollout.engine import engine_arguments
+
+    wanted = dataclasses.replace(config(), vllm_cfg=VllmConfig(precision="float32", kv_cache_dtype="bfloat16", max_model_len=256))
+    assert engine_arguments("model", wanted, seed=0).kv_cache_dtype == "bfloat16"

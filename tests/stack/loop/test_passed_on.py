@@ -1,0 +1,29 @@
+"""What the config hands on to libraries and processes is there while they run."""
+
+from __future__ import annotations
+
+import os
+
+from tests.stack.loop.conftest import PORTS, LiveRun
+
+
+def test_arguments_of_vllm_are_those_of_the_live_engines(live: LiveRun):
+    def settings(engine) -> tuple[str, str, str | None]:
+        config = engine._llm.vllm_config
+        return config.cache_config.mamba_ssm_cache_dtype, config.scheduler_config.policy, os.environ.get("PASSED_ON")
+
+    assert live.on_engines(settings) == [("float32", "priority", "to an engine")] * 2
+
+
+def test_arguments_of_megatron_are_those_of_the_live_ranks(live: LiveRun):
+    def settings(policy) -> tuple[bool, bool, str | None]:
+        from megatron.core import parallel_state
+
+        has_gloo = parallel_state._DATA_PARALLEL_GROUP_GLOO is not None
+        return policy._chunks[0].config.clone_scatter_output_in_embedding, has_gloo, os.environ.get("PASSED_ON")
+
+    assert live.on_ranks(settings) == [(False, True, "to a rank")] * 4
+
+
+def test_ranks_meet_at_a_port_of_the_range(live: LiveRun):
+    assert live.run.session.policies.master[1] in PORTS

@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import pytest
+
+from mrl.config.checks import find_problems
+from mrl.config.load import load_config
+from mrl.config.passthrough import (
+    FIXED_ENGINE_ARGUMENTS,
+    KEYS_OF_ENGINE_ARGUMENTS,
+    OVERRIDABLE,
+    RESERVED_VARIABLES,
+    arguments_of,
+)
+from mrl.config.schema import KEYS
+from mrl.rollout.environment import engine_environment
+
+ENGINE = "policy.generation.vllm_kwargs"
+MODEL = "policy.megatron_cfg.model_overrides"
+VARIABLES = "policy.megatron_cfg.env_vars"
+
+
+def problems_of(*overrides: str) -> list[str]:
+    return find_problems(load_config("grpo_tiny.yaml", overrides))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{ENGINE}={{mamba_ssm_cache_dtype: float32, compilation_config: {{backend: eager}}}}",
+        f"{ENGINE}.compilation_config={{mode: 0, cudagraph_mode: NONE, cudagraph_capture_sizes: [1, 2]}}",
+        f"{ENGINE}.max_num_queued_reqs=null",
+        f"{ENGINE}.watermark=0",
+        f"{MODEL}={{deterministic_mode: true, cp_comm_type: a2a, microbatch_group_size_per_vp_stage: 2}}",
+        f"{VARIABLES}={{NCCL_DEBUG: INFO, N: 1}}",
+        "policy.generation.vllm_cfg.env_vars={VLLM_LOGGING_LEVEL: INFO}",
+    ],
+)
+def test_arguments_of_the_libraries(workplace: Path, override: str):
+    assert problems_of(override) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "start", "part"),
+    [
+        (
+            f"{ENGINE}.mamba_ssm_cache_dtyp=float32",
+            f"{ENGINE}.mamba_ssm_cache_dtyp=float32: no argument",
+            "nearest is mamba_ssm_cache_dtype",
+        ),
+        (f"{ENGINE}.mamba_ssm_cache_dtype=float8", f"{ENGINE}.mamba_ssm_cache_dtype=float8: not a value", "auto or bfloat16 or float16 or"),
+        (f"{ENGINE}.block_size=many", f"{ENGINE}.block_size=many: not a value", "use null or whole number"),
+        (f"{ENGINE}.enable_prefix_caching=1", f"{ENGINE}.enable_prefix_caching=1: not a value", "true or false"),
+        (f"{ENGINE}.compilation_config.backends=eager", f"{ENGINE}.compilation_config.backends=eager: no", "nearest is backend"),
+        (f"{ENGINE}.compilation_config=3", f"{ENGINE}.compilation_config=3: not a value", "use mapping"),
+        (f"{ENGINE}.tensor_parallel_size=2", f"{ENGINE}.tensor_parallel_size=2: ", "set that"),
+        (f"{ENGINE}.seed=1", f"{ENGINE}.seed=1: ", "grpo.seed"),
+        (f"{ENGINE}.kv_cache_memory_bytes=1000", f"{ENGINE}.kv_cache_memory_bytes=1000: ", "kv_cache_memory_mib"),
+        (f"{ENGINE}.moe_backend=flashinfer_cutlass", f"{ENGINE}.moe_backend=flashinfer_cutlass: ", "remove the key"),
+        (f"{ENGINE}.quantization=fp8", f"{ENGINE}.quantization=fp8: ", "remove the key"),
+        (f"{MODEL}.deterministic_mod=true", f"{MODEL}.deterministic_mod=true: ", "nearest is deterministic_mode"),
+        (f"{MODEL}.deterministic_mode=1", f"{MODEL}.deterministic_mode=1: ", "true or false"),
+        (f"{MODEL}.moe_permute_fusion=false", f"{MODEL}.moe_permute_fusion=false: ", "set policy.megatron_cfg.moe_permute_fusion"),
+        (f"{MODEL}.hidden_size=128", f"{MODEL}.hidden_size=128: ", "config.json"),
+        (f"{VARIABLES}.MASTER_PORT=1", f"{VARIABLES}.MASTER_PORT: ", "remove it"),
+        (f"{VARIABLES}.RAY_ADDRESS=x", f"{VARIABLES}.RAY_ADDRESS: ", "remove it"),
+        (f"{VARIABLES}={{'A B': x}}", f"{VARIABLES}.A B: ", "correct it"),
+    ],
+)
+def test_what_is_refused(workplace: Path, override: str, start: str, part: str):
+    (problem,) = problems_of(override)
+    assert problem.startswith(start) and part in problem
+
+
+def test_the_tables_name_what_there_is():
+    engine = arguments_of("EngineArgs").keys()
+    assert KEYS_OF_ENGINE_ARGUMENTS.keys() <= engine and FIXED_ENGINE_ARGUMENTS.keys() <= engine
+    assert not KEYS_OF_ENGINE_ARGUMENTS.keys() & FIXED_ENGINE_ARGUMENTS.keys()
+    assert set(KEYS_OF_ENGINE_ARGUMENTS.values()) <= KEYS.keys()
+    assert OVERRIDABLE <= arguments_of("TransformerConfig").keys()
+
+
+def test_what_keeps_an_engine_deterministic_cannot_be_changed():
+    own = engine_environment(has_gpu=False).keys()
+    assert {name for name in own if RESERVED_VARIABLES.fullmatch(name)} == {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_ATTN_SPLIT_KV"}
