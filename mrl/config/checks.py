@@ -182,9 +182,6 @@ def _optimizer(config: RunConfig) -> list[str]:
     if optimizer.bf16 != (policy.precision == "bfloat16"):
         rule = f"must agree with policy.precision={policy.precision}"
         problems.append(_problem(f"{prefix}.optimizer.bf16", optimizer.bf16, rule, f"set it to {spell(not optimizer.bf16)}"))
-    if megatron.pipeline_dtype != policy.precision:
-        rule = f"must be policy.precision={policy.precision}, the type of the activations that stages exchange"
-        problems.append(_problem(f"{prefix}.pipeline_dtype", megatron.pipeline_dtype, rule, "leave it out, and it follows"))
     if optimizer.clip_grad != policy.max_grad_norm:
         rule = f"must equal policy.max_grad_norm={policy.max_grad_norm:g}, which means the same"
         problems.append(_problem(f"{prefix}.optimizer.clip_grad", optimizer.clip_grad, rule, "leave it out, and it follows"))

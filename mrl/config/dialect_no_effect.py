@@ -12,6 +12,7 @@ _BEST_AT_K = "read only with the training on best@k of an older branch"
 _DRAFT = "read only with policy.draft.enabled"
 _FP8 = "read only with policy.megatron_cfg.fp8_cfg.enabled"
 _MTP = "read only with policy.megatron_cfg.mtp_num_layers"
+_SERVER = "engines have no HTTP server; environments get their rollouts, also of several turns, as tokens"
 _DATA_PLANE = "rollouts stay where they were made, and their readers pull them; no service lies between"
 _NO_SERVER = "environments run inside mrl, without NeMo Gym's servers"
 
@@ -33,6 +34,9 @@ NO_EFFECT: dict[str, Foreign] = {
     "env.should_log_nemo_gym_responses": Foreign("no server answers; samples of every step are in the run folder"),
     **no_effect(_NO_SERVER, "port_range_low", "port_range_high", "code_gen.resources_servers.code_gen.debug", prefix="env.nemo_gym."),
     "env.nemo_gym.math_with_judge.resources_servers.math_with_judge.judge_model_server": Foreign(_NO_SERVER, is_section=True),
+    "checkpointing.model_save_format": Foreign(
+        "checkpoints are Megatron's, with the optimizer; `python -m mrl.convert mcore-to-hf` makes safetensors of them"
+    ),
     "policy.generation_batch_size": Foreign(_DEAD),
     "policy.tokenizer.use_fastokens": Foreign("only about speed: another tokenizer library, with the same tokens"),
     **no_effect(_DRAFT, "model_name", "loss_weight", "num_layers", "aux_layer_indices", prefix="policy.draft."),
@@ -45,6 +49,28 @@ NO_EFFECT: dict[str, Foreign] = {
     "policy.generation.refit_transport": Foreign(_TRANSPORT),
     "policy.generation.nccl_reshard_refit": Foreign(_TRANSPORT),
     "policy.generation.refit_cfg": Foreign(_TRANSPORT, is_section=True),
+    **no_effect(
+        _TRANSPORT,
+        "http_refit_api_key_env_var",
+        "http_refit_server_port",
+        "zmq_refit_server_port",
+        prefix="policy.generation.vllm_cfg.",
+    ),
+    "policy.generation.vllm_cfg.async_engine": Foreign(
+        "engines always take requests while others are sampled; refits and aborts come between two of their steps"
+    ),
+    "policy.generation.vllm_cfg.use_tqdm": Foreign("one bar counts the rollouts of all engines"),
+    "policy.generation.vllm_cfg.cap_max_tokens_to_context": Foreign("rollouts always end where the context does"),
+    "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update": Foreign("only about images and sound"),
+    **no_effect(
+        "engines are not polled; rollout/* has the rates and lengths of every step",
+        "enable_vllm_metrics_logger",
+        "vllm_metrics_logger_interval",
+        prefix="policy.generation.vllm_cfg.",
+    ),
+    **no_effect(_SERVER, "port_range_low", "port_range_high", prefix="policy.generation."),
+    **no_effect(_SERVER, "expose_http_server", "reasoning_parser_plugin", "tool_parser_plugin", prefix="policy.generation.vllm_cfg."),
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs": Foreign(_SERVER, is_section=True),
     "policy.generation.real_quant_export_cpu_offload": Foreign("read only with quantised weights"),
     **no_effect(
         _MEGATRON_ENGINE,
@@ -89,11 +115,21 @@ NO_EFFECT: dict[str, Foreign] = {
     "policy.megatron_cfg.cuda_graph_modules": Foreign("read only with policy.megatron_cfg.cuda_graph_impl"),
     "policy.megatron_cfg.cuda_graph_warmup_steps": Foreign("read only with policy.megatron_cfg.cuda_graph_impl"),
     "policy.megatron_cfg.offload_modules": Foreign("read only with policy.megatron_cfg.fine_grained_activation_offloading"),
-    "policy.megatron_cfg.use_gloo_process_groups": Foreign("only about speed: which groups beside NCCL's are made at start"),
     "policy.megatron_cfg.clear_memory_caches_before_refit": Foreign("memory is always given back to the GPU between phases"),
     "policy.megatron_cfg.inference_moe_token_dispatcher_type": Foreign(_MEGATRON_ENGINE),
     **no_effect(_MTP, "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads", prefix="policy.megatron_cfg."),
     "policy.megatron_cfg.checkpoint.ckpt_assume_constant_structure": Foreign("only about speed: how a save is planned"),
+    **no_effect(
+        "ranks always write and read parts of their own",
+        "ckpt_fully_parallel_save",
+        "ckpt_fully_parallel_load",
+        prefix="policy.megatron_cfg.checkpoint.",
+    ),
+    "policy.megatron_cfg.force_reconvert_from_hf": Foreign(
+        "a converted model is found by the content of its files, and converted again by itself where it is damaged"
+    ),
+    "policy.megatron_cfg.moe_grouped_gemm": Foreign("only about speed: experts are one grouped product wherever Transformer Engine is"),
+    **no_effect("read only by HybridEP", "moe_hybridep_num_sms", "hybridep_num_sms", prefix="policy.megatron_cfg."),
     "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp": Foreign(_DEAD),
     "policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy": Foreign("read only by Megatron's FSDP"),
     "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective": Foreign(

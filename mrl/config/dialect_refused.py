@@ -9,6 +9,44 @@ _OFF = (False, None)
 REFUSED: dict[str, Foreign] = {
     "grpo.use_best_at_k": Foreign("training on best@k, of an older branch, is not supported", _OFF, "set it to false"),
     "grpo.use_combined_training": Foreign("training on best@k, of an older branch, is not supported", _OFF, "set it to false"),
+    "checkpointing.save_consolidated": Foreign(
+        "a checkpoint holds what a run needs to resume", _OFF, "set it to false, and export with `python -m mrl.convert mcore-to-hf`"
+    ),
+    **{
+        key: Foreign(
+            "a run starts from a Hugging Face folder",
+            (None,),
+            "give policy.model_name; `python -m mrl.convert mcore-to-hf` makes a folder of a Megatron checkpoint",
+            is_section=True,
+        )
+        for key in ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
+    },
+    "cluster.segment_size": Foreign(
+        "ranks follow each other node by node as Ray lists them", (None,), "leave it out, and let the scheduler give neighbouring nodes"
+    ),
+    "policy.hf_config_overrides": Foreign(
+        "trainer, engines and conversion read the same config.json",
+        ({}, None),
+        "edit it in a copy of the model's folder, whose weights may be links",
+        is_section=True,
+    ),
+    "policy.offload_optimizer_for_logprob": Foreign(
+        "the optimizer leaves the GPUs outside of train steps wherever engines share them, and stays elsewhere", _OFF, "set it to false"
+    ),
+    "policy.dtensor_cfg.env_vars": Foreign(
+        "a setting of DTensor's workers", ({}, None), "write policy.megatron_cfg.env_vars instead", is_section=True
+    ),
+    "policy.generation.bad_words": Foreign("engines see tokens, not words", (None, []), "leave it out"),
+    **{
+        f"policy.generation.vllm_cfg.{key}": Foreign("engines have the weights of the checkpoint, none in 8 bits", same, way_out)
+        for key, same, way_out in (
+            ("use_deep_gemm", _OFF, "set it to false"),
+            ("is_mx", _OFF, "set it to false"),
+            ("num_first_layers_in_bf16", (0, None), "set it to 0"),
+            ("num_last_layers_in_bf16", (0, None), "set it to 0"),
+        )
+    },
+    "policy.megatron_cfg.moe_flex_dispatcher_backend": Foreign("the flex dispatcher is DeepEP", ("deepep", None), "set it to deepep"),
     "policy.activation_checkpointing_enabled": Foreign(
         "NeMo RL reads it nowhere", _OFF, "set policy.megatron_cfg.activation_checkpointing=true instead"
     ),

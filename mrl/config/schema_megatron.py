@@ -109,10 +109,10 @@ class MegatronConfig:
     """Layers of the last stage; null = as many as the others."""
     virtual_pipeline_model_parallel_size: int | None = None
     """VPP: parts of each stage, interleaved over the stages to keep them busy; null = 1. Not for hybrid models."""
-    pipeline_dtype: Precision = follows("policy.precision")
-    """Type in which stages exchange activations; must be policy.precision."""
     use_gloo_process_groups: bool = False
     """Build Megatron's further groups for exchange over the hosts' network, which mrl does not need."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    """Which of Transformer Engine's attention kernels to use. No effect without a GPU and Transformer Engine."""
     env_vars: dict[str, str] | None = None
     """Environment variables of the processes of policy ranks."""
     sequence_parallel: bool = False

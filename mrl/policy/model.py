@@ -12,6 +12,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -126,7 +127,8 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         **arguments,
         **megatron.model_overrides,
         params_dtype=dtype,
-        pipeline_dtype=DTYPES[megatron.pipeline_dtype],
+        pipeline_dtype=dtype,
+        attention_backend=AttnBackend[megatron.attention_backend],
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,

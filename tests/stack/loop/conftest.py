@@ -65,6 +65,7 @@ PASSED_ON = [
     "policy.generation.vllm_cfg.env_vars={PASSED_ON: to an engine}",
     "policy.megatron_cfg.env_vars={PASSED_ON: to a rank}",
     "policy.megatron_cfg.model_overrides={clone_scatter_output_in_embedding: false}",
+    "policy.megatron_cfg.attention_backend=flash",
     "policy.megatron_cfg.use_gloo_process_groups=true",
     f"cluster.master_port_range_low={PORTS.start}",
     f"cluster.master_port_range_high={PORTS.stop}",

@@ -16,13 +16,15 @@ def test_arguments_of_vllm_are_those_of_the_live_engines(live: LiveRun):
 
 
 def test_arguments_of_megatron_are_those_of_the_live_ranks(live: LiveRun):
-    def settings(policy) -> tuple[bool, bool, str | None]:
+    def settings(policy) -> tuple[bool, str, bool, str | None]:
         from megatron.core import parallel_state
 
-        has_gloo = parallel_state._DATA_PARALLEL_GROUP_GLOO is not None
-        return policy._chunks[0].config.clone_scatter_output_in_embedding, has_gloo, os.environ.get("PASSED_ON")
+        config = policy._chunks[0].config
 
-    assert live.on_ranks(settings) == [(False, True, "to a rank")] * 4
+        has_gloo = parallel_state._DATA_PARALLEL_GROUP_GLOO is not None
+        return config.clone_scatter_output_in_embedding, config.attention_backend.name, has_gloo, os.environ.get("PASSED_ON")
+
+    assert live.on_ranks(settings) == [(False, "flash", True, "to a rank")] * 4
 
 
 def test_ranks_meet_at_a_port_of_the_range(live: LiveRun):

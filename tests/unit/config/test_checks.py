@@ -97,7 +97,6 @@ BAD = [
     (["cluster.master_port_range_low=1400"], "cluster.master_port_range_low=1400", "set both"),
     (["cluster.master_port_range_low=1400", "cluster.master_port_range_high=1400"], "cluster.master_port_range_low=1400", "set both"),
     (["cluster.master_port_range_low=80", "cluster.master_port_range_high=90"], "cluster.master_port_range_low=80", "at least 1024"),
-    ([f"{MEGATRON}.pipeline_dtype=bfloat16"], f"{MEGATRON}.pipeline_dtype=bfloat16", "leave it out"),
     ([f"{ENGINE}.kv_cache_dtype=bfloat16"], f"{ENGINE}.kv_cache_dtype=bfloat16", "set it to auto"),
     ([f"{ENGINE}.logprobs_mode=raw_logprobs"], f"{ENGINE}.logprobs_mode=raw_logprobs", "processed_logprobs"),
     (["checkpointing.ft_save_period=5"], "checkpointing.ft_save_period=5", "set it"),
