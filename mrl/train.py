@@ -83,7 +83,7 @@ def train(config: RunConfig, data: PromptData, folder: RunFolder, *, started: fl
         run.is_over |= run.budget.is_over
         while state.step < run.last_step and not run.is_over:
             train_step(run, state)
-        session.merge_config_reads()
+        session.merge_config_readers()
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
     return state
 

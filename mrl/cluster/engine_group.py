@@ -84,9 +84,9 @@ class EngineActor:
         """`function(engine, *arguments)`: tests and diagnostics reach into an engine with it."""
         return function(self.engine, *arguments)
 
-    def config_reads(self) -> set[str]:
+    def config_readers(self) -> trace.Readers:
         """Configuration keys that this process read."""
-        return trace.reads()
+        return trace.readers()
 
 
 def describe(rollout: Rollout) -> RolloutInfo:
@@ -273,11 +273,11 @@ class EngineGroup:
         pending = {name(i): actor.apply.remote(function, *arguments) for i, actor in enumerate(self.actors)}
         return list(wait_all(pending, deadline_s=deadline_s, what="apply").values())
 
-    def config_reads(self) -> set[str]:
-        """Configuration keys that any engine read."""
-        pending = {name(i): actor.config_reads.remote() for i, actor in enumerate(self.actors)}
-        reads = wait_all(pending, deadline_s=self.deadlines.start_s, what="config_reads")
-        return set().union(*cast(dict[str, set[str]], reads).values())
+    def config_readers(self) -> list[trace.Readers]:
+        """Configuration keys that each engine read."""
+        pending = {name(i): actor.config_readers.remote() for i, actor in enumerate(self.actors)}
+        readers = wait_all(pending, deadline_s=self.deadlines.start_s, what="config_readers")
+        return list(cast(dict[str, trace.Readers], readers).values())
 
     def _log_file(self, index: int) -> Path:
         return self.log_folder / f"engine-{index}.log"

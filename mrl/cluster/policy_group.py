@@ -97,9 +97,9 @@ class PolicyActor:
         """`function(policy, *arguments)`: tests and diagnostics reach into a rank with it."""
         return function(self.policy, *arguments)
 
-    def config_reads(self) -> set[str]:
+    def config_readers(self) -> trace.Readers:
         """Configuration keys that this process read."""
-        return trace.reads()
+        return trace.readers()
 
 
 def free_port(ports: range) -> int:
@@ -181,10 +181,10 @@ class PolicyGroup:
         ]
         self._wait(references, "set_batch", self.deadlines.train_s)
 
-    def config_reads(self) -> set[str]:
-        """Configuration keys that any rank read."""
-        reads = self._wait([actor.config_reads.remote() for actor in self.actors], "config_reads", self.deadlines.start_s)
-        return set().union(*cast(list[set[str]], reads))
+    def config_readers(self) -> list[trace.Readers]:
+        """Configuration keys that each rank read."""
+        readers = self._wait([actor.config_readers.remote() for actor in self.actors], "config_readers", self.deadlines.start_s)
+        return cast(list[trace.Readers], readers)
 
     def _wait(self, references: Sequence[ray.ObjectRef], what: str, deadline_s: float) -> list[object]:
         pending = {f"policy rank {rank}": reference for rank, reference in enumerate(references)}

@@ -67,9 +67,9 @@ class RewardActor:
         """`function(self, *arguments)`: tests and diagnostics reach into the actor with it."""
         return function(self, *arguments)
 
-    def config_reads(self) -> set[str]:
+    def config_readers(self) -> trace.Readers:
         """Configuration keys that this process read."""
-        return trace.reads()
+        return trace.readers()
 
 
 class Rewards:
@@ -103,7 +103,7 @@ class Rewards:
         """`function(actor, *arguments)` in the actor's process."""
         return wait_all({NAME: self.actor.apply.remote(function, *arguments)}, deadline_s=self.deadlines.reward_s, what="apply")[NAME]
 
-    def config_reads(self) -> set[str]:
+    def config_readers(self) -> list[trace.Readers]:
         """Configuration keys that the actor read."""
-        reads = wait_all({NAME: self.actor.config_reads.remote()}, deadline_s=self.deadlines.start_s, what="config_reads")
-        return cast(set[str], reads[NAME])
+        readers = wait_all({NAME: self.actor.config_readers.remote()}, deadline_s=self.deadlines.start_s, what="config_readers")
+        return [cast(trace.Readers, readers[NAME])]

@@ -38,10 +38,11 @@ class Session:
             self.engines.enter(phase, deadline_s=deadline_s)
         self.policies.call("enter", phase, deadline_s=deadline_s)
 
-    def merge_config_reads(self) -> None:
+    def merge_config_readers(self) -> None:
         """Adds the configuration keys that the actors read to this process's record."""
         for part in (self.policies, self.engines, self.rewards):
-            trace.merge_reads(part.config_reads())
+            for readers in part.config_readers():
+                trace.merge_readers(readers)
 
 
 @contextmanager
