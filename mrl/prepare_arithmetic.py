@@ -1,4 +1,4 @@
-"""Additions of two-digit numbers with two-digit sums, as JSONL, in splits that share no pair of operands."""
+"""Additions of two-digit numbers with two-digit sums, as JSONL, in splits that share no pair of operands; also beside wrong sums."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 # Operands and sums have two digits each: no padding is needed, and every answer has the same few tokens.
 SMALLEST, LARGEST = 10, 99
+PREFERENCE_SPLITS = ("train", "validation")
 NUM_VALIDATION, NUM_PROBE, NUM_WARM_START = 256, 128, 500
 
 
@@ -59,11 +60,20 @@ def split_additions(seed: int) -> Splits:
 
 
 def write_splits(splits: Splits, folder: Path) -> None:
-    """Writes one JSONL file per split into `folder`, rows {"question", "answer"}."""
+    """Writes one JSONL file per split into `folder`, rows {"question", "answer"}, and the preferences of `PREFERENCE_SPLITS`."""
     folder.mkdir(parents=True)
+    for name in PREFERENCE_SPLITS:
+        preferences = [json.dumps(preference_row(addition)) for addition in vars(splits)[name]]
+        (folder / f"{name}_preferences.jsonl").write_text("\n".join(preferences) + "\n", encoding="utf-8")
     for name, additions in vars(splits).items():
         rows = [json.dumps({"question": addition.question, "answer": addition.answer}) for addition in additions]
         (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def preference_row(addition: Addition) -> dict[str, str]:
+    """The addition with its sum preferred to a wrong one of two digits, which follows from the question."""
+    wrong = random.Random(addition.question).choice([number for number in range(SMALLEST, LARGEST + 1) if str(number) != addition.answer])
+    return {"prompt": addition.question, "chosen": addition.answer, "rejected": str(wrong)}
 
 
 def _both_orders(pairs: list[Addition], shuffle: random.Random) -> list[Addition]:

@@ -1,12 +1,12 @@
-"""Training without rollouts (`algorithm: sft`), on the same ranks, checkpoints and ledger as GRPO. This file is the loop.
+"""Training without rollouts (`algorithm: sft|dpo`), on the same ranks, checkpoints and ledger as GRPO. This file is the loop.
 
-examples -> packed batch -> train step -> metrics, ledger, checkpoint
+examples -> packed batch -> reference logprobs (dpo) -> train step -> metrics, ledger, checkpoint
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -79,9 +79,8 @@ def train_step(run: Run, state: RunState) -> None:
     taken = examples_of(run, step)
     keys = [(epoch, example.example_id) for epoch, example in taken]
     folder.ledger.take(step, keys)
-    batch = batch_of(run, [example for _, example in taken], config.policy)
     with clock.phase("train"):
-        metrics = batch.metrics | update_policy(run, batch)
+        metrics = update_policy(run, [example for _, example in taken])
     folder.ledger.train(step, keys)
     state.step = step
 
@@ -115,38 +114,50 @@ def examples_of(run: Run, step: int) -> list[tuple[int, Example]]:
     return [(epoch, examples[index]) for epoch, index in picked]
 
 
-def batch_of(run: Run, examples: Sequence[Example], policy: PolicyConfig) -> Batch:
-    """The batch of these examples, in rows as `policy` says, where the ranks can pull it."""
-    return put_batch(batch_examples(examples, policy, dp_size=run.config.data_parallel_size, cost=run.cost))
-
-
-def update_policy(run: Run, batch: Batch) -> dict[str, float]:
-    """One optimizer step on the batch; the ranks pull the payload themselves. A save under way gets the weights before it."""
-    deadline_s = run.config.deadlines.train_s
+def give_batch(run: Run, examples: Sequence[Example], policy: PolicyConfig) -> Batch:
+    """The batch of these examples, in rows as `policy` says: the ranks have it, with reference logprobs if the loss wants them."""
+    config, deadline_s = run.config, run.config.deadlines.train_s
+    batch = put_batch(batch_examples(examples, policy, dp_size=config.data_parallel_size, cost=run.cost))
     run.policies.set_batch(batch)
+    if config.keeps_reference:
+        run.policies.call("compute_reference_logprobs", deadline_s=deadline_s)
+    return batch
+
+
+def update_policy(run: Run, examples: Sequence[Example]) -> dict[str, float]:
+    """One optimizer step on the batch of these examples."""
+    batch = give_batch(run, examples, run.config.policy)
     # Every rank returns the same metrics.
-    metrics = cast(dict[str, float], run.policies.call("train_step", deadline_s=deadline_s)[0])
+    metrics = cast(dict[str, float], run.policies.call("train_step", deadline_s=run.config.deadlines.train_s)[0])
     run.saver.poll()
-    return metrics
+    return batch.metrics | metrics
 
 
 def validate(run: Run, state: RunState) -> dict[str, float]:
-    """The loss over held-out examples, each learned token counting the same, under NeMo RL's names."""
-    training, held_out = run.config.training, run.data.validation
-    size = training.val_global_batch_size
-    batches = [held_out[first : first + size] for first in range(0, len(held_out), size)]
-    total_loss, num_tokens = 0.0, 0
+    """The loss over held-out examples and what belongs to it, in all tokens that are learned (sft) or all pairs, under NeMo RL's names."""
+    config, training, held_out = run.config, run.config.training, run.data.validation
+    batches = [
+        held_out[first : first + training.val_global_batch_size] for first in range(0, len(held_out), training.val_global_batch_size)
+    ]
+    parts: list[tuple[float, dict[str, float]]] = []
     for examples in batches[: training.val_batches] if training.val_batches > 0 else batches:
-        batch = batch_of(run, examples, as_in_validation(run.config.policy, training.val_micro_batch_size))
-        run.policies.set_batch(batch)
-        metrics = cast(dict[str, float], run.policies.call("evaluate", deadline_s=run.config.deadlines.train_s)[0])
-        total_loss += metrics["loss"] * batch.num_valid_tokens
-        num_tokens += batch.num_valid_tokens
-    if not num_tokens:
+        batch = give_batch(run, examples, as_in_validation(config.policy, training.val_micro_batch_size))
+        metrics = cast(dict[str, float], run.policies.call("evaluate", deadline_s=config.deadlines.train_s)[0])
+        parts.append((len(examples) if config.learns_pairs else batch.num_valid_tokens, metrics))
+    if not parts:
         return {}
-    loss = total_loss / num_tokens
-    logger.info("[Validate] step %d: loss %.4f, perplexity %.4f over %d tokens", state.step, loss, perplexity(loss), num_tokens)
-    return {"val/val_loss": loss, "val/perplexity": perplexity(loss), "val/num_valid_tokens": float(num_tokens)}
+    means = weighted_means(parts)
+    if not config.learns_pairs:
+        means = {"val_loss": means["loss"], "perplexity": perplexity(means["loss"])}
+    logger.info("[Validate] step %d: %s", state.step, ", ".join(f"{name}={value:.4f}" for name, value in means.items()))
+    prefix = "val/validation-default_" if config.learns_pairs else "val/"
+    return {f"{prefix}{name}": value for name, value in means.items()}
+
+
+def weighted_means(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Mean of each metric over parts of these weights, one part at least."""
+    total = sum(weight for weight, _ in parts)
+    return {name: sum(weight * metrics[name] for weight, metrics in parts) / total for name in parts[0][1]}
 
 
 def resume(run: Run, checkpoint: Checkpoint | None) -> RunState:

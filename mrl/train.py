@@ -142,7 +142,7 @@ def update_policy(run: Run, batch: Batch) -> dict[str, float]:
     run.session.enter("logprob", deadline_s=deadline_s)
     policies.set_batch(batch)
     policies.call("compute_old_logprobs", deadline_s=deadline_s)
-    if run.config.loss_fn.reference_policy_kl_penalty > 0:
+    if run.config.keeps_reference:
         policies.call("compute_reference_logprobs", deadline_s=deadline_s)
     run.session.enter("train", deadline_s=deadline_s)
     # Every rank returns the same metrics.

@@ -15,7 +15,7 @@ from mrl.config.schema_algo import GrpoConfig, LossConfig
 from mrl.config.schema_data import DataConfig
 from mrl.config.schema_env import EnvConfig
 from mrl.config.schema_policy import PolicyConfig
-from mrl.config.schema_supervised import SftConfig
+from mrl.config.schema_supervised import DpoConfig, SftConfig
 from mrl.config.trace import traced
 
 
@@ -115,11 +115,12 @@ class DeadlinesConfig:
 class RunConfig:
     """A whole run. Code takes the narrowest section it needs."""
 
-    algorithm: Literal["grpo", "sft"] = "grpo"
-    """How the policy is trained: by rollouts and their rewards (grpo), or on conversations as they are (sft). A file that has the section
-    of another algorithm than grpo, and none for grpo, means that one."""
+    algorithm: Literal["grpo", "sft", "dpo"] = "grpo"
+    """How the policy is trained: by rollouts and their rewards (grpo), on conversations as they are (sft), or on pairs of answers of which
+    one is preferred (dpo). A file that has the section of another algorithm than grpo, and none for grpo, means that one."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -130,9 +131,25 @@ class RunConfig:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
     @property
-    def training(self) -> GrpoConfig | SftConfig:
+    def training(self) -> GrpoConfig | SftConfig | DpoConfig:
         """The section of the algorithm."""
-        return self.grpo if self.algorithm == "grpo" else self.sft
+        match self.algorithm:
+            case "grpo":
+                return self.grpo
+            case "sft":
+                return self.sft
+            case "dpo":
+                return self.dpo
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether a row of data is a pair of answers."""
+        return self.algorithm == "dpo"
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the loss compares with the starting model."""
+        return self.algorithm == "dpo" or (self.algorithm == "grpo" and self.loss_fn.reference_policy_kl_penalty > 0)
 
     @property
     def has_engines(self) -> bool:

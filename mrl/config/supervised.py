@@ -5,9 +5,10 @@ from __future__ import annotations
 from mrl.config.ranges import spell
 from mrl.config.schema import RunConfig
 
-METRICS = {"sft": ("loss", "perplexity")}
+_PAIRS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean")
+METRICS = {"sft": ("loss", "perplexity"), "dpo": (*_PAIRS, "preference_loss", "sft_loss")}
 """What a training step of each algorithm measures, besides what all measure."""
-VALIDATION_METRICS = {"sft": ("val_loss", "perplexity")}
+VALIDATION_METRICS = {"sft": ("val_loss", "perplexity"), "dpo": tuple(f"validation-default_{name}" for name in METRICS["dpo"])}
 """What a validation of each algorithm measures, under NeMo RL's names."""
 
 
@@ -22,6 +23,8 @@ def find_supervised_problems(config: RunConfig) -> list[str]:
         problems.append(f"checkpointing.metric_name={config.checkpointing.metric_name}: {rule}; {way_out}")
     if training.max_num_steps == 0:
         problems.append(f"{algorithm}.max_num_steps=0: nothing would be trained; use 1 or more, or -1 for whole epochs")
+    if algorithm == "dpo" and config.dpo.preference_loss_weight == config.dpo.sft_loss_weight == 0:
+        problems.append("dpo.preference_loss_weight=0: with dpo.sft_loss_weight=0 nothing would be trained; raise one of them")
     if config.policy.router_replay.enabled:
         rule = f"algorithm={algorithm} has no engines whose routes could be followed"
         problems.append(f"policy.router_replay.enabled={spell(True)}: {rule}; set it to false")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from mrl.config.schema_policy import DynamicBatchingConfig, SequencePackingConfig
 from mrl.data.batch import plan_batch, plan_metrics
+from mrl.data.packing import padded_length
 from mrl.data.planning import RowPlan
 from mrl.types import Rollout, RolloutRequest, SamplingParams, Turn
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from mrl.data.conversations import TokenSequence
     from mrl.data.cost import SequenceCost
     from mrl.data.supervised import Example
+
+
+Section = TypeVar("Section", SequencePackingConfig, DynamicBatchingConfig)
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,43 @@ class ExampleBatch:
 
 
 def batch_examples(examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> ExampleBatch:
-    """The batch of these examples, a pure function of their order."""
+    """The batch of these examples, a pure function of their order. The sequences of an example follow each other in one row.
+
+    All examples have the same number of sequences, one at least. Where they have two, a row holds twice the tokens: its limit is that of
+    the preferred answers, and as many again of the others.
+    """
     rollouts = tuple(
-        as_rollout(sequence, f"{example.example_id}", index) for example in examples for index, sequence in enumerate(example.sequences)
+        as_rollout(sequence, example.example_id, index) for example in examples for index, sequence in enumerate(example.sequences)
     )
-    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]
-    rows, logprob_rows = plan_batch(lengths, policy, dp_size=dp_size, cost=cost)
-    return ExampleBatch(rollouts, rows, logprob_rows, plan_metrics(rows, lengths, policy, cost))
+    size = len(examples[0].sequences)
+    lengths = [
+        sum(padded_length(len(sequence.token_ids), policy.sequence_multiple) for sequence in example.sequences) for example in examples
+    ]
+    policy = _for_several(policy, size)
+    plans = plan_batch(lengths, policy, dp_size=dp_size, cost=cost)
+    rows, logprob_rows = (tuple(tuple(_expanded(row, size) for row in rows) for rows in plan) for plan in plans)
+    return ExampleBatch(rollouts, rows, logprob_rows, plan_metrics(plans[0], lengths, policy, cost))
+
+
+def _expanded(row: Sequence[int], size: int) -> tuple[int, ...]:
+    """Indices of sequences, from those of examples."""
+    return tuple(size * example + index for example in row for index in range(size))
+
+
+def _for_several(policy: PolicyConfig, size: int) -> PolicyConfig:
+    """The policy with rows of `size` times the tokens."""
+
+    def widened(section: Section) -> Section:
+        return dataclasses.replace(
+            section, train_mb_tokens=size * section.train_mb_tokens, logprob_mb_tokens=size * section.logprob_mb_tokens
+        )
+
+    return dataclasses.replace(
+        policy,
+        max_total_sequence_length=size * policy.max_total_sequence_length,
+        sequence_packing=widened(policy.sequence_packing),
+        dynamic_batching=widened(policy.dynamic_batching),
+    )
 
 
 def as_rollout(sequence: TokenSequence, prompt_id: str, index: int) -> Rollout:
@@ -60,5 +95,5 @@ def as_rollout(sequence: TokenSequence, prompt_id: str, index: int) -> Rollout:
 
 
 def as_in_validation(policy: PolicyConfig, micro_batch_size: int) -> PolicyConfig:
-    """The policy with this many sequences in a row, where rows have a number of sequences."""
+    """The policy with this many examples in a row, where rows have a number of them."""
     return dataclasses.replace(policy, train_micro_batch_size=micro_batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mrl.data.chat import load_chat_format, load_tokenizer
 from mrl.data.conversations import Conversation, ConversationFormat, TokenSequence, conversation_of, tokenize, with_prompts
 from mrl.data.jsonl import raise_errors, read_objects, repeated_ids, row_id
+from mrl.data.preferences import preference_of
 
 if TYPE_CHECKING:
     from mrl.config.schema import RunConfig
@@ -27,7 +28,7 @@ class Example:
     example_id: str
     """Stable id of the row: `<file stem>:<line number>` unless the row names its own."""
     sequences: tuple[TokenSequence, ...]
-    """What is learned together: one conversation."""
+    """What is learned together: one conversation, or one with the preferred answer and one with the other."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,15 @@ def load_examples(config: RunConfig) -> SupervisedData:
         add_bos=data.add_bos,
         add_eos=data.add_eos,
         add_generation_prompt=data.add_generation_prompt,
-        only_unmask_final=config.sft.only_unmask_final,
+        # Of a pair, it is the answers that are compared.
+        only_unmask_final=config.learns_pairs or config.sft.only_unmask_final,
         template_kwargs=template_kwargs or {},
     )
+    conversations_of = preference_of if config.learns_pairs else lambda fields: (conversation_of(fields),)
     max_tokens = min(config.policy.max_total_sequence_length, data.max_input_seq_length or config.policy.max_total_sequence_length)
 
     def read(path: Path, setting: str) -> list[Example]:
-        rows = read_objects(path, lambda line, fields: _row(line, fields, path.stem), setting=setting)
+        rows = read_objects(path, lambda line, fields: _row(line, fields, path.stem, conversations_of), setting=setting)
         raise_errors(repeated_ids(path, [(row.line, row.example_id) for row in rows]), setting=setting, path=path)
         conversations = [with_prompts(conversation, chat) for row in rows for conversation in row.conversations]
         tokenized = iter(tokenize(conversations, tokenizer, how))
@@ -83,8 +86,10 @@ def load_examples(config: RunConfig) -> SupervisedData:
     )
 
 
-def _row(line: int, fields: Mapping[str, object], stem: str) -> _Row:
-    return _Row(line, row_id(fields, stem=stem, line_number=line), (conversation_of(fields),))
+def _row(
+    line: int, fields: Mapping[str, object], stem: str, conversations_of: Callable[[Mapping[str, object]], tuple[Conversation, ...]]
+) -> _Row:
+    return _Row(line, row_id(fields, stem=stem, line_number=line), conversations_of(fields))
 
 
 def _fitting(

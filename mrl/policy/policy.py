@@ -124,7 +124,7 @@ class Policy:
             self._memory.place(residency)
 
     def load_hf(self, folder: Path | str) -> None:
-        """Reads this rank's part of a Hugging Face folder. If the loss has a KL term, these weights are its reference from now on.
+        """Reads this rank's part of a Hugging Face folder. If the loss compares with a reference, it is these weights.
 
         Raises:
             ValueError: the folder lacks a tensor, or has it in another shape.
@@ -149,7 +149,7 @@ class Policy:
     def _start_from_weights(self) -> None:
         self._state.optimizer.reload_model_params()
         self._settled = None
-        if self._config.loss_fn.reference_policy_kl_penalty > 0:
+        if self._config.keeps_reference:
             self.settled_weights()
             # Beside frozen weights training changes only buffers; adapters are switched off instead.
             changing = {
@@ -356,7 +356,7 @@ class Policy:
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         if self._reference is None:
-            raise RuntimeError("there is no reference model: load_hf and load_mcore keep it where loss_fn.reference_policy_kl_penalty > 0")
+            raise RuntimeError("there is no reference model: load_hf and load_mcore keep it where the loss compares with it")
         self.settled_weights()
         pairs = [(self._tensors[slot], copy) for slot, copy in self._reference.items()]
         swap(pairs)

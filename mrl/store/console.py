@@ -50,7 +50,7 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
     ]
 
 
-SUPERVISED_SHOWN = ("perplexity", "grad_norm", "lr")
+SUPERVISED_SHOWN = ("perplexity", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
 """Metrics of a training step that its line names after the loss, where it has them."""
 
 

@@ -64,9 +64,15 @@ def evaluation_and_steps(
             for row in batch.rows[policy.dp_rank]
         ]
         policy.enter("train")
-        policy.set_batch(rows)
+
+        def give_batch() -> None:
+            policy.set_batch(rows)
+            if config.keeps_reference:
+                policy.compute_reference_logprobs()
+
+        give_batch()
         before, steps = policy.evaluate(), []
         for _ in range(num_steps):
-            policy.set_batch(rows)
+            give_batch()
             steps.append(policy.train_step())
         return before, steps

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mrl.config.schema import RunConfig
 from mrl.data.conversations import TokenSequence
 from mrl.data.supervised import Example
 from tests import models
@@ -35,6 +36,17 @@ def mean_nll(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
     return -torch.cat([logprobs_of(model, sequence) for example in examples for sequence in example.sequences]).mean()
 
 
+def dpo(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
+    reference, losses = models.nemotron_h(), []
+    for example in examples:
+        sums = [logprobs_of(model, sequence).sum() for sequence in example.sequences]
+        with torch.no_grad():
+            before = [logprobs_of(reference, sequence).sum() for sequence in example.sequences]
+        margin = (sums[0] - before[0]) - (sums[1] - before[1])
+        losses.append(torch.log1p(torch.exp(-0.3 * margin)) - 0.1 * sums[0] / len(logprobs_of(reference, example.sequences[0])))
+    return torch.stack(losses).mean()
+
+
 def transformers_steps(loss_of: Loss, examples: list[Example]) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a plain implementation, sequence by sequence."""
     model = models.nemotron_h()
@@ -54,16 +66,31 @@ def transformers_steps(loss_of: Loss, examples: list[Example]) -> tuple[list[flo
     return losses, grad_norms
 
 
+def check(ranks: RankPool, config: RunConfig, layout: str, examples: list[Example], losses: list[float], grad_norms: list[float]) -> None:
+    """Steps in a layout have these losses and gradient norms, and the evaluation before them the first loss."""
+    size = policy_ranks.world_size(layout)
+    results = ranks.run(supervised_ranks.evaluation_and_steps, config, examples, NUM_STEPS, world_size=size)
+    assert all(result == results[0] for result in results)
+    before, steps = results[0]
+    assert before["loss"] == pytest.approx(losses[0], rel=1e-5)
+    np.testing.assert_allclose([step["train/loss"] for step in steps], losses, rtol=1e-5)
+    np.testing.assert_allclose([step["train/grad_norm"] for step in steps], grad_norms, rtol=1e-4)
+
+
+LAYOUTS = ("tp2 sp dp2 ep2", "cp2 ep2")
+
+
 def test_sft_equals_transformers_in_any_layout(ranks: RankPool, folder: Path):
     examples = supervised_ranks.examples(1)
     losses, grad_norms = transformers_steps(mean_nll, examples)
-    for layout in ("tp2 sp dp2 ep2", "cp2 ep2"):
-        config = supervised_ranks.run_config(folder, "sft", layout)
-        size = policy_ranks.world_size(layout)
-        results = ranks.run(supervised_ranks.evaluation_and_steps, config, examples, NUM_STEPS, world_size=size)
-        assert all(result == results[0] for result in results)
-        before, steps = results[0]
-        assert before["loss"] == pytest.approx(losses[0], rel=1e-5)
-        assert before["perplexity"] == pytest.approx(np.exp(losses[0]), rel=1e-5)
-        np.testing.assert_allclose([step["train/loss"] for step in steps], losses, rtol=1e-5)
-        np.testing.assert_allclose([step["train/grad_norm"] for step in steps], grad_norms, rtol=1e-4)
+    for layout in LAYOUTS:
+        check(ranks, supervised_ranks.run_config(folder, "sft", layout), layout, examples, losses, grad_norms)
+
+
+def test_dpo_equals_transformers_in_any_layout(ranks: RankPool, folder: Path):
+    examples = supervised_ranks.examples(2)
+    losses, grad_norms = transformers_steps(dpo, examples)
+    settings = ["reference_policy_kl_penalty=0.3", "sft_loss_weight=0.1", "sft_average_log_probs=true"]
+    for layout in LAYOUTS:
+        config = supervised_ranks.run_config(folder, "dpo", layout, *(f"dpo.{setting}" for setting in settings))
+        check(ranks, config, layout, examples, losses, grad_norms)

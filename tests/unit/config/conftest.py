@@ -38,7 +38,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model.mkdir(parents=True)
     data.mkdir()
     (model / "config.json").write_text(json.dumps(TINY_CONFIG))
-    for name in ("train.jsonl", "validation.jsonl"):
+    for name in ("train.jsonl", "validation.jsonl", "train_preferences.jsonl", "validation_preferences.jsonl"):
         (data / name).write_text('{"question": "1+1=", "answer": "2"}\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -38,6 +38,21 @@ def test_a_run_without_engines_has_no_rules_for_them(workplace: Path):
     assert (config.num_engines, config.num_policy_ranks, config.num_units) == (0, 4, 4)
 
 
+def test_two_algorithms_without_a_choice_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="algorithm is not set, and there are sections of sft and dpo"):
+        load_config(written(tmp_path, SFT + "dpo:\n  seed: 1\n"))
+
+
+def test_average_log_probs_follow_each_other(tmp_path: Path):
+    config = load_config("dpo_tiny.yaml", ["dpo.preference_average_log_probs=true"])
+    assert config.dpo.sft_average_log_probs
+
+
+def test_a_loss_of_nothing_is_refused(workplace: Path):
+    (problem,) = find_problems(load_config("dpo_tiny.yaml", ["dpo.preference_loss_weight=0"]))
+    assert problem.startswith("dpo.preference_loss_weight=0: with dpo.sft_loss_weight=0")
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [

@@ -66,3 +66,22 @@ def test_bad_rows_are_named(tmp_path: Path):
         load_examples(config_of(tmp_path, rows))
     with pytest.raises(ValueError, match=r"train.jsonl:4: no message has the role assistant"):
         load_examples(config_of(tmp_path, rows[:4]))
+
+
+def test_pairs_stay_together_in_rows_of_twice_the_tokens(tmp_path: Path):
+    rows = [{"prompt": f"{left}+1=", "chosen": str(left + 1), "rejected": "9" * (1 + left % 5)} for left in range(20)]
+    limits = [
+        "policy.max_total_sequence_length=16",
+        "policy.sequence_packing.train_mb_tokens=16",
+        "policy.sequence_packing.logprob_mb_tokens=32",
+    ]
+    config = config_of(tmp_path, rows, "algorithm=dpo", *limits)
+    data = load_examples(config)
+    batch = batch_examples(data.train, config.policy, dp_size=2, cost=SequenceCost(1.0, 0.0))
+    for plan, row_tokens in ((batch.rows, 32), (batch.logprob_rows, 64)):
+        for row in (row for rows_of_rank in plan for row in rows_of_rank):
+            assert list(row[1::2]) == [index + 1 for index in row[0::2]] and all(index % 2 == 0 for index in row[0::2])
+            assert sum(len(batch.rollouts[index].request.token_ids) + len(batch.rollouts[index].token_ids) for index in row) <= row_tokens
+        assert sorted(index for rows_of_rank in plan for row in rows_of_rank for index in row) == list(range(40))
+    answers = [byte_tokenizer(64).decode(rollout.token_ids.tolist()) for rollout in batch.rollouts]
+    assert answers[:4] == ["1<|end|>", "9<|end|>", "2<|end|>", "99<|end|>"]

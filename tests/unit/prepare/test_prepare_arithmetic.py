@@ -40,3 +40,12 @@ def test_rows_are_questions_with_their_answers(tmp_path: Path):
         left, right = row["question"].removesuffix("=").split("+")
         assert int(row["answer"]) == int(left) + int(right)
         assert (len(left), len(right), len(row["answer"])) == (2, 2, 2)
+
+
+def test_preferences_are_right_sums_over_wrong_ones(tmp_path: Path):
+    splits = split_additions(seed=0)
+    write_splits(splits, tmp_path / "data")
+    rows = [json.loads(line) for line in (tmp_path / "data" / "validation_preferences.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["chosen"]) for row in rows] == [(addition.question, addition.answer) for addition in splits.validation]
+    assert all(row["rejected"] != row["chosen"] and len(row["rejected"]) == 2 for row in rows)
+    assert len({row["rejected"] for row in rows}) > 50

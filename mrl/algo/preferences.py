@@ -1,0 +1,56 @@
+"""Losses of preferring one answer to another, over the pairs of a packed row. B pairs of a row.
+
+Every sum is divided by the number of pairs of the global batch: rows and ranks add up to the same loss, however the batch is cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrl.algo.losses import LOSS
+
+if TYPE_CHECKING:
+    from mrl.config.schema_supervised import DpoConfig
+
+
+def sequence_sums(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *, num_sequences: int, counts: Tensor | None = None) -> Tensor:
+    """Sum over the masked tokens of each sequence, shape [num_sequences], divided by `counts` if given.
+
+    `sequence_T` says whose each token is. What the mask leaves out has no effect, NaN included.
+    """
+    sums = values_T.new_zeros(num_sequences).index_add(0, sequence_T, torch.where(mask_T > 0, values_T, 0.0))
+    return sums if counts is None else sums / counts.clamp(min=1.0)
+
+
+def bradley_terry_loss(chosen_B: Tensor, rejected_B: Tensor, *, beta: float = 1.0, num_pairs: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Minus the log-probability that the chosen answers win, sigmoid(beta * (chosen - rejected)), and metrics of both rewards.
+
+    A scalar with gradient, and detached scalars under NeMo RL's names (https://doi.org/10.2307/2334029, arXiv:2203.02155).
+    """
+    margin_B = chosen_B - rejected_B
+    loss = -F.logsigmoid(beta * margin_B).sum() / num_pairs
+    sums = {
+        "accuracy": (margin_B > 0).float(),
+        "rewards_chosen_mean": chosen_B,
+        "rewards_rejected_mean": rejected_B,
+        "rewards_margin_mean": margin_B,
+    }
+    return loss, {LOSS: loss.detach(), **{name: value_B.detach().sum() / num_pairs for name, value_B in sums.items()}}
+
+
+def dpo_loss(log_ratios_2B: Tensor, chosen_logprobs_B: Tensor, *, num_pairs: float, config: DpoConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of direct preference optimisation (arXiv:2305.18290) and its metrics.
+
+    `log_ratios_2B` are log(policy / reference) of whole answers, each chosen one before its rejected one: the implicit rewards over
+    beta. `chosen_logprobs_B` of the policy are what the SFT loss raises.
+    """
+    preference, metrics = bradley_terry_loss(
+        log_ratios_2B[0::2], log_ratios_2B[1::2], beta=config.reference_policy_kl_penalty, num_pairs=num_pairs
+    )
+    sft = -chosen_logprobs_B.sum() / num_pairs
+    loss = config.preference_loss_weight * preference + config.sft_loss_weight * sft
+    return loss, {**metrics, LOSS: loss.detach(), "preference_loss": preference.detach(), "sft_loss": sft.detach()}
