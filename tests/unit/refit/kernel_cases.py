@@ -26,7 +26,12 @@ def random_box(generator: random.Random, dtype: torch.dtype, device: str, shape:
     # One more, because a box may be empty and a buffer may not.
     memory = torch.frombuffer(bytearray(generator.randbytes(shift + num_bytes + 1)), dtype=torch.uint8).to(device)
     # Dimensions trade places in memory, as in a transposed view.
-    inside = memory[shift : shift + num_bytes].view(dtype).view([wide[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+    inside = (
+        memory[shift : shift + num_bytes]
+        .view(dtype)
+        .view([wide[dim] for dim in order])
+        .permute([order.index(dim) for dim in range(len(shape))])
+    )
     return inside[tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))]
 
 
