@@ -15,17 +15,20 @@ from mrl.config.dialect_names import RENAMED, VALUES
 from mrl.config.dialect_no_effect import NO_EFFECT
 from mrl.config.dialect_not_yet import NOT_YET
 from mrl.config.dialect_refused import REFUSED
-from mrl.config.dialect_torch import TRANSLATED, translate_torch
-from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe
+from mrl.config.dialect_rules import REWRITTEN, translate_rest
+from mrl.config.dialect_torch import TRANSLATED, TRANSLATED_SECTIONS, translate_torch
+from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, find_prompt_file
 
 logger = logging.getLogger(__name__)
 
 FOREIGN: dict[str, Foreign] = {**NO_EFFECT, **REFUSED, **NOT_YET}
 """Keys that product code does not read."""
 
-DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *RENAMED])
+DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
 """Every key that is accepted in a config beside those of the schema."""
 
+
+PROMPT_FILES = ("prompt_file", "system_prompt_file")
 
 SECTION_DEPTH = 2
 """Parts of a key that name its section in the report: `policy.dtensor_cfg`, `grpo`."""
@@ -72,14 +75,15 @@ def entry_of(key: Key) -> Foreign | None:
 def is_foreign(setting_key: Key, value: object) -> bool:
     """Whether a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
     dotted = ".".join(setting_key)
-    if entry_of(setting_key) is not None or dotted in TRANSLATED or belongs_below_translated(setting_key):
+    if entry_of(setting_key) is not None or is_translated(setting_key):
         return True
     return value in (None, {}) and any(known.startswith(f"{dotted}.") for known in DIALECT_KEYS)
 
 
-def belongs_below_translated(key: Key) -> bool:
-    """Whether the key is part of a translated value that is written as a section (`policy.scheduler.name`)."""
-    return any(".".join(key[:depth]) == "policy.scheduler" for depth in range(1, len(key)))
+def is_translated(key: Key) -> bool:
+    """Whether other keys take the place of this one."""
+    dotted = ".".join(key)
+    return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in TRANSLATED_SECTIONS))
 
 
 def migrate(settings: Settings, value_of: Callable[[str], object], problems: list[str]) -> tuple[Settings, Migration]:
@@ -88,25 +92,30 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
     report.renamed += [f"{describe(key, setting)} -> {'.'.join(key)}" for key, setting in settings.items() if setting.written_as]
     translation = translate_torch(settings, value_of)
     report.translated += translation.lines
-    problems += translation.problems
+    rest = translate_rest(settings, value_of)
+    report.translated += rest.lines
+    problems += [*translation.problems, *rest.problems]
     _report_dropped(settings, translation.dropped, report)
     kept: Settings = {}
     for key, setting in settings.items():
-        if key in translation.dropped or ".".join(key) in TRANSLATED or belongs_below_translated(key):
+        if key in translation.dropped or is_translated(key):
             continue
         if (entry := entry_of(key)) is not None:
             _judge(key, setting, entry, value_of, report, problems)
         elif not is_foreign(key, setting.value):
             kept[key] = _new_value(key, setting, report)
-    return kept | translation.settings, report
+    return kept | translation.settings | rest.settings, report
 
 
 def _new_value(key: Key, setting: Setting, report: Migration) -> Setting:
-    values = VALUES.get(".".join(key), {})
-    if not isinstance(setting.value, str) or setting.value not in values:
+    old = setting.value
+    new = VALUES.get(".".join(key), {}).get(old, old) if isinstance(old, str) else old
+    if key[0] == "data" and key[-1] in PROMPT_FILES and isinstance(old, str):
+        new = find_prompt_file(old)
+    if new == old:
         return setting
-    report.translated.append(f"{describe(key, setting)} -> {values[setting.value]}")
-    return Setting(values[setting.value], setting.origin)
+    report.translated.append(f"{describe(key, setting)} -> {new}")
+    return Setting(new, setting.origin)
 
 
 def _judge(key: Key, setting: Setting, entry: Foreign, value_of: Callable[[str], object], report: Migration, problems: list[str]) -> None:

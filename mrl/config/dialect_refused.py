@@ -33,9 +33,6 @@ REFUSED: dict[str, Foreign] = {
     "policy.offload_optimizer_for_logprob": Foreign(
         "the optimizer leaves the GPUs outside of train steps wherever engines share them, and stays elsewhere", _OFF, "set it to false"
     ),
-    "policy.dtensor_cfg.env_vars": Foreign(
-        "a setting of DTensor's workers", ({}, None), "write policy.megatron_cfg.env_vars instead", is_section=True
-    ),
     "policy.generation.bad_words": Foreign("engines see tokens, not words", (None, []), "leave it out"),
     **{
         f"policy.generation.vllm_cfg.{key}": Foreign("engines have the weights of the checkpoint, none in 8 bits", same, way_out)

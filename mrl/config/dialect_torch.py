@@ -41,9 +41,13 @@ BY_RULE: dict[str, str] = {
     f"{OPTIMIZER}.kwargs.betas": f"{MEGATRON}.optimizer.adam_beta1",
     f"{OPTIMIZER}.kwargs.foreach": f"{MEGATRON}.optimizer.optimizer",
     f"{OPTIMIZER}.kwargs.fused": f"{MEGATRON}.optimizer.optimizer",
+    f"{DTENSOR}.env_vars": f"{MEGATRON}.env_vars",
     SCHEDULER: f"{MEGATRON}.scheduler",
 }
 """Key of DTensor -> key of Megatron whose value a rule below makes of it."""
+
+TRANSLATED_SECTIONS = (SCHEDULER, f"{DTENSOR}.env_vars")
+"""Translated keys that may be written as sections."""
 
 TRANSLATED = frozenset([*SAME_VALUE, *BY_RULE])
 
@@ -103,12 +107,12 @@ def translate_torch(settings: Settings, value_of: ValueOf) -> Translation:
         found.dropped = {key for key in settings if key[:2] == ("policy", "megatron_cfg")}
     if dtensor is not None:
         found.put(f"{DTENSOR}.enabled", dtensor, f"{MEGATRON}.enabled", True)
-        found.settings[tuple(f"{MEGATRON}.optimizer.bf16".split("."))] = Setting(
-            value_of("policy.precision") == "bfloat16", f"{dtensor.origin}, from policy.precision"
-        )
     for source, target in SAME_VALUE.items():
         if (setting := settings.get(tuple(source.split(".")))) is not None:
             found.put(source, setting, target, value_of(source))
+    for key, setting in settings.items():
+        if key[:3] == ("policy", "dtensor_cfg", "env_vars") and setting.value != {}:
+            found.put(".".join(key), setting, ".".join((*MEGATRON.split("."), *key[2:])), value_of(".".join(key)))
     _sequence_parallel(settings, value_of, found)
     _lora(settings, value_of, found)
     _optimizer(settings, value_of, found)

@@ -78,6 +78,12 @@ def find_config(name: str | Path) -> Path:
     raise ConfigError([f"config {name}: no such file in {Path.cwd()}, and no packaged config of that name; packaged are {packaged}"])
 
 
+def find_prompt_file(name: str) -> str:
+    """The prompt file that `name` stands for: itself if it is there, else the packaged one for a path `.../prompts/NAME`, if any."""
+    packaged = packaged_configs() / "prompts" / Path(name).name
+    return str(packaged) if not Path(name).exists() and Path(name).parent.name == "prompts" and packaged.is_file() else name
+
+
 def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
     """Settings of a config file over those of its `defaults`, a file name or a list of them relative to the file; later ones win.
 

@@ -33,6 +33,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 # NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
 RESOLVERS: dict[str, Callable[[Number, Number], Number]] = {
+    "equal": lambda a, b: a == b,
     "mul": lambda a, b: a * b,
     "add": lambda a, b: a + b,
     "div": lambda a, b: a // b if a % b == 0 else a / b,

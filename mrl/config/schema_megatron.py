@@ -45,7 +45,7 @@ class OptimizerConfig:
     """Copy gradients and updated parameters while the host updates other parameters, if `optimizer_cpu_offload`."""
     params_dtype: Precision = "float32"
     """Type of the optimizer's main parameters."""
-    bf16: bool = False
+    bf16: bool = follows("equal:${policy.precision},bfloat16")
     """Weights and activations in bfloat16; must agree with `policy.precision`."""
     fp16: bool = False
     """Weights and activations in float16. Not supported: must be false."""

@@ -10,6 +10,7 @@ from mrl.config.dialect_not_yet import NOT_YET
 from mrl.config.dialect_refused import REFUSED
 from mrl.config.dialect_torch import TRANSLATED
 from mrl.config.errors import ConfigError
+from mrl.config.files import packaged_configs
 from mrl.config.load import load_config, load_run
 from mrl.config.schema import KEYS, RunConfig
 from tests.sources import ROOT
@@ -194,3 +195,28 @@ def test_two_backends_are_refused(refused: Callable[..., str]):
 def test_a_key_may_follow_a_key_that_only_nemo_rl_has(load: Callable[..., RunConfig]):
     policy = load("", "policy.dtensor_cfg.tensor_parallel_size=2", "grpo.seed=${policy.dtensor_cfg.tensor_parallel_size}")
     assert policy.grpo.seed == 2
+
+
+def test_a_switch_of_vllm_s_compiler_names_it_now(refused: Callable[..., str], load: Callable[..., RunConfig]):
+    compilation = "policy.generation.vllm_kwargs.compilation_config"
+    kwargs = load("", f"++{compilation}.use_inductor=False", f"++{compilation}.backend=eager").policy.generation.vllm_kwargs
+    assert kwargs == {"compilation_config": {"backend": "eager"}}
+    said = refused("", f"++{compilation}.use_inductor=False", f"++{compilation}.backend=inductor")
+    assert "it means backend=eager, and policy.generation.vllm_kwargs.compilation_config.backend=inductor; keep one of them" in said
+
+
+def test_variables_of_dtensor_s_workers_become_megatron_s(load: Callable[..., RunConfig]):
+    assert load("", "policy.dtensor_cfg.env_vars={A_B: x}").policy.megatron_cfg.env_vars == {"A_B": "x"}
+    assert load("", "policy.dtensor_cfg.env_vars={}").policy.megatron_cfg.env_vars is None
+
+
+def test_a_prompt_file_of_nemo_rl_falls_back_to_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(REQUIRED)
+    config, migration = load_run(path, ["data.default.prompt_file=examples/prompts/cot.txt"])
+    packaged = packaged_configs() / "prompts/cot.txt"
+    assert config.data.default.prompt_file == str(packaged)
+    assert packaged.read_text().format("1 + 1 = ?").endswith("1 + 1 = ?\n")
+    assert migration.translated == [f"data.default.prompt_file=examples/prompts/cot.txt (command line) -> {packaged}"]
+    assert load_run(path, ["data.default.prompt_file=prompts/other.txt"])[0].data.default.prompt_file == "prompts/other.txt"

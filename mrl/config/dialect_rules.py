@@ -1,0 +1,31 @@
+"""Translations of NeMo RL's keys that take more than another name."""
+
+from __future__ import annotations
+
+from mrl.config.dialect_torch import Translation, ValueOf
+from mrl.config.files import Settings
+
+COMPILATION = "policy.generation.vllm_kwargs.compilation_config"
+USE_INDUCTOR = f"{COMPILATION}.use_inductor"
+
+REWRITTEN = frozenset([USE_INDUCTOR])
+"""Keys that the rules here replace."""
+
+
+def translate_rest(settings: Settings, value_of: ValueOf) -> Translation:
+    """What the rules of this file make of `settings`."""
+    found = Translation()
+    _inductor(settings, value_of, found)
+    return found
+
+
+def _inductor(settings: Settings, value_of: ValueOf, found: Translation) -> None:
+    """vLLM had a switch for what is now the name of a compiler."""
+    setting = settings.get(tuple(USE_INDUCTOR.split(".")))
+    if setting is None:
+        return
+    backend = "inductor" if value_of(USE_INDUCTOR) else "eager"
+    written = settings.get(tuple(f"{COMPILATION}.backend".split(".")))
+    if written is not None and written.value != backend:
+        found.refuse(USE_INDUCTOR, setting, f"it means backend={backend}, and {COMPILATION}.backend={written.value}", "keep one of them")
+    found.put(USE_INDUCTOR, setting, f"{COMPILATION}.backend", backend)
