@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mrl import env, supervised
-from mrl.algo.advantages import batch_advantages
+from mrl.algo.signals import train_sequences
 from mrl.cluster.session import Session, start_session
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config import trace
@@ -108,12 +108,10 @@ def train_step(run: Run, state: RunState) -> None:
     groups, restarts = supplied.groups, run.session.engines.num_restarts
     metrics = supplied.metrics | rollout_metrics(supplied.sampled, seconds=supplied.seconds, num_engine_restarts=restarts)
 
-    advantages = batch_advantages(
-        groups, normalize=config.grpo.normalize_rewards, use_leave_one_out_baseline=config.grpo.use_leave_one_out_baseline
-    )
-    batch = make_batch(groups, advantages, config)
+    sequences, signals = train_sequences(groups, config.grpo)
+    batch = make_batch(sequences, config)
     with clock.phase("train"):
-        metrics |= batch.metrics | update_policy(run, batch)
+        metrics |= signals | batch.metrics | update_policy(run, batch)
     folder.ledger.train(step, supplied.trained, supplied.dropped)
     state.step = step
 
@@ -137,16 +135,20 @@ def train_step(run: Run, state: RunState) -> None:
 
 
 def update_policy(run: Run, batch: Batch) -> dict[str, float]:
-    """Old and reference logprobs, then one optimizer step on the batch; the ranks pull the payload themselves."""
+    """Old and reference logprobs as the loss needs them, then one optimizer step on the batch; the ranks pull the payload themselves."""
     policies, deadline_s = run.session.policies, run.config.deadlines.train_s
+    is_needed = {
+        "compute_old_logprobs": run.config.needs_old_logprobs,
+        "compute_reference_logprobs": run.config.keeps_reference,
+    }
     run.session.enter("logprob", deadline_s=deadline_s)
     policies.set_batch(batch)
-    policies.call("compute_old_logprobs", deadline_s=deadline_s)
-    if run.config.keeps_reference:
-        policies.call("compute_reference_logprobs", deadline_s=deadline_s)
+    for logprob_pass in (name for name, needed in is_needed.items() if needed):
+        policies.call(logprob_pass, deadline_s=deadline_s)
     run.session.enter("train", deadline_s=deadline_s)
     # Every rank returns the same metrics.
-    return cast(dict[str, float], policies.call("train_step", deadline_s=deadline_s)[0])
+    metrics = cast(dict[str, float], policies.call("train_step", deadline_s=deadline_s)[0])
+    return metrics | {"train/num_logprob_passes": float(sum(is_needed.values()))}
 
 
 def refit(run: Run, state: RunState) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+FlawKind = Literal["invalid_tool_call", "malformed_thinking"]
 PromptKey = tuple[int, str]
 """(epoch, prompt id): a prompt in one pass over the data. Validation has an epoch of its own."""
 
@@ -140,6 +141,17 @@ class RolloutInfo:
 
 
 @dataclass(frozen=True)
+class Flaw:
+    """Generated tokens of a rollout that something is wrong with, whatever its reward."""
+
+    kind: FlawKind
+    start: int
+    """Index of the first of these tokens in `Rollout.token_ids`."""
+    stop: int
+    """One past the last."""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What an environment said of one rollout. `is_valid` False masks the rollout from the loss (it is never a silent 0)."""
 
@@ -152,7 +164,8 @@ class Verdict:
     components: Mapping[str, float] = field(default_factory=dict)
     """What the reward consists of, by name; empty where the environment gives one number."""
     flags: tuple[str, ...] = ()
-    """What the environment wants counted beside the reward, `unknown_instruction` for example."""
+    """What is to be counted beside the reward, `unknown_instruction` for example."""
+    flaws: tuple[Flaw, ...] = ()
     observation: tuple[Mapping[str, str], ...] = ()
     """Messages with which the environment answers, if turns are left."""
     reason: str = ""
@@ -173,12 +186,25 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True)
+class FixedAdvantage:
+    """The advantage of a span of generated tokens, whatever the rollout's."""
+
+    start: int
+    stop: int
+    advantage: float
+
+
+@dataclass(frozen=True)
 class TrainSequence:
     """One rollout as the loss sees it."""
 
     rollout: RolloutInfo
     advantage: float
     is_valid: bool
+    """Whether its tokens count in the loss."""
+    reward: float = 0.0
+    fixed_advantages: tuple[FixedAdvantage, ...] = ()
+    """Spans whose advantage is not that of the rollout; the later ones count where they overlap."""
 
 
 @dataclass(frozen=True)

@@ -1,165 +1,252 @@
-"""The policy loss of GRPO and its metrics, over one packed row. Pure torch functions. T packed tokens of a row.
+"""The policy loss of GRPO and its family, over one packed row. Pure torch functions. T packed tokens of a row.
 
 Every sum is divided by a count over the global batch: rows, micro-batches and ranks add up to the same loss, however the batch is cut.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mrl.algo.importance import importance_weights
+from mrl.algo.kl import MAX_LOG_RATIO, bounded_exp, bounded_ratio, kl_divergence
+from mrl.algo.sequences import Segments
+
 if TYPE_CHECKING:
     from mrl.config.schema_algo import LossConfig
 
-# vLLM and Megatron run different kernels, so log-ratios drift; exp(10) is past any honest update.
-MAX_LOG_RATIO = 10.0
-
 LOSS = "loss"
-MIN_METRICS = ("probs_ratio_min",)
-MAX_METRICS = ("probs_ratio_max",)
+MIN_METRICS = ("probs_ratio_min", "probs_ratio_clamped_min", "min_seq_mult_prob_error", "min_seq_mult_prob_error_after_mask")
+MAX_METRICS = ("probs_ratio_max", "probs_ratio_clamped_max", "max_seq_mult_prob_error", "max_seq_mult_prob_error_after_mask")
 """Metrics that rows and ranks combine by minimum or maximum. All others are sums."""
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """What the loss of a whole row compares its logprobs with. All [T] float32 but the bounds; what is not in the mask has no effect."""
+
+    generator_logprobs_T: Tensor
+    old_logprobs_T: Tensor | None
+    """None with `force_on_policy_ratio`: those of the policy itself."""
+    reference_logprobs_T: Tensor | None
+    """None where the loss has no KL term."""
+    advantages_T: Tensor
+    loss_mask_T: Tensor
+    positive_mask_T: Tensor
+    """1 on the tokens of the mask whose rollout has a reward above 0."""
+    cu_seqlens: Tensor
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over the global batch, by which sums over a row become its part of a mean."""
+
+    num_tokens: float
+    """Tokens in the masks."""
+    num_sequences: float
+    """Sequences with such a token."""
+    num_positive_tokens: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Logprobs and advantages of a row's tokens, [T], 0 for those that do not count."""
+
+    logprobs_T: Tensor
+    untruncated_logprobs_T: Tensor
+    old_logprobs_T: Tensor
+    generator_logprobs_T: Tensor
+    advantages_T: Tensor
+    is_valid_T: Tensor
+    segments: Segments
+    """The sequences of those that count."""
 
 
 def policy_loss(
     logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    reference_logprobs_T: Tensor | None,
+    row: LossRow,
+    config: LossConfig,
+    counts: Denominators,
     *,
     untruncated_logprobs_T: Tensor | None = None,
     entropy_T: Tensor | None = None,
-    generator_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    weights_T: Tensor,
-    config: LossConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of one row (scalar with gradient) and its metrics (detached scalars, see `finish_metrics`).
+    """Loss of one row (scalar with gradient), and the row's part of the metrics of the global batch (detached scalars).
 
-    The clipped surrogate of PPO (arXiv:1707.06347) with separate bounds (arXiv:2503.14476), times the importance weight of the
-    generator (arXiv:2410.18252), plus the KL penalty. `weights_T` is what each token counts, see `loss_weights`; what counts nothing has no
-    effect, NaN included. The losses of all rows of all dp ranks add up to the loss of the batch, and so do those of the parts of a row.
+    The surrogate of the config (see `OBJECTIVES`) times the importance weight of the generator, plus the KL penalty, plus the negative
+    log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the loss of the batch, and so do metrics, but for
+    `MIN_METRICS` and `MAX_METRICS`. What is outside the mask has no effect, NaN included.
 
     Where top-k and top-p truncate the distribution, a logprob of -inf is a token that the trainer's arithmetic rules out and the
     generator's did not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`,
     by default `logprobs_T`, with a reference that is not truncated either. `entropy_T` only becomes a metric.
     """
-    is_drawable_T = ~(torch.isneginf(logprobs_T) | torch.isneginf(old_logprobs_T))
-    is_valid_T = (weights_T > 0) & is_drawable_T
-    compared_T = torch.where(is_valid_T, logprobs_T if untruncated_logprobs_T is None else untruncated_logprobs_T, 0.0)
-    logprobs_T = torch.where(is_valid_T, logprobs_T, 0.0)
-    old_T = torch.where(is_valid_T, old_logprobs_T, 0.0).detach()
-    generator_T = torch.where(is_valid_T, generator_logprobs_T, 0.0)
-    advantages_T = torch.where(is_valid_T, advantages_T, 0.0)
-
-    ratio_T = bounded_ratio(logprobs_T, old_T)
+    tokens = _valid_tokens(logprobs_T, untruncated_logprobs_T, row, config)
+    ratio_T = policy_ratio(tokens, config)
     clipped_ratio_T = ratio_T.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
-    surrogate_T = -advantages_T * ratio_T
-    clipped_surrogate_T = -advantages_T * clipped_ratio_T
-    token_loss_T = torch.maximum(surrogate_T, clipped_surrogate_T)
-    importance_T = bounded_ratio(old_T, generator_T)
+    token_loss_T, is_clipped_T = OBJECTIVES[objective_name(config)](tokens, ratio_T, clipped_ratio_T, config)
+    importance_T, is_outside_T = importance_weights(tokens.old_logprobs_T - tokens.generator_logprobs_T, tokens.segments, config)
     if config.use_importance_sampling_correction:
-        limit = config.truncated_importance_sampling_ratio
-        token_loss_T = token_loss_T * (importance_T if limit is None else importance_T.clamp(max=limit))
-    kl_T = torch.zeros_like(logprobs_T)
-    if reference_logprobs_T is not None and config.reference_policy_kl_penalty > 0:
-        kl_T = kl_divergence(
-            compared_T,
-            torch.where(is_valid_T, reference_logprobs_T, 0.0).detach(),
-            kl_type=config.reference_policy_kl_type,
-            input_clamp=config.kl_input_clamp_value,
-            output_clamp=config.kl_output_clamp_value,
-        )
-        token_loss_T = token_loss_T + config.reference_policy_kl_penalty * kl_T
+        token_loss_T = token_loss_T * importance_T
+    kl_T = kl_term(tokens, row.reference_logprobs_T, config)
+    token_loss_T = token_loss_T + config.kl_in_loss * kl_T
+    positive_nll = -(tokens.logprobs_T * row.positive_mask_T).sum() / max(counts.num_positive_tokens, 1.0)
+    loss = (loss_weights(row.loss_mask_T, row.cu_seqlens, config, counts) * torch.where(tokens.is_valid_T, token_loss_T, 0.0)).sum()
+    loss = loss + config.positive_example_nll_weight * positive_nll
 
-    loss = (weights_T * token_loss_T).sum()
     with torch.no_grad():
-        metrics = token_metrics(logprobs_T, old_T, generator_T, ratio_T, is_valid_T)
-        metrics[LOSS] = loss.detach()
-        metrics["outside_truncation_fraction"] = ((weights_T > 0) & ~is_drawable_T).float().sum()
-        if entropy_T is not None:
-            metrics["entropy"] = entropy_T[is_valid_T].sum()
-        metrics["kl_penalty"] = kl_T.detach()[is_valid_T].sum()
-        metrics["probs_ratio_clamped"] = clipped_ratio_T.detach()[is_valid_T].sum()
-        metrics["clip_fraction"] = (clipped_surrogate_T > surrogate_T)[is_valid_T].float().sum()
+        per_token = {
+            "kl_penalty": kl_T,
+            "probs_ratio_clamped": clipped_ratio_T,
+            "clip_fraction": is_clipped_T.float(),
+            **({} if entropy_T is None else {"entropy": entropy_T}),
+        }
+        sums = {name: values_T[tokens.is_valid_T].sum() for name, values_T in per_token.items()}
+        sums |= token_metrics(tokens.logprobs_T, tokens.old_logprobs_T, tokens.generator_logprobs_T, ratio_T, tokens.is_valid_T)
+        sums["outside_truncation_fraction"] = ((row.loss_mask_T > 0) & ~tokens.is_valid_T).float().sum()
+        metrics = {name: value / max(counts.num_tokens, 1.0) for name, value in sums.items()}
+        metrics |= {LOSS: loss.detach(), "positive_nll_loss": positive_nll.detach()}
+        metrics |= _extremes("probs_ratio", ratio_T[tokens.is_valid_T])
+        metrics |= _extremes("probs_ratio_clamped", clipped_ratio_T[tokens.is_valid_T])
+        metrics |= _importance_metrics(importance_T, is_outside_T, tokens.segments, config, counts)
     return loss, metrics
 
 
-def bounded_ratio(logprobs_T: Tensor, base_logprobs_T: Tensor) -> Tensor:
-    """exp(logprobs - base), the log-ratio held within +-MAX_LOG_RATIO."""
-    return torch.exp((logprobs_T - base_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+def _valid_tokens(logprobs_T: Tensor, untruncated_logprobs_T: Tensor | None, row: LossRow, config: LossConfig) -> Tokens:
+    is_on_policy = row.old_logprobs_T is None or config.force_on_policy_ratio
+    old_logprobs_T = logprobs_T.detach() if is_on_policy else row.old_logprobs_T
+    assert old_logprobs_T is not None
+    is_valid_T = (row.loss_mask_T > 0) & ~(torch.isneginf(logprobs_T) | torch.isneginf(old_logprobs_T))
+    return Tokens(
+        logprobs_T=torch.where(is_valid_T, logprobs_T, 0.0),
+        untruncated_logprobs_T=torch.where(is_valid_T, logprobs_T if untruncated_logprobs_T is None else untruncated_logprobs_T, 0.0),
+        old_logprobs_T=torch.where(is_valid_T, old_logprobs_T, 0.0).detach(),
+        generator_logprobs_T=torch.where(is_valid_T, row.generator_logprobs_T, 0.0),
+        advantages_T=torch.where(is_valid_T, row.advantages_T, 0.0),
+        is_valid_T=is_valid_T,
+        segments=Segments.of(row.cu_seqlens, is_valid_T.to(logprobs_T.dtype)),
+    )
 
 
-def kl_divergence(
-    logprobs_T: Tensor,
-    reference_logprobs_T: Tensor,
-    *,
-    kl_type: Literal["k1", "k2", "k3"],
-    input_clamp: float | None = None,
-    output_clamp: float | None = None,
-) -> Tensor:
-    """Estimate of KL(policy || reference) from tokens drawn from the policy, per token (http://joschu.net/blog/kl-approx.html).
+def policy_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
+    """Probability of each token against that before the update; or of its sequence, as the geometric mean over the tokens (GSPO)."""
+    log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
+    if config.sequence_level_importance_ratios:
+        log_ratio_T = tokens.segments.spread(tokens.segments.mean(log_ratio_T))
+    return bounded_exp(log_ratio_T)
 
-    The gradient is that of the value: 0 where a clamp holds, and for k1 a constant, whose mean over the policy's own tokens is 0.
 
-    Raises:
-        ValueError: unknown `kl_type`.
+def objective_name(config: LossConfig) -> str:
+    """The entry of `OBJECTIVES` that a config asks for."""
+    if config.use_cispo:
+        return "cispo"
+    return "reinforce" if config.disable_ppo_ratio and not config.force_on_policy_ratio else "clipped"
+
+
+def clipped_surrogate(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic bound (arXiv:1707.06347) with bounds of its own on each side (arXiv:2503.14476), and which tokens it clips.
+
+    With `ratio_clip_c`, what bad tokens add is bounded too (arXiv:1912.09729). GSPO is this with ratios of sequences.
     """
-    log_ratio_T = reference_logprobs_T - logprobs_T
-    if input_clamp is not None:
-        log_ratio_T = log_ratio_T.clamp(-input_clamp, input_clamp)
-    match kl_type:
-        case "k1":
-            kl_T = -log_ratio_T
-        case "k2":
-            kl_T = log_ratio_T.square() / 2
-        case "k3":
-            kl_T = torch.expm1(log_ratio_T) - log_ratio_T
-        case _:
-            raise ValueError(f"loss_fn.reference_policy_kl_type={kl_type} is not known; use k1, k2 or k3")
-    return kl_T if output_clamp is None else kl_T.clamp(-output_clamp, output_clamp)
+    surrogate_T, clipped_T = -tokens.advantages_T * ratio_T, -tokens.advantages_T * clipped_ratio_T
+    loss_T, is_clipped_T = torch.maximum(surrogate_T, clipped_T), clipped_T > surrogate_T
+    if config.ratio_clip_c is not None:
+        bound_T = -tokens.advantages_T * config.ratio_clip_c
+        is_bounded_T = (tokens.advantages_T < 0) & (loss_T > bound_T)
+        loss_T, is_clipped_T = torch.where(is_bounded_T, bound_T, loss_T), is_clipped_T | is_bounded_T
+    return loss_T, is_clipped_T
 
 
-def loss_weights(
-    loss_mask_T: Tensor, cu_seqlens: Tensor, *, token_level: bool, num_valid_tokens: float, num_valid_sequences: float
-) -> Tensor:
-    """What each token of a whole row counts in the loss of the global batch, over which the numbers count; shape [T], 0 outside the mask.
+def cispo(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """REINFORCE with the clipped ratio as a weight: no token loses its gradient (arXiv:2506.13585)."""
+    return -tokens.advantages_T * clipped_ratio_T.detach() * tokens.logprobs_T, clipped_ratio_T != ratio_T
 
-    With `token_level` every token counts the same, else every sequence.
+
+def reinforce(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """The policy gradient itself (arXiv:2402.14740); nothing is clipped."""
+    return -tokens.advantages_T * tokens.logprobs_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+
+
+OBJECTIVES: dict[str, Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[Tensor, Tensor]]] = {
+    "clipped": clipped_surrogate,
+    "cispo": cispo,
+    "reinforce": reinforce,
+}
+"""Loss of each token and whether it is clipped, both [T], from ratios and clipped ratios."""
+
+
+def kl_term(tokens: Tokens, reference_logprobs_T: Tensor | None, config: LossConfig) -> Tensor:
+    """KL to the reference, [T], with the gradient of its expected value; 0 where the loss has no such term.
+
+    Its weights are 1, with the gradient of the token's probability. With `use_on_policy_kl_approximation` they are what the tokens are
+    worth that the generator drew in the policy's stead.
     """
-    if token_level:
-        return loss_mask_T / max(num_valid_tokens, 1.0)
-    return sequence_mean_weights(loss_mask_T, cu_seqlens) / max(num_valid_sequences, 1.0)
+    if reference_logprobs_T is None or config.kl_in_loss == 0:
+        return torch.zeros_like(tokens.logprobs_T)
+    logprobs_T = tokens.untruncated_logprobs_T
+    drawn_from_T = tokens.generator_logprobs_T if config.use_on_policy_kl_approximation else logprobs_T.detach()
+    return kl_divergence(
+        logprobs_T,
+        torch.where(tokens.is_valid_T, reference_logprobs_T, 0.0).detach(),
+        kl_type=config.reference_policy_kl_type,
+        input_clamp=config.kl_input_clamp_value,
+        output_clamp=config.kl_output_clamp_value,
+        sampling_weights_T=bounded_ratio(logprobs_T, drawn_from_T),
+    )
 
 
-def sequence_mean_weights(loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Weight of each token such that a weighted sum adds up the mean over tokens of every sequence, shape [T]."""
-    lengths = cu_seqlens.diff().long()
-    sequence_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    counts = loss_mask_T.new_zeros(len(lengths)).index_add_(0, sequence_T, loss_mask_T)
-    return loss_mask_T / counts.clamp(min=1.0)[sequence_T]
+def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, config: LossConfig, counts: Denominators) -> Tensor:
+    """What each token of a whole row counts in the loss of the global batch; shape [T], 0 outside the mask.
+
+    With `token_level_loss` every token counts the same; else every sequence, or with `constant_length_normalizer` every token of it.
+    """
+    if config.token_level_loss:
+        return loss_mask_T / max(counts.num_tokens, 1.0)
+    length = config.constant_length_normalizer
+    in_sequence_T = Segments.of(cu_seqlens, loss_mask_T).weights_T if length is None else loss_mask_T / length
+    return in_sequence_T / max(counts.num_sequences, 1.0)
 
 
 def token_metrics(logprobs_T: Tensor, old_T: Tensor, generator_T: Tensor, ratio_T: Tensor, is_valid_T: Tensor) -> dict[str, Tensor]:
-    """Sums (and extremes) over the valid tokens of a row, under NeMo RL's names where it has one."""
-    drift = (old_T - generator_T)[is_valid_T]
-    ratio = ratio_T[is_valid_T]
-    update = (logprobs_T - old_T)[is_valid_T]
-    infinity = ratio_T.new_tensor(torch.inf)
+    """Sums over the valid tokens of a row, under NeMo RL's names where it has one."""
+    new, old, generator = logprobs_T[is_valid_T], old_T[is_valid_T], generator_T[is_valid_T]
+    drift = old - generator
+    mixture = torch.logaddexp(old, generator) - math.log(2)
     return {
-        "gen_kl_error": kl_divergence(generator_T, old_T, kl_type="k3", input_clamp=MAX_LOG_RATIO)[is_valid_T].sum(),
-        "token_mult_prob_error": drift.abs().clamp(max=MAX_LOG_RATIO).exp().sum(),
-        "abs_dlogp": drift.abs().sum(),
-        "sampling_importance_ratio": bounded_ratio(old_T, generator_T)[is_valid_T].sum(),
-        "probs_ratio": ratio.sum(),
-        "probs_ratio_min": torch.cat([ratio, infinity[None]]).min(),
-        "probs_ratio_max": torch.cat([ratio, -infinity[None]]).max(),
-        "bounded_fraction": (torch.maximum(drift.abs(), update.abs()) > MAX_LOG_RATIO).float().sum(),
-        "approx_entropy": -(bounded_ratio(logprobs_T, generator_T) * logprobs_T)[is_valid_T].sum(),
+        "gen_kl_error": _k3(generator, old).sum(),
+        "policy_kl_error": _k3(old, generator).sum(),
+        "js_divergence_error": (_k3(mixture, old) + _k3(mixture, generator)).sum() / 2,
+        "token_mult_prob_error": bounded_exp(drift.abs()).sum(),
+        "mean_abs_dlogp": drift.abs().sum(),
+        "probs_ratio": ratio_T[is_valid_T].sum(),
+        "bounded_fraction": (torch.maximum(drift.abs(), (new - old).abs()) > MAX_LOG_RATIO).float().sum(),
+        "approx_entropy": -(bounded_ratio(new, generator) * new).sum(),
     }
 
 
-def finish_metrics(metrics: dict[str, float], *, num_valid_tokens: float) -> dict[str, float]:
-    """Metrics of the global batch from those of all its rows: sums become means over valid tokens; loss, minima and maxima stay."""
-    whole = (LOSS, *MIN_METRICS, *MAX_METRICS)
-    return {name: value if name in whole else value / max(num_valid_tokens, 1.0) for name, value in metrics.items()}
+def _k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    return kl_divergence(logprobs, reference_logprobs, kl_type="k3", input_clamp=MAX_LOG_RATIO)
+
+
+def _extremes(name: str, values: Tensor) -> dict[str, Tensor]:
+    infinity = values.new_tensor(torch.inf)
+    return {f"{name}_min": torch.cat([values, infinity[None]]).min(), f"{name}_max": torch.cat([values, -infinity[None]]).max()}
+
+
+def _importance_metrics(
+    importance_T: Tensor, is_outside_T: Tensor, segments: Segments, config: LossConfig, counts: Denominators
+) -> dict[str, Tensor]:
+    """The mean weight, and the share outside the bounds: of tokens, or of sequences where these are what is weighted or left out."""
+    in_tokens_T = segments.mask_T / max(counts.num_tokens, 1.0)
+    in_sequences_T = segments.weights_T / max(counts.num_sequences, 1.0)
+    per_weight_T = in_sequences_T if config.sequence_level_importance_ratios else in_tokens_T
+    metrics = {"sampling_importance_ratio": (per_weight_T * importance_T).sum()}
+    if config.truncation is not None:
+        per_bound_T = in_sequences_T if config.truncation == "seq-mask-tis" else in_tokens_T
+        metrics["is_oob_ratio"] = (per_bound_T * is_outside_T).sum()
+    return metrics

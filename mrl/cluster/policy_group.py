@@ -22,8 +22,8 @@ from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import Background, wait_all
 from mrl.config import trace
 from mrl.config.schema import RunConfig
-from mrl.data.packing import PackedRow, pack_row
-from mrl.types import Batch, Rollout, TrainSequence
+from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.types import Batch, TrainSequence
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +71,14 @@ class PolicyActor:
         """Pulls the payloads of this rank's sequences and packs them; returns the number of rows."""
         payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.config.deadlines.train_s)
         pulled = {
-            index: (index, rollout, sequence.advantage, sequence.is_valid)
+            index: RowSequence(index, rollout, sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages)
             for (index, sequence), rollout in zip(sequences.items(), payload, strict=True)
         }
         packed = self._pack(pulled, rows)
         self.policy.set_batch(packed, packed if logprob_rows == rows else self._pack(pulled, logprob_rows))
         return len(packed)
 
-    def _pack(self, pulled: dict[int, tuple[int, Rollout, float, bool]], rows: RankRows) -> list[PackedRow]:
+    def _pack(self, pulled: dict[int, RowSequence], rows: RankRows) -> list[PackedRow]:
         return [
             pack_row(
                 [pulled[index] for index in row],

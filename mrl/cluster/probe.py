@@ -13,7 +13,7 @@ from mrl.cluster.policy_group import PolicyGroup
 from mrl.config.schema import RunConfig
 from mrl.data.batch import max_row_tokens
 from mrl.data.bins import first_fit_decreasing
-from mrl.data.packing import pack_row, padded_length
+from mrl.data.packing import RowSequence, pack_row, padded_length
 from mrl.types import Rollout, RolloutRequest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
     # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
     rows = [
         pack_row(
-            [(i, rollouts[i], 0.0, True) for i in row],
+            [RowSequence(i, rollouts[i], 0.0, True) for i in row],
             divisible_by=policy.row_multiple,
             sequence_multiple=policy.sequence_multiple,
             pad_token_id=pad_token_id,

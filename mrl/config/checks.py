@@ -6,6 +6,7 @@ import math
 import os
 from pathlib import Path
 
+from mrl.config.algorithms import find_algorithm_problems
 from mrl.config.checkpointing import existing_parent, find_checkpointing_problems, find_missing_disk
 from mrl.config.environments import find_environment_problems
 from mrl.config.errors import ConfigError, Unprovided
@@ -51,7 +52,7 @@ def find_problems(config: RunConfig) -> list[str]:
     problems += _batch(config) + _rows(config.policy) + _optimizer(config) + _logprobs(config.policy) + _ports(config.cluster)
     if config.has_engines:
         problems += _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
-        problems += find_supply_problems(config)
+        problems += find_supply_problems(config) + find_algorithm_problems(config)
     else:
         problems += find_supervised_problems(config)
     if model is not None:
@@ -77,10 +78,6 @@ def _batch(config: RunConfig) -> list[str]:
     if dp and batch % dp:
         rule = f"must be a multiple of the {dp} data-parallel ranks"
         problems.append(_problem("policy.train_global_batch_size", batch, rule, "change grpo.num_prompts_per_step or the layout"))
-    if config.loss_fn.truncated_importance_sampling_ratio is not None and not config.loss_fn.use_importance_sampling_correction:
-        rule = "bounds a weight that loss_fn.use_importance_sampling_correction=false leaves out"
-        value = config.loss_fn.truncated_importance_sampling_ratio
-        problems.append(_problem("loss_fn.truncated_importance_sampling_ratio", value, rule, "set it to null, or the other to true"))
     return problems
 
 

@@ -23,6 +23,8 @@ class Range:
         return above and below and math.isfinite(value)
 
     def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "finite"
         low = f"{'above' if self.is_low_open else 'at least'} {self.low:g}"
         return low if self.high == math.inf else f"{low} and {'below' if self.is_high_open else 'at most'} {self.high:g}"
 
@@ -35,6 +37,7 @@ ABOVE_ZERO = Range(0, is_low_open=True)
 NOT_NEGATIVE = Range(0)
 PORT = Range(1024, 65535)
 FRACTION = Range(0, 1, is_high_open=True)
+ANY = Range(-math.inf)
 
 RANGES: dict[str, Range] = {
     "grpo.num_prompts_per_step": POSITIVE,
@@ -45,6 +48,19 @@ RANGES: dict[str, Range] = {
     "grpo.val_start_at": Range(-1, 2**31),
     "grpo.max_val_samples": POSITIVE,
     "grpo.seed": COUNT,
+    "grpo.advantage_clip_low": ANY,
+    "grpo.advantage_clip_high": ANY,
+    "grpo.invalid_tool_call_advantage": ANY,
+    "grpo.malformed_thinking_advantage": ANY,
+    "grpo.seq_logprob_error_threshold": Range(1),
+    "grpo.reward_scaling.source_min": ANY,
+    "grpo.reward_scaling.source_max": ANY,
+    "grpo.reward_scaling.target_min": ANY,
+    "grpo.reward_scaling.target_max": ANY,
+    "grpo.reward_shaping.overlong_buffer_length": POSITIVE,
+    "grpo.reward_shaping.overlong_buffer_penalty": NOT_NEGATIVE,
+    "grpo.reward_shaping.max_response_length": POSITIVE,
+    "grpo.reward_shaping.stop_properly_penalty_coef": Range(0, 1),
     "grpo.async_grpo.max_trajectory_age_steps": COUNT,
     "grpo.async_grpo.max_generation_failures": COUNT,
     "sft.max_num_epochs": POSITIVE,
@@ -69,7 +85,11 @@ RANGES: dict[str, Range] = {
     "loss_fn.kl_output_clamp_value": ABOVE_ZERO,
     "loss_fn.ratio_clip_min": FRACTION,
     "loss_fn.ratio_clip_max": ABOVE_ZERO,
+    "loss_fn.ratio_clip_c": Range(1, is_low_open=True),
     "loss_fn.truncated_importance_sampling_ratio": ABOVE_ZERO,
+    "loss_fn.truncated_importance_sampling_ratio_min": NOT_NEGATIVE,
+    "loss_fn.positive_example_nll_weight": NOT_NEGATIVE,
+    "loss_fn.constant_length_normalizer": POSITIVE,
     "policy.train_global_batch_size": POSITIVE,
     "policy.train_micro_batch_size": POSITIVE,
     "policy.logprob_batch_size": POSITIVE,

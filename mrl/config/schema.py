@@ -162,6 +162,11 @@ class RunConfig:
         return self.has_engines and self.policy.generation.colocated.enabled
 
     @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a step computes the policy's logprobs before its update."""
+        return self.has_engines and (not self.loss_fn.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None)
+
+    @property
     def num_dedicated_units(self) -> int:
         """Worker units that carry an engine worker and no policy rank; 0 where engines are colocated, or there are none."""
         generation = self.policy.generation

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mrl.config.fields import follows
 from mrl.config.trace import traced
+
+Estimator = Literal["grpo", "gdpo", "reinforce_plus_plus"]
+Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 
 
 @traced
@@ -48,6 +52,53 @@ class AsyncGrpoConfig:
 
 @traced
 @dataclass
+class AdvantageEstimatorConfig:
+    name: Estimator = "grpo"
+    """How rewards become advantages. grpo: against the other rollouts of the prompt (arXiv:2402.03300; without normalize_rewards it is the
+    RLOO of arXiv:2402.14740 or the Dr. GRPO of arXiv:2503.20783). gdpo: the same for each component of the reward, weighted, then over
+    the batch (arXiv:2601.05242). reinforce_plus_plus: over all tokens of the batch (arXiv:2501.03262)."""
+    normalize_rewards: bool = follows("grpo.normalize_rewards")
+    """Divide advantages by the standard deviation of the group's rewards. Not for reinforce_plus_plus."""
+    use_leave_one_out_baseline: bool = follows("grpo.use_leave_one_out_baseline")
+    """Baseline of a rollout: mean reward of the others of its group; false: of the whole group. Not for reinforce_plus_plus."""
+    minus_baseline: bool = True
+    """For reinforce_plus_plus: subtract the mean reward of the group before the batch is normalised."""
+    reward_weights: list[float] | None = None
+    """For gdpo: weight of each component of the reward, in the alphabetical order of their names; null = 1 each."""
+
+
+@traced
+@dataclass
+class RewardScalingConfig:
+    enabled: bool = False
+    """Map rewards linearly from the source range to the target range; those outside the source range are clamped to it, and counted."""
+    source_min: float = 0.0
+    """Reward that becomes target_min."""
+    source_max: float = 1.0
+    """Reward that becomes target_max."""
+    target_min: float = 0.0
+    """See source_min."""
+    target_max: float = 1.0
+    """See source_max."""
+
+
+@traced
+@dataclass
+class RewardShapingConfig:
+    enabled: bool = False
+    """Lower the rewards of rollouts that are too long, after reward_scaling."""
+    overlong_buffer_length: int | None = None
+    """Tokens over which the penalty of DAPO (arXiv:2503.14476) grows from 0, up to max_response_length."""
+    overlong_buffer_penalty: float | None = None
+    """What a rollout of max_response_length tokens loses; longer ones lose more, in proportion."""
+    max_response_length: int | None = None
+    """Length in tokens at which a rollout loses overlong_buffer_penalty."""
+    stop_properly_penalty_coef: float | None = None
+    """Rewards of rollouts that were cut off are multiplied by this, 0 to 1, instead of the penalty above; null = that penalty."""
+
+
+@traced
+@dataclass
 class GrpoConfig:
     num_prompts_per_step: int = 32
     """Prompts per step."""
@@ -63,6 +114,21 @@ class GrpoConfig:
     """Divide advantages by the standard deviation of the group's rewards."""
     use_leave_one_out_baseline: bool = True
     """Baseline of a rollout: mean reward of the others of its group; false: of the whole group."""
+    adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
+    advantage_clip_low: float | None = None
+    """Advantages below this become this; null = no bound."""
+    advantage_clip_high: float | None = None
+    """Advantages above this become this; null = no bound."""
+    invalid_tool_call_advantage: float | None = None
+    """Advantage of the tokens of a turn with a tool call that cannot be read, for example -5.0; null = that of the rollout."""
+    malformed_thinking_advantage: float | None = None
+    """Advantage of the tokens of a turn whose think tags do not pair, unless its tool call is invalid; null = that of the rollout."""
+    overlong_filtering: bool = False
+    """Leave rollouts that were cut off out of the loss. They still count in the baseline of their group."""
+    reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
+    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
+    seq_logprob_error_threshold: float | None = None
+    """Leave rollouts out of the loss whose mean over tokens of exp(|old - generator logprob|) is above this; null = only measure."""
     val_period: int = 10
     """Validate every this many steps; 0 = never."""
     val_start_at: int = -1
@@ -103,9 +169,49 @@ class LossConfig:
     """The policy ratio is clipped below at 1 - this."""
     ratio_clip_max: float = 0.2
     """The policy ratio is clipped above at 1 + this."""
+    ratio_clip_c: float | None = None
+    """Dual clip (arXiv:1912.09729): where the advantage is negative, the loss is at most -advantage times this, which is above 1;
+    null = not bounded."""
+    disable_ppo_ratio: bool = False
+    """REINFORCE: -advantage * logprob, without ratio and clip."""
+    use_cispo: bool = False
+    """CISPO (arXiv:2506.13585): -advantage * logprob times the clipped ratio, through which no gradient flows."""
+    sequence_level_importance_ratios: bool = False
+    """GSPO (arXiv:2507.18071): one ratio per sequence, the geometric mean over its tokens. Needs token_level_loss=false."""
+    force_on_policy_ratio: bool = False
+    """The ratio is 1 by definition, its gradient that of the logprob, and old logprobs are not computed (unless
+    grpo.seq_logprob_error_threshold asks for them). Right only with one update per rollout."""
     use_importance_sampling_correction: bool = False
-    """Weight each token by exp(old_logprobs - generator_logprobs), to correct for differences between trainer and generator."""
+    """Weight each token by exp(old_logprobs - generator_logprobs), to correct for differences between trainer and generator; with
+    sequence_level_importance_ratios, by the product over the sequence."""
+    truncated_importance_sampling_type: Truncation | None = None
+    """What happens to these weights outside their bounds. tis: held at the bound; icepop: the token is left out; seq-mask-tis: sequences
+    whose geometric mean is outside are left out, the others keep their weights; null = tis, if there is a bound."""
     truncated_importance_sampling_ratio: float | None = None
-    """Upper bound of that weight; null = no bound."""
+    """Upper bound of these weights; null = no bound."""
+    truncated_importance_sampling_ratio_min: float | None = None
+    """Lower bound of these weights; null = 0."""
+    use_on_policy_kl_approximation: bool = False
+    """Weight the KL term by exp(logprobs - generator_logprobs), because the tokens were drawn from the generator."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL penalty from the rewards of reinforce_plus_plus, token by token, instead of adding it to the loss."""
+    positive_example_nll_weight: float = 0.0
+    """Weight of the negative log-likelihood of rollouts with a reward above 0, averaged over their tokens in the batch
+    (arXiv:2504.05118)."""
     token_level_loss: bool = True
     """Mean over the valid tokens of the global batch; false: mean over sequences of each sequence's token mean."""
+    constant_length_normalizer: int | None = None
+    """Divide the sum over each sequence's tokens by this many tokens instead of by its length (Dr. GRPO, arXiv:2503.20783). Needs
+    token_level_loss=false; null = by its length."""
+
+    @property
+    def kl_in_loss(self) -> float:
+        """Weight of the KL term in the loss."""
+        return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """How importance weights are truncated; None = they are not."""
+        if self.truncated_importance_sampling_ratio is None:
+            return None
+        return self.truncated_importance_sampling_type or "tis"

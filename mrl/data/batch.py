@@ -1,4 +1,4 @@
-"""Rollout groups with advantages to a global batch: flat sequences, and the row of the rank where each is trained."""
+"""Sequences to a global batch: the row of the rank where each is trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from mrl.data.cost import SequenceCost, sequence_cost
 from mrl.data.packing import padded_length
 from mrl.data.planning import RowPlan, batch_dynamically, batch_in_order, largest_first, pack, rank_shares, repack
-from mrl.types import Batch, RolloutGroup, TrainSequence
+from mrl.types import Batch, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,25 +16,18 @@ if TYPE_CHECKING:
     from mrl.config.schema_policy import PolicyConfig
 
 
-def make_batch(groups: list[RolloutGroup], advantages: list[list[float]], config: RunConfig) -> Batch:
-    """The batch of these groups, a pure function of their order. `advantages[i][j]` belongs to rollout j of group i.
-
-    Rollouts without a valid verdict keep their place, with advantage 0, and do not count in the denominators.
+def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:
+    """The batch of these sequences, a pure function of their order. Those that are not valid do not count in the denominators.
 
     Raises:
         ValueError: a rollout with its prompt is longer than a row.
     """
-    sequences = tuple(
-        TrainSequence(rollout=rollout, advantage=advantage if verdict.is_valid else 0.0, is_valid=verdict.is_valid)
-        for group, group_advantages in zip(groups, advantages, strict=True)
-        for rollout, verdict, advantage in zip(group.rollouts, group.verdicts, group_advantages, strict=True)
-    )
     valid_lengths = [sequence.rollout.num_generated for sequence in sequences if sequence.is_valid and sequence.rollout.num_generated > 0]
     lengths = [sequence.rollout.num_tokens for sequence in sequences]
     cost = sequence_cost(config.policy.model_name)
     rows, logprob_rows = plan_batch(lengths, config.policy, dp_size=config.data_parallel_size, cost=cost)
     return Batch(
-        sequences=sequences,
+        sequences=tuple(sequences),
         rows=rows,
         logprob_rows=logprob_rows,
         num_valid_tokens=sum(valid_lengths),

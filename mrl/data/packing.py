@@ -5,13 +5,27 @@ T tokens of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from mrl.data.routes import PackedRoutes, pack_routes
-from mrl.types import Rollout
+from mrl.types import FixedAdvantage, Rollout
+
+
+@dataclass(frozen=True)
+class RowSequence:
+    """A sequence to be packed."""
+
+    index: int
+    """Its place in `Batch.sequences`."""
+    rollout: Rollout
+    advantage: float
+    is_valid: bool
+    reward: float = 0.0
+    fixed_advantages: tuple[FixedAdvantage, ...] = ()
 
 
 @dataclass
@@ -32,6 +46,8 @@ class PackedRow:
     """float32, of the label; 0 where it was not generated."""
     advantages_T: torch.Tensor
     """float32, of the label's sequence; 0 where it was not generated or is not valid."""
+    fixed_advantages_T: torch.Tensor
+    """float32, NaN but for tokens whose advantage is not that of their sequence."""
     cu_seqlens: torch.Tensor
     """int32 [num_sequences + 1], from 0 to T: each sequence with the padding behind it. Padding at the end is a sequence of its own."""
     max_seqlen: int
@@ -39,8 +55,26 @@ class PackedRow:
     """Indices into `Batch.sequences`, without the padding."""
     lengths: list[int]
     """Tokens of each of these sequences, without padding."""
+    rewards: list[float]
+    """Of each of these sequences."""
     routes: PackedRoutes | None = None
     """The engine's choices of experts; None where it did not keep them."""
+
+    @property
+    def sequence_rewards(self) -> torch.Tensor:
+        """Rewards by `cu_seqlens`, float32 [num_sequences]; 0 for padding."""
+        num_padding = len(self.cu_seqlens) - 1 - len(self.rewards)
+        return torch.tensor([*self.rewards, *[0.0] * num_padding])
+
+    @property
+    def positive_mask_T(self) -> torch.Tensor:
+        """float32, 1 where the loss mask is and the sequence has a reward above 0."""
+        is_positive_T = (self.sequence_rewards > 0).repeat_interleave(self.cu_seqlens.diff())
+        return self.loss_mask_T * is_positive_T
+
+    def masked(self, is_kept: torch.Tensor) -> PackedRow:
+        """The row with only those sequences in its loss that are kept; bool [num_sequences], by `cu_seqlens`."""
+        return replace(self, loss_mask_T=self.loss_mask_T * is_kept.repeat_interleave(self.cu_seqlens.diff()))
 
     @property
     def num_valid_tokens(self) -> int:
@@ -59,16 +93,15 @@ def padded_length(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def pack_row(
-    sequences: list[tuple[int, Rollout, float, bool]], *, divisible_by: int, sequence_multiple: int = 1, pad_token_id: int
-) -> PackedRow:
-    """One row of `(index, rollout, advantage, is_valid)`; without sequences, all padding.
+def pack_row(sequences: Sequence[RowSequence], *, divisible_by: int, sequence_multiple: int = 1, pad_token_id: int) -> PackedRow:
+    """One row of these sequences; without any, all padding.
 
     Every sequence is padded at its end to a multiple of `sequence_multiple` tokens, where causal layers hide it from the sequence, and
     the row to a multiple of `divisible_by`, itself a multiple of the other.
     """
     assert divisible_by % sequence_multiple == 0
-    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for _, rollout, _, _ in sequences]
+    rollouts = [sequence.rollout for sequence in sequences]
+    lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]
     padded = [padded_length(length, sequence_multiple) for length in lengths]
     num_tokens = padded_length(max(1, sum(padded)), divisible_by)
     padding = [num_tokens - sum(padded)] if num_tokens > sum(padded) else []
@@ -77,7 +110,9 @@ def pack_row(
     token_ids = np.full(num_tokens, pad_token_id, dtype=np.int64)
     labels = np.zeros(num_tokens, dtype=np.int64)
     loss_mask, generated_mask, generator_logprobs, advantages = np.zeros((4, num_tokens), dtype=np.float32)
-    for (_, rollout, advantage, is_valid), start, length in zip(sequences, bounds[:-1], lengths, strict=False):
+    fixed_advantages = np.full(num_tokens, np.nan, dtype=np.float32)
+    for sequence, start, length in zip(sequences, bounds[:-1], lengths, strict=False):
+        rollout = sequence.rollout
         prompt_length, stop = len(rollout.request.token_ids), start + length
         token_ids[start : start + prompt_length] = rollout.request.token_ids
         token_ids[start + prompt_length : stop] = rollout.token_ids
@@ -88,9 +123,11 @@ def pack_row(
             generated = slice(shift + turn.start, shift + turn.stop)
             generated_mask[generated] = 1.0
             generator_logprobs[generated] = rollout.generator_logprobs[turn.start : turn.stop]
-            if is_valid:
+            if sequence.is_valid:
                 loss_mask[generated] = 1.0
-                advantages[generated] = advantage
+                advantages[generated] = sequence.advantage
+        for span in sequence.fixed_advantages:
+            fixed_advantages[shift + span.start : shift + span.stop] = span.advantage
 
     sizes = np.diff(bounds)
     return PackedRow(
@@ -101,11 +138,13 @@ def pack_row(
         generated_mask_T=torch.from_numpy(generated_mask),
         generator_logprobs_T=torch.from_numpy(generator_logprobs),
         advantages_T=torch.from_numpy(advantages),
+        fixed_advantages_T=torch.from_numpy(fixed_advantages),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(sizes.max()),
-        sequence_indices=[index for index, _, _, _ in sequences],
+        sequence_indices=[sequence.index for sequence in sequences],
         lengths=lengths,
-        routes=pack_routes([rollout.routes for _, rollout, _, _ in sequences], bounds[: len(sequences)].tolist(), num_tokens),
+        rewards=[sequence.reward for sequence in sequences],
+        routes=pack_routes([rollout.routes for rollout in rollouts], bounds[: len(sequences)].tolist(), num_tokens),
     )
 
 

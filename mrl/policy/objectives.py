@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from mrl.algo.losses import LOSS, finish_metrics, loss_weights, policy_loss
+from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, policy_loss
 from mrl.algo.preferences import dpo_loss, sequence_sums
 from mrl.algo.sft import nll_loss, perplexity
 from mrl.config.schema import RunConfig
@@ -17,7 +17,7 @@ from mrl.config.schema_supervised import DpoConfig
 from mrl.data.packing import PackedRow
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.output import token_scores
-from mrl.policy.step import BatchSize, Objective, TrainRow, own_positions
+from mrl.policy.step import BatchSize, Objective, TrainRow, own_positions, whole_row
 
 
 def objective_of(config: RunConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
@@ -32,38 +32,32 @@ def objective_of(config: RunConfig, distribution: TokenDistribution, size: Batch
 
 
 def grpo_objective(config: LossConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
-    """The policy loss. Rows carry old logprobs, and reference logprobs where there is a KL term."""
+    """The policy loss. Rows carry old logprobs unless the config does without them, and reference logprobs where there is a KL term."""
+    counts = Denominators(size.num_valid_tokens, size.num_valid_sequences, size.num_positive_tokens)
 
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         row, device = item.row, output.device
-        assert item.old_logprobs_T is not None
-        local = own_positions(row)
-        weights_T = loss_weights(
-            row.loss_mask_T,
-            row.cu_seqlens,
-            token_level=config.token_level_loss,
-            num_valid_tokens=size.num_valid_tokens,
-            num_valid_sequences=size.num_valid_sequences,
+        scores = token_scores(model, output, row.labels_T[own_positions(row)].to(device), distribution)
+        # Losses of sequences need whole ones; the gradient is by the tokens of this rank.
+        loss, metrics = policy_loss(
+            whole_row(scores.logprobs_T, row),
+            LossRow(
+                generator_logprobs_T=row.generator_logprobs_T.to(device),
+                old_logprobs_T=item.old_logprobs_T,
+                reference_logprobs_T=item.reference_logprobs_T,
+                advantages_T=row.advantages_T.to(device),
+                loss_mask_T=row.loss_mask_T.to(device),
+                positive_mask_T=row.positive_mask_T.to(device),
+                cu_seqlens=row.cu_seqlens.to(device),
+            ),
+            config,
+            counts,
+            untruncated_logprobs_T=None if scores.untruncated_logprobs_T is None else whole_row(scores.untruncated_logprobs_T, row),
+            entropy_T=None if scores.entropy_T is None else whole_row(scores.entropy_T, row),
         )
-        scores = token_scores(model, output, row.labels_T[local].to(device), distribution)
-        return policy_loss(
-            scores.logprobs_T,
-            item.old_logprobs_T[local.to(device)],
-            None if item.reference_logprobs_T is None else item.reference_logprobs_T[local.to(device)],
-            untruncated_logprobs_T=scores.untruncated_logprobs_T,
-            entropy_T=scores.entropy_T,
-            generator_logprobs_T=row.generator_logprobs_T[local].to(device),
-            advantages_T=row.advantages_T[local].to(device),
-            weights_T=weights_T[local].to(device),
-            config=config,
-        )
+        return loss, shared_metrics(metrics)
 
-    def finish(sums: dict[str, float]) -> dict[str, float]:
-        metrics = finish_metrics(sums, num_valid_tokens=size.num_valid_tokens)
-        metrics["mean_abs_dlogp"] = metrics.pop("abs_dlogp")
-        return metrics
-
-    return Objective(row_loss, finish)
+    return Objective(row_loss, finish=lambda metrics: metrics)
 
 
 def sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective:
@@ -116,6 +110,6 @@ def answer_sums(values_T: Tensor, row: PackedRow, local: Tensor, *, is_mean: boo
 
 
 def shared_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of metrics that all ranks of a context-parallel group have computed alike: they are added up."""
+    """This rank's part of metrics that all ranks of a context-parallel group have computed alike: they are added up, but for extremes."""
     cp_size = parallel_state.get_context_parallel_world_size()
-    return {name: value / cp_size for name, value in metrics.items()}
+    return {name: value if name in MIN_METRICS + MAX_METRICS else value / cp_size for name, value in metrics.items()}

@@ -28,6 +28,7 @@ from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
 from mrl.policy.checkpoint_writer import Writing
 from mrl.policy.distribution import TokenDistribution
+from mrl.policy.late_signals import finish_signals
 from mrl.policy.lora import attach_adapters
 from mrl.policy.memory import PINNED, TrainingMemory, host_copy, swap
 from mrl.policy.model import build_model, wrap_ddp
@@ -253,6 +254,7 @@ class Policy:
         rows = self._whole_groups(rows)
         logprob_rows = rows if logprob_rows is None else logprob_rows
         check_equal_counts(len(logprob_rows))
+        check_equal_counts(len(rows))
         self._batch = _Batch(rows, logprob_rows, global_batch_size(rows))
 
     def compute_old_logprobs(self) -> None:
@@ -285,21 +287,24 @@ class Policy:
         if self._phase != "train":
             raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('train') comes first")
         batch, self._batch = self._current_batch(), None
-        if self._config.has_engines and batch.old_logprobs is None:
+        if self._config.needs_old_logprobs and batch.old_logprobs is None:
             raise RuntimeError("compute_old_logprobs comes before train_step")
         self._settled = None
+        rows, size, signals = batch.train_rows(self._coordinates.is_last_stage), batch.size, {}
+        if self._config.has_engines:
+            rows, size, signals = finish_signals(rows, self._config.grpo, self._config.loss_fn)
         metrics = train_step(
             self._state.chunks,
             self._state.optimizer,
             self._state.scheduler,
-            batch.train_rows(self._coordinates.is_last_stage),
-            size=batch.size,
-            objective=objective_of(self._config, self._distribution, batch.size),
+            rows,
+            size=size,
+            objective=objective_of(self._config, self._distribution, size),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
-        return metrics | {f"train/{name}": value for name, value in mismatch.items()}
+        return metrics | signals | {f"train/{name}": value for name, value in mismatch.items()}
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the objective on the batch, which is then used up, the same floats on every rank; trains nothing.

@@ -46,8 +46,8 @@ class Objective:
     """What a train step minimises, see `mrl.policy.objectives`."""
 
     row_loss: Callable[[Tensor, TrainRow, DistributedDataParallel], tuple[Tensor, dict[str, Tensor]]]
-    """Loss (with gradient) of this rank's tokens of a row, and their metrics, from what the model returned for them. On the last pipeline
-    stage. The losses of all rows of all ranks add up to that of the batch."""
+    """Loss of a row (with gradient by this rank's tokens) and its share of the metrics, from what the model returned for these tokens.
+    On the last pipeline stage. The gradients of all rows of all ranks add up to that of the batch, and so do the metrics."""
     finish: Callable[[dict[str, float]], dict[str, float]]
     """Metrics of the global batch from the sums (or extremes) over all rows."""
 
@@ -66,20 +66,19 @@ class BatchSize:
 
     num_valid_tokens: int
     num_valid_sequences: int
+    num_positive_tokens: int
+    """Valid ones of sequences with a reward above 0."""
     num_tokens: int
     """Without padding."""
     num_sequences: int
 
 
 def global_batch_size(rows: list[PackedRow]) -> BatchSize:
-    """Tokens and sequences of the global batch, all and valid ones, from this rank's rows.
-
-    Raises:
-        RuntimeError: ranks hold different numbers of rows.
-    """
-    check_equal_counts(len(rows))
-    sizes = [(row.num_valid_tokens, row.num_valid_sequences, sum(row.lengths), len(row.lengths)) for row in rows]
-    counts = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 4).sum(dim=0)
+    """Tokens and sequences of the global batch, all and valid ones, from this rank's rows. Collective over the dp group."""
+    sizes = [
+        (row.num_valid_tokens, row.num_valid_sequences, int(row.positive_mask_T.sum()), sum(row.lengths), len(row.lengths)) for row in rows
+    ]
+    counts = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 5).sum(dim=0)
     dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
     return BatchSize(*counts.tolist())
 
@@ -99,10 +98,7 @@ def compute_logprobs(
 
     def logprobs_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> Tensor:
         local_T = token_scores(model, output, row.labels_T[own_positions(row)].to(output.device), distribution).logprobs_T
-        group = parallel_state.get_context_parallel_group()
-        parts = [torch.empty_like(local_T) for _ in range(group.size())]
-        dist.all_gather(parts, local_T, group=group)
-        return join(parts, row.cu_seqlens)
+        return whole_row(local_T, row)
 
     return _run_schedule(forward_step, rows, chunks, forward_only=True)
 
@@ -189,6 +185,18 @@ def _counted_forward(model: DistributedDataParallel, row: PackedRow, size: Batch
     return output
 
 
+def whole_row(own_T: Tensor, row: PackedRow) -> Tensor:
+    """The values of a whole row, [T], from those of this rank's tokens, which keep their gradient.
+
+    Collective over the context-parallel group.
+    """
+    group = parallel_state.get_context_parallel_group()
+    parts = [torch.empty_like(own_T) for _ in range(group.size())]
+    dist.all_gather(parts, own_T.detach().contiguous(), group=group)
+    parts[group.rank()] = own_T
+    return join(parts, row.cu_seqlens)
+
+
 def own_positions(row: PackedRow) -> Tensor:
     """Positions in the row of this rank's tokens."""
     group = parallel_state.get_context_parallel_group()
@@ -244,18 +252,24 @@ def _global_metrics(row_metrics: list[dict[str, Tensor]]) -> dict[str, float]:
     """Metrics of all rows of all ranks: combined over dp and cp on the last stage, then handed to every rank."""
     metrics: dict[str, float] = {}
     if parallel_state.is_pipeline_last_stage():
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        names = sorted(row_metrics[0])
-        values = torch.stack([torch.stack([row[name].double() for name in names]) for row in row_metrics])
-        for reduce, op, chosen in _REDUCTIONS:
-            kind = [name for name in names if chosen(name)]
-            part = reduce(values[:, [names.index(name) for name in kind]])
-            dist.all_reduce(part, op=op, group=group)
-            metrics |= dict(zip(kind, part.tolist(), strict=True))
+        metrics = combine(row_metrics, parallel_state.get_data_parallel_group(with_context_parallel=True))
     # Ranks are ordered with the pipeline outermost, so the last rank is in the last stage.
     shared = [metrics]
     dist.broadcast_object_list(shared, src=dist.get_world_size() - 1)
     return shared[0]
+
+
+def combine(row_metrics: list[dict[str, Tensor]], group: dist.ProcessGroup) -> dict[str, float]:
+    """Sums, or by `MIN_METRICS` and `MAX_METRICS` extremes, of scalars over all rows of the ranks of a group, all of which call this."""
+    metrics: dict[str, float] = {}
+    names = sorted(row_metrics[0])
+    values = torch.stack([torch.stack([row[name].double() for name in names]) for row in row_metrics])
+    for reduce, op, chosen in _REDUCTIONS:
+        kind = [name for name in names if chosen(name)]
+        part = reduce(values[:, [names.index(name) for name in kind]])
+        dist.all_reduce(part, op=op, group=group)
+        metrics |= dict(zip(kind, part.tolist(), strict=True))
+    return metrics
 
 
 _REDUCTIONS = (

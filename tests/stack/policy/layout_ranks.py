@@ -76,10 +76,12 @@ def packed_row(sequences: list[list[int]], config: PolicyConfig | None = None) -
         generated_mask_T=has_label,
         generator_logprobs_T=torch.zeros(num_tokens),
         advantages_T=advantages,
+        fixed_advantages_T=torch.full((num_tokens,), torch.nan),
         cu_seqlens=bounds.int(),
         max_seqlen=int(padded.max()),
         sequence_indices=list(range(len(sequences))),
         lengths=[len(sequence) for sequence in sequences],
+        rewards=[1.0] * len(sequences),
     )
 
 
@@ -203,7 +205,9 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
     mine = _rows(config, folder, rows[place.dp :: place.dp_size])
     if len(chunks) > 1:
         # As `Policy` does: rows without a loss make up a multiple of the stages.
-        empty = dataclasses.replace(mine[-1], advantages_T=torch.zeros_like(mine[-1].advantages_T), sequence_indices=[], lengths=[])
+        empty = dataclasses.replace(
+            mine[-1], advantages_T=torch.zeros_like(mine[-1].advantages_T), sequence_indices=[], lengths=[], rewards=[]
+        )
         mine += [empty] * (-len(mine) % config.megatron_cfg.pipeline_model_parallel_size)
     size = global_batch_size(mine)
     return sum(float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunks, forward_only=False))

@@ -14,7 +14,7 @@ from conversion.families.registry import family
 from mrl.config.schema import RunConfig
 from mrl.data.batch import plan_batch
 from mrl.data.cost import SequenceCost
-from mrl.data.packing import PackedRow, pack_row
+from mrl.data.packing import PackedRow, RowSequence, pack_row
 from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.stack.policy.layout_ranks import canonical_values
 from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, open_policy, optimizers
@@ -73,7 +73,7 @@ def measure(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], num_step
 def _rows(config: RunConfig, rollouts: Sequence[Rollout], dp_rank: int) -> tuple[list[PackedRow], list[PackedRow]]:
     """This rank's rows in training and in logprob passes: the same list if they are the same. One in seven rollouts is not valid."""
     policy, advantages = config.policy, np.random.default_rng(1).normal(size=len(rollouts))
-    sequences = [(index, rollout, float(advantages[index]), index % 7 != 3) for index, rollout in enumerate(rollouts)]
+    sequences = [RowSequence(index, rollout, float(advantages[index]), index % 7 != 3) for index, rollout in enumerate(rollouts)]
     lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]
     plans = plan_batch(lengths, policy, dp_size=config.data_parallel_size, cost=SequenceCost(1.0, 0.01))
     multiples = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple)

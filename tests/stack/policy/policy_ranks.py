@@ -16,7 +16,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.config.schema_policy import PolicyConfig
 from mrl.data.cost import SequenceCost
-from mrl.data.packing import PackedRow, pack_row, padded_length
+from mrl.data.packing import PackedRow, RowSequence, pack_row, padded_length
 from mrl.data.planning import RowPlan, batch_in_order, pack, repack
 from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.stack.ranks import Rank
@@ -114,7 +114,7 @@ def plan_of(algorithm: str, dp_size: int, sequence_multiple: int = 1) -> tuple[R
 def pack_rows(config: PolicyConfig, plan: Sequence[tuple[int, ...]]) -> list[PackedRow]:
     """The planned rows of one rank, padded as its layout asks."""
     sequences, multiples = rollouts(), dict(divisible_by=config.row_multiple, sequence_multiple=config.sequence_multiple)
-    return [pack_row([sequences[index] for index in row], **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
+    return [pack_row([RowSequence(*sequences[index]) for index in row], **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
 
 
 def packed_rows(config: PolicyConfig, dp_rank: int, dp_size: int) -> list[PackedRow]:

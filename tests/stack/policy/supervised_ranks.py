@@ -10,7 +10,7 @@ from mrl.config.schema import RunConfig
 from mrl.data.conversations import TokenSequence
 from mrl.data.cost import SequenceCost
 from mrl.data.example_batch import batch_examples
-from mrl.data.packing import pack_row
+from mrl.data.packing import RowSequence, pack_row
 from mrl.data.supervised import Example
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import Rank
@@ -56,7 +56,7 @@ def evaluation_and_steps(
         batch = batch_examples(learned, config.policy, dp_size=dp_size, cost=SequenceCost(1.0, 0.01))
         rows = [
             pack_row(
-                [(index, batch.rollouts[index], 0.0, True) for index in row],
+                [RowSequence(index, batch.rollouts[index], 0.0, True) for index in row],
                 divisible_by=config.policy.row_multiple,
                 sequence_multiple=config.policy.sequence_multiple,
                 pad_token_id=policy_ranks.PAD_TOKEN_ID,

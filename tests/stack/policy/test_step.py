@@ -66,7 +66,8 @@ def transformers_steps(num_steps: int, out: Path) -> tuple[list[float], list[flo
                 ratio = torch.exp(new - before)
                 surrogate, clipped = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
                 num_clipped += bool(clipped < surrogate)
-                kl = torch.exp(frozen - new) - (frozen - new) - 1
+                # A factor of 1 with the gradient of the token's probability: what is drawn changes with the policy too.
+                kl = torch.exp(new - new.detach()) * (torch.exp(frozen - new) - (frozen - new) - 1)
                 loss = loss - torch.minimum(surrogate, clipped) * torch.exp(before - float(generated)) + KL_PENALTY * kl
         loss = loss / num_tokens
         loss.backward()

@@ -1,12 +1,15 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.advantages import batch_advantages, group_advantages
-from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
+from mrl.algo.advantages import batch_advantages, group_advantages, normalize_over_tokens
+from mrl.config.schema_algo import AdvantageEstimatorConfig, GrpoConfig, RewardScalingConfig, RewardShapingConfig
+from mrl.types import RolloutGroup
+from tests.unit.algo.groups import group
 
 
 def test_leave_one_out_by_hand():
@@ -78,9 +81,113 @@ def test_leave_one_out_is_the_mean_of_the_others():
     assert group_advantages(rewards, normalize=False).tolist() == pytest.approx([float(value) for value in slow])
 
 
+def estimator(name: str, **rest) -> GrpoConfig:
+    return GrpoConfig(adv_estimator=AdvantageEstimatorConfig(name, normalize_rewards=False, use_leave_one_out_baseline=True, **rest))
+
+
 def test_a_batch_is_its_groups():
-    prompt = Prompt("p", (1,), "", "", "math")
-    info = RolloutInfo("r", "p", 0, 0, 1, 1, "stop", None)
-    verdicts = [Verdict(reward, is_valid, "ok", "", "") for reward, is_valid in [(1.0, True), (0.0, True), (0.0, False)]]
-    group = RolloutGroup(prompt, (info,) * 3, tuple(verdicts))
-    assert batch_advantages([group, group], normalize=False, use_leave_one_out_baseline=True) == [[1.0, -1.0, 0.0]] * 2
+    judged = group([1.0, 0.0, 0.0], invalid=[2])
+    assert batch_advantages([judged, judged], estimator("grpo")) == [[1.0, -1.0, 0.0]] * 2
+    whole = AdvantageEstimatorConfig("grpo", normalize_rewards=True, use_leave_one_out_baseline=False)
+    assert batch_advantages([judged], GrpoConfig(adv_estimator=whole)) == [pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0.0])]
+
+
+def test_advantages_are_made_of_shaped_rewards():
+    shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5)
+    config = replace(estimator("grpo"), reward_shaping=shaping, reward_scaling=RewardScalingConfig(enabled=True, target_max=4.0))
+    assert batch_advantages([group([1.0, 1.0], cut_off=[1])], config) == [[2.0, -2.0]]
+
+
+def with_components(components: list[dict[str, float]], *, invalid: tuple[int, ...] = ()) -> RolloutGroup:
+    plain = group([0.0] * len(components), invalid=invalid)
+    return replace(plain, verdicts=tuple(replace(v, components=c) for v, c in zip(plain.verdicts, components, strict=True)))
+
+
+def test_gdpo_by_hand():
+    # Correctness against the mean of the other: +-1; format: +1, -1. Weighted 2 to 1 in the order of the names: 3, -3 and 1, -1.
+    first = with_components([{"correct": 1.0, "format": 1.0}, {"correct": 0.0, "format": 0.0}])
+    second = with_components([{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}])
+    std = math.sqrt((9 + 9 + 1 + 1) / 3)
+    found = batch_advantages([first, second], estimator("gdpo", reward_weights=[2.0, 1.0]))
+    assert found == [pytest.approx([3 / std, -3 / std]), pytest.approx([1 / std, -1 / std])]
+
+
+def test_gdpo_normalises_each_component_in_its_group_before_it_adds_them():
+    # A component of hundreds counts no more than one of fractions.
+    groups = [
+        with_components([{"a": 0.1 * i, "b": -300.0 * i} for i in range(4)]),
+        with_components([{"a": 0.0, "b": 1.0 * i} for i in range(4)]),
+    ]
+    config = GrpoConfig(adv_estimator=AdvantageEstimatorConfig("gdpo", normalize_rewards=True, use_leave_one_out_baseline=False))
+    first, second = batch_advantages(groups, config)
+    assert first == pytest.approx([0.0] * 4, abs=1e-6)
+    z = [-1.5, -0.5, 0.5, 1.5]
+    std = math.sqrt(sum(x * x for x in z) / 7)
+    assert second == pytest.approx([x / std for x in z], rel=1e-5)
+
+
+def test_gdpo_without_a_difference_gives_exactly_zero():
+    groups = [with_components([{"a": 0.1, "b": 0.3}] * 3), with_components([{"a": 0.7, "b": 0.1}] * 3)]
+    assert batch_advantages(groups, estimator("gdpo")) == [[0.0] * 3] * 2
+
+
+def test_gdpo_leaves_invalid_rollouts_out():
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.5}, {}, {"a": 0.0, "b": 0.0}]
+    found = batch_advantages([with_components(parts, invalid=(2,))], estimator("gdpo"))[0]
+    (alone,) = batch_advantages([with_components([parts[0], parts[1], parts[3]])], estimator("gdpo"))
+    assert found == [alone[0], alone[1], 0.0, alone[2]]
+
+
+def test_gdpo_needs_components():
+    with pytest.raises(ValueError, match="use grpo for rewards without components"):
+        batch_advantages([with_components([{"a": 1.0}] * 2)], estimator("gdpo"))
+    with pytest.raises(ValueError, match="all need the same two or more"):
+        batch_advantages([with_components([{"a": 1.0, "b": 1.0}, {"a": 1.0, "c": 1.0}])], estimator("gdpo"))
+    with pytest.raises(ValueError, match=r"reward_weights=\[1.0\] has 1 numbers"):
+        batch_advantages([with_components([{"a": 1.0, "b": 1.0}] * 2)], estimator("gdpo", reward_weights=[1.0]))
+
+
+def test_reinforce_plus_plus_by_hand():
+    groups = [group([1.0, 0.0, 0.5, 9.0], invalid=[3]), group([2.0, 2.0])]
+    assert batch_advantages(groups, estimator("reinforce_plus_plus")) == [[0.5, -0.5, 0.0, 0.0], [0.0, 0.0]]
+    assert batch_advantages(groups, estimator("reinforce_plus_plus", minus_baseline=False)) == [[1.0, 0.0, 0.5, 0.0], [2.0, 2.0]]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.floats(-3, 3), st.booleans()), min_size=1, max_size=30), st.integers(1, 4))
+def test_normalised_over_tokens_however_they_are_spread(tokens: list[tuple[float, bool]], num_rows: int):
+    values, masks = (torch.tensor([float(token[i]) for token in tokens]) for i in (0, 1))
+    cut = [list(part) for part in zip(values.tensor_split(num_rows), masks.tensor_split(num_rows), strict=True)]
+    found = torch.cat(normalize_over_tokens([row[0] for row in cut], [row[1] for row in cut], lambda total: total))
+    valid = [float(v) for v, mask in zip(values, masks, strict=True) if mask]
+    mean = sum(valid) / max(1, len(valid))
+    std = math.sqrt(sum((v - mean) ** 2 for v in valid) / max(1, len(valid)))
+    slow = [(float(v) - mean) / std if mask and std > 1e-6 else 0.0 for v, mask in zip(values, masks, strict=True)]
+    assert found.tolist() == pytest.approx(slow, abs=1e-4)
+
+
+def test_tokens_are_normalised_over_ranks():
+    ranks = [(torch.tensor([1.0, 5.0]), torch.tensor([1.0, 0.0])), (torch.tensor([3.0, 5.0]), torch.tensor([1.0, 1.0]))]
+    totals = [[torch.tensor(3.0)], [torch.tensor(9.0)], [torch.tensor(8.0)]]  # tokens, sum, squared deviations of 1, 3 and 5
+
+    def answers():
+        return iter([total.double() for (total,) in totals])
+
+    for values, mask in ranks:
+        given = answers()
+        (found,) = normalize_over_tokens([values], [mask], lambda part, given=given: next(given))
+        expected = [(v - 3.0) / math.sqrt(8 / 3) if m else 0.0 for v, m in zip(values.tolist(), mask.tolist(), strict=True)]
+        assert found.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 7.7])
+def test_equal_tokens_give_exactly_zero(value: float):
+    assert not normalize_over_tokens([torch.full((7,), value)], [torch.ones(7)], lambda total: total)[0].any()
+
+
+@given(st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7, 1.0 / 3]), min_size=2, max_size=32), st.booleans())
+def test_non_dyadic_rewards_never_explode(rewards: list[float], leave_one_out: bool):
+    """Variance as a difference of float32 squares gave advantages in the thousands (NVIDIA-NeMo/RL#4158)."""
+    rewards_G = torch.tensor(rewards, dtype=torch.float32)
+    advantages = group_advantages(rewards_G, normalize=True, use_leave_one_out_baseline=leave_one_out)
+    assert advantages.abs().max() <= math.sqrt(len(rewards)) + 1e-5

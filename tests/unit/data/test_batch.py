@@ -7,7 +7,7 @@ from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.schema_policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from mrl.data.batch import make_batch, max_row_tokens, plan_batch
 from mrl.data.cost import SequenceCost
-from mrl.types import Batch, Prompt, RolloutGroup, RolloutInfo, Verdict
+from mrl.types import Batch, RolloutInfo, TrainSequence
 from tests.sources import ROOT
 
 COST = SequenceCost(1.0, 0.0)
@@ -36,24 +36,20 @@ def policy_config(row_tokens: int = 32, *, model: str = "m", algorithm: str = "b
     )
 
 
-def batch(policy: PolicyConfig, groups: list[RolloutGroup], advantages: list[list[float]]) -> Batch:
+def batch(policy: PolicyConfig, sequences: list[TrainSequence]) -> Batch:
     """Of two data-parallel ranks."""
     cluster = ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_units_per_node=4)
-    return make_batch(groups, advantages, RunConfig(policy=policy, cluster=cluster))
+    return make_batch(sequences, RunConfig(policy=policy, cluster=cluster))
 
 
-def group(name: str, lengths: list[int], statuses: list[str]) -> RolloutGroup:
-    infos = [RolloutInfo(f"0/{name}/{i}", name, i, 1, 4, length, "stop", None) for i, length in enumerate(lengths)]
-    verdicts = [Verdict(1.0, status == "ok", status, "", "") for status in statuses]  # type: ignore[arg-type]  # literals
-    return RolloutGroup(Prompt(name, (1, 2, 3, 4), "q", "a", "math"), tuple(infos), tuple(verdicts))
+def sequence(length: int, *, is_valid: bool = True) -> TrainSequence:
+    return TrainSequence(RolloutInfo(f"0/a/{length}", "a", 0, 1, 4, length, "stop", None), 0.5, is_valid)
 
 
 def test_a_batch_by_hand(model: str):
-    groups = [group("a", [5, 6], ["ok", "timeout"]), group("b", [7, 0], ["ok", "ok"])]
-    made = batch(policy_config(model=model), groups, [[0.5, 9.0], [-1.0, 1.0]])
-    assert [sequence.rollout.request_id for sequence in made.sequences] == ["0/a/0", "0/a/1", "0/b/0", "0/b/1"]
-    assert [sequence.advantage for sequence in made.sequences] == [0.5, 0.0, -1.0, 1.0]
-    assert [sequence.is_valid for sequence in made.sequences] == [True, False, True, True]
+    sequences = [sequence(5), sequence(6, is_valid=False), sequence(7), sequence(0)]
+    made = batch(policy_config(model=model), sequences)
+    assert made.sequences == tuple(sequences)
     # A masked rollout and one without tokens do not count.
     assert (made.num_valid_tokens, made.num_valid_sequences) == (12, 2)
     # Lengths with prompts: 9, 10, 11, 4; longest first, each to the rank with fewer tokens.
@@ -134,4 +130,4 @@ def test_context_parallelism_plans_with_padded_sequences():
 
 def test_a_rollout_longer_than_a_row_is_refused(model: str):
     with pytest.raises(ValueError, match="train_mb_tokens"):
-        batch(policy_config(model=model), [group("a", [40], ["ok"])], [[0.0]])
+        batch(policy_config(model=model), [sequence(40)])

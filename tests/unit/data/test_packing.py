@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.data.packing import PackedRow, pack_row, regroup
-from mrl.types import Rollout, Turn
+from mrl.data.packing import PackedRow, RowSequence, pack_row, regroup
+from mrl.types import FixedAdvantage, Rollout, Turn
 from tests.rollouts import request
 
 PAD = 256
@@ -19,7 +19,11 @@ def rollout(prompt: list[int], tokens: list[int], logprobs: list[float] | None =
 
 
 def test_a_row_by_hand():
-    row = pack_row([(4, rollout([1, 2], [3, 4]), 0.5, True), (9, rollout([5], [6, 7, 8]), -1.5, True)], divisible_by=5, pad_token_id=PAD)
+    row = pack_row(
+        [RowSequence(4, rollout([1, 2], [3, 4]), 0.5, True), RowSequence(9, rollout([5], [6, 7, 8]), -1.5, True)],
+        divisible_by=5,
+        pad_token_id=PAD,
+    )
     assert row.token_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, PAD, PAD]
     assert row.position_ids_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert row.labels_T.tolist() == [2, 3, 4, 0, 6, 7, 8, 0, 0, 0]
@@ -35,7 +39,7 @@ def test_a_row_by_hand():
 
 
 def test_padding_stands_behind_each_sequence():
-    sequences = [(4, rollout([1, 2], [3]), 0.5, True), (9, rollout([5], [6, 7, 8]), -1.5, True)]
+    sequences = [RowSequence(4, rollout([1, 2], [3]), 0.5, True), RowSequence(9, rollout([5], [6, 7, 8]), -1.5, True)]
     row = pack_row(sequences, divisible_by=12, sequence_multiple=4, pad_token_id=PAD)
     assert row.token_ids_T.tolist() == [1, 2, 3, PAD, 5, 6, 7, 8, PAD, PAD, PAD, PAD]
     assert row.labels_T.tolist() == [2, 3, 0, 0, 6, 7, 8, 0, 0, 0, 0, 0]
@@ -44,7 +48,7 @@ def test_padding_stands_behind_each_sequence():
 
 
 def test_an_invalid_sequence_is_generated_but_not_trained():
-    row = pack_row([(0, rollout([1, 2], [3]), 9.0, False)], divisible_by=1, pad_token_id=PAD)
+    row = pack_row([RowSequence(0, rollout([1, 2], [3]), 9.0, False)], divisible_by=1, pad_token_id=PAD)
     assert row.generated_mask_T.tolist() == [0, 1, 0]
     assert row.loss_mask_T.tolist() == row.advantages_T.tolist() == [0, 0, 0]
     assert (row.num_valid_tokens, row.num_valid_sequences) == (0, 0)
@@ -52,7 +56,7 @@ def test_an_invalid_sequence_is_generated_but_not_trained():
 
 def test_what_the_environment_said_is_seen_and_not_trained():
     turns = replace(rollout([1], [2, 3, 40, 41, 5], [-0.5, -1.5, 0.0, 0.0, -2.5]), earlier_turns=(Turn(0, 2, 7),), last_turn_start=4)
-    row = pack_row([(0, turns, 2.0, True)], divisible_by=1, pad_token_id=PAD)
+    row = pack_row([RowSequence(0, turns, 2.0, True)], divisible_by=1, pad_token_id=PAD)
     assert row.token_ids_T.tolist() == [1, 2, 3, 40, 41, 5]
     assert row.labels_T.tolist() == [2, 3, 40, 41, 5, 0]
     assert row.loss_mask_T.tolist() == row.generated_mask_T.tolist() == [1, 1, 0, 0, 1, 0]
@@ -60,6 +64,24 @@ def test_what_the_environment_said_is_seen_and_not_trained():
     assert row.advantages_T.tolist() == [2, 2, 0, 0, 2, 0]
     assert (row.num_valid_tokens, row.lengths) == (3, [6])
     assert turns.turns == (Turn(0, 2, 7), Turn(4, 5, 1))
+
+
+def test_fixed_advantages_and_rewards_stand_at_their_tokens():
+    spans = (FixedAdvantage(0, 2, -5.0), FixedAdvantage(1, 3, -1.0))
+    sequences = [
+        RowSequence(0, rollout([1, 2], [3, 4, 5, 6]), 0.5, True, 1.0, spans),
+        RowSequence(1, rollout([5], [6]), 0.5, True, -1.0),
+        RowSequence(2, rollout([5], [6]), 0.5, False, 1.0),
+    ]
+    row = pack_row(sequences, divisible_by=12, pad_token_id=PAD)
+    assert row.fixed_advantages_T[1:4].tolist() == [-5.0, -1.0, -1.0]
+    assert row.fixed_advantages_T.isnan().sum() == 9
+    assert row.sequence_rewards.tolist() == [1.0, -1.0, 1.0, 0.0]
+    # Valid tokens of rewards above 0.
+    assert row.positive_mask_T.nonzero().flatten().tolist() == [1, 2, 3, 4]
+    masked = row.masked(torch.tensor([False, True, True, True]))
+    assert masked.loss_mask_T.nonzero().flatten().tolist() == [6]
+    assert (masked.num_valid_tokens, masked.num_valid_sequences, row.num_valid_sequences) == (1, 1, 2)
 
 
 def test_an_empty_row_is_padding():
@@ -70,7 +92,7 @@ def test_an_empty_row_is_padding():
 
 
 def test_a_full_row_has_no_padding_sequence():
-    row = pack_row([(0, rollout([1], [2, 3, 4]), 1.0, True)], divisible_by=4, pad_token_id=PAD)
+    row = pack_row([RowSequence(0, rollout([1], [2, 3, 4]), 1.0, True)], divisible_by=4, pad_token_id=PAD)
     assert row.cu_seqlens.tolist() == [0, 4]
 
 
@@ -78,12 +100,15 @@ def test_a_full_row_has_no_padding_sequence():
 def test_every_sequence_can_be_read_back(shapes: list[tuple[int, int, bool]], divisible_by: int, sequence_multiple: int):
     divisible_by *= sequence_multiple
     rollouts = [rollout(list(range(1, p + 1)), list(range(100, 100 + g))) for p, g, _ in shapes]
-    sequences = [(i, item, float(i + 1), is_valid) for i, (item, (_, _, is_valid)) in enumerate(zip(rollouts, shapes, strict=True))]
+    sequences = [
+        RowSequence(i, item, float(i + 1), is_valid) for i, (item, (_, _, is_valid)) in enumerate(zip(rollouts, shapes, strict=True))
+    ]
     row = pack_row(sequences, divisible_by=divisible_by, sequence_multiple=sequence_multiple, pad_token_id=PAD)
     bounds = row.cu_seqlens.tolist()
     assert bounds[-1] == len(row.token_ids_T) and bounds[-1] % divisible_by == 0
     assert row.max_seqlen == max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
-    for (_, item, advantage, is_valid), start, stop in zip(sequences, bounds, bounds[1:], strict=False):
+    for sequence, start, stop in zip(sequences, bounds, bounds[1:], strict=False):
+        item, is_valid = sequence.rollout, sequence.is_valid
         tokens = [*item.request.token_ids, *item.token_ids.tolist()]
         padding = [PAD] * (stop - start - len(tokens))
         assert (stop - start) % sequence_multiple == 0 and len(padding) < sequence_multiple
@@ -93,14 +118,15 @@ def test_every_sequence_can_be_read_back(shapes: list[tuple[int, int, bool]], di
         assert row.labels_T[start:stop][generated].tolist() == item.token_ids.tolist()
         assert row.generator_logprobs_T[start:stop][generated].tolist() == item.generator_logprobs.tolist()
         assert row.loss_mask_T[start:stop].tolist() == (generated.float() * is_valid).tolist()
-        assert row.advantages_T[start:stop].tolist() == (generated.float() * is_valid * advantage).tolist()
+        assert row.advantages_T[start:stop].tolist() == (generated.float() * is_valid * sequence.advantage).tolist()
     assert row.num_valid_tokens == sum(g for _, g, is_valid in shapes if is_valid)
     assert row.num_valid_sequences == sum(g > 0 for _, g, is_valid in shapes if is_valid)
 
 
 def test_routes_stand_at_their_tokens():
     short, long = (np.full((length, 2, 3), 7, dtype=np.uint8) for length in (2, 3))
-    sequences = [(0, replace(rollout([1, 2], [3]), routes=short), 1.0, True), (1, replace(rollout([5], [6, 7, 8]), routes=long), 1.0, True)]
+    routed = [replace(rollout([1, 2], [3]), routes=short), replace(rollout([5], [6, 7, 8]), routes=long)]
+    sequences = [RowSequence(index, item, 1.0, True) for index, item in enumerate(routed)]
     row = pack_row(sequences, divisible_by=12, sequence_multiple=4, pad_token_id=PAD)
     assert row.routes is not None and row.routes.expert_ids_TLK.dtype == torch.uint8
     # The last token of a sequence and padding have no route.
@@ -110,18 +136,18 @@ def test_routes_stand_at_their_tokens():
 
 def test_routes_beyond_a_byte_keep_their_ids():
     routed = replace(rollout([1], [2, 3]), routes=np.array([[[511, 0]], [[300, 2]]], dtype=np.uint16))
-    row = pack_row([(0, routed, 1.0, True)], divisible_by=1, pad_token_id=PAD)
+    row = pack_row([RowSequence(0, routed, 1.0, True)], divisible_by=1, pad_token_id=PAD)
     assert row.routes is not None and row.routes.expert_ids_TLK.tolist() == [[[511, 0]], [[300, 2]], [[0, 0]]]
 
 
 def test_rollouts_with_and_without_routes_do_not_share_a_row():
     routed = replace(rollout([1], [2]), routes=np.zeros((1, 1, 1), dtype=np.uint8))
     with pytest.raises(ValueError, match="1 of 2 rollouts"):
-        pack_row([(0, routed, 1.0, True), (1, rollout([1], [2]), 1.0, True)], divisible_by=1, pad_token_id=PAD)
+        pack_row([RowSequence(0, routed, 1.0, True), RowSequence(1, rollout([1], [2]), 1.0, True)], divisible_by=1, pad_token_id=PAD)
 
 
 def test_values_follow_their_sequences_into_other_rows():
-    sequences = [(index, rollout([1], list(range(length))), 0.5, True) for index, length in enumerate([2, 7, 4])]
+    sequences = [RowSequence(index, rollout([1], list(range(length))), 0.5, True) for index, length in enumerate([2, 7, 4])]
 
     def packed(plan: list[list[int]]) -> list[PackedRow]:
         return [pack_row([sequences[i] for i in row], divisible_by=8, sequence_multiple=4, pad_token_id=PAD) for row in plan]

@@ -1,0 +1,29 @@
+"""Which groups of rollouts are worth training on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mrl.algo.advantages import MIN_REWARD_SPREAD
+from mrl.algo.rewards import scaled_rewards
+
+if TYPE_CHECKING:
+    from mrl.config.schema_algo import GrpoConfig
+    from mrl.types import RolloutGroup
+
+
+def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
+    """Whether the valid rollouts of a group differ in what the task is worth: their rewards after scaling, before shaping by length.
+
+    Without such a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
+    """
+    rewards = [reward for reward, verdict in zip(scaled_rewards(group, config), group.verdicts, strict=True) if verdict.is_valid]
+    return bool(rewards) and max(rewards) - min(rewards) > MIN_REWARD_SPREAD
+
+
+def partition_by_signal(groups: Sequence[RolloutGroup], config: GrpoConfig) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    """The groups that `has_signal`, and the others, each in their order."""
+    with_signal = [group for group in groups if has_signal(group, config)]
+    without = [group for group in groups if not has_signal(group, config)]
+    return with_signal, without

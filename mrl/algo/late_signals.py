@@ -1,0 +1,96 @@
+"""What is decided of a batch once its logprobs are known: which sequences are too far off, and the advantage of every token.
+
+Pure torch functions over the rows of one data-parallel rank. T packed tokens of a row, S sequences of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mrl.algo.advantages import normalize_over_tokens
+from mrl.algo.kl import bounded_exp, kl_divergence
+from mrl.algo.sequences import Segments
+
+if TYPE_CHECKING:
+    from mrl.config.schema_algo import GrpoConfig, LossConfig
+
+
+def sequence_errors(old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mean over each sequence's valid tokens of exp(|old - generator|), [S]; NaN for sequences without a valid token."""
+    is_valid_T = loss_mask_T > 0
+    error_T = torch.where(is_valid_T, bounded_exp((old_logprobs_T - generator_logprobs_T).abs()), 0.0)
+    segments = Segments.of(cu_seqlens, loss_mask_T)
+    return segments.mean(error_T).masked_fill(segments.sum(loss_mask_T) == 0, torch.nan)
+
+
+def error_metrics(errors: Tensor, is_kept: Tensor, rewards: Tensor) -> dict[str, Tensor]:
+    """This rank's sums and extremes of the errors of its valid sequences, before and after some of them were masked.
+
+    All [sequences of the rank]. Combined over ranks, they are for `finish_error_metrics`. A reward of 1 is a right answer.
+    """
+    metrics = {}
+    for suffix, values in (("", errors), ("_after_mask", errors[is_kept])):
+        padded = torch.cat([values, values.new_tensor([torch.inf])]), torch.cat([values, values.new_tensor([-torch.inf])])
+        metrics |= {
+            f"sum_seq_mult_prob_error{suffix}": values.sum(),
+            f"num_seqs{suffix}": values.new_tensor(len(values)),
+            f"min_seq_mult_prob_error{suffix}": padded[0].min(),
+            f"max_seq_mult_prob_error{suffix}": padded[1].max(),
+        }
+    return metrics | {"num_masked_correct": (rewards[~is_kept] == 1).sum()}
+
+
+def finish_error_metrics(totals: dict[str, float]) -> dict[str, float]:
+    """Metrics of the batch, under NeMo RL's names; 0 where there is no sequence."""
+    metrics = {}
+    for suffix in ("", "_after_mask"):
+        count = totals[f"num_seqs{suffix}"]
+        metrics[f"mean_seq_mult_prob_error{suffix}"] = totals[f"sum_seq_mult_prob_error{suffix}"] / max(count, 1.0)
+        for extreme in ("min", "max"):
+            name = f"{extreme}_seq_mult_prob_error{suffix}"
+            metrics[name] = totals[name] if count else 0.0
+    num_masked = totals["num_seqs"] - totals["num_seqs_after_mask"]
+    metrics["num_masked_seqs_by_logprob_error"] = num_masked
+    metrics["masked_correct_pct"] = totals["num_masked_correct"] / max(num_masked, 1.0)
+    return metrics
+
+
+def token_advantages(
+    advantages: Sequence[Tensor],
+    fixed: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    kl_in_reward: Sequence[Tensor] | None,
+    config: GrpoConfig,
+    add_over_ranks: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """The advantage of every token of the rows, float32 [T] each, 0 outside the masks.
+
+    What reinforce_plus_plus still lacks: the KL penalty of each token, and its normalisation over the batch (see
+    `normalize_over_tokens`). Then the bounds of the config, and last the `fixed` values, NaN where there is none.
+    """
+    values = [torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(advantages, masks, strict=True)]
+    if kl_in_reward is not None:
+        values = [advantages_T - kl_T for advantages_T, kl_T in zip(values, kl_in_reward, strict=True)]
+    if config.adv_estimator.name == "reinforce_plus_plus":
+        values = normalize_over_tokens(values, list(masks), add_over_ranks)
+    if config.advantage_clip_low is not None or config.advantage_clip_high is not None:
+        values = [advantages_T.clamp(config.advantage_clip_low, config.advantage_clip_high) for advantages_T in values]
+    values = [torch.where(fixed_T.isnan(), advantages_T, fixed_T) for advantages_T, fixed_T in zip(values, fixed, strict=True)]
+    return [torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(values, masks, strict=True)]
+
+
+def kl_penalty(old_logprobs_T: Tensor, reference_logprobs_T: Tensor, loss_mask_T: Tensor, config: LossConfig) -> Tensor:
+    """What each token's reward loses with `use_kl_in_reward`, [T]; 0 outside the mask."""
+    is_valid_T = loss_mask_T > 0
+    kl_T = kl_divergence(
+        torch.where(is_valid_T, old_logprobs_T, 0.0),
+        torch.where(is_valid_T, reference_logprobs_T, 0.0),
+        kl_type=config.reference_policy_kl_type,
+        input_clamp=config.kl_input_clamp_value,
+        output_clamp=config.kl_output_clamp_value,
+    )
+    return config.reference_policy_kl_penalty * kl_T

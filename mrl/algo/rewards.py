@@ -1,0 +1,52 @@
+"""Rewards as the algorithm wants them, from those that the environments gave: scaled, then shaped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mrl.config.schema_algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
+    from mrl.types import RolloutGroup, RolloutInfo
+
+
+def scale_reward(reward: float, scaling: RewardScalingConfig) -> float:
+    """The reward on the target range, in proportion to where it lies in the source range, at whose ends it is held."""
+    if not scaling.enabled:
+        return reward
+    held = min(max(reward, scaling.source_min), scaling.source_max)
+    share = (held - scaling.source_min) / (scaling.source_max - scaling.source_min)
+    return scaling.target_min + share * (scaling.target_max - scaling.target_min)
+
+
+def shape_reward(reward: float, rollout: RolloutInfo, shaping: RewardShapingConfig) -> float:
+    """The reward lowered for a rollout that is too long.
+
+    With `stop_properly_penalty_coef` one that was cut off keeps that share of its reward. Else the soft overlong punishment of DAPO
+    (arXiv:2503.14476, eq. 13), without its end: nothing up to `max_response_length - overlong_buffer_length` tokens, then in proportion.
+    """
+    if not shaping.enabled:
+        return reward
+    if shaping.stop_properly_penalty_coef is not None:
+        return reward * shaping.stop_properly_penalty_coef if rollout.finish_reason == "length" else reward
+    buffer, penalty, longest = shaping.overlong_buffer_length, shaping.overlong_buffer_penalty, shaping.max_response_length
+    assert buffer is not None and penalty is not None and longest is not None
+    excess = max(0, rollout.num_generated - (longest - buffer))
+    return reward - excess / buffer * penalty
+
+
+def scaled_rewards(group: RolloutGroup, config: GrpoConfig) -> list[float]:
+    """What the task is worth: rewards of a group before any are lowered for length."""
+    return [scale_reward(reward, config.reward_scaling) for reward in group.rewards]
+
+
+def shaped_rewards(group: RolloutGroup, config: GrpoConfig) -> list[float]:
+    """What advantages are made of."""
+    scaled = scaled_rewards(group, config)
+    return [shape_reward(reward, rollout, config.reward_shaping) for reward, rollout in zip(scaled, group.rollouts, strict=True)]
+
+
+def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
+    """Valid rewards of a group that scaling holds at an end of its source range."""
+    if not scaling.enabled:
+        return 0
+    return sum(verdict.is_valid and not scaling.source_min <= verdict.reward <= scaling.source_max for verdict in group.verdicts)

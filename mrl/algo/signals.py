@@ -1,0 +1,71 @@
+"""From judged rollouts to what the loss needs of each: its reward, its advantage, whether it counts, and which tokens are an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mrl.algo.advantages import batch_advantages
+from mrl.algo.rewards import num_out_of_range, shaped_rewards
+from mrl.types import FixedAdvantage, FlawKind, RolloutGroup, RolloutInfo, TrainSequence, Verdict
+
+if TYPE_CHECKING:
+    from mrl.config.schema_algo import GrpoConfig
+
+
+def train_sequences(groups: Sequence[RolloutGroup], config: GrpoConfig) -> tuple[list[TrainSequence], dict[str, float]]:
+    """Every rollout of a step as a sequence to train on, in the order of the groups, and metrics of what was changed or left out.
+
+    Rollouts that do not count keep their place, with advantage 0. What needs logprobs comes later: see `mrl.algo.late_signals`.
+
+    Raises:
+        ValueError: see `batch_advantages`.
+    """
+    sequences = []
+    for group, advantages in zip(groups, batch_advantages(groups, config), strict=True):
+        rewards = shaped_rewards(group, config)
+        for rollout, verdict, reward, advantage in zip(group.rollouts, group.verdicts, rewards, advantages, strict=True):
+            counts = verdict.is_valid and not _is_filtered(rollout, config)
+            fixed = _fixed_advantages(verdict, config) if counts else ()
+            sequences.append(TrainSequence(rollout, advantage if counts else 0.0, counts, reward, fixed))
+    return sequences, _metrics(groups, sequences, config)
+
+
+def _is_filtered(rollout: RolloutInfo, config: GrpoConfig) -> bool:
+    return config.overlong_filtering and rollout.finish_reason == "length"
+
+
+def _fixed_advantages(verdict: Verdict, config: GrpoConfig) -> tuple[FixedAdvantage, ...]:
+    """Malformed thinking first: where a turn has both flaws, its invalid tool call counts."""
+    by_kind: dict[FlawKind, float | None] = {
+        "malformed_thinking": config.malformed_thinking_advantage,
+        "invalid_tool_call": config.invalid_tool_call_advantage,
+    }
+    return tuple(
+        FixedAdvantage(flaw.start, flaw.stop, advantage)
+        for kind, advantage in by_kind.items()
+        if advantage is not None
+        for flaw in verdict.flaws
+        if flaw.kind == kind
+    )
+
+
+def _metrics(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], config: GrpoConfig) -> dict[str, float]:
+    judged = [(rollout, verdict) for group in groups for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)]
+    metrics = {}
+    if config.overlong_filtering:
+        metrics["train/num_overlong_filtered"] = float(sum(verdict.is_valid and _is_filtered(*pair, config) for *pair, verdict in judged))
+    if config.reward_scaling.enabled or config.reward_shaping.enabled:
+        rewards = [sequence.reward for sequence, (_, verdict) in zip(sequences, judged, strict=True) if verdict.is_valid]
+        metrics["train/shaped_reward"] = sum(rewards) / max(1, len(rewards))
+    if config.reward_scaling.enabled:
+        metrics["train/num_rewards_out_of_range"] = float(sum(num_out_of_range(group, config.reward_scaling) for group in groups))
+    for kind, name, advantage in (
+        ("invalid_tool_call", "num_invalid_tool_calls", config.invalid_tool_call_advantage),
+        ("malformed_thinking", "num_malformed_thinking", config.malformed_thinking_advantage),
+    ):
+        if advantage is not None:
+            num_flaws = sum(flaw.kind == kind for _, verdict in judged for flaw in verdict.flaws)
+            num_flawed = sum(any(flaw.kind == kind for flaw in verdict.flaws) for _, verdict in judged)
+            metrics |= {f"train/{name}": float(num_flaws), f"train/{kind}_rate": num_flawed / max(1, len(judged))}
+    return metrics

@@ -1,0 +1,24 @@
+"""Groups of rollouts, as short as tests want to write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
+
+
+def group(
+    rewards: Sequence[float],
+    *,
+    name: str = "p",
+    lengths: Sequence[int] | None = None,
+    cut_off: Sequence[int] = (),
+    invalid: Sequence[int] = (),
+) -> RolloutGroup:
+    """One rollout for each reward, of 4 tokens unless `lengths` says otherwise. `cut_off` and `invalid` are indices."""
+    lengths = [4] * len(rewards) if lengths is None else lengths
+    infos = [
+        RolloutInfo(f"0/{name}/{i}", name, i, 1, 2, length, "length" if i in cut_off else "stop", None) for i, length in enumerate(lengths)
+    ]
+    verdicts = [Verdict(reward, i not in invalid, "error" if i in invalid else "ok", "", "") for i, reward in enumerate(rewards)]
+    return RolloutGroup(Prompt(name, (1, 2), "q", "a", "math"), tuple(infos), tuple(verdicts))

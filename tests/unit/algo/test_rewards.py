@@ -1,0 +1,48 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrl.algo.rewards import num_out_of_range, scale_reward, scaled_rewards, shape_reward, shaped_rewards
+from mrl.config.schema_algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
+from tests.unit.algo.groups import group
+
+SCALING = RewardScalingConfig(enabled=True, source_min=-1.0, source_max=3.0, target_min=0.0, target_max=10.0)
+OVERLONG = RewardShapingConfig(enabled=True, overlong_buffer_length=4, overlong_buffer_penalty=2.0, max_response_length=10)
+
+
+def test_scaling_by_hand():
+    assert [scale_reward(reward, SCALING) for reward in (-1.0, 1.0, 3.0)] == [0.0, 5.0, 10.0]
+    assert [scale_reward(reward, SCALING) for reward in (-7.0, 4.0)] == [0.0, 10.0]
+    assert scale_reward(0.3, RewardScalingConfig(source_min=5.0, source_max=6.0)) == 0.3
+
+
+@given(st.floats(-5, 5), st.floats(-5, 5))
+def test_scaling_keeps_the_order_and_the_range(a: float, b: float):
+    low, high = scale_reward(min(a, b), SCALING), scale_reward(max(a, b), SCALING)
+    assert SCALING.target_min <= low <= high <= SCALING.target_max
+
+
+# Nothing up to 10 - 4 tokens, 0.5 for each one more; a limit is not the end of it.
+@pytest.mark.parametrize(("length", "reward"), [(1, 1.0), (6, 1.0), (7, 0.5), (8, 0.0), (10, -1.0), (12, -2.0)])
+def test_overlong_penalty_by_hand(length: int, reward: float):
+    assert shape_reward(1.0, group([1.0], lengths=[length]).rollouts[0], OVERLONG) == reward
+
+
+def test_what_was_cut_off_keeps_a_share_of_its_reward():
+    shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.25, overlong_buffer_length=1, overlong_buffer_penalty=9.0)
+    config = GrpoConfig(reward_shaping=shaping)
+    assert shaped_rewards(group([1.0, 1.0, -2.0], lengths=[4, 4, 99], cut_off=[1, 2]), config) == [1.0, 0.25, -0.5]
+
+
+def test_rewards_are_scaled_before_they_are_shaped():
+    config = GrpoConfig(reward_scaling=SCALING, reward_shaping=OVERLONG)
+    judged = group([1.0, 9.0, 1.0], lengths=[8, 2, 2], invalid=[2])
+    assert scaled_rewards(judged, config) == [5.0, 10.0, 5.0]
+    assert shaped_rewards(judged, config) == [4.0, 10.0, 5.0]
+    assert num_out_of_range(judged, SCALING) == 1
+    assert num_out_of_range(judged, RewardScalingConfig()) == 0
+
+
+def test_nothing_is_changed_by_default():
+    judged = group([0.3, -7.0], lengths=[1, 9999], cut_off=[1])
+    assert shaped_rewards(judged, GrpoConfig()) == judged.rewards
