@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrl.config.checks import find_problems
+from mrl.config.data import train_datasets, validation_datasets
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.files import find_config
 from mrl.config.load import read_run
@@ -165,6 +166,8 @@ def _rows(config: RunConfig) -> str:
 
 def _data(config: RunConfig) -> str:
     data = config.data
-    held_out = "none" if data.validation is None else data.validation.data_path
+    train = ", ".join(dataset.source for _, dataset in train_datasets(data))
+    validation = [f"{dataset.held_out:g} of {key}" for key, dataset in train_datasets(data) if dataset.held_out]
+    validation += [dataset.source for _, dataset in validation_datasets(data)]
     scored = f"; scored by {data.default.env_name}" if config.has_engines else ""
-    return f"{data.train.data_path}; held out: {held_out}{scored}"
+    return f"{train}; held out: {', '.join(validation) or 'none'}{scored}"

@@ -20,6 +20,7 @@ from mrl.config.schema_policy import PolicyConfig
 from mrl.data.cost import SequenceCost, sequence_cost
 from mrl.data.example_batch import as_in_validation, batch_examples
 from mrl.data.order import prompts_of_step
+from mrl.data.reading import write_quarantine
 from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.saving import CheckpointSaver, open_saver
 from mrl.schedule import is_due, is_save_due
@@ -50,6 +51,7 @@ class Run:
 
 def train(config: RunConfig, data: SupervisedData, folder: RunFolder, *, started: float) -> RunState:
     """Runs the configured steps from where the run folder stands, and returns where it ended."""
+    write_quarantine(data.findings, folder.path / "quarantine")
     checkpoint, last_step = folder.newest_checkpoint(), config.training.max_num_steps
     if checkpoint is not None and checkpoint.step >= last_step:
         logger.info("All is done by step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)

@@ -302,7 +302,7 @@ def open_supply(
     """The supply of a run, from where its ledger stands."""
     left = prompts_left(
         ledger.state.consumed,
-        [prompt.prompt_id for prompt in data.train],
+        data.train.ids(),
         num_epochs=config.grpo.max_num_epochs,
         seed=config.grpo.seed,
         shuffle=config.data.shuffle,

@@ -30,6 +30,7 @@ from mrl.config.load import load_run
 from mrl.config.schema import RunConfig
 from mrl.data.batch import make_batch
 from mrl.data.prompts import PromptData, load_prompts
+from mrl.data.reading import write_quarantine
 from mrl.saving import CheckpointSaver, open_saver
 from mrl.schedule import is_due, is_save_due
 from mrl.start import check_start
@@ -65,6 +66,7 @@ class Run:
 
 def train(config: RunConfig, data: PromptData, folder: RunFolder, *, started: float) -> RunState:
     """Runs the configured steps from where the run folder stands, and returns where it ended."""
+    write_quarantine(data.findings, folder.path / "quarantine")
     checkpoint = folder.newest_checkpoint()
     last_step = num_steps(config, data)
     if checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):

@@ -22,8 +22,8 @@ def find_checkpointing_problems(config: RunConfig) -> list[str]:
         if stage not in ("train", "val") or not metric:
             rule = "must be train:<metric> or val:<metric>"
             problems.append(_problem("metric_name", metric_name, rule, "write for example val:accuracy, or null"))
-        elif stage == "val" and checkpointing.enabled and config.data.validation is None:
-            rule = "there is no validation, because data.validation=null"
+        elif stage == "val" and checkpointing.enabled and not config.data.has_validation:
+            rule = "there is no validation, because data.validation=null and no training rows are held out"
             problems.append(_problem("metric_name", metric_name, rule, "use train:reward, or give data.validation"))
     limit = checkpointing.checkpoint_must_save_by
     if limit is not None and not re.fullmatch(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}", limit):

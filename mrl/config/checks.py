@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mrl.config.algorithms import find_algorithm_problems
 from mrl.config.checkpointing import existing_parent, find_checkpointing_problems, find_missing_disk
+from mrl.config.data import find_data_problems
 from mrl.config.environments import find_environment_problems
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.hub import is_hub_id
@@ -39,7 +40,8 @@ def check_config(config: RunConfig) -> None:
 def find_problems(config: RunConfig) -> list[str]:
     """Every problem of a config, one text each. Rules between numbers are applied once every number is in its range."""
     out_of_range = find_values_out_of_range(config)
-    problems = out_of_range + _files(config) + find_checkpointing_problems(config) + _early_stop(config) + find_passthrough_problems(config)
+    problems = out_of_range + _files(config) + find_data_problems(config) + find_checkpointing_problems(config)
+    problems += _early_stop(config) + find_passthrough_problems(config)
     model, name = None, config.policy.model_name
     try:
         model = read_model(Path(name))
@@ -87,8 +89,8 @@ def _early_stop(config: RunConfig) -> list[str]:
         rule = f"it needs grpo.stop_at_validation_{'metric' if metric is None else 'threshold'}, which is null"
         key, value = ("metric", metric) if threshold is None else ("threshold", threshold)
         return [_problem(f"grpo.stop_at_validation_{key}", value, rule, "set both, or none of them")]
-    if metric is not None and config.data.validation is None:
-        rule = "there is no validation, because data.validation=null"
+    if metric is not None and not config.data.has_validation:
+        rule = "there is no validation, because data.validation=null and no training rows are held out"
         return [_problem("grpo.stop_at_validation_metric", metric, rule, "set it and the threshold to null, or give data.validation")]
     return []
 
@@ -229,25 +231,13 @@ def _overlap(megatron: MegatronConfig) -> list[str]:
 
 
 def _files(config: RunConfig) -> list[str]:
-    data = config.data
-    paths = {"data.train.data_path": data.train.data_path}
-    if data.validation is not None:
-        paths["data.validation.data_path"] = data.validation.data_path
-    optional = {"data.default.prompt_file": data.default.prompt_file, "data.default.system_prompt_file": data.default.system_prompt_file}
-    paths |= {key: path for key, path in optional.items() if path is not None}
-    problems = [
-        Unprovided(
-            _problem(key, path, f"no such file in {Path.cwd()}", "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)")
-        )
-        for key, path in paths.items()
-        if not os.path.isfile(path)
-    ]
+    problems = []
     tokenizer = config.policy.tokenizer.name
     if not os.path.isdir(tokenizer):
         reason = f"no such folder in {Path.cwd()}; give the folder of the model's tokenizer"
         problems.append(Unprovided(f"policy.tokenizer.name={tokenizer}: {_not_cached() if is_hub_id(tokenizer) else reason}"))
     if config.has_engines:
-        problems += find_environment_problems(config.env, data.default.env_name)
+        problems += find_environment_problems(config.env, config.data.default.env_name)
     for key, folder in {
         "checkpointing.checkpoint_dir": config.checkpointing.checkpoint_dir,
         "logger.log_dir": config.logger.log_dir,

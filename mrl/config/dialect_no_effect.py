@@ -137,6 +137,16 @@ NO_EFFECT: dict[str, Foreign] = {
     ),
     **no_effect(_FP8, "fp8", "fp8_recipe", "fp8_param", "force_clear_fp8_caches", prefix="policy.megatron_cfg.fp8_cfg."),
     "policy.megatron_cfg.optimizer.sgd_momentum": Foreign("read only by the optimizer sgd"),
+    **{
+        f"data.{section}.{name}": Foreign(reason)
+        for section in ("default", "train", "validation")
+        for name, reason in {
+            "download_dir": "data sets of the Hub are kept in the Hugging Face cache (HF_HOME)",
+            "use_preserving_dataset": "every row keeps its own keys",
+        }.items()
+    },
+    **no_effect("nothing is held out of validation rows", "split_validation_size", "seed", prefix="data.validation."),
+    **no_effect("read only with data.use_multiple_dataloader", "num_prompts_per_dataloader", "custom_dataloader", prefix="data."),
     "data.num_workers": Foreign("only about speed: rows are read once, at start"),
     **no_effect(
         _DATA_PLANE,

@@ -7,6 +7,9 @@ from mrl.config.dialect_entry import Foreign
 _OFF = (False, None)
 
 REFUSED: dict[str, Foreign] = {
+    "data.use_multiple_dataloader": Foreign(
+        "every step draws from all data sets, in proportion to their sizes", _OFF, "set it to false; `repeat` weights a data set"
+    ),
     "grpo.use_best_at_k": Foreign("training on best@k, of an older branch, is not supported", _OFF, "set it to false"),
     "grpo.use_combined_training": Foreign("training on best@k, of an older branch, is not supported", _OFF, "set it to false"),
     "checkpointing.save_consolidated": Foreign(

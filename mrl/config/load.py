@@ -18,6 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mrl.config import trace
 from mrl.config.dialect import DIALECT_KEYS, Migration, is_foreign, migrate
+from mrl.config.dialect_data import name_dataset_lists
 from mrl.config.errors import ConfigError
 from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings
 from mrl.config.schema import KEYS, RunConfig, section_of
@@ -70,6 +71,7 @@ def read_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig
     """
     settings = read_settings(find_config(name))
     problems = apply_overrides(settings, list(overrides)) + choose_algorithm(settings)
+    name_dataset_lists(settings)
     known: Settings = {}
     for key, setting in settings.items():
         if (problem := None if is_foreign(key, setting.value) else _misfit(key, setting)) is None:
@@ -229,7 +231,7 @@ def _build(section: type[Section], tree: DictConfig, key: Key, unresolved: dict[
             continue
         try:
             value = OmegaConf.select(tree, dotted, throw_on_missing=True)
-            values[name] = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+            values[name] = OmegaConf.to_object(value) if isinstance(value, Container) else value
         except MissingMandatoryValue:
             missing.append(f"{dotted} is required and has no default; set it in the config file or as {dotted}=VALUE")
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:

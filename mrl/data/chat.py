@@ -1,15 +1,21 @@
-"""Questions to token ids, through the tokenizer's chat template. Text is tokenised here and nowhere else."""
+"""Conversations to token ids, through the tokenizer's chat template. Text is tokenised here and nowhere else."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
+from mrl.data.fields import Message, RowError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mrl.config.schema_data import DataDefaultConfig
+    from mrl.config.schema_data import DataDefaultConfig, DatasetConfig
 
 
 @dataclass(frozen=True)
@@ -40,45 +46,90 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def load_chat_format(config: DataDefaultConfig, *, template_kwargs: dict[str, object] | None) -> ChatFormat:
-    """The format that `data.default` describes; reads its files.
+def load_chat_format(
+    config: DataDefaultConfig | DatasetConfig, *, template_kwargs: dict[str, object] | None, key: str = "data.default"
+) -> ChatFormat:
+    """The format that a data set, or `data.default`, describes; reads its files. `key` is where it stands, for messages.
 
     Raises:
         ValueError: a file cannot be read, or the prompt file has no place for the question.
     """
-    prompt = "{}" if config.prompt_file is None else _read(config.prompt_file, setting="data.default.prompt_file")
+    prompt = "{}" if config.prompt_file is None else _read(config.prompt_file, setting=f"{key}.prompt_file")
     try:
         formatted = prompt.format("<question>")
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError(
-            f"data.default.prompt_file={config.prompt_file} is not a format string ({error!r}); "
+            f"{key}.prompt_file={config.prompt_file} is not a format string ({error!r}); "
             f"write {{}} for the question, and double every other brace"
         ) from error
     if "<question>" not in formatted:
-        raise ValueError(f"data.default.prompt_file={config.prompt_file} has no place for the question; write {{}} where it belongs")
+        raise ValueError(f"{key}.prompt_file={config.prompt_file} has no place for the question; write {{}} where it belongs")
     system_file = config.system_prompt_file
-    system_prompt = None if system_file is None else _read(system_file, setting="data.default.system_prompt_file")
+    system_prompt = None if system_file is None else _read(system_file, setting=f"{key}.system_prompt_file")
     return ChatFormat(prompt=prompt, system_prompt=system_prompt, template_kwargs=template_kwargs)
 
 
-def render_prompts(questions: list[str], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> list[tuple[int, ...]]:
-    """Token ids of each question as a conversation that waits for the assistant's turn.
+def with_prompts(messages: Sequence[Message], chat: ChatFormat) -> list[Message]:
+    """The conversation with the prompt around the user's last message, and the system message in front unless it has one."""
+    asked = list(messages)
+    last = max((index for index, message in enumerate(asked) if message["role"] == "user"), default=None)
+    if last is not None:
+        asked[last] = {**asked[last], "content": chat.prompt.format(asked[last]["content"])}
+    if chat.system_prompt is not None and asked[0]["role"] != "system":
+        asked.insert(0, {"role": "system", "content": chat.system_prompt})
+    return asked
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Returns if the tokenizer can render conversations.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: it has no chat template.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
             f"policy.tokenizer.name={tokenizer.name_or_path} has no chat template; use an instruction-tuned model's tokenizer, "
             f"or add chat_template.jinja to that folder"
         )
-    system = [] if chat.system_prompt is None else [{"role": "system", "content": chat.system_prompt}]
-    conversations = [[*system, {"role": "user", "content": chat.prompt.format(question)}] for question in questions]
+
+
+def render(messages: Sequence[Message], tools: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str:
+    """The text of a conversation that waits for the assistant's turn.
+
+    Raises:
+        RowError: the template refuses the conversation.
+    """
     template_kwargs: dict[str, Any] = dict(chat.template_kwargs or {})
-    texts: Any = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    if tools:
+        template_kwargs["tools"] = list(tools)
+    try:
+        turns = [_with_arguments(message) for message in messages]
+        text: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as error:
+        raise RowError(f"the chat template does not take this conversation: {error}") from error
+    return text
+
+
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Token ids of rendered texts."""
     # The template has written every special token that belongs there.
     token_ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return [tuple(ids) for ids in token_ids]
+
+
+def _with_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as objects, which templates walk through; OpenAI's format has them as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_parsed(call) for call in calls]}
+
+
+def _parsed(call: Message) -> Message:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
 
 
 def _read(path: str, *, setting: str) -> str:

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mrl.data.jsonl import ANSWER_KEYS, QUESTION_KEYS, RowError, text_field
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mrl.data.chat import ChatFormat
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, object]
 
 
@@ -46,36 +43,6 @@ class ConversationFormat:
     add_generation_prompt: bool
     only_unmask_final: bool
     template_kwargs: Mapping[str, object]
-
-
-def conversation_of(fields: Mapping[str, object]) -> Conversation:
-    """The conversation of a row: its `messages`, or a question and an answer under the keys that `mrl.data.jsonl` knows.
-
-    Raises:
-        RowError: it has none.
-    """
-    if fields.get("messages") is None:
-        question, answer = text_field(fields, QUESTION_KEYS), text_field(fields, ANSWER_KEYS)
-        return Conversation(({"role": "user", "content": question}, {"role": "assistant", "content": answer}))
-    tools = fields.get("tools")
-    return Conversation(messages_of(fields, "messages"), messages_of(fields, "tools", are_tools=True) if tools else None)
-
-
-def messages_of(fields: Mapping[str, object], key: str, *, are_tools: bool = False) -> tuple[Message, ...]:
-    """The messages (or tools) under `key`.
-
-    Raises:
-        RowError: they are not a list of objects, or a message has no role or no content.
-    """
-    messages = fields.get(key)
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise RowError(f"{key} must be a list of objects, and not empty")
-    for index, message in enumerate([] if are_tools else messages):
-        if message.get("role") not in ROLES:
-            raise RowError(f"{key}[{index}].role is {message.get('role')!r}; use one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise RowError(f"{key}[{index}].content must be a string")
-    return tuple(messages)
 
 
 def with_prompts(conversation: Conversation, chat: ChatFormat) -> Conversation:

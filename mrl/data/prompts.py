@@ -7,29 +7,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mrl.config.environments import environment_names
-from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, render_prompts
-from mrl.data.jsonl import Row, raise_errors, read_rows
+from mrl.config.data import key_of
+from mrl.config.datasets import GYM_PROCESSOR, known_dataset
+from mrl.config.environments import NEMO_GYM, environment_names, environment_of_agent
+from mrl.data.chat import ChatFormat, check_chat_template, load_chat_format, load_tokenizer, render, tokenize, with_prompts
+from mrl.data.fields import Fields, RowError, first_key
+from mrl.data.files import find_data_files
+from mrl.data.reading import Findings, NoEnvironment, Reader, Rows, read_split
+from mrl.data.rows import Row, answer_keys, parse_row
 from mrl.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mrl.config.schema import RunConfig
+    from mrl.config.schema_data import DatasetConfig
     from mrl.config.schema_policy import PolicyConfig
 
-PROCESSORS = ("math_data_processor", "math_hf_data_processor")
-"""NeMo RL's names for what `mrl.data.jsonl` and `mrl.data.chat` do."""
+NEED_ANSWER = ("math", "mcqa")
+"""Environments that compare with an answer, which every row must have."""
+MAX_NORMALIZED_BYTES = 11
+"""Bytes that Unicode normalisation makes of one at most: https://unicode.org/faq/normalization.html."""
 
 
 @dataclass(frozen=True)
 class PromptData:
     """What a run asks, and how."""
 
-    train: list[Prompt]
-    validation: list[Prompt]
+    train: Rows[Prompt]
+    """Made when they are asked for."""
+    validation: Rows[Prompt]
     sampling: SamplingParams
     pad_token_id: int
+    findings: list[Findings]
+    """What was left out of the data sets."""
 
 
 @dataclass(frozen=True)
@@ -58,67 +69,103 @@ class PromptLimits:
 
 
 def load_prompts(config: RunConfig) -> PromptData:
-    """Reads and tokenises the training and validation files.
+    """Reads the training and validation rows through, and keeps those that can be asked.
 
     Raises:
-        ValueError: a setting or file is wrong; of a file, up to 20 bad rows are named.
+        ValueError: a setting or file is wrong; of a data set, up to 20 bad rows are named.
     """
-    data, grpo = config.data, config.grpo
-    if data.default.processor not in PROCESSORS:
-        raise ValueError(f"data.default.processor={data.default.processor} is not known; use one of {', '.join(PROCESSORS)}")
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    chat = load_chat_format(data.default, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
-    limits = PromptLimits(
-        data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len, config.policy.generation.max_new_tokens
-    )
-    reader = PromptReader(tokenizer, chat, limits, data.default.env_name, environment_names(config.env))
-    train = reader.read(Path(data.train.data_path), setting="data.train.data_path")
-    validation: list[Prompt] = []
-    if data.validation is not None:
-        path = Path(data.validation.data_path)
-        validation = reader.read(path, setting="data.validation.data_path", max_rows=grpo.max_val_samples)
+    check_chat_template(tokenizer)
+    train, validation, findings = read_split(config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer))
     # What stands in padding is never looked at; it only has to be in the vocabulary.
     pad_token_id = next(iter(_token_ids(tokenizer.pad_token_id)), 0)
-    return PromptData(train, validation, sampling_params(config.policy, tokenizer), pad_token_id)
+    asked = validation.select(range(len(validation))[: config.grpo.max_val_samples])
+    return PromptData(train, asked, sampling_params(config.policy, tokenizer), pad_token_id, findings)
+
+
+def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Prompt]:
+    """How the rows of one data set become prompts. `key` is where it stands in the config.
+
+    Raises:
+        ValueError: its files or its prompt files are not there.
+    """
+    limits = PromptLimits(
+        config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len, config.policy.generation.max_new_tokens
+    )
+    # Data sets mostly take their prompt files from data.default, and messages should name what the user wrote.
+    chat_key = key_of("prompt_file", config.data.default, dataset, key).rpartition(".")[0]
+    chat = load_chat_format(dataset, template_kwargs=config.policy.tokenizer.chat_template_kwargs, key=chat_key)
+    maker = PromptMaker(dataset, tokenizer, chat, limits, environment_names(config.env), _tokens_per_byte(tokenizer))
+    return Reader(
+        setting=key,
+        source=dataset.source,
+        files=find_data_files(dataset, setting=key),
+        examine=maker.examine,
+        make=maker.make,
+        repeat=dataset.repeat,
+        drops_repeated_rows=known_dataset(dataset.dataset_name).repeats_rows,
+    )
 
 
 @dataclass(frozen=True)
-class PromptReader:
-    """Turns data files into prompts, all in the same way."""
+class PromptMaker:
+    """Turns the rows of one data set into prompts."""
 
+    dataset: DatasetConfig
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     limits: PromptLimits
-    default_env_name: str
     env_names: tuple[str, ...]
+    max_tokens_per_byte: int
 
-    def read(self, path: Path, *, setting: str, max_rows: int | None = None) -> list[Prompt]:
-        """The first `max_rows` prompts of a file, in its order; the whole file is checked. `setting` is the config key that names it.
+    def examine(self, fields: Fields) -> str | None:
+        """The id that a row gives itself; checks that it can be asked and judged.
 
         Raises:
-            ValueError: naming up to 20 rows that are wrong, too long, or of an unknown environment.
+            RowError: it cannot.
         """
-        rows = read_rows(path, setting=setting)
-        token_ids = render_prompts([row.question for row in rows], self.tokenizer, self.chat)
-        prompts = [
-            Prompt(row.prompt_id, ids, row.question, row.expected_answer, self._env_name(row))
-            for row, ids in zip(rows, token_ids, strict=True)
-        ]
-        errors = [
-            f"{path}:{row.line}: {reason}"
-            for row, prompt in zip(rows, prompts, strict=True)
-            if (reason := self._reason_against(prompt)) is not None
-        ]
-        raise_errors(errors, setting=setting, path=path)
-        return prompts[:max_rows]
+        row = parse_row(fields, self.dataset)
+        env_name = self._env_name(row)
+        if not row.answer and env_name in NEED_ANSWER:
+            first_key(fields, answer_keys(self.dataset))
+        text = self._render(row)
+        # Rows that cannot be too long are tokenised when they are asked.
+        num_tokens = len(text.encode()) * self.max_tokens_per_byte
+        if self.limits.reason_against(num_tokens) is not None:
+            num_tokens = len(tokenize([text], self.tokenizer)[0])
+        if (reason := self.limits.reason_against(num_tokens)) is not None:
+            raise RowError(reason)
+        return row.row_id
+
+    def make(self, fields: Fields, prompt_id: str) -> Prompt:
+        """The prompt of a row that passed `examine`."""
+        row = parse_row(fields, self.dataset)
+        (token_ids,) = tokenize([self._render(row)], self.tokenizer)
+        rest = row.rest | ({"tools": row.tools} if row.tools else {})
+        return Prompt(prompt_id, token_ids, row.question, row.answer, self._env_name(row), json.dumps(rest))
+
+    def _render(self, row: Row) -> str:
+        as_it_is = self.dataset.processor == GYM_PROCESSOR
+        messages = row.messages if as_it_is else with_prompts(row.messages, self.chat)
+        return render(messages, row.tools, self.tokenizer, self.chat)
 
     def _env_name(self, row: Row) -> str:
-        return self.default_env_name if row.env_name is None else row.env_name
+        if row.env_name is not None:
+            name = asked = row.env_name
+        elif row.agent is not None:
+            name, asked = environment_of_agent(row.agent), row.agent
+        else:
+            name = asked = self.dataset.env_name
+        if name == NEMO_GYM:
+            raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
+        if name is None or name not in self.env_names:
+            raise NoEnvironment(asked)
+        return name
 
-    def _reason_against(self, prompt: Prompt) -> str | None:
-        if prompt.env_name not in self.env_names:
-            return f"env_name (by default data.default.env_name) {prompt.env_name!r} is not known; use one of {', '.join(self.env_names)}"
-        return self.limits.reason_against(len(prompt.token_ids))
+
+def _tokens_per_byte(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens a byte of text becomes at most: one, unless it is normalised first."""
+    return MAX_NORMALIZED_BYTES if not tokenizer.is_fast or tokenizer.backend_tokenizer.normalizer is not None else 1
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

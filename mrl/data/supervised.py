@@ -1,24 +1,23 @@
-"""The data of training without rollouts: files read, rendered, tokenised, and known to fit into a row."""
+"""The data of training without rollouts: rows read, rendered, tokenised, and known to fit into a row of a batch."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mrl.data.chat import load_chat_format, load_tokenizer
-from mrl.data.conversations import Conversation, ConversationFormat, TokenSequence, conversation_of, tokenize, with_prompts
-from mrl.data.jsonl import raise_errors, read_objects, repeated_ids, row_id
-from mrl.data.preferences import preference_of
+from mrl.config.data import key_of
+from mrl.data.chat import check_chat_template, load_chat_format, load_tokenizer
+from mrl.data.conversations import Conversation, ConversationFormat, TokenSequence, tokenize, with_prompts
+from mrl.data.fields import Fields, RowError, optional_text
+from mrl.data.files import find_data_files
+from mrl.data.reading import Findings, Reader, Rows, TooLong, read_split
+from mrl.data.rows import parse_pair, parse_row
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from mrl.config.schema import RunConfig
-
-logger = logging.getLogger(__name__)
-
-MAX_SHOWN = 5
+    from mrl.config.schema_data import DatasetConfig
 
 
 @dataclass(frozen=True)
@@ -35,27 +34,35 @@ class Example:
 class SupervisedData:
     """What a run learns, and what it is measured on."""
 
-    train: list[Example]
-    validation: list[Example]
+    train: Rows[Example]
+    """Tokenised when they are asked for."""
+    validation: Rows[Example]
     pad_token_id: int
-
-
-@dataclass(frozen=True)
-class _Row:
-    line: int
-    example_id: str
-    conversations: tuple[Conversation, ...]
+    findings: list[Findings]
+    """What was left out of the data sets."""
 
 
 def load_examples(config: RunConfig) -> SupervisedData:
-    """Reads and tokenises the training and validation files. Rows that are too long are left out, with a warning that counts them.
+    """Reads the training and validation rows through. Rows that are too long are left out, with a warning that counts them.
 
     Raises:
-        ValueError: a setting or file is wrong; of a file, up to 20 bad rows are named.
+        ValueError: a setting or file is wrong; of a data set, up to 20 bad rows are named.
     """
-    data, tokenizer = config.data, load_tokenizer(config.policy.tokenizer.name)
-    template_kwargs = config.policy.tokenizer.chat_template_kwargs
-    chat = load_chat_format(data.default, template_kwargs=template_kwargs)
+    tokenizer = load_tokenizer(config.policy.tokenizer.name)
+    check_chat_template(tokenizer)
+    train, validation, findings = read_split(config.data, lambda key, dataset: example_reader(key, dataset, config, tokenizer))
+    return SupervisedData(train, validation, tokenizer.pad_token_id or 0, findings)
+
+
+def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Example]:
+    """How the rows of one data set become examples. `key` is where it stands in the config.
+
+    Raises:
+        ValueError: its files or its prompt files are not there.
+    """
+    data, template_kwargs = config.data, config.policy.tokenizer.chat_template_kwargs
+    chat_key = key_of("prompt_file", data.default, dataset, key).rpartition(".")[0]
+    chat = load_chat_format(dataset, template_kwargs=template_kwargs, key=chat_key)
     how = ConversationFormat(
         add_bos=data.add_bos,
         add_eos=data.add_eos,
@@ -64,48 +71,43 @@ def load_examples(config: RunConfig) -> SupervisedData:
         only_unmask_final=config.learns_pairs or config.sft.only_unmask_final,
         template_kwargs=template_kwargs or {},
     )
-    conversations_of = preference_of if config.learns_pairs else lambda fields: (conversation_of(fields),)
+    conversations_of = pair_of if config.learns_pairs else conversation_of
     max_tokens = min(config.policy.max_total_sequence_length, data.max_input_seq_length or config.policy.max_total_sequence_length)
 
-    def read(path: Path, setting: str) -> list[Example]:
-        rows = read_objects(path, lambda line, fields: _row(line, fields, path.stem, conversations_of), setting=setting)
-        raise_errors(repeated_ids(path, [(row.line, row.example_id) for row in rows]), setting=setting, path=path)
-        conversations = [with_prompts(conversation, chat) for row in rows for conversation in row.conversations]
-        tokenized = iter(tokenize(conversations, tokenizer, how))
-        sequences = [[next(tokenized) for _ in row.conversations] for row in rows]
-        errors = [
-            f"{path}:{row.line}: {found}" for row, mine in zip(rows, sequences, strict=True) for found in mine if isinstance(found, str)
-        ]
-        raise_errors(errors, setting=setting, path=path)
-        whole = [tuple(found for found in mine if isinstance(found, TokenSequence)) for mine in sequences]
-        return _fitting(rows, whole, max_tokens=max_tokens, path=path, setting=setting)
+    def make(fields: Fields, example_id: str) -> Example:
+        conversations = [with_prompts(conversation, chat) for conversation in conversations_of(fields, dataset)]
+        sequences = []
+        for found in tokenize(conversations, tokenizer, how):
+            if isinstance(found, str):
+                raise RowError(found)
+            sequences.append(found)
+        return Example(example_id, tuple(sequences))
 
-    validation = [] if data.validation is None else read(Path(data.validation.data_path), "data.validation.data_path")
-    return SupervisedData(
-        train=read(Path(data.train.data_path), "data.train.data_path"), validation=validation, pad_token_id=tokenizer.pad_token_id or 0
-    )
+    def examine(fields: Fields) -> str | None:
+        longest = max(len(sequence.token_ids) for sequence in make(fields, "").sequences)
+        if longest > max_tokens:
+            raise TooLong(longest)
+        return optional_text(fields, "id")
 
-
-def _row(
-    line: int, fields: Mapping[str, object], stem: str, conversations_of: Callable[[Mapping[str, object]], tuple[Conversation, ...]]
-) -> _Row:
-    return _Row(line, row_id(fields, stem=stem, line_number=line), conversations_of(fields))
+    return Reader(key, dataset.source, find_data_files(dataset, setting=key), examine, make, dataset.repeat)
 
 
-def _fitting(
-    rows: Sequence[_Row], sequences: Sequence[tuple[TokenSequence, ...]], *, max_tokens: int, path: Path, setting: str
-) -> list[Example]:
-    """The rows of which no sequence is too long."""
-    longest = [max(len(sequence.token_ids) for sequence in mine) for mine in sequences]
-    examples = [Example(row.example_id, mine) for row, mine, length in zip(rows, sequences, longest, strict=True) if length <= max_tokens]
-    rule = f"more than policy.max_total_sequence_length or data.max_input_seq_length allow ({max_tokens})"
-    if not examples:
-        raise ValueError(f"{setting}={path}: every row is too long, the shortest with {min(longest)} tokens, {rule}; raise them")
-    too_long = [f"line {row.line} ({length} tokens)" for row, length in zip(rows, longest, strict=True) if length > max_tokens]
-    if too_long:
-        more = ", ..." if len(too_long) > MAX_SHOWN else ""
-        logger.warning(
-            "%s: %d of %d rows are left out, being longer than %s: %s%s",
-            path, len(too_long), len(rows), rule.removeprefix("more than "), ", ".join(too_long[:MAX_SHOWN]), more,
-        )  # fmt: skip
-    return examples
+def conversation_of(fields: Fields, dataset: DatasetConfig) -> list[Conversation]:
+    """The conversation of a row, with its reply.
+
+    Raises:
+        RowError: it has none.
+    """
+    row = parse_row(fields, dataset)
+    reply = () if row.reply is None else (row.reply,)
+    return [Conversation((*row.messages, *reply), tuple(row.tools) or None)]
+
+
+def pair_of(fields: Fields, dataset: DatasetConfig) -> list[Conversation]:
+    """The conversation of a row with the preferred answer, and with the other one.
+
+    Raises:
+        RowError: it has none.
+    """
+    pair = parse_pair(fields, dataset)
+    return [Conversation((*pair.messages, *reply)) for reply in (pair.chosen, pair.rejected)]

@@ -86,7 +86,7 @@ BAD = [
     (["policy.model_name=nowhere"], "policy.model_name=nowhere", "mrl.prepare tiny"),
     (["policy.tokenizer.name=nowhere"], "policy.tokenizer.name=nowhere", "tokenizer"),
     (["data.train.data_path=nowhere.jsonl"], "data.train.data_path=nowhere.jsonl", "correct the path"),
-    (["data.validation.data_path=prepared"], "data.validation.data_path=prepared", "correct the path"),
+    (["data.validation.data_path=no/such/file"], "data.validation.data_path=no/such/file", "correct the path"),
     (["data.default.system_prompt_file=no.txt"], "data.default.system_prompt_file=no.txt", "correct the path"),
     (["data.default.env_name=maths"], "data.default.env_name=maths", "use one of math"),
     (["checkpointing.checkpoint_dir=prepared/tiny/model/config.json/x"], "checkpointing.checkpoint_dir=prepared", "choose a folder"),

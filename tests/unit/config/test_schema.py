@@ -15,10 +15,12 @@ def sections(section: type = RunConfig) -> list[type]:
 
 
 def manuals(section: type) -> dict[str, str]:
-    """The string below each field."""
+    """The string below each field, of those that it inherits too."""
+    if section is object:
+        return {}
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
+    found = {name: text for base in section.__bases__ for name, text in manuals(base).items()}
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             found[field.target.id] = str(ast.literal_eval(below.value))
@@ -35,7 +37,7 @@ def test_every_key_is_read_by_product_code():
     files = [path for path in (ROOT / "mrl").rglob("*.py") if "config" not in path.relative_to(ROOT / "mrl").parts]
     read = {node.attr for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
     for section in sections():
-        for member in vars(section).values():
+        for member in (found for kind in section.__mro__ for found in vars(kind).values()):
             if isinstance(member, property) and member.fget is not None:
                 read |= set(re.findall(r"\b\w+", inspect.getsource(member.fget)))
     sources = "".join(path.read_text() for path in (ROOT / "mrl/config").glob("schema*.py"))

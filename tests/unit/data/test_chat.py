@@ -1,47 +1,78 @@
-import time
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from mrl.config.schema_data import DataDefaultConfig
-from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, render_prompts
+from mrl.data.chat import ChatFormat, check_chat_template, load_chat_format, load_tokenizer, render, tokenize, with_prompts
+from mrl.data.fields import Message, RowError
 from mrl.prepare_tokenizer import byte_tokenizer
+
+
+def ask(question: str, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat, tools: list[Message] | None = None) -> tuple[int, ...]:
+    """Token ids of one question."""
+    text = render(with_prompts([{"role": "user", "content": question}], chat), tools or [], tokenizer, chat)
+    return tokenize([text], tokenizer)[0]
 
 
 def test_a_question_becomes_a_conversation():
     tokenizer = byte_tokenizer(4096)
-    (ids,) = render_prompts(["12+34="], tokenizer, ChatFormat())
-    assert tokenizer.decode(list(ids)) == "<|user|>12+34=<|assistant|>"
-    (ids,) = render_prompts(["12+34="], tokenizer, ChatFormat(prompt="Add: {}!", system_prompt="Be brief."))
+    assert tokenizer.decode(list(ask("12+34=", tokenizer, ChatFormat()))) == "<|user|>12+34=<|assistant|>"
+    ids = ask("12+34=", tokenizer, ChatFormat(prompt="Add: {}!", system_prompt="Be brief."))
     assert tokenizer.decode(list(ids)) == "<|system|>Be brief.<|user|>Add: 12+34=!<|assistant|>"
 
 
 def test_questions_keep_their_bytes_and_braces():
     tokenizer = byte_tokenizer(4096)
-    questions = ["ä€🙂", "{} {0} {x}", "a\nb", "%s"]
-    assert [tokenizer.decode(list(ids)) for ids in render_prompts(questions, tokenizer, ChatFormat())] == [
-        f"<|user|>{question}<|assistant|>" for question in questions
+    for question in ("ä€🙂", "{} {0} {x}", "a\nb", "%s"):
+        assert tokenizer.decode(list(ask(question, tokenizer, ChatFormat()))) == f"<|user|>{question}<|assistant|>"
+
+
+def test_the_last_question_is_formatted_and_a_system_message_of_the_row_stays():
+    chat = ChatFormat(prompt="Add: {}", system_prompt="Be brief.")
+    turns: list[Message] = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "and 1"},
     ]
+    assert [message["content"] for message in with_prompts(turns, chat)] == ["Be brief.", "1+1", "2", "Add: and 1"]
+    system: Message = {"role": "system", "content": "Be long."}
+    assert [message["content"] for message in with_prompts([system, *turns], chat)] == ["Be long.", "1+1", "2", "Add: and 1"]
 
 
-def test_template_arguments_reach_the_template():
+def test_template_arguments_and_tools_reach_the_template():
     tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %}?{% endif %}"
-    assert render_prompts(["q"], tokenizer, ChatFormat()) == [(113,)]
-    assert render_prompts(["q"], tokenizer, ChatFormat(template_kwargs={"enable_thinking": True})) == [(113, 63)]
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %}?{% endif %}{% if tools %}{{ tools[0].name }}{% endif %}"
+    assert ask("q", tokenizer, ChatFormat()) == tuple(b"q")
+    assert ask("q", tokenizer, ChatFormat(template_kwargs={"enable_thinking": True}), [{"name": "add"}]) == tuple(b"q?add")
+
+
+def test_arguments_of_calls_reach_the_template_as_objects():
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = "{{ messages[0].tool_calls[0].function.arguments.a }}"
+    call: Message = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert render([{"role": "assistant", "content": None, "tool_calls": [call]}], [], tokenizer, ChatFormat()) == "1"
+    call["function"] = {"name": "add", "arguments": "{"}
+    with pytest.raises(RowError, match="the chat template does not take this conversation"):
+        render([{"role": "assistant", "content": None, "tool_calls": [call]}], [], tokenizer, ChatFormat())
+
+
+def test_what_the_template_refuses_is_an_error_of_the_row():
+    with pytest.raises(RowError, match="the chat template does not take this conversation: unknown role tool"):
+        render([{"role": "tool", "content": "2"}], [], byte_tokenizer(4096), ChatFormat())
 
 
 def test_no_special_token_is_added_to_the_template(tmp_path: Path):
     byte_tokenizer(4096).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
-    assert render_prompts(["q"], tokenizer, ChatFormat())[0] == render_prompts(["q"], byte_tokenizer(4096), ChatFormat())[0]
+    assert tokenize(["<|user|>q<|assistant|>"], tokenizer) == [(260, ord("q"), 261)]
 
 
 def test_a_tokenizer_without_template_is_refused():
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="policy.tokenizer.name=.*no chat template"):
-        render_prompts(["q"], tokenizer, ChatFormat())
+        check_chat_template(tokenizer)
 
 
 def test_format_from_files(tmp_path: Path):
@@ -65,10 +96,3 @@ def test_a_prompt_file_must_have_one_place_for_the_question(tmp_path: Path, text
 def test_a_missing_file_names_its_key(tmp_path: Path, key: str):
     with pytest.raises(ValueError, match=f"data.default.{key}=.* cannot be read"):
         load_chat_format(DataDefaultConfig(**{key: str(tmp_path / "missing.txt")}), template_kwargs=None)
-
-
-def test_five_thousand_questions_take_seconds():
-    start = time.monotonic()
-    prompts = render_prompts(["What is one and one? " * 15] * 5000, byte_tokenizer(4096), ChatFormat())
-    assert len(prompts) == 5000
-    assert time.monotonic() - start < 30

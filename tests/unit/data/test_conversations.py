@@ -1,8 +1,5 @@
-import pytest
-
 from mrl.data.chat import ChatFormat
-from mrl.data.conversations import Conversation, ConversationFormat, TokenSequence, conversation_of, tokenize, with_prompts
-from mrl.data.jsonl import RowError
+from mrl.data.conversations import Conversation, ConversationFormat, TokenSequence, tokenize, with_prompts
 from mrl.prepare_tokenizer import byte_tokenizer
 
 CHATML = (
@@ -91,29 +88,6 @@ def test_a_template_that_raises_is_told_with_its_words():
         ConversationFormat(False, True, True, False, {}),
     )
     assert isinstance(problem, str) and "unknown role tool" in problem
-
-
-def test_rows_of_messages_and_of_questions():
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert conversation_of({"messages": messages}).messages == tuple(messages)
-    assert conversation_of({"question": "q", "answer": "a"}).messages == tuple(messages)
-    tools = [{"type": "function"}]
-    assert conversation_of({"messages": messages, "tools": tools}).tools == tuple(tools)
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"messages": []}, "must be a list"),
-        ({"messages": ["hi"]}, "must be a list of objects"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, r"messages\[0\].role is 'bot'; use one of system"),
-        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content must be a string"),
-        ({"text": "x"}, "no key question or problem"),
-    ],
-)
-def test_rows_that_are_no_conversation(fields: dict[str, object], reason: str):
-    with pytest.raises(RowError, match=reason):
-        conversation_of(fields)
 
 
 def test_prompt_files_apply_to_the_first_question():

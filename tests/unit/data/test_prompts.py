@@ -4,11 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
-from mrl.config.schema_algo import GrpoConfig
-from mrl.config.schema_data import DataConfig, DataDefaultConfig, TrainDataConfig, ValidationDataConfig
-from mrl.config.schema_generation import GenerationConfig, VllmConfig
-from mrl.config.schema_policy import PolicyConfig, TokenizerConfig
 from mrl.data.prompts import PromptLimits, load_prompts
 from mrl.prepare_tokenizer import byte_tokenizer
 
@@ -18,18 +15,24 @@ EOS = 258
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """A run on two training rows and three validation rows; prompts are 3 bytes and 2 markers, contexts 32 tokens."""
-    model = tmp_path / "model"
-    byte_tokenizer(4096).save_pretrained(model)
-    write(tmp_path / "train.jsonl", [{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4", "id": "own"}])
+    byte_tokenizer(4096).save_pretrained(tmp_path / "model")
+    write(tmp_path / "train.jsonl", [{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4", "id": "own", "level": [1]}])
     write(tmp_path / "validation.jsonl", [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(3)])
-    generation = GenerationConfig(max_new_tokens=16, vllm_cfg=VllmConfig(max_model_len=32))
-    return RunConfig(
-        grpo=GrpoConfig(max_val_samples=2),
-        policy=PolicyConfig(model_name=str(model), tokenizer=TokenizerConfig(name=str(model)), generation=generation),
-        data=DataConfig(
-            train=TrainDataConfig(data_path=str(tmp_path / "train.jsonl")),
-            validation=ValidationDataConfig(data_path=str(tmp_path / "validation.jsonl")),
-        ),
+    return configured(tmp_path)
+
+
+def configured(folder: Path, *overrides: str) -> RunConfig:
+    """The tiny config on the files of `folder`."""
+    return load_config(
+        "grpo_tiny.yaml",
+        [
+            "grpo.max_val_samples=2",
+            f"policy.model_name={folder / 'model'}",
+            "policy.generation.vllm_cfg.max_model_len=32",
+            f"data.train.data_path={folder / 'train.jsonl'}",
+            f"data.validation.data_path={folder / 'validation.jsonl'}",
+            *overrides,
+        ],
     )
 
 
@@ -43,6 +46,7 @@ def test_what_a_run_asks(config: RunConfig):
         ("train:1", "1+1", "2", "math"),
         ("own", "2+2", "4", "math"),
     ]
+    assert [prompt.row for prompt in data.train] == ["{}", '{"level": [1]}']
     assert data.train[0].token_ids[1:-1] == tuple(b"1+1")
     assert [prompt.prompt_id for prompt in data.validation] == ["validation:1", "validation:2"]
     assert data.pad_token_id == 256
@@ -53,7 +57,7 @@ def test_what_a_run_asks(config: RunConfig):
 
 def test_without_validation_there_are_no_validation_prompts(config: RunConfig):
     config.data.validation = None
-    assert load_prompts(config).validation == []
+    assert list(load_prompts(config).validation) == []
 
 
 def test_stop_tokens_of_tokenizer_and_generation_config(config: RunConfig):
@@ -91,13 +95,7 @@ def test_rows_beyond_max_val_samples_are_checked_too(config: RunConfig):
 
 def test_unknown_environment_of_a_row(config: RunConfig):
     write(Path(config.data.train.data_path), [{"question": "1+1", "answer": "2", "env_name": "maths"}])
-    with pytest.raises(ValueError, match="train.jsonl:1: env_name .*'maths' is not known; use one of math"):
-        load_prompts(config)
-
-
-def test_unknown_processor(config: RunConfig):
-    config.data.default = DataDefaultConfig(processor="math_processor")
-    with pytest.raises(ValueError, match="data.default.processor=math_processor is not known; use one of math_data_processor"):
+    with pytest.raises(ValueError, match=r"1 of 1 rows \(100.0%\) ask for environments that are not there \(maths: 1 rows\)"):
         load_prompts(config)
 
 
@@ -107,3 +105,78 @@ def test_a_rollout_as_long_as_the_context_takes_what_the_prompt_leaves():
     assert "less 1 for the rollout" in str(limits.reason_against(32))
     assert replace(limits, max_new_tokens=31).reason_against(1) is None
     assert replace(limits, max_new_tokens=31).reason_against(2) is not None
+
+
+def test_rows_need_the_answer_that_their_environment_compares_with(config: RunConfig):
+    write(Path(config.data.train.data_path or ""), [{"question": "1+1", "solution": "2"}])
+    with pytest.raises(ValueError, match="train.jsonl:1: no key expected_answer or answer or output"):
+        load_prompts(config)
+
+
+def test_what_an_agent_does_is_judged_by_its_environment(config: RunConfig, tmp_path: Path):
+    def row(agent: str | None) -> dict[str, object]:
+        request = {"input": [{"role": "user", "content": "1+1"}]}
+        return {"responses_create_params": request, "expected_answer": "2", "agent_ref": {"name": agent}, "dataset": "d", "id": 1}
+
+    path = tmp_path / "train.jsonl"
+    write(path, [row("math_with_judge_simple_agent"), row("math_with_judge_simple_agent")])
+    gym = ["data.default.env_name=nemo_gym", "data.default.processor=nemo_gym_data_processor", "data.validation=null"]
+    prompts = load_prompts(configured(tmp_path, *gym)).train
+    assert [(prompt.prompt_id, prompt.env_name, prompt.expected_answer) for prompt in prompts] == [
+        ("train:1", "math", "2"),
+        ("train:2", "math", "2"),
+    ]
+    assert json.loads(prompts[0].row) == {
+        "agent_ref": {"name": "math_with_judge_simple_agent"}, "dataset": "d", "id": 1, "expected_answer": "2",
+    }  # fmt: skip
+    write(path, [row("chess_simple_agent"), row("math_with_judge_simple_agent")])
+    with pytest.raises(ValueError, match=r"1 of 2 rows .*\(chess_simple_agent: 1 rows\)"):
+        load_prompts(configured(tmp_path, *gym))
+    prompts = load_prompts(configured(tmp_path, *gym, "data.drop_rows_without_environment=true")).train
+    assert [prompt.prompt_id for prompt in prompts] == ["train:2"]
+    write(path, [row(None)])
+    with pytest.raises(ValueError, match="train.jsonl:1: no agent_ref.name, by which env_name=nemo_gym chooses"):
+        load_prompts(configured(tmp_path, *gym))
+
+
+def test_tools_go_with_the_prompt(config: RunConfig, tmp_path: Path):
+    tool = {"type": "function", "function": {"name": "add"}}
+    write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": "1+1"}], "answer": "2", "tools": [tool]}])
+    (prompt,) = load_prompts(config).train
+    assert json.loads(prompt.row) == {"tools": [tool]}
+
+
+def test_several_data_sets_each_in_its_own_way(config: RunConfig, tmp_path: Path):
+    (tmp_path / "twice.txt").write_text("{}!")
+    write(tmp_path / "other.jsonl", [{"q": "3+3", "a": "6"}])
+    sets = f"[{{data_path: {tmp_path}/train.jsonl}}, {{data_path: {tmp_path}/other.jsonl, input_key: q, output_key: a, prompt_file: null}}]"
+    # The last set says null, the first follows data.default.
+    config = configured(tmp_path, f"data.train.datasets={sets}", f"data.default.prompt_file={tmp_path}/twice.txt")
+    assert [bytes(prompt.token_ids[1:-1]) for prompt in load_prompts(config).train] == [b"1+1!", b"2+2!", b"3+3"]
+
+
+def test_validation_rows_held_out_of_training_rows(config: RunConfig, tmp_path: Path):
+    write(tmp_path / "train.jsonl", [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(9)])
+    for size, num_held in (("0.3", 3), ("4", 4)):
+        data = load_prompts(
+            configured(tmp_path, f"data.train.split_validation_size={size}", "data.validation=null", "grpo.max_val_samples=100")
+        )
+        assert len(data.validation) == num_held
+        ids = [prompt.prompt_id for prompt in (*data.train, *data.validation)]
+        assert sorted(ids) == [f"train:{line}" for line in range(1, 10)]
+    # Rows of their own come after those.
+    both = load_prompts(configured(tmp_path, "data.train.split_validation_size=1", "grpo.max_val_samples=3"))
+    assert [prompt.prompt_id.split(":")[0] for prompt in both.validation] == ["train", "validation", "validation"]
+
+
+def test_long_rows_are_counted_in_tokens_not_in_bytes(config: RunConfig, tmp_path: Path):
+    """A tokenizer that normalises, and merges: neither more bytes than the limit nor fewer tell whether a row is too long."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "hello world hello world hello world": 1}, unk_token="<unk>"))
+    inner.normalizer = normalizers.NFKC()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", chat_template="{{ messages[0].content }}")
+    tokenizer.save_pretrained(tmp_path / "model")
+    write(tmp_path / "train.jsonl", [{"question": "hello world hello world hello world", "answer": "2"}])
+    assert load_prompts(config).train[0].token_ids == (1,)

@@ -1,0 +1,104 @@
+"""The rows of data files, raw: read through once, and found again by their position. In memory a row is a few numbers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from mrl.data.fields import MAX_LINE_BYTES
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of a file that is not blank."""
+
+    number: int
+    """From 1; of a table, the row."""
+    offset: int
+    line: bytes
+    """Without the line end. Of an overlong line, its beginning."""
+
+
+class RecordFile:
+    """A data file as lines of JSON. What is no such file is copied to a temporary one, which goes with the process."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file; of a table or a compressed file, reads it through.
+
+        Raises:
+            ValueError: it cannot be read, or is of an unknown kind.
+        """
+        self.path = path
+        try:
+            self._file = _open_lines(path)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror or error}; give a file of rows that you may read") from error
+
+    def place(self, number: int) -> str:
+        """`file:line` of a record."""
+        return f"{self.path}:{number}"
+
+    def records(self) -> Iterator[Record]:
+        """All lines that are not blank, in order. A byte order mark and CRLF are no error."""
+        self._file.seek(0)
+        number = offset = 0
+        while line := self._file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            start, offset = offset, offset + len(line)
+            rest = line
+            while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = self._file.readline(MAX_LINE_BYTES + 1)
+                offset += len(rest)
+            if number == 1 and line.startswith(_BYTE_ORDER_MARK):
+                line, start = line[len(_BYTE_ORDER_MARK) :], len(_BYTE_ORDER_MARK)
+            if line.strip():
+                yield Record(number, start, line.rstrip(b"\r\n"))
+
+    def read(self, offset: int, length: int) -> bytes:
+        """A line of that length, again. Any thread may call it at any time."""
+        return os.pread(self._file.fileno(), length, offset)
+
+
+def _open_lines(path: Path) -> IO[bytes]:
+    name = path.name.lower()
+    if name.endswith((".parquet", ".arrow")):
+        return _copied_table(path)
+    if name.endswith(".gz"):
+        with gzip.open(path, "rb") as packed:
+            copy = tempfile.TemporaryFile()
+            shutil.copyfileobj(packed, copy)
+        return copy
+    file = path.open("rb")
+    if name.endswith(".json") and file.read(64).lstrip(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
+        return _copied_array(path)
+    return file
+
+
+def _copied_table(path: Path) -> IO[bytes]:
+    from mrl.data.tables import table_rows  # needs a library that files of JSON do without
+
+    copy = tempfile.TemporaryFile()
+    for row in table_rows(path):
+        copy.write(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n")
+    return copy
+
+
+def _copied_array(path: Path) -> IO[bytes]:
+    """The rows of a file that is one JSON array, as lines."""
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} begins as a JSON array and is none: {error}; correct it, or write one row a line") from error
+    copy = tempfile.TemporaryFile()
+    for row in rows:
+        copy.write(json.dumps(row).encode("ascii") + b"\n")
+    return copy

@@ -1,0 +1,252 @@
+"""What a row of a data file says, whatever its format: a conversation that waits for a reply, the reply, and what judges it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mrl.data.fields import Fields, Message, RowError, checked_text, first_key, messages_of, optional_text, plain_text, text_of
+from mrl.data.gym import gym_conversation
+
+if TYPE_CHECKING:
+    from mrl.config.schema_data import DatasetConfig
+
+QUESTION_KEYS = ("question", "problem", "prompt", "input")
+ANSWER_KEYS = ("expected_answer", "answer", "output")
+GOLD_MARK = "####"
+"""GSM8K writes the solution, this mark, and the gold answer."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, before prompt files and chat template."""
+
+    messages: list[Message]
+    """The conversation up to the turn that is asked for."""
+    reply: Message | None
+    """The assistant's turn that the row shows; None where it shows none."""
+    answer: str
+    """What a right reply amounts to; empty where the row says it in other fields."""
+    tools: list[dict[str, object]]
+    """As OpenAI's chat format spells them."""
+    rest: Fields
+    """The other fields."""
+    row_id: str | None
+    """None: the row names itself nowhere."""
+    env_name: str | None
+    """None: the row names no environment."""
+    agent: str | None
+    """Name of NeMo Gym's agent."""
+
+    @property
+    def question(self) -> str:
+        """The last message that is the user's."""
+        texts = [message["content"] for message in self.messages if message["role"] == "user"]
+        return str(texts[-1]) if texts else ""
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """One row of two replies to one conversation, the better and the worse."""
+
+    messages: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+
+def parse_row(fields: Fields, dataset: DatasetConfig) -> Row:
+    """The row that these fields are in the format of `dataset`.
+
+    Raises:
+        RowError: they are none.
+    """
+    parse = _FORMATS.get(dataset.dataset_name or "", _any_format)
+    return parse(fields, dataset)
+
+
+def parse_pair(fields: Fields, dataset: DatasetConfig) -> PairRow:
+    """The pair of replies that these fields are: ranked completions, a chosen and a rejected reply, or HelpSteer3's.
+
+    Raises:
+        RowError: they are none.
+    """
+    if "completions" in fields:
+        return _ranked(fields)
+    if "overall_preference" in fields:
+        preference = fields["overall_preference"]
+        if not isinstance(preference, int | float):
+            raise RowError("overall_preference must be a number")
+        # A tie teaches nothing: both replies are the first one, as in NeMo RL.
+        better, worse = ("response2", "response1") if preference > 0 else ("response1", "response2" if preference < 0 else "response1")
+        return PairRow(_turns(fields, "context", "user"), _turns(fields, better, "assistant"), _turns(fields, worse, "assistant"))
+    chosen, rejected = (_turns(fields, key, "assistant") for key in (dataset.chosen_key, dataset.rejected_key))
+    num_shared = next((index for index, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), len(chosen))
+    if num_shared == len(chosen) or num_shared >= len(rejected):
+        raise RowError(f"{dataset.chosen_key} and {dataset.rejected_key} do not differ")
+    # Whole conversations begin alike.
+    shared = chosen[:num_shared]
+    if not shared:
+        shared = _turns(fields, dataset.prompt_key, "user")
+    return PairRow(shared, chosen[num_shared:], rejected[num_shared:])
+
+
+def _ranked(fields: Fields) -> PairRow:
+    completions = fields["completions"]
+    if not isinstance(completions, list) or len(completions) != 2 or not all(isinstance(entry, dict) for entry in completions):
+        raise RowError("completions must be a list of two objects with rank and completion")
+    ranks = [entry.get("rank") for entry in completions]
+    if not all(isinstance(rank, int | float) for rank in ranks) or ranks[0] == ranks[1]:
+        raise RowError(f"the ranks of the completions are {ranks[0]} and {ranks[1]}; they must be two numbers, the better one lower")
+    chosen, rejected = sorted(completions, key=lambda entry: entry["rank"])
+    return PairRow(
+        _turns(fields, "context", "user"), _turns(chosen, "completion", "assistant"), _turns(rejected, "completion", "assistant")
+    )
+
+
+def _turns(fields: Fields, key: str, role: str) -> list[Message]:
+    value = fields[first_key(fields, (key,))]
+    return messages_of(value, key) if isinstance(value, list) else [{"role": role, "content": checked_text(value, key)}]
+
+
+def _any_format(fields: Fields, dataset: DatasetConfig) -> Row:
+    """A row whose keys tell its format."""
+    if "responses_create_params" in fields:
+        return _gym(fields, dataset)
+    if dataset.chat_key in fields:
+        return _chat(fields, dataset)
+    if isinstance(fields.get("prompt"), list) and isinstance(fields.get("reward_model"), dict):
+        return _verl(fields, dataset)
+    return _question(fields, dataset)
+
+
+def answer_keys(dataset: DatasetConfig) -> tuple[str, ...]:
+    """Where the answer of a row stands that has a key for it: under the first of these."""
+    return ANSWER_KEYS if dataset.output_key is None else (dataset.output_key,)
+
+
+def _question(fields: Fields, dataset: DatasetConfig) -> Row:
+    question_key = first_key(fields, QUESTION_KEYS if dataset.input_key is None else (dataset.input_key,))
+    answer_key = next((key for key in answer_keys(dataset) if fields.get(key) is not None), None)
+    if answer_key is not None:
+        return _asked(fields, question_key, answer_key)
+    return _row([{"role": "user", "content": text_of(fields, (question_key,))}], None, "", fields, (question_key,))
+
+
+def _asked(fields: Fields, question_key: str, answer_key: str) -> Row:
+    question, answer = text_of(fields, (question_key,)), text_of(fields, (answer_key,))
+    reply = answer
+    if GOLD_MARK in answer:
+        # GSM8K's gold answers are integers with thousands separators.
+        answer = answer.rpartition(GOLD_MARK)[2].strip().replace(",", "")
+        if not answer:
+            raise RowError(f"nothing follows {GOLD_MARK} in the answer")
+    return _row(
+        [{"role": "user", "content": question}], {"role": "assistant", "content": reply}, answer, fields, (question_key, answer_key)
+    )
+
+
+def _chat(fields: Fields, dataset: DatasetConfig) -> Row:
+    """OpenAI's chat format. A last turn of the assistant is the reply; without one, an answer may stand beside the conversation."""
+    key = dataset.chat_key
+    messages = messages_of(fields.get(key), key)
+    if messages[0]["role"] != "system":
+        beside = None if dataset.system_key is None else optional_text(fields, dataset.system_key)
+        system = beside or dataset.system_prompt
+        messages = ([] if system is None else [{"role": "system", "content": system}]) + messages
+    reply = messages.pop() if messages[-1]["role"] == "assistant" else None
+    if not any(message["role"] == "user" for message in messages):
+        raise RowError(f"{key} has no message of the user before the reply")
+    keys = answer_keys(dataset)
+    answer = next((text_of(fields, (name,)) for name in keys if fields.get(name) is not None), "")
+    if not answer and reply is not None:
+        answer = str(reply["content"] or "").strip()
+    tools = fields.get(dataset.tool_key) or []
+    if isinstance(tools, str):
+        # Tables of tools with unlike arguments hold them as text.
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise RowError(f"{dataset.tool_key} is a text that is not JSON: {error}") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(f"{dataset.tool_key} must be a list of objects")
+    return _row(messages, reply, answer, fields, (key, dataset.tool_key, *keys), tools=tools)
+
+
+def _verl(fields: Fields, dataset: DatasetConfig) -> Row:
+    """Rows of verl and of DAPO-Math-17k: messages under `prompt`, the answer under `reward_model.ground_truth`."""
+    messages = messages_of(fields.get("prompt"), "prompt")
+    reward_model = fields.get("reward_model")
+    if not isinstance(reward_model, dict):
+        raise RowError("reward_model must be an object with ground_truth")
+    answer = text_of(reward_model, ("ground_truth",))
+    return _row(messages, {"role": "assistant", "content": answer}, answer, fields, ("prompt",))
+
+
+def _squad(fields: Fields, dataset: DatasetConfig) -> Row:
+    answers = fields.get("answers")
+    texts = answers.get("text") if isinstance(answers, dict) else None
+    if not isinstance(texts, list) or not texts:
+        raise RowError("answers.text must be a list of answers, not empty")
+    answer = checked_text(texts[0], "answers.text[0]")
+    messages: list[Message] = [
+        {"role": "system", "content": text_of(fields, ("context",))},
+        {"role": "user", "content": text_of(fields, ("question",))},
+    ]
+    return _row(messages, {"role": "assistant", "content": answer}, answer, fields, ("context", "question"))
+
+
+def _gym(fields: Fields, dataset: DatasetConfig) -> Row:
+    messages, tools = gym_conversation(fields)
+    agent = fields.get("agent_ref")
+    name = agent.get("name") if isinstance(agent, dict) else None
+    if name is not None and not isinstance(name, str):
+        raise RowError("agent_ref.name must be a string")
+    answer = fields.get("expected_answer")
+    answer = "" if answer is None or isinstance(answer, list | dict) else plain_text(answer, "expected_answer").strip()
+    # Their ids are those of the data sets that a blend was made of, and may repeat.
+    rest = {key: value for key, value in fields.items() if key != "responses_create_params"}
+    return Row(messages, None, answer, tools, rest, None, None, name)
+
+
+def _row(
+    messages: list[Message],
+    reply: Message | None,
+    answer: str,
+    fields: Fields,
+    used: tuple[str, ...],
+    *,
+    tools: list[dict[str, object]] | None = None,
+) -> Row:
+    rest = {key: value for key, value in fields.items() if key not in (*used, "id", "env_name")}
+    row_id, env_name = optional_text(fields, "id"), optional_text(fields, "env_name")
+    return Row(messages, reply, answer, tools or [], rest, row_id, env_name, None)
+
+
+def _keys(question_key: str, answer_key: str) -> Callable[[Fields, DatasetConfig], Row]:
+    """The format of a data set whose questions and answers have these keys."""
+
+    def parse(fields: Fields, dataset: DatasetConfig) -> Row:
+        return _asked(fields, question_key, dataset.output_key or answer_key)
+
+    return parse
+
+
+_FORMATS: dict[str, Callable[[Fields, DatasetConfig], Row]] = {
+    "AIME2024": _keys("problem", "answer"),
+    "AIME2025": _keys("question", "answer"),
+    "AIME2026": _keys("problem", "answer"),
+    "DAPOMath17K": _verl,
+    "DAPOMathAIME2024": _verl,
+    "DeepScaler": _keys("problem", "answer"),
+    "GSM8K": _keys("question", "answer"),
+    "gsm8k": _keys("question", "answer"),
+    "NemoGymDataset": _gym,
+    "OpenMathInstruct-2": _keys("problem", "expected_answer"),
+    "OpenR1-Math-220k": _keys("problem", "answer"),
+    "openai_format": _chat,
+    "squad": _squad,
+    "tulu3_sft_mixture": _chat,
+}
+"""By the name of the data set; what is not here goes by the keys of each row."""

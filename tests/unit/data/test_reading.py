@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import logging
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from mrl.config.schema_data import DataConfig
+from mrl.data.fields import Fields, RowError
+from mrl.data.reading import MAX_ERRORS, Names, NoEnvironment, Reader, Rows, hold_out, joined, read_data, write_quarantine
+
+GOOD = b'{"value": 1}\n'
+STRICT = DataConfig()
+
+
+def examine(fields: Fields) -> str | None:
+    if fields.get("agent") is not None:
+        raise NoEnvironment(str(fields["agent"]))
+    if not isinstance(fields.get("value"), int):
+        raise RowError("no value")
+    return None if fields.get("id") is None else str(fields["id"])
+
+
+def make(fields: Fields, row_id: str) -> tuple[str, object]:
+    return row_id, fields["value"]
+
+
+def reader(*files: Path, setting: str = "data.train", repeat: int = 1, drops_repeated_rows: bool = False) -> Reader[tuple[str, object]]:
+    return Reader(setting, str(files[0]), list(files), examine, make, repeat, drops_repeated_rows)
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def values(path: Path, *numbers: int) -> Path:
+    return write(path, b"".join(json.dumps({"value": number}).encode() + b"\n" for number in numbers))
+
+
+def read(*readers: Reader[tuple[str, object]], data: DataConfig = STRICT) -> list[Rows[tuple[str, object]]]:
+    return read_data(readers, data, Names())[0]
+
+
+def test_rows_are_made_when_asked_for(tmp_path: Path):
+    (rows,) = read(reader(values(tmp_path / "a.jsonl", 1, 2), values(tmp_path / "b.jsonl", 3)))
+    assert list(rows) == [("a:1", 1), ("a:2", 2), ("b:1", 3)]
+    assert rows[-1] == ("b:1", 3)
+    assert list(rows[1:]) == [("a:2", 2), ("b:1", 3)]
+    assert list(rows.select([2, 0])) == [("b:1", 3), ("a:1", 1)]
+    with pytest.raises(IndexError):
+        rows[3]
+
+
+def test_files_of_one_name_give_rows_names_of_their_own(tmp_path: Path):
+    one, two = values(tmp_path / "one" / "train.jsonl", 1), values(tmp_path / "two" / "train.jsonl", 2)
+    train, more = read(reader(one), reader(two))
+    assert list(joined([train, more])) == [("train:1", 1), ("train~2:1", 2)]
+    assert list(joined([more, train.select([])])) == [("train~2:1", 2)]
+    assert len(joined([])) == 0
+
+
+def test_repeated_rows_are_told_apart(tmp_path: Path):
+    (rows,) = read(reader(write(tmp_path / "a.jsonl", GOOD + b'{"value": 2, "id": "own"}'), repeat=3))
+    assert [name for name, _ in rows] == rows.ids() == ["a:1", "a:1/1", "a:1/2", "own", "own/1", "own/2"]
+
+
+def test_a_data_set_that_repeats_its_rows_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = values(tmp_path / "a.jsonl", 1, 2, 1, 1, 2)
+    caplog.set_level(logging.INFO)
+    (rows,) = read(reader(path, drops_repeated_rows=True))
+    assert list(rows) == [("a:1", 1), ("a:2", 2)]
+    assert "3 of 5 rows repeat an earlier one" in caplog.text
+    assert len(read(reader(path))[0]) == 5
+
+
+def test_all_bad_rows_of_a_data_set_come_at_once_and_many_are_cut(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", (GOOD + b"bad\n") * 30)
+    with pytest.raises(ValueError) as caught:
+        read(reader(path))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"data.train.data_path={path} has 30 bad rows; correct or remove them, or set data.on_bad_row=skip:"
+    assert len(lines) == 1 + MAX_ERRORS + 1
+    assert lines[2] == f"  {path}:4: invalid JSON at column 1: Expecting value"
+    assert lines[-1] == "  and 10 more"
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (b'{"value": 3, "id": "x"}', "id 'x' was used in {path}:2 already"),
+        (b'{"value": 3, "id": "a:1"}', "id 'a:1' is what a row without id is called in that line; choose another"),
+    ],
+)
+def test_no_two_rows_have_one_id(tmp_path: Path, last: bytes, reason: str):
+    path = write(tmp_path / "a.jsonl", GOOD + b'{"value": 2, "id": "x"}\n' + last)
+    with pytest.raises(ValueError) as caught:
+        read(reader(path))
+    assert f"{path}:3: {reason.format(path=path)}" in str(caught.value)
+    # Across data sets too: a prompt is known by its id alone.
+    other = write(tmp_path / "b.jsonl", last)
+    with pytest.raises(ValueError, match="data.validation.data_path=.*has 1 bad rows"):
+        read(reader(write(tmp_path / "a.jsonl", GOOD + b'{"value": 2, "id": "x"}\n')), reader(other, setting="data.validation"))
+
+
+def test_skipped_rows_go_into_quarantine(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = write(tmp_path / "a.jsonl", GOOD * 98 + b'{"value": "x"}\n' + GOOD + b'{"val\xff\n')
+    skipping = DataConfig(on_bad_row="skip", max_bad_row_share=0.02)
+    (rows,), findings = read_data([reader(path)], skipping, Names())
+    assert len(rows) == 99 and rows[98] == ("a:100", 1)
+    assert f"2 of 101 rows are bad and left out, the first: {path}:99: no value" in caplog.text
+
+    write_quarantine(findings, tmp_path / "quarantine")
+    kept = [json.loads(line) for line in (tmp_path / "quarantine" / "data.train.jsonl").read_text().splitlines()]
+    assert [(row["place"], row["line"]) for row in kept] == [(f"{path}:99", '{"value": "x"}'), (f"{path}:101", '{"val\ufffd')]
+    assert kept[0]["reason"] == "no value" and kept[1]["reason"].startswith("invalid UTF-8 at byte 6")
+    counts = json.loads((tmp_path / "quarantine" / "left_out.json").read_text())
+    assert counts == {"data.train": {"rows": 101, "bad": 2, "repeated": 0, "too_long": 0, "without_environment": {}}}
+
+    too_many = DataConfig(on_bad_row="skip", max_bad_row_share=0.019)
+    with pytest.raises(ValueError, match="has 2 bad rows; more than data.max_bad_row_share=0.019 of 101"):
+        read(reader(path), data=too_many)
+
+
+def test_nothing_left_out_leaves_no_quarantine(tmp_path: Path):
+    _, findings = read_data([reader(values(tmp_path / "a.jsonl", 1))], STRICT, Names())
+    write_quarantine(findings, tmp_path / "quarantine")
+    assert not (tmp_path / "quarantine").exists()
+
+
+def test_rows_without_environment_are_counted_and_dropped_only_when_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    lost = b'{"agent": "workplace"}\n' * 2 + b'{"agent": "judge"}\n'
+    path = write(tmp_path / "a.jsonl", GOOD + lost)
+    with pytest.raises(ValueError) as caught:
+        read(reader(path), data=DataConfig(on_bad_row="skip"))
+    assert "3 of 4 rows (75.0%) ask for environments that are not there (workplace: 2 rows, judge: 1 rows)" in str(caught.value)
+    assert "data.drop_rows_without_environment=true" in str(caught.value)
+    (rows,), findings = read_data([reader(path)], DataConfig(drop_rows_without_environment=True), Names())
+    assert list(rows) == [("a:1", 1)]
+    assert "3 of 4 rows (75.0%) are left out" in caplog.text
+    write_quarantine(findings, tmp_path / "quarantine")
+    counts = json.loads((tmp_path / "quarantine" / "left_out.json").read_text())
+    assert counts["data.train"]["without_environment"] == {"workplace": 2, "judge": 1}
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"\n\n", "has no rows$"), (b'{"agent": "x"}', "has no rows that can be used")])
+def test_a_data_set_without_rows_is_an_error(tmp_path: Path, content: bytes, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        read(reader(write(tmp_path / "a.jsonl", content)), data=DataConfig(drop_rows_without_environment=True))
+
+
+def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path):
+    path = values(tmp_path / "a.jsonl", 1, 2)
+    (rows,) = read(reader(path))
+    with path.open("r+b") as file:
+        file.write(b'{"value": 9}')
+    assert rows[1] == ("a:2", 2)
+    with pytest.raises(RuntimeError, match="a.jsonl:1 has changed since the run began"):
+        rows[0]
+    # Replacing the file leaves the open one as it was.
+    path.unlink()
+    values(path, 5, 6)
+    assert rows[1] == ("a:2", 2)
+
+
+def test_rows_stay_in_their_file(tmp_path: Path):
+    line = json.dumps({"value": 1, "text": "x" * 10_000}).encode() + b"\n"
+    path = write(tmp_path / "a.jsonl", line * 3000)
+    tracemalloc.start()
+    (rows,) = read(reader(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(rows) == 3000 and rows[2999][1] == 1
+    # The file has 30 MB.
+    assert peak < 1 << 20
+
+
+def test_what_is_held_out_is_a_function_of_the_seed():
+    assert hold_out(100, 0.2, seed=1) == hold_out(100, 0.2, seed=1) != hold_out(100, 0.2, seed=2)
+    kept, held = hold_out(100, 0.2, seed=1)
+    assert sorted(kept + held) == list(range(100)) and len(held) == 20
+    assert hold_out(3, 0, seed=1) == ([0, 1, 2], [])
+    with pytest.raises(ValueError, match="split_validation_size=3 holds out all of the 3 rows"):
+        hold_out(3, 3, seed=1)
