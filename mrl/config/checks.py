@@ -46,7 +46,7 @@ def find_problems(config: RunConfig) -> list[str]:
     try:
         model = read_model(Path(name))
     except ValueError as error:
-        is_here = (Path(name) / "config.json").exists()
+        is_here = os.path.exists(os.path.join(name, "config.json"))
         problem = f"policy.model_name={name}: {_not_cached() if is_hub_id(name) else error}"
         problems.append(problem if is_here else Unprovided(problem))
     if out_of_range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def find_config(name: str | Path) -> Path:
 def find_prompt_file(name: str) -> str:
     """The prompt file that `name` stands for: itself if it is there, else the packaged one for a path `.../prompts/NAME`, if any."""
     packaged = packaged_configs() / "prompts" / Path(name).name
-    return str(packaged) if not Path(name).exists() and Path(name).parent.name == "prompts" and packaged.is_file() else name
+    return str(packaged) if not os.path.exists(name) and Path(name).parent.name == "prompts" and packaged.is_file() else name
 
 
 def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ _COMPANIONS = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 def is_hub_id(model: str) -> bool:
     """Whether `model` can only be an id of the Hub, `organisation/name`."""
-    return not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None
+    return not os.path.exists(model) and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None
 
 
 def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:
