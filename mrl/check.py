@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.files import find_config
 from mrl.config.load import read_run
 from mrl.config.model import read_model, use_cached_folders
-from mrl.config.redact import redact_text
+from mrl.config.redact import start_logging
 from mrl.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line, with `name` of the config and `words` the overrides; log lines go to standard output from here on."""
     parser = train_arguments()
     options = parser.parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    start_logging()
     options.name = options.config or (options.words.pop(0) if options.words else None)
     if options.name is None:
         parser.error("which config? e.g. python -m mrl.train grpo_tiny.yaml")
@@ -80,7 +79,7 @@ def check_run(name: str, overrides: Sequence[str]) -> int:
 def _log_group(title: str, lines: Sequence[str]) -> None:
     logger.info("%s", title)
     for line in lines:
-        logger.info("  %s", redact_text(line))
+        logger.info("  %s", line)
 
 
 def describe_run(config: RunConfig) -> list[str]:

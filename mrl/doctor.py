@@ -26,6 +26,7 @@ from mrl.cluster.probe import live_digests, sample_everywhere, trainer_logprobs
 from mrl.cluster.refit import RefitReport
 from mrl.cluster.session import placed_units, start_models
 from mrl.config.load import load_config
+from mrl.config.redact import start_logging
 from mrl.config.schema import RunConfig
 from mrl.data.prompts import PromptData
 from mrl.train import preflight
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="overrides, as for mrl.train")
     parser.add_argument("--refit", action="store_true", required=True, help="refit changed weights, and compare bytes and logprobs")
     options = parser.parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    start_logging()
     try:
         config = load_config(options.config, [*options.overrides, *SETTINGS])
         data = preflight(config)

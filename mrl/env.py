@@ -37,10 +37,28 @@ SLURM_JOB_START_TIME = Variable(
     "When the Slurm job started, in seconds since 1970, set by Slurm: checkpointing.checkpoint_must_save_by counts from it.",
 )
 
-VARIABLES: tuple[Variable, ...] = (HF_TOKEN, WANDB_API_KEY, HF_HOME, MRL_CACHE, SLURM_JOB_START_TIME)
+SWANLAB_API_KEY = Variable("SWANLAB_API_KEY", "SwanLab key, used by the library.", is_secret=True)
+MLFLOW_TRACKING_PASSWORD = Variable("MLFLOW_TRACKING_PASSWORD", "Password of an MLflow server, used by the library.", is_secret=True)
+MLFLOW_TRACKING_TOKEN = Variable("MLFLOW_TRACKING_TOKEN", "Token of an MLflow server, used by the library.", is_secret=True)
 
-SECRET_NAME = re.compile(r"(^|[_-])(token|secret|password|passwd|credentials?|api_?key|access_?key(_id)?)$", re.IGNORECASE)
+VARIABLES: tuple[Variable, ...] = (
+    HF_TOKEN,
+    WANDB_API_KEY,
+    SWANLAB_API_KEY,
+    MLFLOW_TRACKING_PASSWORD,
+    MLFLOW_TRACKING_TOKEN,
+    HF_HOME,
+    MRL_CACHE,
+    SLURM_JOB_START_TIME,
+)
+
+SECRET_NAME = re.compile(
+    r"(^|[_-])(token|secret|password|passwd|passphrase|credentials?|bearer|(api|access|private|secret|auth)_?key(_id)?)$", re.IGNORECASE
+)
 """What a key or variable is called that holds a secret. Plural words (`stop_token_ids`, `max_new_tokens`) are not meant."""
+
+PLACE_NAME = re.compile(r"HOME|USER|PWD|TMPDIR|HOSTNAME|SCRATCH|WORK|SLURM_\w+|\w+_(HOME|DIR|PATH|ROOT|FOLDER|NAME|ID|SIZE|NODES|RANK)")
+"""What variables are called that a config may name and that tell no secret: places, names and sizes."""
 
 # Shorter values ("1", "none") would blank out unrelated text.
 MIN_SECRET_LENGTH = 6
@@ -60,6 +78,11 @@ def job_age_s() -> float:
     started = SLURM_JOB_START_TIME.read()
     # A clock that is behind that of Slurm's controller must not add to the job's time.
     return max(0.0, time.time() - float(started)) if started and started.isdigit() else 0.0
+
+
+def variable(name: str) -> str:
+    """The value of the environment variable that a config names; "" if it is not set."""
+    return os.environ.get(name, "")
 
 
 def secret_values() -> frozenset[str]:

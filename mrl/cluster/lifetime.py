@@ -6,7 +6,10 @@ import ctypes
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
+
+from mrl.config.redact import start_logging
 
 logger = logging.getLogger(__name__)
 
@@ -28,5 +31,5 @@ def start_actor_process(log_file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    start_logging("%(asctime)s %(levelname)s %(name)s: %(message)s", sys.stderr)
     logger.info("process %d", os.getpid())

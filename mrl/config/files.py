@@ -15,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 import mrl
 from mrl.config.dialect_names import RENAMED
 from mrl.config.errors import ConfigError
+from mrl.config.secrets import REDACTED
+from mrl.env import SECRET_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +174,8 @@ def describe(key: Key, setting: Setting) -> str:
     """A setting as a message names it: key, value and origin."""
     value = setting.value
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if SECRET_NAME.search(key[-1]) and isinstance(value, str):
+        text = REDACTED
     if len(text) > MAX_DESCRIBED or "\n" in text:
         text = repr(text[:MAX_DESCRIBED])[1:-1] + "..."
     return f"{setting.written_as or '.'.join(key)}={text} ({setting.origin})"

@@ -22,6 +22,7 @@ from mrl.config.dialect_data import name_dataset_lists
 from mrl.config.errors import ConfigError
 from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings
 from mrl.config.schema import KEYS, RunConfig, section_of
+from mrl.config.secrets import note_secrets
 
 Section = TypeVar("Section")
 Number = int | float
@@ -70,8 +71,10 @@ def read_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig
         ConfigError: a file is missing or unreadable.
     """
     settings = read_settings(find_config(name))
+    note_secrets((key.rpartition(".")[2], text) for key, _, text in (override.partition("=") for override in overrides))
     problems = apply_overrides(settings, list(overrides)) + choose_algorithm(settings)
     name_dataset_lists(settings)
+    note_secrets((key[-1], setting.value) for key, setting in settings.items())
     known: Settings = {}
     for key, setting in settings.items():
         if (problem := None if is_foreign(key, setting.value) else _misfit(key, setting)) is None:

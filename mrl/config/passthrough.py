@@ -14,6 +14,8 @@ from mrl.config.ranges import spell
 from mrl.config.schema import RunConfig
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.schema_policy import PolicyConfig
+from mrl.config.secrets import REDACTED
+from mrl.env import SECRET_NAME
 
 Library = Literal["EngineArgs", "CompilationConfig", "TransformerConfig"]
 
@@ -160,9 +162,9 @@ def _vllm_kwargs(policy: PolicyConfig, *, is_cpu: bool) -> list[str]:
         if is_cpu and name == "kv_cache_memory_bytes":
             instead = f"{_ENGINE}.kv_cache_memory_mib"
         if instead is not None:
-            problems.append(f"{prefix}.{name}={spell(value)}: mrl sets it from {instead}; set that")
+            problems.append(f"{prefix}.{_setting(name, value)}: mrl sets it from {instead}; set that")
         elif name in FIXED_ENGINE_ARGUMENTS:
-            problems.append(f"{prefix}.{name}={spell(value)}: {FIXED_ENGINE_ARGUMENTS[name]}; remove the key")
+            problems.append(f"{prefix}.{_setting(name, value)}: {FIXED_ENGINE_ARGUMENTS[name]}; remove the key")
         else:
             problems += _value("EngineArgs", prefix, name, value)
     compilation = given.get("compilation_config")
@@ -177,10 +179,10 @@ def _model_overrides(megatron: MegatronConfig) -> list[str]:
     own = MegatronConfig.__dataclass_fields__
     for name, value in megatron.model_overrides.items():
         if name in own:
-            problems.append(f"{prefix}.{name}={spell(value)}: it is a key of its own; set policy.megatron_cfg.{name}")
+            problems.append(f"{prefix}.{_setting(name, value)}: it is a key of its own; set policy.megatron_cfg.{name}")
         elif name in arguments_of("TransformerConfig") and name not in OVERRIDABLE:
             rule = "it says what is computed, and trainer and engines take that from the model's config.json and the keys of policy"
-            problems.append(f"{prefix}.{name}={spell(value)}: {rule}; remove it (overridable are {', '.join(sorted(OVERRIDABLE))})")
+            problems.append(f"{prefix}.{_setting(name, value)}: {rule}; remove it (overridable are {', '.join(sorted(OVERRIDABLE))})")
         else:
             problems += _value("TransformerConfig", prefix, name, value)
     return problems
@@ -200,11 +202,15 @@ def _value(library: Library, prefix: str, name: str, value: object) -> list[str]
     known = arguments_of(library)
     if name not in known:
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        return [f"{prefix}.{name}={spell(value)}: no argument of {_described(library)}; the nearest is {nearest}"]
+        return [f"{prefix}.{_setting(name, value)}: no argument of {_described(library)}; the nearest is {nearest}"]
     if any(_fits(value, kind) for kind in known[name]):
         return []
     kinds = [kind.removeprefix("=") for kind in known[name]]
-    return [f"{prefix}.{name}={spell(value)}: not a value of {_described(library)}'s argument; use {' or '.join(kinds)}"]
+    return [f"{prefix}.{_setting(name, value)}: not a value of {_described(library)}'s argument; use {' or '.join(kinds)}"]
+
+
+def _setting(name: str, value: object) -> str:
+    return f"{name}={REDACTED if SECRET_NAME.search(name) else spell(value)}"
 
 
 def _fits(value: object, kind: str) -> bool:

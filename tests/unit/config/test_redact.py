@@ -1,9 +1,14 @@
+import logging
+import sys
 from pathlib import Path
 
 import pytest
 
+from mrl import check
 from mrl.config.load import load_config
-from mrl.config.redact import redact, redact_text, resolved_yaml
+from mrl.config.redact import redact, redact_text, resolved_yaml, start_logging
+from mrl.store.run_folder import RunFolder
+from mrl.types import RunState
 
 
 def test_the_saved_config_loads_and_is_the_same(tmp_path: Path):
@@ -33,6 +38,99 @@ def test_keys_of_secrets(key: str):
 @pytest.mark.parametrize("key", ["stop_token_ids", "max_new_tokens", "tokenizer", "metric_name", "token_level_loss", "secretary"])
 def test_keys_that_are_no_secrets(key: str):
     assert redact({key: "abc"}) == {key: "abc"}
+
+
+def test_what_comes_from_the_environment_is_a_secret_unless_it_is_a_place(monkeypatch: pytest.MonkeyPatch):
+    values = {"COMPANY_PLACE": "canary-five", "PROXY": "canary-six", "SCRATCH": "/scratch/me", "RUN_NAME": "first-run", "SHORT": "abc"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    overrides = [
+        "policy.model_name=/models/${oc.env:COMPANY_PLACE}",
+        "policy.tokenizer.name=${oc.env:ABSENT,${oc.env:PROXY}}",
+        "checkpointing.checkpoint_dir=${oc.env:SCRATCH}/${oc.env:RUN_NAME}-${oc.env:SHORT}",
+    ]
+    config = load_config("grpo_tiny.yaml", overrides)
+    assert config.policy.tokenizer.name == "canary-six"
+    text = resolved_yaml(config)
+    assert "canary" not in text and "/models/<redacted>" in text and "checkpoint_dir: /scratch/me/first-run-abc" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://me:pass@word@host/x", "http://me:<redacted>@host/x"),
+        ("redis://:password@host", "redis://:<redacted>@host"),
+        ("https://host/x?a=1&api_key=abc&b=2", "https://host/x?a=1&api_key=<redacted>&b=2"),
+        ("http://localhost:5000/x?page=2", "http://localhost:5000/x?page=2"),
+    ],
+)
+def test_urls(text: str, expected: str):
+    assert redact_text(text) == expected
+
+
+CANARIES = {"HF_TOKEN": "canary-1", "WANDB_API_KEY": "canary-2", "SWANLAB_API_KEY": "canary-3", "MLFLOW_TRACKING_PASSWORD": "canary-4"}
+SECRETIVE = [
+    "policy.tokenizer.name=${oc.env:PROXY}",
+    "+policy.generation.vllm_kwargs.hf_token=canary-6",
+    "+policy.megatron_cfg.env_vars={MY_SECRET: canary-7, HUB: 'https://me:canary-8@hub'}",
+    "+policy.generation.vllm_cfg.env_vars.AWS_ACCESS_KEY_ID=canary-9",
+]
+
+
+@pytest.fixture
+def canaries(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which everything is written, with secrets planted in the environment."""
+    for name, value in (CANARIES | {"PROXY": "canary-5"}).items():
+        monkeypatch.setenv(name, value)
+    # A folder whose name is a secret.
+    (workplace / "canary-5").symlink_to("prepared/tiny/model")
+    return workplace
+
+
+def test_nothing_that_a_run_folder_writes_has_a_secret(canaries: Path, capsys: pytest.CaptureFixture[str]):
+    config = load_config("grpo_tiny.yaml", [*SECRETIVE, "policy.model_name=canary-5"])
+    start_logging()
+    with RunFolder(config) as folder:
+        folder.open()
+        folder.newest_checkpoint()
+        folder.log_metrics(1, {"train/reward": 1.0})
+        pending = folder.checkpoints.begin(RunState(step=1))
+        folder.copy_tokenizer(pending)
+        folder.checkpoints.commit(pending, {})
+    written = [path for path in (canaries / "results").rglob("*") if path.is_file()]
+    assert {"config.yaml", "report.html", "metrics.jsonl", "training_info.json"} <= {path.name for path in written}
+    assert [path for path in written if b"canary" in path.read_bytes()] == []
+    assert "canary" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.model_name=/models/canary-5",  # no such folder
+        "+policy.generation.vllm_kwargs.api_key=canary-10",  # no such argument
+        "+wandb.api_key=canary-10",  # no such section
+        "policy.tokenizer.api_key={canary-10: [",  # cannot be read
+        "policy.generation.vllm_cfg.precision=canary-5",
+        "data.train.data_path=https://me:canary-10@host/train.jsonl",
+    ],
+)
+def test_no_message_has_a_secret(canaries: Path, capsys: pytest.CaptureFixture[str], override: str):
+    status = check.main(["grpo_tiny.yaml", *SECRETIVE, override])
+    printed = capsys.readouterr().out
+    assert "canary" not in printed and "Refused" in printed and status in (0, 2)
+
+
+def test_tracebacks_have_no_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("HF_TOKEN", "canary-1")
+    start_logging()
+    try:
+        raise RuntimeError("401 for canary-1")
+    except RuntimeError as error:
+        logging.getLogger("some.library").exception("asked with %s", "canary-1")
+        sys.excepthook(RuntimeError, error, error.__traceback__)
+    printed = capsys.readouterr()
+    assert printed.out.count("RuntimeError: 401 for <redacted>") == printed.err.count("RuntimeError: 401 for <redacted>") == 1
+    assert "asked with <redacted>" in printed.out and "canary" not in printed.out + printed.err
 
 
 def test_short_values_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch):
