@@ -5,6 +5,7 @@ Synchronous and asynchronous runs and dynamic sampling are the same supply with 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
+from mrl.algo.filters import has_signal
 from mrl.config.schema import RunConfig
+from mrl.config.schema_generation import GenerationConfig
 from mrl.data.order import prompts_left
 from mrl.data.prompts import PromptData
 from mrl.store.clock import Clock
@@ -40,7 +43,7 @@ class GroupSource(Protocol):
 
     def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]: ...
 
-    def idle_fraction(self, *, seconds: float) -> float: ...
+    def take_busy_s(self) -> float: ...
 
 
 class NoSignal(ValueError):
@@ -89,8 +92,8 @@ def supply_plan(config: RunConfig) -> SupplyPlan:
     return SupplyPlan(
         num_prompts=grpo.num_prompts_per_step,
         num_generations=grpo.num_generations_per_prompt,
-        batch=grpo.num_prompts_per_step,
-        max_batches=None,
+        batch=grpo.num_prompts_per_batch,
+        max_batches=grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else None,
         lag=ahead.max_lag_steps,
         waits_for_refit=ahead.max_lag_steps > 0 and not ahead.in_flight_weight_updates,
         freshest_first=ahead.max_lag_steps > 0 and ahead.sample_freshest_first,
@@ -144,6 +147,9 @@ class Supply:
         sampled: list[RolloutGroup] = []
         dropped: list[PromptKey] = []
         num_batches = 0
+        if plan.lag == 0:
+            # What validation used is not of this step.
+            self._source.take_busy_s()
         while len(ready) < plan.num_prompts:
             if num_batches == plan.max_batches:
                 raise NoSignal(_no_signal(step, len(ready), plan))
@@ -168,7 +174,10 @@ class Supply:
                 "train/dynamic_sampling_num_discarded_valid_samples": float(num_discarded),
             }
         seconds = self._seconds(clock)
-        metrics |= {"rollout/engine_idle_fraction": self._source.idle_fraction(seconds=seconds)} | self._buffer_metrics()
+        busy_s = self._source.take_busy_s()
+        if plan.lag > 0 and num_batches > 0:
+            clock.overlap("generation", busy_s)
+        metrics |= {"rollout/engine_idle_fraction": max(0.0, 1.0 - busy_s / seconds)} | self._buffer_metrics()
         return Supplied(groups, trained, dropped, sampled or groups, seconds, metrics)
 
     def sample(
@@ -302,13 +311,24 @@ def open_supply(
     """The supply of a run, from where its ledger stands."""
     left = prompts_left(
         ledger.state.consumed,
-        data.train.ids(),
+        len(data.train),
+        data.train.id_at,
         num_epochs=config.grpo.max_num_epochs,
         seed=config.grpo.seed,
         shuffle=config.data.shuffle,
     )
     prompts = ((epoch, data.train[index]) for epoch, index in left)
-    return Supply(supply_plan(config), source, ledger, prompts, data.sampling, last_step=last_step, on_wait=on_wait)
+    plan, grpo = supply_plan(config), config.grpo
+
+    def counts(group: RolloutGroup) -> bool:
+        return not grpo.use_dynamic_sampling or has_signal(group, grpo)
+
+    return Supply(plan, source, ledger, prompts, data.sampling, last_step=last_step, has_signal=counts, on_wait=on_wait)
+
+
+def validation_sampling(sampling: SamplingParams, generation: GenerationConfig) -> SamplingParams:
+    """How rollouts of validation are drawn: as those of training, but for what `val_*` keys say."""
+    return dataclasses.replace(sampling, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k)
 
 
 def _no_signal(step: int, num_ready: int, plan: SupplyPlan) -> str:

@@ -38,7 +38,7 @@ from mrl.store.checkpoints import Checkpoint
 from mrl.store.clock import Clock, TimeBudget
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import is_good_enough, rollout_metrics, validation_metrics
-from mrl.supply import Supply, open_supply
+from mrl.supply import NoSignal, Supply, open_supply, validation_sampling
 from mrl.types import Batch, RunState
 
 logger = logging.getLogger(__name__)
@@ -163,11 +163,13 @@ def refit(run: Run, state: RunState) -> dict[str, float]:
 
 
 def validate(run: Run, state: RunState) -> dict[str, float]:
-    """Accuracy of one rollout per held-out prompt, sampled as in training."""
+    """Accuracy on the held-out prompts."""
     asked = [(VALIDATION_EPOCH, prompt) for prompt in run.data.validation]
     if not asked:
         return {}
-    groups = run.supply.sample(asked, run.data.sampling, num_generations=1, weight_version=state.weight_version, clock=Clock())
+    sampling = validation_sampling(run.data.sampling, run.config.policy.generation)
+    num_generations = run.config.grpo.val_num_generations_per_prompt
+    groups = run.supply.sample(asked, sampling, num_generations=num_generations, weight_version=state.weight_version, clock=Clock())
     run.folder.log_samples(state.step, "validation", groups[:NUM_REPORT_SAMPLES])
     metrics = validation_metrics(groups)
     logger.info("[Validate] step %d: accuracy %.3f over %d prompts", state.step, metrics["val/accuracy"], len(groups))
@@ -250,6 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with folder:
             loop(folder, started)
+    except NoSignal as error:
+        logger.error("%s", error)
+        return 2
     except (ActorLost, DeadlineExceeded) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
         return 1

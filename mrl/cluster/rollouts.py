@@ -127,10 +127,10 @@ class RolloutCollector:
                 self._hints.note(asked.prompt, [info.num_generated for info in infos])
         return groups, seconds
 
-    def idle_fraction(self, *, seconds: float) -> float:
-        """Share of the engines' time in which they had no rollout to work on, of the last `seconds`; counted since the last call."""
+    def take_busy_s(self) -> float:
+        """Seconds in which an engine had a rollout to work on, since the last call; their mean over the engines."""
         busy_s, self.engines.busy_s = self.engines.busy_s, 0.0
-        return max(0.0, 1.0 - busy_s / (seconds * self.engines.num_engines)) if seconds > 0 else 0.0
+        return busy_s / self.engines.num_engines
 
     def references(self) -> list[ray.ObjectRef]:
         """See `mrl.cluster.waiting.Background`."""

@@ -17,10 +17,6 @@ def _later(same: tuple[object, ...] | None = None, *, is_section: bool = False) 
 
 # fmt: off
 NOT_YET: dict[str, Foreign] = {
-    "grpo.val_num_generations_per_prompt": _later((1,)),
-    "grpo.use_dynamic_sampling": _later(_OFF),
-    "grpo.dynamic_sampling_max_gen_batches": _later(),
-    "grpo.batch_multiplier": _later((1,)),
     "reward_penalties.penalize_duplicated_reasoning": _later(_OFF),
     "reward_penalties.penalize_empty_final_answer": _later(_OFF),
     "reward_penalties.penalize_unwanted_tokens": _later(_OFF),
@@ -29,9 +25,6 @@ NOT_YET: dict[str, Foreign] = {
     "policy.reward_model_cfg.enabled": _later(),
     "policy.reward_model_cfg.reward_model_type": _later(("bradley_terry",)),
     "policy.tokenizer.chat_template": _later(_NULL),
-    "policy.generation.val_temperature": _later(("${policy.generation.temperature}",)),
-    "policy.generation.val_top_p": _later(("${policy.generation.top_p}",)),
-    "policy.generation.val_top_k": _later(("${policy.generation.top_k}",)),
     "policy.generation.stop_strings": _later(_NULL),
     "data.add_system_prompt": _later(),
     "logger.wandb_enabled": _later(_OFF),

@@ -107,7 +107,7 @@ class GrpoConfig:
     max_num_steps: int = 1_000_000
     """The run ends after this many steps in all, those before a resume included."""
     max_num_epochs: int = 1
-    """The run ends after this many passes over the training prompts."""
+    """The run ends after this many passes over the training prompts, those that dynamic sampling leaves out included."""
     max_rollout_turns: int = 1
     """Turns of a rollout. Only 1 is supported."""
     normalize_rewards: bool = True
@@ -144,9 +144,25 @@ class GrpoConfig:
     """What `stop_at_validation_metric` has to reach."""
     max_val_samples: int | None = 256
     """Validation prompts used, the first ones of the file; null = all."""
+    val_num_generations_per_prompt: int = 1
+    """Rollouts of each validation prompt. `val/accuracy` is their mean reward; from 2 on `val/pass_k` is the share of prompts of which one
+    at least has a reward above 0, and `val/pass_at_1`, `val/pass_at_2`, `val/pass_at_4` ... estimate the same for fewer rollouts."""
+    use_dynamic_sampling: bool = False
+    """Train only on groups whose rewards differ, and ask for further prompts until `num_prompts_per_step` such groups are there
+    (arXiv:2503.14476). `train/reward` is then over all rollouts, `train/filtered_reward` over those trained on. Groups beyond the number
+    are left to the next step: as they are, if they are not older than rollouts may be then, else their prompts are asked again."""
+    dynamic_sampling_max_gen_batches: int = 10
+    """The run ends if so many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
+    batch_multiplier: float = 1.0
+    """Prompts asked for at a time, in multiples of `num_prompts_per_step`; 1 without `use_dynamic_sampling`."""
     seed: int = 42
     """Seed of the run: data order, sampling, dropout-free training. Config and seed fix the run bit for bit on CPU."""
     async_grpo: AsyncGrpoConfig = field(default_factory=AsyncGrpoConfig)
+
+    @property
+    def num_prompts_per_batch(self) -> int:
+        """Prompts asked for at a time."""
+        return int(self.num_prompts_per_step * self.batch_multiplier)
 
     @property
     def num_rollouts_per_step(self) -> int:

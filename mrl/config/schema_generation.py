@@ -77,6 +77,12 @@ class GenerationConfig:
     except those of the KL penalty."""
     top_k: int | None = None
     """Sample among the k likeliest tokens, before `top_p`; null = all. As for `top_p`, the trainer follows."""
+    val_temperature: float = follows("policy.generation.temperature")
+    """Sampling temperature of validation; 0 = the likeliest token."""
+    val_top_p: float = follows("policy.generation.top_p")
+    """`top_p` of validation."""
+    val_top_k: int | None = follows("policy.generation.top_k")
+    """`top_k` of validation."""
     stop_token_ids: list[int] | None = None
     """Tokens that end a rollout; null = the model's end-of-sequence tokens."""
     longest_first: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 
 import numpy as np
 
@@ -40,12 +40,15 @@ def prompts_of_step(step: int, *, prompts_per_step: int, num_prompts: int, seed:
 
 
 def prompts_left(
-    consumed: Container[PromptKey], prompt_ids: Sequence[str], *, num_epochs: int, seed: int, shuffle: bool = True
+    consumed: Container[PromptKey], num_prompts: int, id_at: Callable[[int], str], *, num_epochs: int, seed: int, shuffle: bool = True
 ) -> Iterator[tuple[int, int]]:
-    """`(epoch, prompt_index)` of what `num_epochs` passes over the prompts have not consumed, in the order of an unbroken run."""
+    """`(epoch, prompt_index)` of what `num_epochs` passes over the prompts have not consumed, in the order of an unbroken run.
+
+    `id_at(prompt_index)` names a prompt.
+    """
     for epoch in range(num_epochs):
-        for index in epoch_order(len(prompt_ids), seed=seed, epoch=epoch, shuffle=shuffle).tolist():
-            if (epoch, prompt_ids[index]) not in consumed:
+        for index in epoch_order(num_prompts, seed=seed, epoch=epoch, shuffle=shuffle).tolist():
+            if (epoch, id_at(index)) not in consumed:
                 yield epoch, index
 
 

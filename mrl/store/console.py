@@ -19,7 +19,7 @@ PLAIN_INTERVAL_S = 15.0
 
 SUPERVISED_PHASES = {"train": "train", "validation": "val", "checkpoint": "ckpt"}
 # What went on beside other phases, which `[Time]` does not count.
-HIDDEN = {"reward": "time/reward_hidden", "ckpt": "time/checkpoint_hidden"}
+HIDDEN = {"gen": "time/generation_hidden", "reward": "time/reward_hidden", "ckpt": "time/checkpoint_hidden"}
 
 
 def step_header(step: int, max_num_steps: int) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from mrl.algo.pass_at_k import mean_pass_at_k
 from mrl.config.schema_algo import GrpoConfig
 from mrl.types import RolloutGroup
 
@@ -61,13 +62,18 @@ def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollo
 
 
 def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Mean reward over held-out rollouts; an invalid rollout counts as wrong, and is counted."""
+    """Mean reward over held-out rollouts, and what the best of several does; an invalid rollout counts as wrong, and is counted."""
     verdicts = [verdict for group in groups for verdict in group.verdicts]
+    solved = [[verdict.is_valid and verdict.reward > 0 for verdict in group.verdicts] for group in groups]
+    num_rollouts = min(map(len, solved))
+    fewer = (2**power for power in range(num_rollouts.bit_length()) if 2**power < num_rollouts)
     return {
         "val/accuracy": float(np.mean([verdict.reward if verdict.is_valid else 0.0 for verdict in verdicts])),
         "val/mean_length": float(np.mean([rollout.num_generated for group in groups for rollout in group.rollouts])),
         "val/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "val/num_samples": float(len(verdicts)),
+        **{f"val/pass_at_{k}": mean_pass_at_k(solved, k) for k in fewer},
+        **({"val/pass_k": mean_pass_at_k(solved, num_rollouts)} if num_rollouts > 1 else {}),
         **environment_metrics(groups, stage="val"),
     }
 

@@ -59,7 +59,7 @@ class Groups:
         assert self.num_missing(keys) == 0
         return [self.group(key, *self.under_way.pop(key)) for key in keys], 0.0
 
-    def idle_fraction(self, *, seconds: float) -> float:
+    def take_busy_s(self) -> float:
         return 0.0
 
     def group(self, key: PromptKey, prompt: Prompt, _: int, version: int) -> RolloutGroup:

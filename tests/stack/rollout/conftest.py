@@ -50,7 +50,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
             alive.pop().shutdown()
         gc.collect()
 
-    def start(model: int | Path = 0, *, keeps_routes: bool = False, **vllm_cfg: int | str) -> Engine:
+    def start(model: int | Path = 0, *, keeps_routes: bool = False, keeps_kv_cache: bool = False, **vllm_cfg: int | str) -> Engine:
         from mrl.rollout.engine import Engine
 
         stop()
@@ -58,7 +58,8 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         settings = dataclasses.replace(VllmConfig(precision="float32", enforce_eager=True), **limits)
         folder = checkpoint(model) if isinstance(model, int) else model
         generation = GenerationConfig(max_new_tokens=16, vllm_cfg=settings)
-        alive.append(Engine(str(folder), generation, seed=1, worker_timeout_s=300.0, keeps_routes=keeps_routes))
+        kept = {"keeps_routes": keeps_routes, "keeps_kv_cache": keeps_kv_cache}
+        alive.append(Engine(str(folder), generation, seed=1, worker_timeout_s=300.0, **kept))
         return alive[0]
 
     yield start

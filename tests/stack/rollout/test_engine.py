@@ -166,6 +166,26 @@ def test_same_bits_chunked(start_engine: StartEngine, alone: dict[str, Rollout])
     assert differences(alone, run(engine, REQUESTS)) == []
 
 
+def test_running_requests_may_keep_what_they_have_cached(
+    start_engine: StartEngine, alone: dict[str, Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine(0, keeps_kv_cache=True)
+    engine.set_weight_version(0)
+    preempted = []
+    monkeypatch.setattr(core_of(engine).scheduler, "_preempt_request", lambda *a, **k: preempted.append(a))
+    engine.add(REQUESTS[:12])
+    engine.step()
+    # The same weights again, so that the bits tell whether a new version disturbs what is under way.
+    engine.set_weight_version(1)
+    engine.step()
+    engine.set_weight_version(2)
+    engine.add(REQUESTS[12:])
+    rollouts = run(engine, [])
+    seen = {key: (rollout.weight_version, rollout.num_weight_versions) for key, rollout in rollouts.items()}
+    assert seen == {one.request_id: (0, 3) if index < 12 else (2, 1) for index, one in enumerate(REQUESTS)}
+    assert differences(alone, rollouts) == [] and not preempted
+
+
 def test_logprobs_are_those_of_transformers(start_engine: StartEngine) -> None:
     parity = Parity()
     for seed in range(3):

@@ -25,3 +25,21 @@ def test_the_longest_come_first_and_equals_by_the_length_of_the_prompt():
     hints.note(prompt("short"), [10])
     asked = [(0, prompt("short")), (0, prompt("new", 3)), (0, prompt("newer", 7)), (0, prompt("newest", 3)), (1, prompt("long"))]
     assert [one.prompt_id for _, one in hints.longest_first(asked)] == ["long", "newer", "new", "newest", "short"]
+
+
+def makespan(lengths: list[int], *, num_slots: int) -> int:
+    """When the last of these rollouts ends, begun in this order, each in the slot that is free first."""
+    slots = [0] * num_slots
+    for length in lengths:
+        slots[slots.index(min(slots))] += length
+    return max(slots)
+
+
+def test_a_long_rollout_is_not_alone_at_the_end():
+    lengths = {"a": 2, "b": 2, "c": 2, "d": 2, "long": 10}
+    hints = LengthHints()
+    for name, length in lengths.items():
+        hints.note(prompt(name), [length])
+    asked = [(1, prompt(name)) for name in lengths]
+    ordered = [lengths[one.prompt_id] for _, one in hints.longest_first(asked)]
+    assert (makespan(list(lengths.values()), num_slots=2), makespan(ordered, num_slots=2)) == (14, 10)

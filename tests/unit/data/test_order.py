@@ -42,10 +42,12 @@ def test_a_step_larger_than_the_data_set():
 @given(st.integers(1, 20), st.integers(1, 3), st.data())
 def test_what_is_consumed_is_left_out_and_nothing_else(num_prompts: int, num_epochs: int, data: st.DataObject):
     names = [f"p{index}" for index in range(num_prompts)]
-    whole = list(prompts_left(set(), names, num_epochs=num_epochs, seed=7))
+    whole = list(prompts_left(set(), num_prompts, names.__getitem__, num_epochs=num_epochs, seed=7))
     assert whole == prompts_at(0, num_epochs * num_prompts, num_prompts=num_prompts, seed=7)
     consumed = data.draw(st.sets(st.sampled_from(whole)))
-    left = list(prompts_left({(epoch, names[index]) for epoch, index in consumed}, names, num_epochs=num_epochs, seed=7))
+    left = list(
+        prompts_left({(epoch, names[index]) for epoch, index in consumed}, num_prompts, names.__getitem__, num_epochs=num_epochs, seed=7)
+    )
     assert left == [pick for pick in whole if pick not in consumed]
 
 

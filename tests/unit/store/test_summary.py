@@ -39,3 +39,16 @@ def test_rates_are_of_generated_tokens():
 def test_an_environment_where_all_failed_has_no_reward_to_show():
     metrics = rollout_metrics([group("math", Verdict(0.0, False, "error", "", ""))], seconds=1.0, num_engine_restarts=0)
     assert (metrics["rollout/math/failed"], metrics["rollout/math/num_rollouts"], metrics["rollout/math/error"]) == (1, 1, 1)
+
+
+def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
+    failed = Verdict(1.0, False, "timeout", "", "")
+    groups = [group("math", good(1.0), good(0.0), good(0.0), good(0.0)), group("math", good(0.5), good(1.0), failed, failed)]
+    metrics = validation_metrics(groups)
+    assert metrics["val/accuracy"] == 2.5 / 8
+    # One and two of four rollouts have a reward.
+    assert metrics["val/pass_at_1"] == (1 / 4 + 2 / 4) / 2
+    assert metrics["val/pass_at_2"] == (3 / 6 + 5 / 6) / 2
+    assert metrics["val/pass_k"] == 1.0 and "val/pass_at_4" not in metrics
+    assert metrics["val/num_samples"] == 8
+    assert not [name for name in validation_metrics([group("math", good(1.0))]) if "pass" in name]

@@ -1,0 +1,96 @@
+"""Part "async": a run with lag learns, is a function of its config and seed, and loses nothing when it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mrl.prepare import prepare_tiny
+from mrl.store.checkpoints import find_damage
+from tests.faults.attempts import Attempt, is_taken, is_trained, is_writing, ledger, lineage
+from tests.faults.test_kill import SETTINGS, STEPS, Moment, rows, weights
+from tests.learn.quickstart import run_quickstart
+from tests.sources import ROOT
+
+pytestmark = [pytest.mark.long("async"), pytest.mark.timeout(2400)]
+
+AHEAD = ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]
+MOMENTS: list[tuple[str, Moment]] = [
+    ("generation of step 2", lambda folder: is_taken(folder, 2)),
+    ("refit of step 3", lambda folder: is_trained(folder, 3)),
+    ("checkpoint of step 4", lambda folder: is_writing(folder, 4)),
+]
+
+
+def test_lag_one_learns_the_arithmetic_task(tmp_path: Path):
+    quickstart = run_quickstart(tmp_path, overrides=AHEAD)
+    (_, before), *_, (steps, after) = quickstart.accuracies
+    later = [row for row in quickstart.metrics if row["step"] > 1]
+    waiting, idle = mean(later, "time/generation"), mean(later, "rollout/engine_idle_fraction")
+    print(f"held-out accuracy {before:.3f} -> {after:.3f} in {steps} steps, {quickstart.seconds:.0f} s in all")
+    print(f"a step waited {waiting:.3f} s for rollouts, engines were idle for {idle:.0%} of the time")
+    assert before <= 0.30
+    assert after >= 0.90
+    assert all(row["train/avg_trajectory_age"] == 1 for row in later)
+
+
+def mean(rows: list[dict[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    prepared = ROOT / "prepared" / "tiny"
+    prepare_tiny(prepared, seed=0)
+    overrides = [
+        f"policy.model_name={prepared / 'model'}",
+        f"data.train.data_path={prepared / 'data' / 'train.jsonl'}",
+        f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
+    ]
+    return tmp_path_factory.mktemp("async"), overrides
+
+
+def attempt(inputs: tuple[Path, list[str]], run: str, log: str) -> Attempt:
+    folder, overrides = inputs
+    keys = [*overrides, *SETTINGS, *AHEAD, f"checkpointing.checkpoint_dir={folder / run}"]
+    return Attempt(folder / run, keys, folder / f"{run}-{log}.log")
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs: tuple[Path, list[str]]) -> Path:
+    """The run folder of a run that nobody disturbed."""
+    with attempt(inputs, "unbroken", "only") as only:
+        assert only.finish() == 0, only.text()
+    return only.run_folder
+
+
+def same_in_every_run(run_folder: Path) -> list[dict]:
+    timed = ("rollout/engine_idle_fraction", "refit/drain_seconds", "train/buffer_size")
+    return [{name: value for name, value in row.items() if name not in timed} for row in rows(run_folder)]
+
+
+def test_a_run_in_order_is_a_function_of_config_and_seed(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path):
+    with attempt(inputs, "again", "only") as again:
+        assert again.finish() == 0, again.text()
+    assert same_in_every_run(again.run_folder) == same_in_every_run(unbroken)
+    assert weights(again.run_folder, tmp_path / "again") == weights(unbroken, tmp_path / "unbroken")
+
+
+def test_a_killed_driver_loses_no_prompt_and_trains_none_twice(inputs: tuple[Path, list[str]], unbroken: Path):
+    for number, (name, has_come) in enumerate(MOMENTS):
+        with attempt(inputs, "killed", str(number)) as current:
+            current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
+            os.kill(current.process.pid, signal.SIGKILL)
+            assert current.finish() not in (0, 2)
+            current.assert_nothing_survives()
+    with attempt(inputs, "killed", "last") as last:
+        assert last.finish() == 0, last.text()
+        assert "Resuming from" in last.text()
+    assert all(find_damage(folder) is None for folder in last.run_folder.glob("step_*"))
+    # What was under way is drawn again by newer weights: the prompts of every step are the same, the numbers are not.
+    assert sum(event["event"] == "rolled_back" for event in ledger(last.run_folder)) >= 2
+    assert lineage(last.run_folder) == lineage(unbroken)
+    assert sorted(lineage(last.run_folder)) == list(range(1, STEPS + 1))

@@ -1,0 +1,103 @@
+"""Steps with lag: a dedicated engine samples later steps' rollouts while the policy trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mrl.data.order import prompts_at
+from mrl.train import Run, train_step, validate
+from tests.stack.ahead.conftest import running
+
+
+def assert_prompts_in_order(run: Run, num_steps: int) -> None:
+    """The ledger says that steps 1 to `num_steps` trained on the prompts of a synchronous run."""
+    picks = prompts_at(0, 4 * num_steps, num_prompts=len(run.data.train), seed=run.config.grpo.seed)
+    names = [run.data.train[index].prompt_id for _, index in picks]
+    events = [json.loads(line) for line in run.folder.ledger.path.read_text().splitlines()]
+    trained = [[prompt_id for _, prompt_id in event["prompts"]] for event in events if event["event"] == "trained"]
+    assert trained == [names[first : first + 4] for first in range(0, len(names), 4)]
+
+
+@pytest.mark.timeout(280)
+def test_lag_one(tmp_path: Path):
+    with running(tmp_path, "grpo.max_num_steps=3") as (run, state):
+        source = run.session.collector
+        train_step(run, state)
+        assert state.metrics["train/avg_trajectory_age"] == 0
+        # What was under way had to end before the new weights; the third step's is drawn from them.
+        second = list(run.supply._asked)[:4]
+        assert len(run.supply._asked) == 8 and source.num_missing(second) == 0
+        assert 0 <= validate(run, state)["val/accuracy"] <= 1
+        train_step(run, state)
+        assert state.metrics["train/avg_trajectory_age"] == state.metrics["train/max_trajectory_age"] == 1
+        # Weights that are a step older give other logprobs than those that train, and the update is by the latter.
+        assert 1e-6 < state.metrics["train/mean_abs_dlogp"] < 1
+        assert state.metrics["train/probs_ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert 0 <= state.metrics["rollout/engine_idle_fraction"] < 1
+        assert state.metrics["rollout/mixed_version_fraction"] == 0
+        train_step(run, state)
+        assert_prompts_in_order(run, 3)
+        assert not run.folder.ledger.state.taken
+
+
+@pytest.mark.long("async")
+@pytest.mark.timeout(600)
+def test_an_engine_that_dies_while_the_policy_trains_is_replaced_by_the_refit(tmp_path: Path):
+    with running(tmp_path) as (run, state):
+        engines = run.session.engines
+        train_step(run, state)
+        (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
+        kill_during(run, "train_step", int(str(pid)))
+        train_step(run, state)
+        assert engines.num_restarts == 1 and not engines.lost
+        # While the next step waits for its rollouts, another one dies.
+        (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
+        os.kill(int(str(pid)), signal.SIGKILL)
+        train_step(run, state)
+        assert engines.num_restarts == 2 and state.metrics["train/max_trajectory_age"] <= 1
+        train_step(run, state)
+        assert_prompts_in_order(run, 4)
+
+
+@pytest.mark.long("async")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recomputes", ["true", "false"])
+def test_rollouts_go_on_with_new_weights(tmp_path: Path, recomputes: str):
+    keys = [
+        "grpo.async_grpo.in_flight_weight_updates=true",
+        f"grpo.async_grpo.recompute_kv_cache_after_weight_updates={recomputes}",
+        "grpo.async_grpo.sample_freshest_first=true",
+        "policy.generation.max_new_tokens=400",
+        "grpo.max_num_steps=6",
+    ]
+    with running(tmp_path, *keys) as (run, state):
+        mixed = 0.0
+        for _ in range(6):
+            train_step(run, state)
+            assert "refit/drain_seconds" not in state.metrics
+            assert state.metrics["train/max_trajectory_age"] <= 1
+            assert 0 <= state.metrics["train/mean_abs_dlogp"] < 1
+            mixed += state.metrics["rollout/mixed_version_fraction"]
+        assert mixed > 0
+        trained = [key for keys in run.folder.ledger.state.trained.values() for key in keys]
+        assert len(set(trained)) == 24
+
+
+def kill_during(run: Run, method: str, pid: int) -> None:
+    """Kills a process when the ranks are next asked for `method`."""
+    policies = run.session.policies
+    call: Callable = policies.call
+
+    def call_and_kill(name: str, *arguments: object, **named: float) -> list[object]:
+        if name == method:
+            policies.call = call
+            os.kill(pid, signal.SIGKILL)
+        return call(name, *arguments, **named)
+
+    policies.call = call_and_kill
