@@ -17,7 +17,7 @@ from conversion.files import publish
 logger = logging.getLogger(__name__)
 
 # Raised when the same arguments would give other files.
-RECIPE_VERSION = 3
+RECIPE_VERSION = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
