@@ -24,8 +24,6 @@ NOT_YET: dict[str, Foreign] = {
     "reward_penalties.token_ids": _later(is_section=True),
     "policy.reward_model_cfg.enabled": _later(),
     "policy.reward_model_cfg.reward_model_type": _later(("bradley_terry",)),
-    "policy.tokenizer.chat_template": _later(_NULL),
-    "policy.generation.stop_strings": _later(_NULL),
     "data.add_system_prompt": _later(),
     "logger.wandb_enabled": _later(_OFF),
     "logger.swanlab_enabled": _later(_OFF),

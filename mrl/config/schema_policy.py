@@ -19,8 +19,10 @@ PackingAlgorithm = Literal["balanced", "modified_first_fit_decreasing", "first_f
 class TokenizerConfig:
     name: str = follows("policy.model_name")
     """Folder of the tokenizer, or an id on the Hub."""
+    chat_template: str | None = "default"
+    """default = the tokenizer's own; else a template in Jinja, or the path of a .jinja file; null = messages are joined as they are."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Passed to `apply_chat_template`; null = nothing."""
+    """Values for variables of the chat template, such as enable_thinking; null = none."""
 
 
 @traced

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mrl.config.schema_data import DataDefaultConfig, DatasetConfig
+    from mrl.config.schema_policy import TokenizerConfig
+
+
+JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The template of messages that are joined as they are."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,31 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f"policy.tokenizer.name={tokenizer.name_or_path} has no chat template; use an instruction-tuned model's tokenizer, "
             f"or add chat_template.jinja to that folder"
         )
+
+
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> None:
+    """Lets the tokenizer render conversations by the template that the config names.
+
+    Raises:
+        ValueError: there is none, its file cannot be read, or it has no variable of a name in `chat_template_kwargs`.
+    """
+    chosen = config.chat_template
+    if chosen is None:
+        tokenizer.chat_template = JOINED
+    elif chosen != "default":
+        is_file = chosen.endswith(".jinja")
+        tokenizer.chat_template = _read(chosen, setting="policy.tokenizer.chat_template") if is_file else chosen
+    check_chat_template(tokenizer)
+    if not isinstance(tokenizer.chat_template, str):
+        return  # several templates, of which transformers picks one by what is rendered
+    names = set(re.findall(r"[A-Za-z_]\w*", tokenizer.chat_template))
+    for name in config.chat_template_kwargs or ():
+        if name not in names:
+            (nearest,) = difflib.get_close_matches(name, names, n=1, cutoff=0.0) or [""]
+            raise ValueError(
+                f"policy.tokenizer.chat_template_kwargs.{name}: the chat template has no such variable; "
+                f"correct it (the nearest word is {nearest!r}), or remove it"
+            )
 
 
 def render(messages: Sequence[Message], tools: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str:

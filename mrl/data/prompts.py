@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mrl.config.data import key_of
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
 from mrl.config.environments import NEMO_GYM, environment_names, environment_of_agent
-from mrl.data.chat import ChatFormat, check_chat_template, load_chat_format, load_tokenizer, render, tokenize, with_prompts
+from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, render, tokenize, use_chat_template, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
 from mrl.data.reading import Findings, NoEnvironment, Reader, Rows, read_split
@@ -75,7 +75,7 @@ def load_prompts(config: RunConfig) -> PromptData:
         ValueError: a setting or file is wrong; of a data set, up to 20 bad rows are named.
     """
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    check_chat_template(tokenizer)
+    use_chat_template(tokenizer, config.policy.tokenizer)
     train, validation, findings = read_split(config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer))
     # What stands in padding is never looked at; it only has to be in the vocabulary.
     pad_token_id = next(iter(_token_ids(tokenizer.pad_token_id)), 0)

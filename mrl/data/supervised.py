@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mrl.config.data import key_of
-from mrl.data.chat import check_chat_template, load_chat_format, load_tokenizer
+from mrl.data.chat import load_chat_format, load_tokenizer, use_chat_template
 from mrl.data.conversations import Conversation, ConversationFormat, TokenSequence, tokenize, with_prompts
 from mrl.data.fields import Fields, RowError, optional_text
 from mrl.data.files import find_data_files
@@ -49,7 +49,7 @@ def load_examples(config: RunConfig) -> SupervisedData:
         ValueError: a setting or file is wrong; of a data set, up to 20 bad rows are named.
     """
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    check_chat_template(tokenizer)
+    use_chat_template(tokenizer, config.policy.tokenizer)
     train, validation, findings = read_split(config.data, lambda key, dataset: example_reader(key, dataset, config, tokenizer))
     return SupervisedData(train, validation, tokenizer.pad_token_id or 0, findings)
 

@@ -1,10 +1,21 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from mrl.config.schema_data import DataDefaultConfig
-from mrl.data.chat import ChatFormat, check_chat_template, load_chat_format, load_tokenizer, render, tokenize, with_prompts
+from mrl.config.schema_policy import TokenizerConfig
+from mrl.data.chat import (
+    ChatFormat,
+    check_chat_template,
+    load_chat_format,
+    load_tokenizer,
+    render,
+    tokenize,
+    use_chat_template,
+    with_prompts,
+)
 from mrl.data.fields import Message, RowError
 from mrl.prepare_tokenizer import byte_tokenizer
 
@@ -73,6 +84,41 @@ def test_a_tokenizer_without_template_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="policy.tokenizer.name=.*no chat template"):
         check_chat_template(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ("default", "<|user|>1+1<|assistant|>"),
+        (None, "1+1"),
+        ("Q: {{ messages[0].content }}", "Q: 1+1"),
+        ("ask.jinja", "A: 1+1"),
+    ],
+)
+def test_the_template_is_the_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ask.jinja").write_text("A: {{ messages[0].content }}")
+    tokenizer = byte_tokenizer(4096)
+    use_chat_template(tokenizer, TokenizerConfig(name="t", chat_template=chosen))
+    assert render([{"role": "user", "content": "1+1"}], [], tokenizer, ChatFormat()) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chat_template": "none.jinja"}, r"policy.tokenizer.chat_template=none.jinja cannot be read"),
+        (
+            {"chat_template_kwargs": {"enable_thinkin": True}},
+            r"kwargs.enable_thinkin: .*the nearest word is 'enable_thinking'",
+        ),
+    ],
+)
+def test_templates_that_cannot_be_used(settings: dict[str, Any], message: str):
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %}?{% endif %}"
+    with pytest.raises(ValueError, match=message):
+        use_chat_template(tokenizer, TokenizerConfig(name="t", **settings))
+    use_chat_template(tokenizer, TokenizerConfig(name="t", chat_template_kwargs={"enable_thinking": True}))
 
 
 def test_format_from_files(tmp_path: Path):
