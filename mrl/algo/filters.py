@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mrl.algo.advantages import MIN_REWARD_SPREAD
@@ -20,10 +19,3 @@ def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
     """
     rewards = [reward for reward, verdict in zip(scaled_rewards(group, config), group.verdicts, strict=True) if verdict.is_valid]
     return bool(rewards) and max(rewards) - min(rewards) > MIN_REWARD_SPREAD
-
-
-def partition_by_signal(groups: Sequence[RolloutGroup], config: GrpoConfig) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
-    """The groups that `has_signal`, and the others, each in their order."""
-    with_signal = [group for group in groups if has_signal(group, config)]
-    without = [group for group in groups if not has_signal(group, config)]
-    return with_signal, without

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from mrl.config.schema_algo import LossConfig
 
 LOSS = "loss"
-MIN_METRICS = ("probs_ratio_min", "probs_ratio_clamped_min", "min_seq_mult_prob_error", "min_seq_mult_prob_error_after_mask")
-MAX_METRICS = ("probs_ratio_max", "probs_ratio_clamped_max", "max_seq_mult_prob_error", "max_seq_mult_prob_error_after_mask")
+_EXTREME = ("probs_ratio_{}", "probs_ratio_clamped_{}", "{}_seq_mult_prob_error", "{}_seq_mult_prob_error_after_mask", "advantages/{}")
+MIN_METRICS = tuple(name.format("min") for name in _EXTREME)
+MAX_METRICS = tuple(name.format("max") for name in _EXTREME)
 """Metrics that rows and ranks combine by minimum or maximum. All others are sums."""
 
 

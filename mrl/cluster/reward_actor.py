@@ -15,6 +15,7 @@ from mrl.cluster.waiting import Background, wait_all
 from mrl.config import trace
 from mrl.config.environments import NEMO_GYM
 from mrl.config.schema import RunConfig
+from mrl.envs.inspection import Remarks, amend, inspect, rules_of
 from mrl.types import Prompt, RolloutInfo, Verdict
 
 NAME = "reward actor"
@@ -33,6 +34,8 @@ class RewardActor:
 
         self.deadlines = config.deadlines
         self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
+        self.rules = rules_of(config, self.tokenizer.decode, self.tokenizer.all_special_tokens)
+        self._remarks: dict[str, Remarks] = {}
         # What users name is tried now; what comes with mrl starts when the first row needs it.
         names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
         self.scorer = Scorer(
@@ -51,6 +54,8 @@ class RewardActor:
         from mrl.envs.task import Task
 
         rollouts = pull(infos, timeout_s=self.deadlines.reward_s)
+        if self.rules is not None:
+            self._remarks |= {rollout.request.request_id: inspect(rollout, self.tokenizer.decode, self.rules) for rollout in rollouts}
         texts: list[str] = self.tokenizer.batch_decode([rollout.token_ids.tolist() for rollout in rollouts], skip_special_tokens=True)
         self.scorer.submit(
             [
@@ -61,7 +66,9 @@ class RewardActor:
 
     def collect(self) -> tuple[Mapping[str, Verdict], float]:
         """Verdicts of everything submitted since the last call, by request id, and the seconds that they took, waited for or not."""
-        return self.scorer.collect(patience_s=PATIENCE_SHARE * self.deadlines.reward_s, timeout_s=self.deadlines.reward_s)
+        verdicts, seconds = self.scorer.collect(patience_s=PATIENCE_SHARE * self.deadlines.reward_s, timeout_s=self.deadlines.reward_s)
+        remarks, self._remarks = self._remarks, {}
+        return {name: amend(verdict, remarks[name]) if name in remarks else verdict for name, verdict in verdicts.items()}, seconds
 
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(self, *arguments)`: tests and diagnostics reach into the actor with it."""

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from mrl.config.ranges import spell
 from mrl.config.schema import RunConfig
-from mrl.config.schema_algo import GrpoConfig, LossConfig
+from mrl.config.schema_algo import GrpoConfig, LossConfig, RewardPenaltiesConfig
 
 
 def find_algorithm_problems(config: RunConfig) -> list[str]:
     """A problem for every key that another one contradicts, or leaves without effect."""
-    return [*_objective(config.loss_fn), *_importance(config.loss_fn), *_kl_in_reward(config), *_updates(config), *_rewards(config.grpo)]
+    loss, penalties = config.loss_fn, config.reward_penalties
+    return [
+        *_objective(loss),
+        *_importance(loss),
+        *_kl_in_reward(config),
+        *_updates(config),
+        *_rewards(config.grpo),
+        *_penalties(penalties),
+    ]
 
 
 def _problem(key: str, value: object, rule: str, way_out: str) -> str:
@@ -111,4 +119,16 @@ def _rewards(grpo: GrpoConfig) -> list[str]:
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and missing:
         rule = f"needs {', '.join(missing)}"
         problems.append(_problem("grpo.reward_shaping.enabled", True, rule, "set them, or stop_properly_penalty_coef"))
+    return problems
+
+
+def _penalties(penalties: RewardPenaltiesConfig) -> list[str]:
+    problems = []
+    ids = penalties.token_ids
+    if penalties.penalize_unwanted_tokens and not (ids and ids.unwanted):
+        rule = "needs reward_penalties.token_ids.unwanted"
+        problems.append(_problem("reward_penalties.penalize_unwanted_tokens", True, rule, "list the tokens that no rollout may hold"))
+    if ids is not None and (ids.think_open is None) != (ids.think_close is None):
+        name, value = ("think_open", ids.think_open) if ids.think_close is None else ("think_close", ids.think_close)
+        problems.append(_problem(f"reward_penalties.token_ids.{name}", value, "tags come in pairs", "give both tokens, or none"))
     return problems

@@ -17,11 +17,6 @@ def _later(same: tuple[object, ...] | None = None, *, is_section: bool = False) 
 
 # fmt: off
 NOT_YET: dict[str, Foreign] = {
-    "reward_penalties.penalize_duplicated_reasoning": _later(_OFF),
-    "reward_penalties.penalize_empty_final_answer": _later(_OFF),
-    "reward_penalties.penalize_unwanted_tokens": _later(_OFF),
-    "reward_penalties.penalize_malformed_think_tag": _later(_OFF),
-    "reward_penalties.token_ids": _later(is_section=True),
     "policy.reward_model_cfg.enabled": _later(),
     "policy.reward_model_cfg.reward_model_type": _later(("bradley_terry",)),
     "data.add_system_prompt": _later(),

@@ -64,6 +64,8 @@ RANGES: dict[str, Range] = {
     "grpo.val_num_generations_per_prompt": POSITIVE,
     "grpo.dynamic_sampling_max_gen_batches": POSITIVE,
     "grpo.batch_multiplier": Range(1, 2**15),
+    "reward_penalties.token_ids.think_open": COUNT,
+    "reward_penalties.token_ids.think_close": COUNT,
     "grpo.async_grpo.max_trajectory_age_steps": COUNT,
     "grpo.async_grpo.max_generation_failures": COUNT,
     "sft.max_num_epochs": POSITIVE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_type_hints
 
 from mrl.config.fields import follows
-from mrl.config.schema_algo import GrpoConfig, LossConfig
+from mrl.config.schema_algo import GrpoConfig, LossConfig, RewardPenaltiesConfig
 from mrl.config.schema_data import DataConfig
 from mrl.config.schema_env import EnvConfig
 from mrl.config.schema_policy import PolicyConfig
@@ -122,6 +122,7 @@ class RunConfig:
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
+    reward_penalties: RewardPenaltiesConfig = field(default_factory=RewardPenaltiesConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)

@@ -1,4 +1,4 @@
-"""Sections of the algorithm: `grpo`, `loss_fn`. See `mrl.config.schema`."""
+"""Sections of the algorithm: `grpo`, `loss_fn`, `reward_penalties`. See `mrl.config.schema`."""
 
 from __future__ import annotations
 
@@ -231,3 +231,40 @@ class LossConfig:
         if self.truncated_importance_sampling_ratio is None:
             return None
         return self.truncated_importance_sampling_type or "tis"
+
+
+@traced
+@dataclass
+class PenaltyTokenIdsConfig:
+    unwanted: list[int] | None = None
+    """Tokens that no rollout may hold; needed by penalize_unwanted_tokens."""
+    think_open: int | None = None
+    """Token that opens a thought; null = the text <think>, of whatever tokens."""
+    think_close: int | None = None
+    """Token that closes a thought; null = the text </think>, of whatever tokens."""
+
+
+@traced
+@dataclass
+class RewardPenaltiesConfig:
+    penalize_duplicated_reasoning: bool = False
+    """Reward 0 where the answer repeats the thought before it word by word."""
+    penalize_empty_final_answer: bool = False
+    """Reward 0 where nothing follows the thought, unless the rollout ends with a tool call."""
+    penalize_unwanted_tokens: bool = False
+    """Reward 0 where a rollout holds one of token_ids.unwanted."""
+    penalize_malformed_think_tag: bool = False
+    """Reward 0 where think tags do not pair: a thought that the prompt opened is closed once, and none is opened."""
+    token_ids: PenaltyTokenIdsConfig | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there is anything to penalise."""
+        return any(
+            (
+                self.penalize_duplicated_reasoning,
+                self.penalize_empty_final_answer,
+                self.penalize_unwanted_tokens,
+                self.penalize_malformed_think_tag,
+            )
+        )

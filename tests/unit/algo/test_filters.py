@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.algo.advantages import group_advantages
-from mrl.algo.filters import has_signal, partition_by_signal
+from mrl.algo.filters import has_signal
 from mrl.config.schema_algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
 from tests.unit.algo.groups import group
 
@@ -21,9 +21,7 @@ def test_groups_with_and_without_signal():
         group([0.5, 0.5, 0.25], name="mixed too"),
         group([1.0, 0.0], name="all failed", invalid=[0, 1]),
     ]
-    kept, dropped = partition_by_signal(groups, CONFIG)
-    assert [kept_group.prompt.prompt_id for kept_group in kept] == ["mixed", "mixed too"]
-    assert kept + dropped == [groups[0], groups[4], groups[1], groups[2], groups[3], groups[5]]
+    assert [judged.prompt.prompt_id for judged in groups if has_signal(judged, CONFIG)] == ["mixed", "mixed too"]
 
 
 def test_rewards_that_differ_by_length_alone_are_no_signal():

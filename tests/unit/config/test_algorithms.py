@@ -24,6 +24,7 @@ GOOD = [
     ["grpo.adv_estimator={name: gdpo, reward_weights: [1.0, 0.5]}"],
     ["grpo.reward_shaping={enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: 1, max_response_length: 16}"],
     ["grpo.reward_shaping={enabled: true, stop_properly_penalty_coef: 0.0}", "grpo.overlong_filtering=true"],
+    ["reward_penalties={penalize_unwanted_tokens: true, penalize_empty_final_answer: true, token_ids: {unwanted: [2]}}"],
     ["grpo.advantage_clip_low=-2", "grpo.advantage_clip_high=2", "grpo.invalid_tool_call_advantage=-5.0"],
 ]
 
@@ -58,6 +59,8 @@ BAD = [
     (["grpo.adv_estimator.reward_weights=[1.0]"], "grpo.adv_estimator.reward_weights=[1.0]", "use gdpo"),
     (["grpo.reward_scaling={enabled: true, source_min: 1.0}"], "grpo.reward_scaling.source_min=1.0", "lower it"),
     (["grpo.reward_shaping={enabled: true, max_response_length: 9}"], "grpo.reward_shaping.enabled=true", "overlong_buffer_penalty"),
+    (["reward_penalties.penalize_unwanted_tokens=true"], "reward_penalties.penalize_unwanted_tokens=true", "list the tokens"),
+    (["reward_penalties.token_ids.think_close=3"], "reward_penalties.token_ids.think_close=3", "give both tokens"),
     (["grpo.seq_logprob_error_threshold=0.5"], "grpo.seq_logprob_error_threshold=0.5", "at least 1"),
 ]
 

@@ -1,0 +1,123 @@
+"""What is wrong with a rollout, whatever its answer: think tags that do not pair, tokens that nobody wants, an answer that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from mrl.config.schema import RunConfig
+from mrl.config.schema_algo import RewardPenaltiesConfig
+from mrl.envs.tool_calls import tool_calls
+from mrl.types import Flaw, FlawKind, Rollout, Verdict
+
+THINK_TAGS = ("<think>", "</think>")
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of token ids, special tokens included."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What to look for."""
+
+    penalties: RewardPenaltiesConfig
+    flaws: tuple[FlawKind, ...]
+    open_tag: str
+    close_tag: str
+    special_texts: tuple[str, ...]
+    """Texts of special tokens, which are no part of an answer."""
+
+
+@dataclass(frozen=True)
+class Remarks:
+    """What was found: why the reward is 0, and the turns that are flawed."""
+
+    penalties: tuple[str, ...] = ()
+    flaws: tuple[Flaw, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A turn of the model as text."""
+
+    text: str
+    num_open: int
+    """Thoughts that stand open where the turn begins."""
+    thought: str
+    answer: str
+
+
+def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) -> Rules | None:
+    """The rules of a run; None if there are none. `special_texts` as the tokenizer names its special tokens."""
+    advantages: dict[FlawKind, float | None] = {
+        "invalid_tool_call": config.grpo.invalid_tool_call_advantage,
+        "malformed_thinking": config.grpo.malformed_thinking_advantage,
+    }
+    flaws = tuple(kind for kind, advantage in advantages.items() if advantage is not None)
+    if not flaws and not config.reward_penalties.is_enabled:
+        return None
+    ids = config.reward_penalties.token_ids
+    given = (None, None) if ids is None else (ids.think_open, ids.think_close)
+    open_tag, close_tag = (tag if token_id is None else decode([token_id]) for token_id, tag in zip(given, THINK_TAGS, strict=True))
+    texts = tuple(text for text in special_texts if text not in (open_tag, close_tag))
+    return Rules(config.reward_penalties, flaws, open_tag, close_tag, texts)
+
+
+def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
+    """What is wrong with a rollout, by the rules."""
+    turns = _turns(rollout, decode, rules)
+    asked = rules.penalties
+    unwanted = set((asked.token_ids.unwanted if asked.token_ids else None) or ())
+    generated = [token for turn in rollout.turns for token in rollout.token_ids[turn.start : turn.stop].tolist()]
+    is_malformed = [_is_malformed(said, rules) for said in turns]
+    found = {
+        "duplicated_reasoning": asked.penalize_duplicated_reasoning and any(said.thought and said.thought == said.answer for said in turns),
+        # A tool call is an answer.
+        "empty_final_answer": asked.penalize_empty_final_answer and not turns[-1].answer,
+        "unwanted_token": asked.penalize_unwanted_tokens and not unwanted.isdisjoint(generated),
+        "malformed_think_tag": asked.penalize_malformed_think_tag and any(is_malformed),
+    }
+    is_flawed: dict[FlawKind, list[bool]] = {
+        "invalid_tool_call": [any(call.error for call in tool_calls(said.answer)) for said in turns],
+        "malformed_thinking": is_malformed,
+    }
+    flaws = tuple(
+        Flaw(kind, turn.start, turn.stop)
+        for kind in rules.flaws
+        for turn, is_so in zip(rollout.turns, is_flawed[kind], strict=True)
+        if is_so
+    )
+    return Remarks(tuple(name for name, is_so in found.items() if is_so), flaws)
+
+
+def amend(verdict: Verdict, remarks: Remarks) -> Verdict:
+    """The verdict with its flaws; reward and its components are 0 if there is a penalty, which becomes a flag."""
+    if remarks.penalties and verdict.is_valid:
+        nothing = dict.fromkeys(verdict.components, 0.0)
+        verdict = replace(verdict, reward=0.0, components=nothing, flags=(*verdict.flags, *remarks.penalties))
+    return replace(verdict, flaws=remarks.flaws)
+
+
+def _turns(rollout: Rollout, decode: Decode, rules: Rules) -> list[_Said]:
+    before, turns = decode(rollout.request.token_ids), []
+    for index, turn in enumerate(rollout.turns):
+        if index:
+            before = decode(rollout.token_ids[rollout.turns[index - 1].stop : turn.start].tolist())
+        text = decode(rollout.token_ids[turn.start : turn.stop].tolist())
+        num_open = before.count(rules.open_tag) - before.count(rules.close_tag)
+        thought, tag, answer = text.partition(rules.close_tag)
+        if not tag:
+            thought, answer = (text, "") if num_open > 0 else ("", text)
+        turns.append(_Said(text, num_open, _plain(thought, rules), _plain(answer, rules)))
+    return turns
+
+
+def _plain(text: str, rules: Rules) -> str:
+    for special in (rules.open_tag, *rules.special_texts):
+        text = text.replace(special, "")
+    return text.strip()
+
+
+def _is_malformed(said: _Said, rules: Rules) -> bool:
+    """A thought that the prompt opened must be closed once; where none stands open none is closed. None is ever opened."""
+    return said.num_open not in (0, 1) or rules.open_tag in said.text or said.text.count(rules.close_tag) != said.num_open

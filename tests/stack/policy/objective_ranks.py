@@ -1,0 +1,60 @@
+"""What tests/stack/policy/test_objectives.py runs on the ranks: steps of every objective, one after the other, from the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mrl.config.schema import RunConfig
+from tests.stack.policy import policy_ranks
+from tests.stack.ranks import Rank
+
+OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "gspo": (
+        "loss_fn.sequence_level_importance_ratios=true",
+        "loss_fn.token_level_loss=false",
+        "loss_fn.truncated_importance_sampling_ratio=2.0",
+    ),
+    "cispo": ("loss_fn.use_cispo=true", "loss_fn.reference_policy_kl_penalty=0.05"),
+    "dapo": ("loss_fn.ratio_clip_max=0.28", "grpo.seq_logprob_error_threshold=1.28", "grpo.advantage_clip_low=-0.5"),
+    "reinforce++": (
+        "grpo.adv_estimator.name=reinforce_plus_plus",
+        "loss_fn.use_kl_in_reward=true",
+        "loss_fn.reference_policy_kl_penalty=0.05",
+    ),
+}
+"""Overrides by name."""
+
+
+def run_configs(folder: Path, layout: str, objectives: Mapping[str, tuple[str, ...]] = OBJECTIVES) -> dict[str, RunConfig]:
+    """The config of each objective at a layout."""
+    return {name: policy_ranks.run_config(folder, layout, *overrides) for name, overrides in objectives.items()}
+
+
+# What follows runs on a rank.
+
+
+def steps_of_objectives(rank: Rank, configs: Mapping[str, RunConfig], num_steps: int, algorithm: str) -> dict[str, list[dict[str, float]]]:
+    """Metrics of steps with made-up old logprobs, by objective; the rows are packed by `algorithm`."""
+    metrics: dict[str, list[dict[str, float]]] = {}
+    with policy_ranks.open_policy(rank, next(iter(configs.values()))) as policy:
+        for name, config in configs.items():
+            # The layout is the same, and with it all that was built.
+            policy._config = config
+            policy.load_hf(config.policy.model_name)
+            metrics[name] = []
+            for _ in range(num_steps):
+                policy.enter("logprob")
+                policy_ranks.set_batch(policy, algorithm)
+                if config.keeps_reference:
+                    policy.compute_reference_logprobs()
+                assert policy._batch is not None
+                policy._batch.old_logprobs = [
+                    torch.from_numpy(policy_ranks.old_logprobs(row.labels_T.numpy(), row.generator_logprobs_T.numpy()))
+                    for row in policy._batch.rows
+                ]
+                policy.enter("train")
+                metrics[name].append(policy.train_step())
+    return metrics

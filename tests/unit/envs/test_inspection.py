@@ -1,0 +1,134 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mrl.config.schema import RunConfig
+from mrl.config.schema_algo import GrpoConfig, PenaltyTokenIdsConfig, RewardPenaltiesConfig
+from mrl.envs.inspection import Remarks, Rules, amend, inspect, rules_of
+from mrl.types import Flaw, Rollout, Turn, Verdict
+from tests.rollouts import request
+
+# One token per character, and special ones for what models have single tokens for.
+SPECIAL = {1000: "<think>", 1001: "</think>", 1002: "<|im_end|>"}
+EVERYTHING = RewardPenaltiesConfig(True, True, True, True, PenaltyTokenIdsConfig(unwanted=[ord("@")]))
+BOTH = GrpoConfig(invalid_tool_call_advantage=-5.0, malformed_thinking_advantage=-1.0)
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return "".join(SPECIAL.get(token, chr(token) if token < 1000 else "?") for token in token_ids)
+
+
+def encode(text: str) -> list[int]:
+    ids = []
+    while text:
+        token = next((token for token, name in SPECIAL.items() if text.startswith(name)), ord(text[0]))
+        ids.append(token)
+        text = text[len(decode([token])) :]
+    return ids
+
+
+def rollout(prompt: str, *texts: str) -> Rollout:
+    """Alternating between what the model says and what the environment answers."""
+    parts = [encode(text) for text in texts]
+    bounds = np.cumsum([0, *map(len, parts)]).tolist()
+    turns = [Turn(bounds[i], bounds[i + 1], 1) for i in range(0, len(parts), 2)]
+    ids = np.array([token for part in parts for token in part], dtype=np.int32)
+    logprobs = np.zeros(len(ids), dtype=np.float32)
+    return Rollout(request(encode(prompt)), 1, ids, logprobs, "stop", None, tuple(turns[:-1]), turns[-1].start)
+
+
+def rules(penalties: RewardPenaltiesConfig = EVERYTHING, grpo: GrpoConfig = BOTH) -> Rules:
+    found = rules_of(RunConfig(grpo=grpo, reward_penalties=penalties), decode, list(SPECIAL.values()))
+    assert found is not None
+    return found
+
+
+def penalties(prompt: str, *texts: str) -> tuple[str, ...]:
+    return inspect(rollout(prompt, *texts), decode, rules()).penalties
+
+
+THINKING, PLAIN = "2+2?<think>", "2+2?<think></think>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        (THINKING, "two and two</think> 4<|im_end|>", ()),
+        (PLAIN, "4<|im_end|>", ()),
+        ("2+2?", "4<|im_end|>", ()),
+        (THINKING, "it is 4 </think>\nit is 4<|im_end|>", ("duplicated_reasoning",)),
+        (THINKING, "hm</think>  <|im_end|>", ("empty_final_answer",)),
+        (PLAIN, " <|im_end|>", ("empty_final_answer",)),
+        # Cut off within the thought: there is no answer, and the thought is not closed.
+        (THINKING, "hm, ", ("empty_final_answer", "malformed_think_tag")),
+        (THINKING, "hm</think><tool_call><function=f></function></tool_call>", ()),
+        (PLAIN, "4@", ("unwanted_token",)),
+        (THINKING, "a</think>b</think>c", ("malformed_think_tag",)),
+        (PLAIN, "a</think>b", ("malformed_think_tag",)),
+        ("2+2?", "<think>a</think>b", ("malformed_think_tag",)),
+    ],
+)
+def test_penalties_by_hand(prompt: str, text: str, expected: tuple[str, ...]):
+    assert penalties(prompt, text) == expected
+
+
+def test_tags_spelled_with_characters_count_too():
+    said = rollout(THINKING, "a</think>b")
+    spelled = replace(said, token_ids=np.array([*said.token_ids, *map(ord, "</think>")], dtype=np.int32))
+    assert inspect(spelled, decode, rules()).penalties == ("malformed_think_tag",)
+
+
+def test_every_turn_is_inspected_after_what_stands_before_it():
+    calls = "a</think><tool_call><function=f></function></tool_call>"
+    assert penalties(THINKING, calls, "result<think>", "b</think>4") == ()
+    assert penalties(THINKING, calls, "result", "b</think>4") == ("malformed_think_tag",)
+    # What the environment says is nobody's fault.
+    assert penalties(THINKING, calls, "@</think><think><think>", "b</think>4") == ()
+    assert penalties(THINKING, "@</think>call", "result<think>", "b</think>4") == ("unwanted_token",)
+
+
+def test_flaws_span_the_turns_that_have_them():
+    said = rollout(
+        PLAIN, "<tool_call>f()</tool_call>", "no such call", "a</think>b", "hm", "<tool_call><function=f></function></tool_call>"
+    )
+    first, second, _ = said.turns
+    found = inspect(said, decode, rules(RewardPenaltiesConfig()))
+    assert found == Remarks((), (Flaw("invalid_tool_call", first.start, first.stop), Flaw("malformed_thinking", second.start, second.stop)))
+    only_calls = rules(RewardPenaltiesConfig(), GrpoConfig(invalid_tool_call_advantage=-5.0))
+    assert [flaw.kind for flaw in inspect(said, decode, only_calls).flaws] == ["invalid_tool_call"]
+
+
+def test_only_what_is_asked_for_is_penalised():
+    for name in ("duplicated_reasoning", "empty_final_answer", "unwanted_tokens", "malformed_think_tag"):
+        config = RewardPenaltiesConfig(**{f"penalize_{name}": True}, token_ids=PenaltyTokenIdsConfig(unwanted=[ord("@")]))
+        found = {
+            penalty
+            for prompt, text in [(THINKING, "4@</think>4@"), (THINKING, "hm</think>"), (THINKING, "hm")]
+            for penalty in inspect(rollout(prompt, text), decode, rules(config)).penalties
+        }
+        assert found == {name.removesuffix("s") if name == "unwanted_tokens" else name}
+
+
+def test_tags_of_other_tokens():
+    config = RewardPenaltiesConfig(
+        penalize_malformed_think_tag=True, token_ids=PenaltyTokenIdsConfig(think_open=ord("{"), think_close=ord("}"))
+    )
+    assert inspect(rollout("2+2?{", "hm}4"), decode, rules(config)).penalties == ()
+    assert inspect(rollout("2+2?{", "hm4"), decode, rules(config)).penalties == ("malformed_think_tag",)
+
+
+def test_without_rules_nothing_is_inspected():
+    assert rules_of(RunConfig(), decode, []) is None
+
+
+def test_a_penalty_is_a_reward_of_nothing_and_a_flag():
+    verdict = Verdict(1.0, True, "ok", "4", "4", components={"a": 0.5, "b": 0.5}, flags=("x",))
+    flaws = (Flaw("malformed_thinking", 0, 2),)
+    amended = amend(verdict, Remarks(("empty_final_answer",), flaws))
+    assert (amended.reward, amended.components, amended.flags) == (0.0, {"a": 0.0, "b": 0.0}, ("x", "empty_final_answer"))
+    assert amended.flaws == flaws and amended.is_valid
+    assert amend(verdict, Remarks()) == verdict
+    failed = Verdict(0.0, False, "timeout", "", "")
+    assert amend(failed, Remarks(("empty_final_answer",))) == failed
