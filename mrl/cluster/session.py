@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,37 @@ def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) ->
         policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
         logger.info("Number of actors online: %d/%d", policies.world_size, placement.num_units)
         yield policies
+
+
+@contextmanager
+def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> Iterator[RolloutCollector]:
+    """Engines and rewards alone, inside the `with` block; the engines sample from the model folder's weights, called `weight_version`."""
+    with placed_units(config) as placement:
+        rewards = Rewards(config, placement, log_folder=log_folder)
+        engines = EngineGroup(config, placement, log_folder=log_folder)
+        engines.wait_until_built()
+        rewards.wait_until_built()
+
+        def serve(indices: Sequence[int]) -> None:
+            deadline_s = config.deadlines.refit_s
+            engines.call("enter", "refit", deadline_s=deadline_s, only=indices)
+            engines.call("set_weight_version", weight_version, deadline_s=deadline_s, only=indices)
+            engines.call("enter", "generate", deadline_s=deadline_s, only=indices)
+
+        def restart(index: int) -> None:
+            engines.restart(index)
+            serve([index])
+            engines.resubmit(index)
+
+        serve(range(engines.num_engines))
+        yield RolloutCollector(
+            engines,
+            rewards,
+            run_seed=config.eval.seed,
+            deadline_s=config.deadlines.generate_s,
+            restart_engine=restart,
+            longest_first=config.policy.generation.longest_first,
+        )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from mrl.config.fields import follows
 from mrl.config.schema_algo import GrpoConfig, LossConfig, RewardPenaltiesConfig
 from mrl.config.schema_data import DataConfig
 from mrl.config.schema_env import EnvConfig
+from mrl.config.schema_evaluation import EvalConfig
 from mrl.config.schema_policy import PolicyConfig
 from mrl.config.schema_supervised import DpoConfig, SftConfig
 from mrl.config.trace import traced
@@ -129,6 +130,7 @@ class RunConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
     @property

@@ -1,0 +1,185 @@
+"""`python -m mrl.evaluate CONFIG|DIR [a.b=c ...]`: how good a model is on held-out prompts, by pass@k and majority, with the environments.
+
+DIR is a run folder (its newest checkpoint), one of its step_N folders, or a Hugging Face folder (`--config` says then how it is asked).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.to_hf import convert_mcore_to_hf
+from mrl.cluster.session import start_engines
+from mrl.cluster.waiting import ActorLost, DeadlineExceeded
+from mrl.config.files import find_config
+from mrl.config.load import load_run
+from mrl.config.schema import CheckpointingConfig, RunConfig
+from mrl.data.prompts import PromptData, load_prompts
+from mrl.start import check_start
+from mrl.store.checkpoints import CheckpointStore
+from mrl.store.console import RolloutProgress
+from mrl.store.evaluations import ALL, scores_by_environment, table_lines, write_results
+from mrl.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+RUN_CONFIG = "config.yaml"
+"""In a run folder."""
+EVALUATION_EPOCH = -1
+WEIGHT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is evaluated."""
+
+    config: str
+    """Config file that says how."""
+    name: str
+    """Of the results."""
+    model: Path | None = None
+    """Hugging Face folder; None = the config's model."""
+    checkpoint: Path | None = None
+    """Checkpoint of a run, to be exported first."""
+
+
+def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[RolloutGroup]:
+    """Answers to every held-out prompt with their verdicts, sampled from the model folder as vLLM's own loader reads it."""
+    asked = [(EVALUATION_EPOCH, prompt) for prompt in data.validation]
+    num_answers = config.eval.num_tests_per_prompt
+    with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
+        with RolloutProgress(len(asked) * num_answers) as progress:
+            keys = collector.ask(asked, data.sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)
+            num_done = 0
+
+            def show() -> None:
+                nonlocal num_done
+                done = len(asked) * num_answers - collector.num_missing(keys)
+                progress.advance(done - num_done)
+                num_done = done
+
+            collector.wait(lambda: collector.num_missing(keys) == 0, on_progress=show)
+        return collector.judge(keys)[0]
+
+
+def find_target(name: str, config: str | None) -> Target:
+    """What `name` means: a config, or a folder.
+
+    Raises:
+        ValueError: it is a folder of neither kind, or has no checkpoint.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return Target(name, Path(name).stem)
+    if (folder / "config.json").is_file():
+        if config is None:
+            raise ValueError(f"{name} is a model; say with --config which config's data, environments and sampling it is asked with")
+        return Target(config, folder.resolve().name, model=folder.resolve())
+    run = folder if (folder / RUN_CONFIG).is_file() else folder.resolve().parent
+    if not (run / RUN_CONFIG).is_file():
+        raise ValueError(f"{name} is no run folder ({RUN_CONFIG}), none of its checkpoints, and no Hugging Face folder (config.json)")
+    checkpoint = folder
+    if run == folder:
+        newest = CheckpointStore(run, CheckpointingConfig()).newest()
+        if newest is None:
+            raise ValueError(f"{name} has no complete checkpoint yet; give the model's folder instead")
+        checkpoint = newest.folder
+    return Target(config or str(run / RUN_CONFIG), f"{run.resolve().name}-{checkpoint.name}", checkpoint=checkpoint)
+
+
+@contextmanager
+def model_overrides(target: Target) -> Iterator[list[str]]:
+    """The overrides that point a config at the target's model, which an export is until the end of the `with` block.
+
+    Raises:
+        ValueError: the checkpoint cannot be exported.
+    """
+    if target.checkpoint is None:
+        model = [] if target.model is None else [f"policy.model_name={target.model}", f"policy.tokenizer.name={target.model}"]
+        yield model
+        return
+    # Beside the checkpoint, where every node finds it.
+    with tempfile.TemporaryDirectory(dir=target.checkpoint.parent, prefix=".evaluated-") as folder:
+        exported = Path(folder) / "model"
+        logger.info("Exporting %s", target.checkpoint)
+        convert_mcore_to_hf(target.checkpoint, exported)
+        yield [f"policy.model_name={exported.absolute()}", f"policy.tokenizer.name={exported.absolute()}"]
+
+
+def preflight(config: RunConfig) -> PromptData:
+    """Everything that can be known to be wrong before a process starts; returns the data. The config then samples, and trains nothing.
+
+    Raises:
+        ValueError: naming every key, file or row at fault, the rule, and the way out.
+    """
+    # Whatever trained the model, it is rollouts that are judged.
+    config.algorithm = "grpo"
+    config.grpo.max_val_samples = None
+    check_start(config)
+    data = load_prompts(config)
+    if not data.validation:
+        raise ValueError("data.validation=null: there is nothing to ask; give data.validation.data_path")
+    if config.eval.k_value > config.eval.num_tests_per_prompt:
+        raise ValueError(
+            f"eval.k_value={config.eval.k_value}: eval.num_tests_per_prompt={config.eval.num_tests_per_prompt} answers cannot show what "
+            f"more would; raise eval.num_tests_per_prompt, or lower it"
+        )
+    return data
+
+
+def report(config: RunConfig, name: str, groups: Sequence[RolloutGroup]) -> Path:
+    """Shows the scores and writes them down; returns the file."""
+    k, metric = config.eval.k_value, config.eval.metric.replace("k", str(config.eval.k_value))
+    scores = scores_by_environment(groups, k=k)
+    if metric not in scores[ALL]:
+        logger.warning("eval.metric=%s: no environment here extracts answers that could be counted", config.eval.metric)
+    for line in table_lines(scores, first=metric):
+        logger.info("%s", line)
+    path = results_folder(config) / f"{name}.json"
+    described: dict[str, object] = {"model": config.policy.model_name, "metric": metric, "k": k, "seed": config.eval.seed}
+    write_results(path, described=described, scores=scores, groups=groups)
+    return path
+
+
+def results_folder(config: RunConfig) -> Path:
+    """Where results and the logs of actors go."""
+    return Path(config.eval.save_path or Path(config.checkpointing.checkpoint_dir) / "evaluations").absolute()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Exit code 0; 2 with one clear message if the input is at fault; 1 if the attempt failed."""
+    parser = argparse.ArgumentParser(prog="python -m mrl.evaluate", description="Ask a model held-out prompts and judge its answers.")
+    parser.add_argument(
+        "words", nargs="+", metavar="CONFIG|DIR|a.b=c", help="a config, a run folder, a step_N folder or a model, then overrides"
+    )
+    parser.add_argument("--config", help="for a folder: the config that says how it is asked (default: that of the run)")
+    options = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    name, *overrides = options.words
+    try:
+        target = find_target(name, options.config)
+        with model_overrides(target) as model:
+            config, migration = load_run(find_config(target.config), [*model, *overrides])
+            migration.log()
+            data = preflight(config)
+            log_folder = results_folder(config) / "logs"
+            log_folder.mkdir(parents=True, exist_ok=True)
+            groups = evaluate(config, data, log_folder=log_folder)
+            logger.info("Results: %s", report(config, target.name, groups))
+    except ValueError as error:
+        logger.error("%s", error)
+        return 2
+    except (ActorLost, DeadlineExceeded) as error:
+        logger.error("The attempt ended: %s. Logs of the actors: %s", error, log_folder)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What the argument of `python -m mrl.evaluate` means."""
+
+from pathlib import Path
+
+import pytest
+
+from conversion.files import sha256_file
+from mrl.evaluate import find_target
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    folder = run / f"step_{step}"
+    folder.mkdir(parents=True)
+    (run / "config.yaml").write_text("algorithm: grpo\n")
+    (folder / "manifest.json").write_text("{}")
+    (folder / "COMPLETE").write_text(sha256_file(folder / "manifest.json"))
+    return folder
+
+
+def test_a_config_is_evaluated_with_its_model():
+    target = find_target("grpo_tiny.yaml", None)
+    assert (target.config, target.name, target.model, target.checkpoint) == ("grpo_tiny.yaml", "grpo_tiny", None, None)
+
+
+def test_a_run_is_evaluated_at_its_newest_checkpoint_or_at_the_one_that_is_named(tmp_path: Path):
+    first, last = checkpoint(tmp_path / "run", 9), checkpoint(tmp_path / "run", 10)
+    newest = find_target(str(tmp_path / "run"), None)
+    assert (newest.checkpoint, newest.config, newest.name) == (last, str(tmp_path / "run" / "config.yaml"), "run-step_10")
+    assert find_target(str(first), "other.yaml").checkpoint == first
+    assert find_target(str(first), "other.yaml").config == "other.yaml"
+
+
+def test_a_model_needs_a_config(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a model; say with --config"):
+        find_target(str(tmp_path), None)
+    assert find_target(str(tmp_path), "grpo_tiny.yaml").model == tmp_path
+
+
+def test_other_folders_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="is no run folder"):
+        find_target(str(tmp_path), None)
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ValueError, match="has no complete checkpoint yet"):
+        find_target(str(tmp_path), None)
