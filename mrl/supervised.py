@@ -1,4 +1,4 @@
-"""Training without rollouts (`algorithm: sft|dpo`), on the same ranks, checkpoints and ledger as GRPO. This file is the loop.
+"""Training without rollouts (`algorithm: sft|dpo|rm`), on the same ranks, checkpoints and ledger as GRPO. This file is the loop.
 
 examples -> packed batch -> reference logprobs (dpo) -> train step -> metrics, ledger, checkpoint
 """
@@ -68,7 +68,8 @@ def train(config: RunConfig, data: SupervisedData, folder: RunFolder, *, started
         run.is_over = budget.is_over
         while state.step < last_step and not run.is_over:
             train_step(run, state)
-        trace.merge_reads(policies.config_reads())
+        for readers in policies.config_readers():
+            trace.merge_readers(readers)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
     return state
 

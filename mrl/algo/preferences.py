@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,15 +14,6 @@ from mrl.algo.losses import LOSS
 
 if TYPE_CHECKING:
     from mrl.config.schema_supervised import DpoConfig
-
-
-def sequence_sums(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *, num_sequences: int, counts: Tensor | None = None) -> Tensor:
-    """Sum over the masked tokens of each sequence, shape [num_sequences], divided by `counts` if given.
-
-    `sequence_T` says whose each token is. What the mask leaves out has no effect, NaN included.
-    """
-    sums = values_T.new_zeros(num_sequences).index_add(0, sequence_T, torch.where(mask_T > 0, values_T, 0.0))
-    return sums if counts is None else sums / counts.clamp(min=1.0)
 
 
 def bradley_terry_loss(chosen_B: Tensor, rejected_B: Tensor, *, beta: float = 1.0, num_pairs: float) -> tuple[Tensor, dict[str, Tensor]]:

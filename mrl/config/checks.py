@@ -22,7 +22,7 @@ from mrl.config.schema import ClusterConfig, RunConfig
 from mrl.config.schema_generation import GenerationConfig
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.schema_policy import PolicyConfig
-from mrl.config.supervised import find_supervised_problems
+from mrl.config.supervised import find_reward_model_problems, find_supervised_problems
 from mrl.config.supply import find_supply_problems
 from mrl.config.trained import find_training_problems
 
@@ -52,6 +52,7 @@ def find_problems(config: RunConfig) -> list[str]:
     if out_of_range:
         return problems
     problems += _batch(config) + _rows(config.policy) + _optimizer(config) + _logprobs(config.policy) + _ports(config.cluster)
+    problems += find_reward_model_problems(config)
     if config.has_engines:
         problems += _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
         problems += find_supply_problems(config) + find_algorithm_problems(config)

@@ -17,8 +17,6 @@ def _later(same: tuple[object, ...] | None = None, *, is_section: bool = False) 
 
 # fmt: off
 NOT_YET: dict[str, Foreign] = {
-    "policy.reward_model_cfg.enabled": _later(),
-    "policy.reward_model_cfg.reward_model_type": _later(("bradley_terry",)),
     "data.add_system_prompt": _later(),
     "logger.wandb_enabled": _later(_OFF),
     "logger.swanlab_enabled": _later(_OFF),
@@ -36,15 +34,6 @@ NOT_YET: dict[str, Foreign] = {
     "logger.wandb.project": _later(),
     "logger.wandb.name": _later(),
     "logger.wandb.log_nemo_gym_full_result_tables": _later(),
-    "rm.max_num_epochs": _later(),
-    "rm.max_num_steps": _later(),
-    "rm.val_period": _later(),
-    "rm.val_batches": _later(),
-    "rm.val_global_batch_size": _later(),
-    "rm.val_micro_batch_size": _later(),
-    "rm.val_at_start": _later(),
-    "rm.val_at_end": _later(),
-    "rm.seed": _later(),
     "dpo.preference_loss": _later(("dpo",)),
     "dpo.gt_reward_scale": _later(),
 }

@@ -82,6 +82,13 @@ RANGES: dict[str, Range] = {
     "dpo.val_global_batch_size": POSITIVE,
     "dpo.val_micro_batch_size": POSITIVE,
     "dpo.seed": COUNT,
+    "rm.max_num_epochs": POSITIVE,
+    "rm.max_num_steps": ALL_OR_COUNT,
+    "rm.val_period": COUNT,
+    "rm.val_batches": ALL_OR_COUNT,
+    "rm.val_global_batch_size": POSITIVE,
+    "rm.val_micro_batch_size": POSITIVE,
+    "rm.seed": COUNT,
     "dpo.reference_policy_kl_penalty": NOT_NEGATIVE,
     "dpo.preference_loss_weight": NOT_NEGATIVE,
     "dpo.sft_loss_weight": NOT_NEGATIVE,
@@ -211,7 +218,14 @@ ONLY: dict[str, tuple[object, str]] = {
 """Keys of which mrl has only one value so far, and why."""
 
 FIXED = frozenset(
-    [*ONLY, "policy.megatron_cfg.moe_router_enable_expert_bias", "policy.train_global_batch_size", "policy.generation.backend"]
+    [
+        *ONLY,
+        "policy.megatron_cfg.moe_router_enable_expert_bias",
+        "policy.train_global_batch_size",
+        "policy.generation.backend",
+        "policy.reward_model_cfg.enabled",
+        "policy.reward_model_cfg.reward_model_type",
+    ]
 )
 """Keys with one possible value, by this table, by their type, or by a rule of `find_problems`: no code has to read them."""
 

@@ -16,7 +16,7 @@ from mrl.config.schema_data import DataConfig
 from mrl.config.schema_env import EnvConfig
 from mrl.config.schema_evaluation import EvalConfig
 from mrl.config.schema_policy import PolicyConfig
-from mrl.config.schema_supervised import DpoConfig, SftConfig
+from mrl.config.schema_supervised import DpoConfig, RmConfig, SftConfig
 from mrl.config.trace import traced
 
 
@@ -116,12 +116,14 @@ class DeadlinesConfig:
 class RunConfig:
     """A whole run. Code takes the narrowest section it needs."""
 
-    algorithm: Literal["grpo", "sft", "dpo"] = "grpo"
+    algorithm: Literal["grpo", "sft", "dpo", "rm"] = "grpo"
     """How the policy is trained: by rollouts and their rewards (grpo), on conversations as they are (sft), or on pairs of answers of which
-    one is preferred (dpo). A file that has the section of another algorithm than grpo, and none for grpo, means that one."""
+    one is preferred: to give the preferred ones more probability (dpo), or as a reward model to score them higher (rm). A file that has
+    the section of another algorithm than grpo, and none for grpo, means that one."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    rm: RmConfig = field(default_factory=RmConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     reward_penalties: RewardPenaltiesConfig = field(default_factory=RewardPenaltiesConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -134,7 +136,7 @@ class RunConfig:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
 
     @property
-    def training(self) -> GrpoConfig | SftConfig | DpoConfig:
+    def training(self) -> GrpoConfig | SftConfig | DpoConfig | RmConfig:
         """The section of the algorithm."""
         match self.algorithm:
             case "grpo":
@@ -143,11 +145,13 @@ class RunConfig:
                 return self.sft
             case "dpo":
                 return self.dpo
+            case "rm":
+                return self.rm
 
     @property
     def learns_pairs(self) -> bool:
         """Whether a row of data is a pair of answers."""
-        return self.algorithm == "dpo"
+        return self.algorithm in ("dpo", "rm")
 
     @property
     def keeps_reference(self) -> bool:

@@ -68,6 +68,15 @@ class DynamicBatchingConfig:
 
 @traced
 @dataclass
+class RewardModelConfig:
+    enabled: bool | None = None
+    """The model has a reward head in place of its output layer. Follows from `algorithm`: null, or true exactly for rm."""
+    reward_model_type: Literal["bradley_terry"] = "bradley_terry"
+    """How rewards become the probability that one answer is preferred to another."""
+
+
+@traced
+@dataclass
 class PolicyConfig:
     model_name: str = required()
     """Folder of the starting model in Hugging Face format, or its id on the Hub."""
@@ -93,6 +102,7 @@ class PolicyConfig:
     refit_buffer_size_gb: float = 0.25
     """Exchange buffer of a unit during a refit, in GB (10^9 bytes). Smaller = more rounds."""
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
+    reward_model_cfg: RewardModelConfig = field(default_factory=RewardModelConfig)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)

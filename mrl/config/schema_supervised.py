@@ -1,4 +1,4 @@
-"""Sections of training without rollouts: `sft`, `dpo`. See `mrl.config.schema`."""
+"""Sections of training without rollouts: `sft`, `dpo`, `rm`. See `mrl.config.schema`."""
 
 from __future__ import annotations
 
@@ -64,3 +64,26 @@ class DpoConfig:
     """Weight of the preference loss."""
     sft_loss_weight: float = 0.0
     """Weight of the negative log-likelihood of the chosen answers, added to the preference loss."""
+
+
+@traced
+@dataclass
+class RmConfig:
+    max_num_epochs: int = 1
+    """The run ends after this many passes over the training pairs."""
+    max_num_steps: int = -1
+    """The run ends after this many steps in all, those before a resume included; -1 = with the last epoch."""
+    val_period: int = 16
+    """Validate every this many steps; 0 = never."""
+    val_batches: int = -1
+    """Validate on the first this many batches of the file; 0 or -1 = on all."""
+    val_global_batch_size: int = 32
+    """Pairs of a validation batch."""
+    val_micro_batch_size: int = 1
+    """In validation, what `policy.train_micro_batch_size` is in training: without packing, the pairs of a row."""
+    val_at_start: bool = False
+    """Validate before the first update (step 0)."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    seed: int = 42
+    """Seed of the run: data order, and the reward head's first weights. Config and seed fix the run bit for bit on CPU."""

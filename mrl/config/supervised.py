@@ -6,9 +6,12 @@ from mrl.config.ranges import spell
 from mrl.config.schema import RunConfig
 
 _PAIRS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean")
-METRICS = {"sft": ("loss", "perplexity"), "dpo": (*_PAIRS, "preference_loss", "sft_loss")}
+METRICS = {"sft": ("loss", "perplexity"), "dpo": (*_PAIRS, "preference_loss", "sft_loss"), "rm": _PAIRS}
 """What a training step of each algorithm measures, besides what all measure."""
-VALIDATION_METRICS = {"sft": ("val_loss", "perplexity"), "dpo": tuple(f"validation-default_{name}" for name in METRICS["dpo"])}
+VALIDATION_METRICS = {
+    "sft": ("val_loss", "perplexity"),
+    **{name: tuple(f"validation-default_{metric}" for metric in METRICS[name]) for name in ("dpo", "rm")},
+}
 """What a validation of each algorithm measures, under NeMo RL's names."""
 
 
@@ -28,4 +31,17 @@ def find_supervised_problems(config: RunConfig) -> list[str]:
     if config.policy.router_replay.enabled:
         rule = f"algorithm={algorithm} has no engines whose routes could be followed"
         problems.append(f"policy.router_replay.enabled={spell(True)}: {rule}; set it to false")
+    return problems
+
+
+def find_reward_model_problems(config: RunConfig) -> list[str]:
+    """A problem if the model should have a reward head that its algorithm does not train, or the other way round, or cannot."""
+    enabled, is_trained = config.policy.reward_model_cfg.enabled, config.algorithm == "rm"
+    problems = []
+    if enabled not in (None, is_trained):
+        rule = f"it follows from algorithm={config.algorithm}"
+        problems.append(f"policy.reward_model_cfg.enabled={spell(enabled)}: {rule}; leave it out")
+    if is_trained and config.policy.megatron_cfg.peft.enabled:
+        rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
+        problems.append(f"policy.megatron_cfg.peft.enabled=true: {rule}; set it to false")
     return problems

@@ -20,14 +20,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
+from mrl.policy import lora, reward_head
 from mrl.policy.checkpoint_writer import InProcessStrategy, Writing
-from mrl.policy.lora import ATTRIBUTE
 
 # NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
 ITERATION_FOLDER = "iter_0000000"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 
-_ADAPTERS = f"{ATTRIBUTE}."
+# What a run adds to the model that it starts from.
+_ADDED = (f"{lora.ATTRIBUTE}.", f"{reward_head.ATTRIBUTE}.")
 
 # Optimizer state by parameter rather than by shard, the same keys whether or not the model has experts, and keys of its own for each layer.
 _FORMAT = {
@@ -93,7 +94,7 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
 
     A checkpoint without optimizer state leaves schedule and moments as they are; main parameters are taken from the weights.
     `adapters` describes those of the state, None if it has none. With `is_start`, the checkpoint is the model that a run starts from: it
-    has no adapters, and those of the state stay as they are.
+    has no adapters and no reward head, and those of the state stay as they are.
 
     Raises:
         ValueError: there is no checkpoint, or it has other adapters.
@@ -112,7 +113,7 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     has_optimizer = "optimizer" in common
     sharded = _model_state(state)
     if is_start:
-        sharded = {key: {name: entry for name, entry in part.items() if not name.startswith(_ADAPTERS)} for key, part in sharded.items()}
+        sharded = {key: {name: entry for name, entry in part.items() if not name.startswith(_ADDED)} for key, part in sharded.items()}
     if has_optimizer:
         sharded["optimizer"] = _optimizer_state(state, sharded, is_loading=True)
         if common["parallel"] == parallel_sizes():
@@ -121,7 +122,7 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     loaded = dist_checkpointing.load(sharded, str(folder))
     for chunk, key in zip(state.chunks, _model_keys(state), strict=True):
         model = unwrap_model(chunk)
-        kept = {name: value for name, value in model.state_dict().items() if is_start and name.startswith(_ADAPTERS)}
+        kept = {name: value for name, value in model.state_dict().items() if is_start and name.startswith(_ADDED)}
         model.load_state_dict(loaded[key] | extra[key] | kept)
     if not has_optimizer:
         state.optimizer.reload_model_params()

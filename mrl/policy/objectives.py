@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, policy_loss
-from mrl.algo.preferences import dpo_loss, sequence_sums
+from mrl.algo.preferences import bradley_terry_loss, dpo_loss
+from mrl.algo.sequences import Segments
 from mrl.algo.sft import nll_loss, perplexity
 from mrl.config.schema import RunConfig
 from mrl.config.schema_algo import LossConfig
 from mrl.config.schema_supervised import DpoConfig
-from mrl.data.packing import PackedRow
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.output import token_scores
+from mrl.policy.reward_head import token_rewards
 from mrl.policy.step import BatchSize, Objective, TrainRow, own_positions, whole_row
 
 
@@ -29,6 +29,8 @@ def objective_of(config: RunConfig, distribution: TokenDistribution, size: Batch
             return sft_objective(distribution, size)
         case "dpo":
             return dpo_objective(config.dpo, distribution, size)
+        case "rm":
+            return reward_model_objective(size)
 
 
 def grpo_objective(config: LossConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
@@ -75,38 +77,34 @@ def dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: Batc
     """Direct preference optimisation. Rows carry reference logprobs, and hold pairs: each preferred answer before the other."""
 
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
-        row, local, device = item.row, own_positions(item.row), output.device
+        row, device = item.row, output.device
         assert item.reference_logprobs_T is not None
-        logprobs_T = token_scores(model, output, row.labels_T[local].to(device), distribution).logprobs_T
-        ratios_T = logprobs_T - item.reference_logprobs_T[local.to(device)]
-        ratios_2B = answer_sums(ratios_T, row, local, is_mean=config.preference_average_log_probs)
-        answers_2B = answer_sums(logprobs_T, row, local, is_mean=config.sft_average_log_probs)
-        loss, metrics = dpo_loss(ratios_2B, answers_2B[0::2], num_pairs=size.num_valid_sequences / 2, config=config)
+        scores = token_scores(model, output, row.labels_T[own_positions(row)].to(device), distribution)
+        logprobs_T = whole_row(scores.logprobs_T, row)
+        answers = Segments.of(row.cu_seqlens.to(device), row.loss_mask_T.to(device))
+        compared = answers.mean if config.preference_average_log_probs else answers.sum
+        learned = answers.mean if config.sft_average_log_probs else answers.sum
+        # The padding at the end of a row is a sequence of its own.
+        log_ratios_2B = compared(logprobs_T - item.reference_logprobs_T)[: len(row.lengths)]
+        logprobs_2B = learned(logprobs_T)[: len(row.lengths)]
+        loss, metrics = dpo_loss(log_ratios_2B, logprobs_2B[0::2], num_pairs=size.num_valid_sequences / 2, config=config)
         return loss, shared_metrics(metrics)
 
-    return Objective(row_loss, lambda sums: sums)
+    return Objective(row_loss, finish=lambda metrics: metrics)
 
 
-def answer_sums(values_T: Tensor, row: PackedRow, local: Tensor, *, is_mean: bool) -> Tensor:
-    """Sum (or mean) of this rank's values over the learned tokens of each whole sequence of a row, in order, without the padding.
+def reward_model_objective(size: BatchSize) -> Objective:
+    """A reward at the end of each answer, higher for the preferred one. Rows hold pairs, the model has a reward head."""
 
-    Ranks of a context-parallel group have the same sums, with the gradient of their own tokens: what the ranks compute of them is the same
-    loss, and their gradients add up to its gradient. Collective over that group.
-    """
-    lengths = row.cu_seqlens.diff().long()
-    sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    counts = torch.zeros(len(lengths)).index_add(0, sequence_T, row.loss_mask_T) if is_mean else None
-    device = values_T.device
-    sums = sequence_sums(
-        values_T,
-        row.loss_mask_T[local].to(device),
-        sequence_T[local].to(device),
-        num_sequences=len(lengths),
-        counts=None if counts is None else counts.to(device),
-    )
-    total = sums.detach().clone()
-    dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
-    return (sums + (total - sums.detach()))[: len(row.sequence_indices)]
+    def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
+        row = item.row
+        rewards_T = whole_row(token_rewards(model, output), row)
+        last_2B = row.cu_seqlens[: len(row.lengths)].long() + torch.tensor(row.lengths, dtype=torch.int64) - 1
+        rewards_2B = rewards_T[last_2B.to(rewards_T.device)]
+        loss, metrics = bradley_terry_loss(rewards_2B[0::2], rewards_2B[1::2], num_pairs=size.num_valid_sequences / 2)
+        return loss, shared_metrics(metrics)
+
+    return Objective(row_loss, finish=lambda metrics: metrics)
 
 
 def shared_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from mrl.policy.objectives import objective_of
 from mrl.policy.optimizer import build_optimizer, build_scheduler
 from mrl.policy.perturb import perturb
 from mrl.policy.reports import SettleReport, WriteReport
+from mrl.policy.reward_head import attach_reward_head
 from mrl.policy.router_replay import RouterReplay
 from mrl.policy.step import BatchSize, TrainRow, check_equal_counts, compute_logprobs, evaluate, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, rank_tensors
@@ -71,7 +72,8 @@ class Policy:
         self._layout = family(self._hf_config).megatron_layout(self._hf_config, *self.layout_arguments())
         bare_chunks = build_model(config.policy, self._hf_config)
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
-        self._live_layout = self._layout | (self._lora.layout if self._lora else {})
+        head = attach_reward_head(bare_chunks, seed=config.training.seed) if config.algorithm == "rm" else {}
+        self._live_layout = self._layout | (self._lora.layout if self._lora else {}) | head
         self._chunks = wrap_ddp(bare_chunks, config.policy)
         self._replay: RouterReplay | None = None
         if config.policy.router_replay.enabled:

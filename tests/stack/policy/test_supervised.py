@@ -17,6 +17,7 @@ from tests.stack.policy import policy_ranks, supervised_ranks
 from tests.stack.ranks import RankPool
 
 NUM_STEPS = 3
+SEED = 42
 Loss = Callable[[torch.nn.Module, list[Example]], torch.Tensor]
 
 
@@ -47,9 +48,22 @@ def dpo(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
+def bradley_terry(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
+    losses = []
+    for example in examples:
+        tokens = [torch.from_numpy(sequence.token_ids.astype(np.int64))[None] for sequence in example.sequences]
+        chosen, rejected = (model.score(model.model(mine).last_hidden_state[0, -1]) for mine in tokens)
+        losses.append(torch.log1p(torch.exp(rejected - chosen)))
+    return torch.cat(losses).mean()
+
+
 def transformers_steps(loss_of: Loss, examples: list[Example]) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a plain implementation, sequence by sequence."""
     model = models.nemotron_h()
+    if loss_of is bradley_terry:
+        model.score = torch.nn.Linear(64, 1, bias=False)
+        with torch.no_grad():
+            model.score.weight.copy_(0.02 * torch.randn(1, 64, generator=torch.Generator().manual_seed(SEED)))
     parameters = list(model.parameters())
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
     rest = [parameter for parameter in parameters if parameter.ndim <= 1]
@@ -94,3 +108,10 @@ def test_dpo_equals_transformers_in_any_layout(ranks: RankPool, folder: Path):
     for layout in LAYOUTS:
         config = supervised_ranks.run_config(folder, "dpo", layout, *(f"dpo.{setting}" for setting in settings))
         check(ranks, config, layout, examples, losses, grad_norms)
+
+
+def test_a_reward_model_equals_transformers_in_any_layout(ranks: RankPool, folder: Path):
+    examples = supervised_ranks.examples(2)
+    losses, grad_norms = transformers_steps(bradley_terry, examples)
+    for layout in (*LAYOUTS, "pp2 dp2 ep2"):
+        check(ranks, supervised_ranks.run_config(folder, "rm", layout, f"rm.seed={SEED}"), layout, examples, losses, grad_norms)

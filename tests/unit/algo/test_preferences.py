@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.preferences import bradley_terry_loss, dpo_loss, sequence_sums
+from mrl.algo.preferences import bradley_terry_loss, dpo_loss
 from mrl.config.schema_supervised import DpoConfig
 
 CONFIG = DpoConfig(reference_policy_kl_penalty=0.5, sft_average_log_probs=False, preference_loss_weight=2.0, sft_loss_weight=0.25)
@@ -28,14 +28,6 @@ def test_equal_rewards_pull_apart_by_half():
     loss.backward()
     assert chosen.grad is not None and rejected.grad is not None
     assert (chosen.grad.item(), rejected.grad.item()) == (-0.5, 0.5)
-
-
-def test_sums_of_sequences_by_hand():
-    values = torch.tensor([1.0, 2.0, float("nan"), 4.0, 5.0])
-    mask, sequence = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1, 2])
-    assert sequence_sums(values, mask, sequence, num_sequences=3).tolist() == [3.0, 4.0, 0.0]
-    counts = torch.tensor([2.0, 1.0, 0.0])
-    assert sequence_sums(values, mask, sequence, num_sequences=3, counts=counts).tolist() == [1.5, 4.0, 0.0]
 
 
 pairs = st.lists(st.tuples(*[st.floats(-30.0, 30.0)] * 3), min_size=1, max_size=8)

@@ -53,6 +53,21 @@ def test_a_loss_of_nothing_is_refused(workplace: Path):
     assert problem.startswith("dpo.preference_loss_weight=0: with dpo.sft_loss_weight=0")
 
 
+@pytest.mark.parametrize("name", ["sft_tiny.yaml", "dpo_tiny.yaml", "rm_tiny.yaml"])
+def test_the_packaged_configs_have_no_problem(workplace: Path, name: str):
+    assert find_problems(load_config(name)) == []
+
+
+def test_a_reward_head_belongs_to_the_algorithm_that_trains_it(workplace: Path):
+    assert find_problems(load_config("rm_tiny.yaml", ["policy.reward_model_cfg.enabled=true"])) == []
+    (problem,) = find_problems(load_config("sft_tiny.yaml", ["policy.reward_model_cfg.enabled=true"]))
+    assert problem.startswith("policy.reward_model_cfg.enabled=true: it follows from algorithm=sft")
+    (problem,) = find_problems(load_config("rm_tiny.yaml", ["policy.reward_model_cfg.enabled=false"]))
+    assert problem.startswith("policy.reward_model_cfg.enabled=false: it follows from algorithm=rm")
+    (problem,) = find_problems(load_config("rm_tiny.yaml", ["policy.megatron_cfg.peft.enabled=true"]))
+    assert problem.startswith("policy.megatron_cfg.peft.enabled=true: adapters freeze")
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
