@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mrl.config.schema_policy import TokenizerConfig
 
 
+OWN_TEMPLATE = "default"
 JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The template of messages that are joined as they are."""
 
@@ -100,18 +101,25 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def template_text(chosen: str | None) -> str:
+    """The template that policy.tokenizer.chat_template means where that is not the tokenizer's own.
+
+    Raises:
+        ValueError: its file cannot be read.
+    """
+    if chosen is None:
+        return JOINED
+    return _read(chosen, setting="policy.tokenizer.chat_template") if chosen.endswith(".jinja") else chosen
+
+
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> None:
     """Lets the tokenizer render conversations by the template that the config names.
 
     Raises:
         ValueError: there is none, its file cannot be read, or it has no variable of a name in `chat_template_kwargs`.
     """
-    chosen = config.chat_template
-    if chosen is None:
-        tokenizer.chat_template = JOINED
-    elif chosen != "default":
-        is_file = chosen.endswith(".jinja")
-        tokenizer.chat_template = _read(chosen, setting="policy.tokenizer.chat_template") if is_file else chosen
+    if config.chat_template != OWN_TEMPLATE:
+        tokenizer.chat_template = template_text(config.chat_template)
     check_chat_template(tokenizer)
     if not isinstance(tokenizer.chat_template, str):
         return  # several templates, of which transformers picks one by what is rendered

@@ -12,6 +12,7 @@ from pathlib import Path
 from conversion.files import write_atomic
 from mrl.config.redact import resolved_yaml
 from mrl.config.schema import RunConfig
+from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.store.checkpoints import Checkpoint, CheckpointStore
 from mrl.store.console import step_header, step_lines, supervised_lines
 from mrl.store.ledger import Ledger
@@ -121,6 +122,9 @@ class RunFolder:
         for path in Path(self.config.policy.tokenizer.name).iterdir():
             if path.is_file() and path.suffix not in (".safetensors", ".bin"):
                 shutil.copy2(path, target / path.name)
+        if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
+            # Where transformers looks first. What was learned by this template is to be asked by it.
+            (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
 
     def _take_ownership(self) -> None:
         """Raises ValueError if a living process of this host already runs in this folder."""

@@ -12,6 +12,7 @@ from mrl.data.chat import (
     load_chat_format,
     load_tokenizer,
     render,
+    template_text,
     tokenize,
     use_chat_template,
     with_prompts,
@@ -142,3 +143,11 @@ def test_a_prompt_file_must_have_one_place_for_the_question(tmp_path: Path, text
 def test_a_missing_file_names_its_key(tmp_path: Path, key: str):
     with pytest.raises(ValueError, match=f"data.default.{key}=.* cannot be read"):
         load_chat_format(DataDefaultConfig(**{key: str(tmp_path / "missing.txt")}), template_kwargs=None)
+
+
+def test_what_a_checkpoint_keeps_of_a_template_is_what_transformers_reads(tmp_path: Path):
+    byte_tokenizer(4096).save_pretrained(tmp_path)
+    file = tmp_path / "mine.jinja"
+    file.write_text("[{{ messages[0]['content'] }}]")
+    (tmp_path / "chat_template.jinja").write_text(template_text(str(file)))
+    assert load_tokenizer(str(tmp_path)).apply_chat_template([{"role": "user", "content": "q"}], tokenize=False) == "[q]"
