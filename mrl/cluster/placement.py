@@ -6,6 +6,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from mrl.cluster.join import UNIT_RESOURCE
 from mrl.cluster.units import engine_units, find_engine_across_nodes, unit_table
 from mrl.config.schema import RunConfig
 
@@ -23,6 +24,9 @@ class Placement:
         self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_units(config)
         bundle = {"CPU": 1.0, "GPU": 1.0} if config.cluster.gpus_per_node else {"CPU": 1.0}
+        if UNIT_RESOURCE in ray.cluster_resources():
+            # A launcher has said how many units each of its nodes has.
+            bundle[UNIT_RESOURCE] = 1.0
         self._group: PlacementGroup = placement_group([bundle] * self.num_units, strategy="PACK")
         if not self._group.wait(timeout_s):
             raise RuntimeError(
