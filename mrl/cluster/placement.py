@@ -24,8 +24,8 @@ class Placement:
         self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_units(config)
         bundle = {"CPU": 1.0, "GPU": 1.0} if config.cluster.gpus_per_node else {"CPU": 1.0}
-        if UNIT_RESOURCE in ray.cluster_resources():
-            # A launcher has said how many units each of its nodes has.
+        if not config.cluster.gpus_per_node and UNIT_RESOURCE in ray.cluster_resources():
+            # A launcher has said how many units each of its nodes has; with CPUs alone to go by, all of them would come to lie on one.
             bundle[UNIT_RESOURCE] = 1.0
         self._group: PlacementGroup = placement_group([bundle] * self.num_units, strategy="PACK")
         if not self._group.wait(timeout_s):
