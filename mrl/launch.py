@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0; 2 if the input is at fault; 1 if the cluster is."""
     parser = argparse.ArgumentParser(prog="python -m mrl.launch", description="Brings a run onto a cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    waiting = commands.add_parser("wait", help="wait until all nodes of the Ray cluster at RAY_ADDRESS have joined; scripts/ray.sub calls it")
+    waiting = commands.add_parser(
+        "wait", help="wait until all nodes of the Ray cluster at RAY_ADDRESS have joined; scripts/ray.sub calls it"
+    )
     waiting.add_argument("--nodes", default="", help="their names, with commas between them")
     waiting.add_argument("--num-nodes", type=int, default=0, help="how many, where the names are not known")
     waiting.add_argument("--units", type=int, required=True, help="worker units of all of them")

@@ -26,7 +26,7 @@ from mrl.saving import CheckpointSaver, open_saver
 from mrl.schedule import is_due, is_save_due
 from mrl.start import check_start
 from mrl.store.checkpoints import Checkpoint
-from mrl.store.clock import Clock, TimeBudget
+from mrl.store.clock import Budget, Clock
 from mrl.store.run_folder import RunFolder
 from mrl.types import Batch, RunState
 
@@ -42,25 +42,25 @@ class Run:
     folder: RunFolder
     policies: PolicyGroup
     saver: CheckpointSaver
-    budget: TimeBudget
+    budget: Budget
     cost: SequenceCost
     last_step: int
     is_over: bool = False
     """Whether no further step is made."""
 
 
-def train(config: RunConfig, data: SupervisedData, folder: RunFolder, *, started: float) -> RunState:
-    """Runs the configured steps from where the run folder stands, and returns where it ended."""
+def train(config: RunConfig, data: SupervisedData, folder: RunFolder, budget: Budget) -> bool:
+    """Runs the configured steps from where the run folder stands. False if the budget was over first: the same command goes on."""
     write_quarantine(data.findings, folder.path / "quarantine")
     checkpoint, last_step = folder.newest_checkpoint(), config.training.max_num_steps
     if checkpoint is not None and checkpoint.step >= last_step:
         logger.info("All is done by step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
-        return checkpoint.state()
+        return True
     with (
         start_policies(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as policies,
         open_saver(config, folder, policies) as saver,
     ):
-        budget = TimeBudget(config.checkpointing.must_save_by_s, started=started)
+        budget.begin()
         run = Run(config, data, folder, policies, saver, budget, sequence_cost(config.policy.model_name), last_step)
         state = resume(run, checkpoint)
         if state.step == 0 and config.training.val_at_start:
@@ -71,7 +71,7 @@ def train(config: RunConfig, data: SupervisedData, folder: RunFolder, *, started
         for readers in policies.config_readers():
             trace.merge_readers(readers)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
-    return state
+    return state.step == last_step or not budget.is_over
 
 
 def train_step(run: Run, state: RunState) -> None:

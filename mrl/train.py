@@ -35,7 +35,7 @@ from mrl.saving import CheckpointSaver, open_saver
 from mrl.schedule import is_due, is_save_due
 from mrl.start import check_start
 from mrl.store.checkpoints import Checkpoint
-from mrl.store.clock import Clock, TimeBudget
+from mrl.store.clock import Budget, Clock, Stopped
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import is_good_enough, rollout_metrics, validation_metrics
 from mrl.supply import NoSignal, Supply, open_supply, validation_sampling
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 # Validation draws the same random numbers every time, so that its curve moves by the weights alone.
 VALIDATION_EPOCH = -1
 NUM_REPORT_SAMPLES = 4
+# EX_TEMPFAIL of sysexits.h, by which launchers know that the job is to be queued again.
+ENDED_EARLY = 75
 
 
 @dataclass
@@ -58,43 +60,51 @@ class Run:
     session: Session
     saver: CheckpointSaver
     supply: Supply
-    budget: TimeBudget
+    budget: Budget
     last_step: int
     is_over: bool = False
     """Whether no further step is made."""
 
 
-def train(config: RunConfig, data: PromptData, folder: RunFolder, *, started: float) -> RunState:
-    """Runs the configured steps from where the run folder stands, and returns where it ended."""
+def train(config: RunConfig, data: PromptData, folder: RunFolder, budget: Budget) -> bool:
+    """Runs the configured steps from where the run folder stands. False if the budget was over first: the same command goes on."""
     write_quarantine(data.findings, folder.path / "quarantine")
     checkpoint = folder.newest_checkpoint()
     last_step = num_steps(config, data)
     if checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):
         logger.info("All is done by step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
-        return checkpoint.state()
+        return True
     with (
         start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
         open_saver(config, folder, session.policies) as saver,
     ):
-        run = open_run(config, data, folder, session, saver, started=started)
+        run = open_run(config, data, folder, session, saver, budget)
         state = resume(run, checkpoint)
         if state.step == 0 and config.grpo.val_at_start:
             metrics = validate(run, state)
             folder.log_metrics(0, metrics)
             run.is_over = is_good_enough(config.grpo, metrics)
         run.is_over |= run.budget.is_over
-        while state.step < run.last_step and not run.is_over:
-            train_step(run, state)
+        try:
+            while state.step < run.last_step and not run.is_over:
+                train_step(run, state)
+        except Stopped:
+            end_early(run, state)
         session.merge_config_readers()
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
-    return state
+    return state.step == last_step or not budget.is_over
 
 
-def open_run(config: RunConfig, data: PromptData, folder: RunFolder, session: Session, saver: CheckpointSaver, *, started: float) -> Run:
+def open_run(config: RunConfig, data: PromptData, folder: RunFolder, session: Session, saver: CheckpointSaver, budget: Budget) -> Run:
     """The run of a session, from where its ledger stands."""
+
+    def on_wait() -> None:
+        saver.poll()
+        budget.check()
+
     last_step = num_steps(config, data)
-    supply = open_supply(config, data, session.collector, folder.ledger, last_step=last_step, on_wait=saver.poll)
-    budget = TimeBudget(config.checkpointing.must_save_by_s, started=started)
+    supply = open_supply(config, data, session.collector, folder.ledger, last_step=last_step, on_wait=on_wait)
+    budget.begin()
     return Run(config, data, folder, session, saver, supply, budget, last_step)
 
 
@@ -105,7 +115,8 @@ def train_step(run: Run, state: RunState) -> None:
 
     supplied = run.supply.take(state, clock)
     if supplied is None:
-        end_of_prompts(run, state)
+        logger.info("All prompts of %d epochs are consumed", config.grpo.max_num_epochs)
+        end_early(run, state)
         return
     groups, restarts = supplied.groups, run.session.engines.num_restarts
     metrics = supplied.metrics | rollout_metrics(supplied.sampled, seconds=supplied.seconds, num_engine_restarts=restarts)
@@ -169,7 +180,10 @@ def validate(run: Run, state: RunState) -> dict[str, float]:
         return {}
     sampling = validation_sampling(run.data.sampling, run.config.policy.generation)
     num_generations = run.config.grpo.val_num_generations_per_prompt
-    groups = run.supply.sample(asked, sampling, num_generations=num_generations, weight_version=state.weight_version, clock=Clock())
+    try:
+        groups = run.supply.sample(asked, sampling, num_generations=num_generations, weight_version=state.weight_version, clock=Clock())
+    except Stopped:
+        return {}
     run.folder.log_samples(state.step, "validation", groups[:NUM_REPORT_SAMPLES])
     metrics = validation_metrics(groups)
     logger.info("[Validate] step %d: accuracy %.3f over %d prompts", state.step, metrics["val/accuracy"], len(groups))
@@ -183,9 +197,8 @@ def save_checkpoint(run: Run, state: RunState, *, has_next: bool) -> None:
         run.saver.finish()
 
 
-def end_of_prompts(run: Run, state: RunState) -> None:
-    """The last epoch ended before the next step was full: the run ends with `state`, which is saved unless it has been."""
-    logger.info("All prompts of %d epochs are consumed: the run ends after step %d", run.config.grpo.max_num_epochs, state.step)
+def end_early(run: Run, state: RunState) -> None:
+    """Ends the run with `state`, which is saved unless it has been."""
     run.is_over = True
     run.saver.finish()
     newest = run.folder.checkpoints.newest()
@@ -220,21 +233,24 @@ def preflight(config: RunConfig) -> PromptData:
     return load_prompts(config)
 
 
-def loop_of(config: RunConfig) -> Callable[[RunFolder, float], RunState]:
-    """The loop of the configured algorithm over its data, read and checked: called with the run folder and the time of the start.
+def loop_of(config: RunConfig) -> Callable[[RunFolder, Budget], bool]:
+    """The loop of the configured algorithm over its data, read and checked: see `train`.
 
     Raises:
         ValueError: see `preflight`.
     """
     if config.algorithm == "grpo":
         prompts = preflight(config)
-        return lambda folder, started: train(config, prompts, folder, started=started)
+        return lambda folder, budget: train(config, prompts, folder, budget)
     examples = supervised.preflight(config)
-    return lambda folder, started: supervised.train(config, examples, folder, started=started)
+    return lambda folder, budget: supervised.train(config, examples, folder, budget)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 0; 2 with one clear message if the input is at fault; 1 if the attempt failed (the same command resumes)."""
+    """Entry point. Exit code 0; 2 with one clear message if the input is at fault.
+
+    1 if the attempt failed and 75 if it was asked to end before its last step: the same command resumes.
+    """
     started = time.monotonic() - env.job_age_s()
     options = check.parse_arguments(arguments)
     if options.check:
@@ -243,6 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.info("Config: %s", find_config(options.name))
         config, migration = load_run(options.name, options.words)
         migration.log()
+        budget = Budget(config.checkpointing.must_save_by_s, started=started)
+        budget.listen()
         loop = loop_of(config)
         folder = RunFolder(config)
         folder.open()
@@ -251,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         with folder:
-            loop(folder, started)
+            is_done = loop(folder, budget)
     except NoSignal as error:
         logger.error("%s", error)
         return 2
@@ -260,7 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.trace_config:
         logger.info("%s", trace.report())
-    return 0
+    if not is_done:
+        logger.info("Ended before the last step; the same command resumes")
+    return 0 if is_done else ENDED_EARLY
 
 
 if __name__ == "__main__":

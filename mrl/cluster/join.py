@@ -17,7 +17,7 @@ POLL_S = 1.0
 
 
 def wait_for_nodes(num_nodes: int, num_units: int, *, names: Sequence[str], timeout_s: float) -> None:
-    """Returns when the cluster at RAY_ADDRESS has `num_units` worker units on `num_nodes` nodes; logs how many are online when that changes.
+    """Returns when the cluster at RAY_ADDRESS has `num_units` worker units on `num_nodes` nodes; logs whenever one has joined.
 
     `names` are those of the nodes, as far as the launcher knows them.
 
@@ -38,7 +38,7 @@ def wait_for_nodes(num_nodes: int, num_units: int, *, names: Sequence[str], time
         if time.monotonic() > deadline:
             missing = ", ".join(missing_nodes(names, units)) or f"{num_nodes - len(alive)} of {num_nodes} nodes"
             raise RuntimeError(
-                f"{online} of {num_units} worker units are online after {timeout_s:g} s (JOIN_TIMEOUT_S); missing: {missing}; see their logs"
+                f"{online} of {num_units} worker units are online after {timeout_s:g} s (JOIN_TIMEOUT_S); see the logs of those missing: {missing}"
             )
         time.sleep(POLL_S)
 

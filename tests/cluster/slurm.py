@@ -1,7 +1,7 @@
-"""A real Slurm of several nodes on one host: slurmctld, and per node a slurmd in network, process, mount and host-name namespaces of its own.
+"""A real Slurm of several nodes on one host: slurmctld, and per node a slurmd in namespaces of its own (network, processes, mounts, name).
 
-Every node has an address, a name, a process table, /tmp/ray*, /dev/shm and a local disk that no other node sees; everything else of the file
-system is shared. Killing a node's first process is a loss of power, taking its link down a partition. Needs root, and Debian's packages.
+Every node has an address, a name, a process table, a /dev/shm and a local disk (/mnt) that no other node sees; the rest of the file system
+is shared. Killing a node's first process is a loss of power, taking its link down a partition. Needs root, and Debian's packages.
 """
 
 from __future__ import annotations
@@ -81,7 +81,14 @@ def missing() -> str | None:
     """What this host lacks to run Slurm; None if nothing."""
     if os.geteuid() != 0:
         return "root, for namespaces"
-    return next((f"{name}, of the packages {' '.join(PACKAGES)}" for name in ("slurmctld", "slurmd", "sbatch", "munged", "ip") if not shutil.which(name)), None)
+    return next(
+        (
+            f"{name}, of the packages {' '.join(PACKAGES)}"
+            for name in ("slurmctld", "slurmd", "sbatch", "munged", "ip")
+            if not shutil.which(name)
+        ),
+        None,
+    )
 
 
 def run(*words: str, check: bool = True, timeout_s: float = 60.0) -> str:
@@ -130,7 +137,9 @@ class SlurmBox:
             (self.folder / name).mkdir(parents=True)
         self._write_conf()
         self._start_network()
-        munge = [f"--{name}={self.folder}/run/munge.{end}" for name, end in (("socket", "socket"), ("pid-file", "pid"), ("seed-file", "seed"))]
+        munge = [
+            f"--{name}={self.folder}/run/munge.{end}" for name, end in (("socket", "socket"), ("pid-file", "pid"), ("seed-file", "seed"))
+        ]
         key = self.folder / "etc" / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)

@@ -15,6 +15,7 @@ from mrl.envs.task import Task
 from mrl.prepare import prepare_tiny
 from mrl.saving import CheckpointSaver
 from mrl.schedule import is_due
+from mrl.store.clock import Budget
 from mrl.store.run_folder import RunFolder
 from mrl.train import open_run, preflight, resume, train_step, validate
 from mrl.types import Verdict
@@ -71,7 +72,7 @@ def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row]):
     folder.open()
     with folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session:
         saver = CheckpointSaver(config, folder, session.policies)
-        run = open_run(config, data, folder, session, saver, started=started)
+        run = open_run(config, data, folder, session, saver, Budget(None, started=started))
         state = resume(run, folder.newest_checkpoint())
         accuracies = [validate(run, state)["val/accuracy"]]
         while state.step < run.last_step:

@@ -18,6 +18,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.envs.task import Task
 from mrl.saving import CheckpointSaver
+from mrl.store.clock import Budget
 from mrl.store.run_folder import RunFolder
 from mrl.train import Run, open_run, preflight, resume
 from mrl.types import RunState, Verdict
@@ -123,5 +124,5 @@ def _live_run(folder: Path) -> Iterator[LiveRun]:
     with run_folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=run_folder.log_folder / "actors") as session:
         session.rewards.apply(toss_coins)
         saver = CheckpointSaver(config, run_folder, session.policies)
-        run = open_run(config, data, run_folder, session, saver, started=time.monotonic())
+        run = open_run(config, data, run_folder, session, saver, Budget(None, started=time.monotonic()))
         yield LiveRun(run, resume(run, run_folder.newest_checkpoint()), config)
