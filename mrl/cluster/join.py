@@ -38,7 +38,7 @@ def wait_for_nodes(num_nodes: int, num_units: int, *, names: Sequence[str], time
         if time.monotonic() > deadline:
             missing = ", ".join(missing_nodes(names, units)) or f"{num_nodes - len(alive)} of {num_nodes} nodes"
             raise RuntimeError(
-                f"{online} of {num_units} worker units are online after {timeout_s:g} s (JOIN_TIMEOUT_S); see the logs of those missing: {missing}"
+                f"{online} of {num_units} worker units are online after {timeout_s:g} s (JOIN_TIMEOUT_S); missing, see the logs: {missing}"
             )
         time.sleep(POLL_S)
 
