@@ -22,6 +22,7 @@ LAYERS = {
     "mrl.algo": 1,
     "mrl.refit": 1,
     "mrl.capacity": 1,
+    "mrl.launchers": 1,
     "mrl.policy": 2,
     "mrl.rollout": 2,
     "mrl.cluster": 3,

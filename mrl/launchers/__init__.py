@@ -1,0 +1,1 @@
+"""What launchers of clusters are given, as text. Pure."""

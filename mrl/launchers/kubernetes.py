@@ -1,0 +1,141 @@
+"""A run as a Kubernetes Indexed Job: one pod a node, each with all GPUs of its node, the head found by a headless service."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+import yaml
+
+# Kubernetes' own names for what it counts.
+GPU, EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
+SECRET_KEY = "token"
+
+NETWORK = {
+    "NCCL_DEBUG": "WARN",
+    "NCCL_SOCKET_IFNAME": "^lo,docker,veth,eni",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
+    "NCCL_TIMEOUT": "7200",
+    # Workers of large images take minutes to import their libraries.
+    "RAY_worker_register_timeout_seconds": "1800",
+}
+EFA_NETWORK = {
+    "NCCL_NET_PLUGIN": "ofi",
+    "FI_PROVIDER": "efa",
+    "FI_EFA_USE_DEVICE_RDMA": "1",
+    "FI_EFA_FORK_SAFE": "1",
+    "RDMAV_FORK_SAFE": "1",
+}
+
+
+@dataclass(frozen=True)
+class KubernetesJob:
+    """What the manifest is made from."""
+
+    command: list[str]
+    """What the head runs."""
+    num_nodes: int
+    gpus_per_node: int
+    name: str
+    namespace: str
+    image: str
+    claim: str
+    """PersistentVolumeClaim that all nodes mount."""
+    mount_path: str
+    instance_type: str | None
+    num_efa: int
+    cpus: int
+    memory: str
+    shared_memory: str
+
+    @property
+    def token_secret(self) -> str:
+        """Secret with the token that lets a node join."""
+        return f"{self.name}-ray"
+
+
+def manifest(job: KubernetesJob) -> list[dict[str, object]]:
+    """The service by which nodes find the head, and the job."""
+    labels = {"app": job.name}
+    metadata = {"name": job.name, "namespace": job.namespace, "labels": labels}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        # Nodes look for the head before it is ready.
+        "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True, "ports": [{"name": "ray", "port": 6379}]},
+    }
+    indexed = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": job.num_nodes,
+            "parallelism": job.num_nodes,
+            "backoffLimit": 0,
+            "template": {"metadata": {"labels": labels}, "spec": _pod(job, labels)},
+        },
+    }
+    return [service, indexed]
+
+
+def render(job: KubernetesJob) -> str:
+    """The manifest, and as a comment what has to be there before it."""
+    create = f"kubectl -n {job.namespace} create secret generic {job.token_secret}"
+    head = (
+        f"# Before: {create} --from-literal={SECRET_KEY}=$(openssl rand -hex 32)\n"
+        f"# Logs: kubectl -n {job.namespace} logs -f -l app={job.name},batch.kubernetes.io/job-completion-index=0\n"
+    )
+    return head + yaml.safe_dump_all(manifest(job), sort_keys=False, width=140)
+
+
+def _pod(job: KubernetesJob, labels: dict[str, str]) -> dict[str, object]:
+    same_node = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
+    secret = {"secretName": job.token_secret, "items": [{"key": SECRET_KEY, "path": SECRET_KEY}], "defaultMode": 0o400}
+    return {
+        "restartPolicy": "Never",
+        "subdomain": job.name,
+        "hostNetwork": True,
+        "dnsPolicy": "ClusterFirstWithHostNet",
+        # Time to save a checkpoint before the node is taken away.
+        "terminationGracePeriodSeconds": 600,
+        "nodeSelector": {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {},
+        "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [same_node]}},
+        "containers": [_container(job)],
+        "volumes": [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}},
+            {"name": "ray-token", "secret": secret},
+        ],
+    }
+
+
+def _container(job: KubernetesJob) -> dict[str, object]:
+    devices = {GPU: job.gpus_per_node} | ({EFA: job.num_efa} if job.num_efa else {})
+    resources = {name: str(count) for name, count in devices.items()} | {"memory": job.memory}
+    variables = {
+        "COMMAND": shlex.join(job.command),
+        "NUM_NODES": str(job.num_nodes),
+        "GPUS_PER_NODE": str(job.gpus_per_node),
+        "HEAD_HOST": f"{job.name}-0.{job.name}",
+        "RAY_TOKEN_FILE": f"/run/secrets/ray/{SECRET_KEY}",
+        "HF_HOME": f"{job.mount_path}/huggingface",
+        **NETWORK,
+        **(EFA_NETWORK if job.num_efa else {}),
+    }
+    return {
+        "name": "trainer",
+        "image": job.image,
+        # Memory of the network card is pinned; nothing else of the host is needed.
+        "securityContext": {"capabilities": {"add": ["IPC_LOCK", "SYS_RESOURCE"]}},
+        "command": ["/bin/bash", "/opt/mrl/scripts/ray_node.sh"],
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        "resources": {"limits": resources, "requests": resources | {"cpu": str(job.cpus)}},
+        "volumeMounts": [
+            {"name": "shared", "mountPath": job.mount_path},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "ray-token", "mountPath": "/run/secrets/ray", "readOnly": True},
+        ],
+    }

@@ -1,0 +1,70 @@
+"""The submission of a run to Slurm, with scripts/ray.sub."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import mrl
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What `sbatch` is told; None: the site's default."""
+
+    command: list[str]
+    """What runs beside the head."""
+    num_nodes: int
+    gpus_per_node: int
+    log_folder: Path
+    """Where all nodes may write; Slurm's own output and the logs of Ray come to lie there."""
+    time: str
+    job_name: str
+    account: str | None = None
+    partition: str | None = None
+    container: str | None = None
+    mounts: str | None = None
+    is_gres_site: bool = True
+    """Whether GPUs are asked for by --gres, instead of --gpus-per-node."""
+
+
+def ray_sub() -> Path:
+    """scripts/ray.sub: inside the package when installed, in scripts/ of a checkout."""
+    package = Path(mrl.__file__).parent
+    installed = package / "scripts/ray.sub"
+    return installed if installed.is_file() else package.parent / "scripts/ray.sub"
+
+
+def variables(job: SlurmJob) -> dict[str, str]:
+    """What ray.sub reads from the environment."""
+    given = {
+        "COMMAND": shlex.join(job.command),
+        "GPUS_PER_NODE": str(job.gpus_per_node),
+        "BASE_LOG_DIR": str(job.log_folder),
+        "CONTAINER": job.container,
+        "MOUNTS": job.mounts,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def arguments(job: SlurmJob) -> list[str]:
+    """The command line of `sbatch`."""
+    options = {
+        "nodes": str(job.num_nodes),
+        "job-name": job.job_name,
+        "time": job.time,
+        "account": job.account,
+        "partition": job.partition,
+        "output": f"{job.log_folder}/slurm-%j.out",
+        "error": f"{job.log_folder}/slurm-%j.out",
+    }
+    if job.gpus_per_node:
+        options |= {"gres": f"gpu:{job.gpus_per_node}"} if job.is_gres_site else {"gpus-per-node": str(job.gpus_per_node)}
+    return ["sbatch", *(f"--{name}={value}" for name, value in options.items() if value is not None), str(ray_sub())]
+
+
+def render(job: SlurmJob) -> str:
+    """A shell script that submits the job."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables(job).items()]
+    return "\n".join(["#!/usr/bin/env bash", f"mkdir -p {shlex.quote(str(job.log_folder))}", *exports, shlex.join(arguments(job)), ""])
