@@ -40,6 +40,8 @@ SLURM_JOB_START_TIME = Variable(
 SWANLAB_API_KEY = Variable("SWANLAB_API_KEY", "SwanLab key, used by the library.", is_secret=True)
 MLFLOW_TRACKING_PASSWORD = Variable("MLFLOW_TRACKING_PASSWORD", "Password of an MLflow server, used by the library.", is_secret=True)
 MLFLOW_TRACKING_TOKEN = Variable("MLFLOW_TRACKING_TOKEN", "Token of an MLflow server, used by the library.", is_secret=True)
+SLURM_JOB_ID = Variable("SLURM_JOB_ID", "The Slurm job, set by Slurm: its next start takes the run folder over at once.")
+SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "How often Slurm has requeued the job, set by Slurm.")
 
 VARIABLES: tuple[Variable, ...] = (
     HF_TOKEN,
@@ -50,6 +52,8 @@ VARIABLES: tuple[Variable, ...] = (
     HF_HOME,
     MRL_CACHE,
     SLURM_JOB_START_TIME,
+    SLURM_JOB_ID,
+    SLURM_RESTART_COUNT,
 )
 
 SECRET_NAME = re.compile(

@@ -36,6 +36,7 @@ from mrl.schedule import is_due, is_save_due
 from mrl.start import check_start
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.clock import Budget, Clock, Stopped
+from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import is_good_enough, rollout_metrics, validation_metrics
 from mrl.supply import NoSignal, Supply, open_supply, validation_sampling
@@ -270,10 +271,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with folder:
             is_done = loop(folder, budget)
+<<<<<<< HEAD
     except NoSignal as error:
         logger.error("%s", error)
         return 2
     except (ActorLost, DeadlineExceeded) as error:
+=======
+    except (ActorLost, DeadlineExceeded, FolderLost) as error:
+>>>>>>> 72a80df (A run folder is one attempt's at a time wherever it runs; who has lost it publishes nothing more)
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
         return 1
     if options.trace_config:

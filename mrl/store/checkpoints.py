@@ -10,13 +10,14 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.files import sha256_file, sync_file, sync_folder, write_atomic
 from conversion.manifest import FileRecord, file_record
 from mrl.config.schema import CheckpointingConfig
+from mrl.store.ownership import unowned
 from mrl.types import RunState
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,10 @@ class Checkpoint:
 class CheckpointStore:
     """The `step_N` folders below one run folder."""
 
-    def __init__(self, folder: Path, settings: CheckpointingConfig) -> None:
-        """Of what is in `folder`, `settings` say what is kept."""
+    def __init__(self, folder: Path, settings: CheckpointingConfig, *, check_owner: Callable[[], None] = unowned) -> None:
+        """Of what is in `folder`, `settings` say what is kept. `check_owner` raises where it is another process's by now."""
         self.folder = folder
+        self._check_owner = check_owner
         self.keep_top_k = settings.keep_top_k
         self.keep_latest_k = settings.ft_keep_latest_k or 1
         self.save_period = settings.save_period
@@ -81,6 +83,7 @@ class CheckpointStore:
             if path.is_dir():
                 sync_folder(path)
         write_atomic(pending.folder / MARKER, sha256_file(pending.folder / MANIFEST))
+        self._check_owner()
         final = self.folder / f"step_{pending.step}"
         replaced = self.folder / f"tmp_old_step_{pending.step}"
         if final.exists():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mrl.store.ownership import unowned
 from mrl.types import PromptKey
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,10 @@ class LedgerState:
 class Ledger:
     """Appends events to `ledger.jsonl`; an event is on disk when the call returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, check_owner: Callable[[], None] = unowned) -> None:
+        """`check_owner` raises where the file is another process's by now; see `mrl.store.ownership`."""
         self.path = path
+        self._check_owner = check_owner
         self.state = replay(path)
 
     def take(self, step: int, prompts: Sequence[PromptKey]) -> None:
@@ -59,6 +62,7 @@ class Ledger:
             )
 
     def _append(self, event: dict[str, object]) -> None:
+        self._check_owner()
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(descriptor, (json.dumps(event) + "\n").encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from mrl.store.checkpoints import Checkpoint, CheckpointStore
 from mrl.store.console import step_header, step_lines, supervised_lines
 from mrl.store.ledger import Ledger
 from mrl.store.metrics import JsonlLogger, Logger, TensorBoardLogger, drop_later_steps
+from mrl.store.ownership import Ownership
 from mrl.store.report import write_report
 from mrl.types import RolloutGroup
 
@@ -35,7 +35,8 @@ class RunFolder:
         self.config = config
         self.path = Path(config.checkpointing.checkpoint_dir).absolute()
         self.log_folder = self._next_log_folder(Path(config.logger.log_dir).absolute())
-        self.checkpoints = CheckpointStore(self.path, config.checkpointing)
+        self._ownership = Ownership(self.path / OWNER)
+        self.checkpoints = CheckpointStore(self.path, config.checkpointing, check_owner=self._ownership.check)
         self._loggers: list[Logger] = []
 
     def open(self) -> None:
@@ -46,12 +47,12 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_ownership()
+            self._ownership.take()
             self.log_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; choose another folder") from error
         self.checkpoints.remove_unfinished()
-        self.ledger = Ledger(self.path / "ledger.jsonl")
+        self.ledger = Ledger(self.path / "ledger.jsonl", check_owner=self._ownership.check)
         write_atomic(self.path / "config.yaml", resolved_yaml(self.config))
         logger.info("Using log directory: %s", self.log_folder)
 
@@ -61,7 +62,7 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         for sink in self._loggers:
             sink.close()
-        (self.path / OWNER).unlink(missing_ok=True)
+        self._ownership.give_back()
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """The newest complete checkpoint; what it supersedes leaves ledger and metrics, and metrics are open afterwards."""
@@ -126,29 +127,7 @@ class RunFolder:
             # Where transformers looks first. What was learned by this template is to be asked by it.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
 
-    def _take_ownership(self) -> None:
-        """Raises ValueError if a living process of this host already runs in this folder."""
-        owner_file = self.path / OWNER
-        if owner_file.exists():
-            owner = json.loads(owner_file.read_text(encoding="utf-8"))
-            if owner["host"] == os.uname().nodename and _start_time(owner["pid"]) == owner["start_time"]:
-                raise ValueError(
-                    f"checkpointing.checkpoint_dir={self.path} is in use by process {owner['pid']} on this host; "
-                    "wait for it, stop it, or choose another folder"
-                )
-        pid = os.getpid()
-        write_atomic(owner_file, json.dumps({"host": os.uname().nodename, "pid": pid, "start_time": _start_time(pid)}))
-
     @staticmethod
     def _next_log_folder(log_dir: Path) -> Path:
         taken = [int(path.name[4:]) for path in log_dir.glob("exp_*") if path.name[4:].isdigit()]
         return log_dir / f"exp_{max(taken, default=0) + 1:03d}"
-
-
-def _start_time(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot (proc(5), field 22), so that a reused pid is not mistaken for it; None if gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    return stat.rpartition(")")[2].split()[19]
