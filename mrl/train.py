@@ -271,14 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with folder:
             is_done = loop(folder, budget)
-<<<<<<< HEAD
     except NoSignal as error:
         logger.error("%s", error)
         return 2
-    except (ActorLost, DeadlineExceeded) as error:
-=======
     except (ActorLost, DeadlineExceeded, FolderLost) as error:
->>>>>>> 72a80df (A run folder is one attempt's at a time wherever it runs; who has lost it publishes nothing more)
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
         return 1
     if options.trace_config:
