@@ -64,7 +64,14 @@ def unbroken(inputs: tuple[Path, list[str]]) -> Path:
 def rows(run_folder: Path) -> list[dict]:
     """Metrics by step, without wall time and without what counts the faults."""
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time/", "refit/seconds", "rollout/tokens_per_s", "refit/weight_version", "rollout/engine_restarts")
+    timed = (
+        "time/",
+        "refit/seconds",
+        "rollout/tokens_per_s",
+        "rollout/engine_idle_fraction",
+        "refit/weight_version",
+        "rollout/engine_restarts",
+    )
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 
