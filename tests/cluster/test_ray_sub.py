@@ -1,0 +1,64 @@
+"""scripts/ray.sub on a real Slurm: policy ranks and engines on four nodes, files and lines as users of NeMo RL look for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import Job, submit, training
+from tests.cluster.slurm import SlurmBox
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def metrics(job: Job) -> list[dict]:
+    return [json.loads(line) for line in (job.run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_on_four_nodes(box: SlurmBox, inputs: list[str], tmp_path: Path):
+    job = submit(box, tmp_path, training(inputs, tmp_path / "run", steps=2), run_folder=tmp_path / "run")
+    assert job.end() == "COMPLETED", job.explain()
+    assert box.job(job.job_id)["ExitCode"] == "0:0"
+
+    for log in (job.output, job.log("ray-head.log")):
+        assert "Number of actors online: 4/4" in log
+    assert "All workers connected!" in job.output
+    assert job.output.splitlines()[-1].endswith(f"The command is done; log: {job.logs()}/ray-driver.log")
+    names = {path.name for path in job.logs().iterdir()}
+    assert {"STARTED_RAY_HEAD", "ENDED", "ray-head.log", "ray-driver.log", "dashboard.log"} <= names
+    assert {f"ray-worker-{index}.log" for index in range(3)} <= names
+    assert ".ray_token" not in names
+
+    driver = job.log("ray-driver.log")
+    assert "Number of actors online: 4/4" in driver
+    assert "Step 2/2" in driver
+    rows = [line.split() for line in driver.splitlines() if line.split()[1:2] and line.split()[1] in box.names]
+    assert [row[1] for row in rows] == box.names, "one rank on each node"
+    assert [row[3] for row in rows].count("-") == 2, "two engines, on nodes of their own"
+    assert all(row["refit/verified_bytes"] > 0 for row in metrics(job))
+    assert all(row["train/mean_abs_dlogp"] < 1e-5 for row in metrics(job))
+
+
+@pytest.mark.long("cluster")
+def test_an_idle_cluster_is_entered_by_its_attach_script(box: SlurmBox, tmp_path: Path):
+    job = submit(box, tmp_path, "", run_folder=tmp_path / "run")
+    try:
+        job.wait_for("Ray Cluster is idled", f"../slurm-{job.job_id}.out")
+        script = str(tmp_path / f"{job.job_id}-attach.sh")
+        count = "python -c 'import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))'"
+        assert box.slurm("bash", script, COMMAND=f"hostname; {count}", timeout_s=180).split() == ["mrl-n1", "4"]
+        assert box.slurm("bash", script, "2", COMMAND="hostname", timeout_s=60).split() == ["mrl-n3"]
+    finally:
+        box.slurm("scancel", str(job.job_id))
+    assert job.end() == "CANCELLED"
+
+
+@pytest.mark.long("cluster")
+def test_the_exit_code_of_the_command_is_the_jobs_and_its_last_error_the_last_line(box: SlurmBox, tmp_path: Path):
+    job = submit(box, tmp_path, "python -m mrl.train grpo_tiny.yaml grpo.num_prompts_per_stepp=3", run_folder=tmp_path / "run")
+    assert job.end() == "FAILED"
+    assert box.job(job.job_id)["ExitCode"] == "2:0"
+    assert "the command ended with code 2" in job.output.splitlines()[-1]
+    assert "nearest is grpo.num_prompts_per_step" in job.log("ray-driver.log")
