@@ -1,4 +1,4 @@
-"""What happens to clusters: time limits, preemption, lost power, a cut network, a cache on a node's own disk, two jobs in one run folder."""
+"""What happens to clusters: time limits, preemption, lost power, a cut network, a cache on one node's disk, two jobs in one run folder."""
 
 from __future__ import annotations
 
