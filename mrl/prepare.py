@@ -1,4 +1,4 @@
-"""Entry: makes what a first run needs. `python -m mrl.prepare tiny` writes a tiny model and its problems."""
+"""Entry: makes what a first run needs. `python -m mrl.prepare tiny`: a tiny model and its problems; `nano3`: a published blend."""
 
 from __future__ import annotations
 
@@ -27,10 +27,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tiny = kinds.add_parser("tiny", help="a tiny nemotron_h that adds two-digit numbers badly, and additions to train it on")
     tiny.add_argument("--out", type=Path, default=Path("prepared/tiny"), help="folder to write (default: %(default)s)")
     tiny.add_argument("--seed", type=int, default=0, help="of the splits and the warm start (default: %(default)s)")
+    nano3 = kinds.add_parser(
+        "nano3", help="the Nemotron-3-Nano RL blend, its placeholders filled in from the data sets that they stand for"
+    )
+    nano3.add_argument(
+        "--source", type=Path, nargs="+", required=True, metavar="DIR", help="folders into which the data sets were downloaded"
+    )
+    nano3.add_argument("--out", type=Path, required=True, help="folder for train-split.jsonl and val-split.jsonl")
+    nano3.add_argument("--validation-rows", type=int, default=1000, help="last rows of the blend, held out (default: %(default)s)")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
-        prepare_tiny(options.out, seed=options.seed)
+        if options.kind == "tiny":
+            prepare_tiny(options.out, seed=options.seed)
+        else:
+            from mrl.prepare_nano3 import prepare_nano3
+
+            prepare_nano3(options.source, options.out, num_validation=options.validation_rows)
     except ValueError as error:
         logger.error("%s", error)
         return 2

@@ -1,0 +1,342 @@
+"""The Nemotron-3-Nano RL blend as files to train on: placeholders filled in from the data sets that they stand for, the last rows held out.
+
+Placeholders are rows of nvidia/Nemotron-3-Nano-RL-Training-Blend whose question may only be had from its publisher. What they become is
+what the data set's own script create_nanov3_jsonl.py makes of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from conversion.files import sync_file, sync_folder, write_atomic
+from mrl.config.environments import environment_of_agent
+from mrl.data.fields import Fields, RowError, json_object, text_of
+from mrl.data.files import SUFFIXES
+from mrl.data.gym import gym_conversation
+from mrl.data.records import RecordFile
+
+logger = logging.getLogger(__name__)
+
+TRAIN_FILE, VALIDATION_FILE, RECIPE_FILE = "train-split.jsonl", "val-split.jsonl", "recipe.json"
+MAX_ERRORS = 20
+PLACEHOLDER = "_hf_placeholder"
+
+# What DAPO-Math-17k puts around every problem.
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    "(without quotes) where $Answer is the answer to the problem."
+)
+DAPO_BEHIND = 'Remember to put your answer on its own line after "Answer:".'
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A data set that placeholders stand for."""
+
+    hub_id: str
+    mark: str
+    """Part of the path of its files, in lower case."""
+    stem: str
+    """What the names of its files begin with; empty: anything."""
+
+
+ORIGINS: Mapping[str, Origin] = {
+    "nano_v3_sft_profiled_dapo17k": Origin("BytedTsinghua-SIA/DAPO-Math-17k", "dapo-math-17k", ""),
+    "nano_v3_sft_profiled_skywork_no_omni": Origin("Skywork/Skywork-OR1-RL-Data", "skywork", "math"),
+}
+"""By the `dataset` of the placeholders."""
+
+
+@dataclass
+class Survey:
+    """What a first pass over the blend finds."""
+
+    num_rows: int = 0
+    agents: Counter[str] = field(default_factory=Counter)
+    """Rows by agent."""
+    wanted: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in ORIGINS})
+    """Rows that placeholders stand for, by their `dataset`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a placeholder stands for."""
+
+    question: str
+    answer: str
+
+
+def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) -> None:
+    """Writes `train-split.jsonl` and, of the last rows, `val-split.jsonl` into `out`. A second call goes on where a first one was killed.
+
+    Raises:
+        ValueError: the blend or a data set is not in `sources`, rows are wrong, or `out` was made of something else.
+    """
+    started = time.monotonic()
+    blend = find_blend(sources)
+    files = {name: find_origin(origin, sources) for name, origin in ORIGINS.items()}
+    recipe = {"kind": "nano3", "blend": _identity(blend), "num_validation": num_validation}
+    _claim(out, recipe | {"origins": {name: [_identity(path) for path in paths] for name, paths in files.items()}})
+    survey = survey_blend(blend)
+    if survey.num_rows <= num_validation:
+        raise ValueError(f"{blend} has {survey.num_rows} rows; --validation-rows {num_validation} would leave none to train on")
+    problems = {name: read_problems(name, wanted, files[name]) for name, wanted in survey.wanted.items() if wanted}
+    num_train = survey.num_rows - num_validation
+    for name, first, stop in ((TRAIN_FILE, 0, num_train), (VALIDATION_FILE, num_train, survey.num_rows)):
+        write_rows(blend, problems, out / name, first, stop)
+    report(survey, num_validation)
+    logger.info("%s and %s are in %s, after %.0f s", TRAIN_FILE, VALIDATION_FILE, out, time.monotonic() - started)
+
+
+def find_blend(sources: Sequence[Path]) -> Path:
+    """The file of the blend: the one `train.jsonl` whose first row names an agent."""
+    found = [path for source in sources for path in sorted(source.rglob("train.jsonl")) if _names_agent(path)]
+    if len(found) != 1:
+        number = "several" if found else "no"
+        raise ValueError(
+            f"--source {' '.join(map(str, sources))}: {number} train.jsonl of nvidia/Nemotron-3-Nano-RL-Training-Blend; "
+            f"give one folder into which that data set was downloaded"
+        )
+    return found[0]
+
+
+def survey_blend(blend: Path) -> Survey:
+    """Counts rows and agents, and collects what placeholders stand for; checks every row.
+
+    Raises:
+        ValueError: naming up to 20 rows that are wrong.
+    """
+    survey, errors = Survey(), []
+    file = RecordFile(blend)
+    for record in file.records():
+        survey.num_rows += 1
+        try:
+            fields = json_object(record.line)
+            survey.agents[_agent(fields)] += 1
+            if fields.get(PLACEHOLDER) is None:
+                gym_conversation({key: value for key, value in fields.items() if key != PLACEHOLDER})
+            else:
+                name, row, _ = _placeholder(fields)
+                survey.wanted[name].add(row)
+        except RowError as error:
+            errors.append(f"  {file.place(record.number)}: {error}")
+    if errors:
+        more = f"\n  and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
+        raise ValueError(f"{blend} has {len(errors)} bad rows; download it again:\n" + "\n".join(errors[:MAX_ERRORS]) + more)
+    return survey
+
+
+def read_problems(name: str, wanted: set[int], files: Sequence[Path]) -> dict[int, Problem]:
+    """The rows `wanted` of the data set that placeholders of `dataset=name` stand for, from its files.
+
+    Raises:
+        ValueError: there are no files, or no such rows in them.
+    """
+    origin = ORIGINS[name]
+    if not files:
+        raise ValueError(
+            f"{len(wanted)} rows of the blend are placeholders of {origin.hub_id}, and no --source has its files; "
+            f"download it (hf download {origin.hub_id} --repo-type dataset --local-dir DIR) and add --source DIR"
+        )
+    problems: dict[int, Problem] = {}
+    first = 0
+    for path in files:
+        num_rows = 0
+        for num_rows, fields in _numbered(path, wanted, first):
+            if fields is not None:
+                try:
+                    problems[first + num_rows - 1] = problem_of(fields)
+                except RowError as error:
+                    raise ValueError(f"{path}:{num_rows}: {error}; this is not {origin.hub_id} as the blend was made of it") from error
+        first += num_rows
+    if missing := sorted(wanted - problems.keys()):
+        raise ValueError(f"{origin.hub_id} in {files[0].parent} has {first} rows; the blend asks for row {missing[-1]}: download it again")
+    return problems
+
+
+def find_origin(origin: Origin, sources: Sequence[Path]) -> list[Path]:
+    """Files of a data set, in order; of several forms of the same rows, those of one."""
+    for suffix in SUFFIXES:
+        found = [
+            path
+            for source in sources
+            for path in sorted(source.absolute().rglob(f"*{suffix}"))
+            if origin.mark in str(path).lower() and path.name.startswith(origin.stem) and not _names_agent(path)
+        ]
+        if found:
+            return found
+    return []
+
+
+def problem_of(fields: Fields) -> Problem:
+    """The question and the answer of a row of DAPO-Math-17k or Skywork-OR1."""
+    prompt, reward_model = fields.get("prompt"), fields.get("reward_model")
+    message = prompt[0] if isinstance(prompt, list) and prompt else None
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not isinstance(reward_model, dict):
+        raise RowError("a row must have prompt[0].content and reward_model.ground_truth")
+    answer = text_of(reward_model, ("ground_truth",))
+    if answer.startswith("[") and answer.endswith("]"):
+        # Skywork lists the answers that count, as JSON.
+        try:
+            answers = json.loads(answer)
+        except ValueError as error:
+            raise RowError(f"reward_model.ground_truth={answer} is not JSON: {error}") from error
+        answer = str(answers[0]) if answers else ""
+    return Problem(message["content"], answer)
+
+
+def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> Fields:
+    """The row of a placeholder with its question and answer; any other row as it is.
+
+    Raises:
+        RowError: the question cannot be put together.
+    """
+    if fields.get(PLACEHOLDER) is None:
+        return {key: value for key, value in fields.items() if key != PLACEHOLDER}
+    name, row, template = _placeholder(fields)
+    problem = problems[name][row]
+    question = asked = problem.question
+    if ORIGINS[name].stem:
+        asked = str(template["template"]).replace("{question}", question)
+    else:
+        question = asked = _in_dapo_template(question, template)
+    request = fields.get("responses_create_params")
+    kept = {key: value for key, value in fields.items() if key != PLACEHOLDER}
+    return kept | {
+        "responses_create_params": (request if isinstance(request, dict) else {}) | {"input": [{"role": "user", "content": asked}]},
+        "question": question,
+        "expected_answer": problem.answer,
+    }
+
+
+def _in_dapo_template(question: str, template: Fields) -> str:
+    start, stop = question.find(DAPO_BEFORE), question.rfind(DAPO_BEHIND)
+    if start < 0 or stop < start:
+        raise RowError("the problem is not worded as in DAPO-Math-17k; download that data set again")
+    problem = question[start + len(DAPO_BEFORE) : stop]
+    if template.get("prefix"):
+        return f"{template['prefix']}{problem}".removesuffix("\n\n")
+    return f"{problem}{template['suffix']}"
+
+
+def _placeholder(fields: Fields) -> tuple[str, int, Fields]:
+    """The data set, the row and the question's template of a placeholder."""
+    name, placeholder = fields.get("dataset"), fields.get(PLACEHOLDER)
+    if name not in ORIGINS:
+        raise RowError(f"a placeholder of dataset={name}, which is not known; known are {', '.join(ORIGINS)}")
+    row = placeholder.get("row") if isinstance(placeholder, dict) else None
+    template = placeholder.get("question_template") if isinstance(placeholder, dict) else None
+    keys = ("template",) if ORIGINS[str(name)].stem else ("prefix", "suffix")
+    if not isinstance(row, int) or row < 0 or not isinstance(template, dict) or not any(template.get(key) for key in keys):
+        raise RowError(f"{PLACEHOLDER} must have row and question_template.{' or .'.join(keys)}")
+    return str(name), row, template
+
+
+def write_rows(blend: Path, problems: Mapping[str, Mapping[int, Problem]], path: Path, first: int, stop: int) -> None:
+    """Writes rows `first` to `stop` of the blend, filled in. A file that is there is left; one that was begun is continued.
+
+    Raises:
+        ValueError: a placeholder cannot be filled in.
+    """
+    if path.exists():
+        return
+    aside = path.with_name(f".{path.name}.part")
+    file = RecordFile(blend)
+    with aside.open("a+b") as written:
+        _lock(written)
+        if num_done := _keep_whole_lines(written):
+            logger.info("%s: %d of %d rows are there already", path.name, num_done, stop - first)
+        for index, record in enumerate(file.records()):
+            if index >= stop:
+                break
+            if index < first + num_done:
+                continue
+            try:
+                row = filled_in(json_object(record.line), problems)
+            except RowError as error:
+                raise ValueError(f"{file.place(record.number)}: {error}") from error
+            written.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+    sync_file(aside)
+    aside.rename(path)
+    sync_folder(path.parent)
+
+
+def report(survey: Survey, num_validation: int) -> None:
+    """Logs how many rows each environment has."""
+    logger.info("%d rows to train on, %d for validation", survey.num_rows - num_validation, num_validation)
+    for agent, count in survey.agents.most_common():
+        environment = environment_of_agent(agent) or "no environment (data.drop_rows_without_environment leaves them out)"
+        logger.info("  %6d rows (%4.1f %%) of %s: %s", count, 100 * count / survey.num_rows, agent or "no agent", environment)
+    for name, wanted in survey.wanted.items():
+        logger.info("  %6d problems of %s filled in", len(wanted), ORIGINS[name].hub_id)
+
+
+def _lock(file: IO[bytes]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{file.name} is being written by another process; wait until it ends") from error
+
+
+def _keep_whole_lines(file: IO[bytes]) -> int:
+    """Cuts off what follows the last line end of a file, and returns its number of lines."""
+    num_lines = end = position = 0
+    file.seek(0)
+    while block := file.read(1 << 20):
+        num_lines += block.count(b"\n")
+        if b"\n" in block:
+            end = position + block.rindex(b"\n") + 1
+        position += len(block)
+    file.truncate(end)
+    return num_lines
+
+
+def _numbered(path: Path, wanted: set[int], first: int) -> Iterator[tuple[int, Fields | None]]:
+    """`(row from 1, fields)` of a file whose first row is number `first` of its data set; only of wanted rows the fields."""
+    if path.suffix in (".parquet", ".arrow"):
+        from mrl.data.tables import table_rows_at
+
+        yield from table_rows_at(path, lambda index: first + index in wanted)
+        return
+    rows: Iterable[bytes] = (record.line for record in RecordFile(path).records())
+    for number, line in enumerate(rows, start=1):
+        yield number, json_object(line) if first + number - 1 in wanted else None
+
+
+def _agent(fields: Fields) -> str:
+    agent = fields.get("agent_ref")
+    return str(agent.get("name") or "") if isinstance(agent, dict) else ""
+
+
+def _names_agent(path: Path) -> bool:
+    if path.suffix != ".jsonl":
+        return False
+    with path.open("rb") as file:
+        return b'"agent_ref"' in file.readline()
+
+
+def _identity(path: Path) -> dict[str, object]:
+    status = path.stat()
+    return {"path": str(path.absolute()), "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+
+
+def _claim(out: Path, recipe: Mapping[str, object]) -> None:
+    """Makes `out`, or finds that it was made of the same."""
+    path = out / RECIPE_FILE
+    if path.exists():
+        if json.loads(path.read_text(encoding="utf-8")) != recipe:
+            raise ValueError(f"--out {out} was made of another blend, or with another --validation-rows; remove it or choose another --out")
+        return
+    if out.exists() and any(os.scandir(out)):
+        raise ValueError(f"--out {out} is not empty; choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(recipe, indent=2))
