@@ -63,7 +63,7 @@ def train(config: RunConfig, data: SupervisedData, folder: RunFolder, budget: Bu
         budget.begin()
         run = Run(config, data, folder, policies, saver, budget, sequence_cost(config.policy.model_name), last_step)
         state = resume(run, checkpoint)
-        if state.step == 0 and config.training.val_at_start:
+        if state.step == 0 and config.training.val_at_start and data.validation:
             folder.log_metrics(0, validate(run, state))
         run.is_over = budget.is_over
         while state.step < last_step and not run.is_over:

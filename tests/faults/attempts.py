@@ -26,10 +26,11 @@ class Attempt:
     run_folder: Path
     overrides: list[str]
     log: Path
+    config: str = "grpo_tiny.yaml"
     process: subprocess.Popen = field(init=False)
 
     def __enter__(self) -> Attempt:
-        command = [sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *self.overrides]
+        command = [sys.executable, "-m", "mrl.train", self.config, *self.overrides]
         # A mark that every process of this attempt inherits, so that leftovers can be told from everything else.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MRL_TEST_ATTEMPT": self.mark}
         with self.log.open("w") as output:

@@ -91,27 +91,35 @@ def check(ranks: RankPool, config: RunConfig, layout: str, examples: list[Exampl
     np.testing.assert_allclose([step["train/grad_norm"] for step in steps], grad_norms, rtol=1e-4)
 
 
-LAYOUTS = ("tp2 sp dp2 ep2", "cp2 ep2")
-
-
-def test_sft_equals_transformers_in_any_layout(ranks: RankPool, folder: Path):
+def sft_case(ranks: RankPool, folder: Path, layout: str) -> None:
     examples = supervised_ranks.examples(1)
-    losses, grad_norms = transformers_steps(mean_nll, examples)
-    for layout in LAYOUTS:
-        check(ranks, supervised_ranks.run_config(folder, "sft", layout), layout, examples, losses, grad_norms)
+    check(ranks, supervised_ranks.run_config(folder, "sft", layout), layout, examples, *transformers_steps(mean_nll, examples))
 
 
-def test_dpo_equals_transformers_in_any_layout(ranks: RankPool, folder: Path):
+def dpo_case(ranks: RankPool, folder: Path, layout: str) -> None:
     examples = supervised_ranks.examples(2)
-    losses, grad_norms = transformers_steps(dpo, examples)
     settings = ["reference_policy_kl_penalty=0.3", "sft_loss_weight=0.1", "sft_average_log_probs=true"]
-    for layout in LAYOUTS:
-        config = supervised_ranks.run_config(folder, "dpo", layout, *(f"dpo.{setting}" for setting in settings))
-        check(ranks, config, layout, examples, losses, grad_norms)
+    config = supervised_ranks.run_config(folder, "dpo", layout, *(f"dpo.{setting}" for setting in settings))
+    check(ranks, config, layout, examples, *transformers_steps(dpo, examples))
 
 
-def test_a_reward_model_equals_transformers_in_any_layout(ranks: RankPool, folder: Path):
+def rm_case(ranks: RankPool, folder: Path, layout: str) -> None:
     examples = supervised_ranks.examples(2)
-    losses, grad_norms = transformers_steps(bradley_terry, examples)
-    for layout in (*LAYOUTS, "pp2 dp2 ep2"):
-        check(ranks, supervised_ranks.run_config(folder, "rm", layout, f"rm.seed={SEED}"), layout, examples, losses, grad_norms)
+    config = supervised_ranks.run_config(folder, "rm", layout, f"rm.seed={SEED}")
+    check(ranks, config, layout, examples, *transformers_steps(bradley_terry, examples))
+
+
+CASES = {"sft": sft_case, "dpo": dpo_case, "rm": rm_case}
+
+
+# Between them, every way of cutting a batch, a row and a model.
+@pytest.mark.parametrize(("algorithm", "layout"), [("sft", "tp2 sp dp2 ep2"), ("dpo", "cp2 ep2"), ("rm", "pp2 dp2 ep2")])
+def test_three_steps_equal_transformers(ranks: RankPool, folder: Path, algorithm: str, layout: str):
+    CASES[algorithm](ranks, folder, layout)
+
+
+@pytest.mark.long("supervised")
+@pytest.mark.parametrize("layout", ["one", "tp2 sp dp2 ep2", "cp2 dp2 ep2", "pp2 dp2 ep2", "tp2 sp cp2 ep2"])
+@pytest.mark.parametrize("algorithm", CASES)
+def test_three_steps_equal_transformers_in_any_layout(ranks: RankPool, folder: Path, algorithm: str, layout: str):
+    CASES[algorithm](ranks, folder, layout)

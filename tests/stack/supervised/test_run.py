@@ -1,0 +1,45 @@
+"""A run without engines as its command: what it prints, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+from mrl import prepare_tokenizer
+from mrl.prepare_arithmetic import split_additions, write_splits
+from mrl.store.checkpoints import find_damage
+from tests import models
+from tests.learn.quickstart import call
+
+# Two ranks are enough to have data parallelism, and start in half the time.
+LAYOUT = ["cluster.cpu_units_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"]
+RUN = ["dpo.max_num_steps=2", "dpo.val_batches=1", "dpo.val_global_batch_size=16", "policy.train_global_batch_size=16"]
+
+
+def test_two_steps_of_dpo(tmp_path: Path):
+    prepared = tmp_path / "prepared" / "tiny"
+    model = models.save_nemotron_h(prepared / "model")
+    prepare_tokenizer.save(model, model_max_length=1280)
+    write_splits(split_additions(seed=0), prepared / "data")
+    # A warmup begins with a step of learning rate 0.
+    overrides = [*LAYOUT, *RUN, "policy.megatron_cfg.scheduler.lr_warmup_iters=0"]
+    printed = call(tmp_path, "-m", "mrl.train", "dpo_tiny.yaml", *overrides, timeout_s=240)
+    run = tmp_path / "results" / "dpo_tiny"
+    first, *steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # Before the first update the policy is the reference: both answers are as likely to win.
+    assert first["step"] == 0 and math.isclose(first["val/validation-default_loss"], math.log(2), rel_tol=1e-6)
+    assert [row["step"] for row in steps] == [1, 2]
+    assert math.isclose(steps[0]["train/loss"], math.log(2), rel_tol=1e-6)
+    assert steps[1]["train/loss"] < steps[0]["train/loss"]
+    assert steps[1]["val/validation-default_loss"] != first["val/validation-default_loss"]
+    assert steps[0]["train/num_valid_tokens"] == 16 * 2 * 3  # two digits and the end of every answer
+    events = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["taken", "trained"] * 2
+    assert find_damage(run / "step_2") is None
+    assert re.search(r"^=+ Step 2/2 =+$", printed, re.MULTILINE)
+    assert re.search(
+        r"^\[Train\]    loss=0\.\d+, accuracy=[\d.]+, rewards_margin_mean=\S+, grad_norm=\S+, lr=\S+ \(96 tokens\)$", printed, re.MULTILINE
+    )
+    assert "Number of actors online: 2/2" in printed
