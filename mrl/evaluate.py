@@ -25,6 +25,7 @@ from mrl.start import check_start
 from mrl.store.checkpoints import CheckpointStore
 from mrl.store.console import RolloutProgress
 from mrl.store.evaluations import ALL, scores_by_environment, table_lines, write_results
+from mrl.supply import validation_sampling
 from mrl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,12 @@ class Target:
 
 
 def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[RolloutGroup]:
-    """Answers to every held-out prompt with their verdicts, sampled from the model folder as vLLM's own loader reads it."""
+    """Answers to every held-out prompt with their verdicts, sampled as in validation from the model that vLLM's own loader reads."""
     asked = [(EVALUATION_EPOCH, prompt) for prompt in data.validation]
-    num_answers = config.eval.num_tests_per_prompt
+    num_answers, sampling = config.eval.num_tests_per_prompt, validation_sampling(data.sampling, config.policy.generation)
     with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
         with RolloutProgress(len(asked) * num_answers) as progress:
-            keys = collector.ask(asked, data.sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)
+            keys = collector.ask(asked, sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)
             num_done = 0
 
             def show() -> None:
@@ -120,6 +121,7 @@ def preflight(config: RunConfig) -> PromptData:
     """
     # Whatever trained the model, it is rollouts that are judged.
     config.algorithm = "grpo"
+    config.policy.train_global_batch_size = config.grpo.num_rollouts_per_step
     config.grpo.max_val_samples = None
     check_start(config)
     data = load_prompts(config)

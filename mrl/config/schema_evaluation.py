@@ -14,7 +14,7 @@ class EvalConfig:
     metric: Literal["pass@k", "cons@k"] = "pass@k"
     """The score that is reported first: whether one of k answers is right, or the most frequent of them."""
     num_tests_per_prompt: int = 1
-    """Answers sampled for each held-out prompt."""
+    """Answers sampled for each held-out prompt, as `policy.generation.val_temperature` and its like say."""
     k_value: int = 1
     """k of these scores; at most num_tests_per_prompt."""
     seed: int = 42

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from mrl.config.ranges import spell
 from mrl.config.schema import RunConfig
 
@@ -44,4 +47,13 @@ def find_reward_model_problems(config: RunConfig) -> list[str]:
     if is_trained and config.policy.megatron_cfg.peft.enabled:
         rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
         problems.append(f"policy.megatron_cfg.peft.enabled=true: {rule}; set it to false")
+    stages = config.policy.megatron_cfg.pipeline_model_parallel_size
+    if is_trained and stages > 1 and _ties_embeddings(Path(config.policy.model_name)):
+        rule = "the model's output layer is its embedding, whose copy on the last stage a reward model gives no gradient"
+        problems.append(f"policy.megatron_cfg.pipeline_model_parallel_size={stages}: {rule}; set it to 1")
     return problems
+
+
+def _ties_embeddings(model: Path) -> bool:
+    file = model / "config.json"
+    return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("tie_word_embeddings", False))

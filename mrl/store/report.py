@@ -12,6 +12,9 @@ from mrl.store.charts import Series, line_chart, stacked_chart
 
 PHASES = ("generation", "reward", "train", "refit", "validation", "checkpoint")
 HIDDEN_PHASES = ("reward", "checkpoint")
+SUPERVISED_PHASES = ("train", "validation", "checkpoint")
+PAIRS = "val/validation-default_"
+"""What held-out pairs are measured by."""
 NUM_SAMPLES = 24
 MAX_SAMPLE_CHARACTERS = 600
 STYLE = """
@@ -31,7 +34,22 @@ def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: s
     """Writes the page from the run's metrics and samples, replacing an older one at once."""
     rows = _read(metrics_file)
     samples = _read(samples_file)[-NUM_SAMPLES:]
-    charts = [
+    charts = _rollout_charts(rows) if has_rollouts(rows) else _supervised_charts(rows)
+    page = (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1><p>{_headline(rows)}</p><div class='charts'>{''.join(charts)}</div>"
+        f"<h2>Samples, newest first</h2>{_sample_table(samples[::-1])}</body></html>"
+    )
+    write_atomic(path, page)
+
+
+def has_rollouts(rows: Sequence[dict]) -> bool:
+    """Whether these are metrics of a run that samples, as far as they tell."""
+    return any("train/reward" in row or "val/accuracy" in row for row in rows) or not any("train/loss" in row for row in rows)
+
+
+def _rollout_charts(rows: Sequence[dict]) -> list[str]:
+    return [
         line_chart("Reward (mean over valid rollouts)", {"train": _series(rows, "train/reward")}),
         line_chart("Held-out accuracy", {"validation": _series(rows, "val/accuracy")}),
         line_chart("KL generator to trainer", {"gen_kl_error": _series(rows, "train/gen_kl_error")}),
@@ -39,18 +57,34 @@ def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: s
         line_chart(
             "Generated tokens per rollout", {"mean": _series(rows, "rollout/mean_length"), "max": _series(rows, "rollout/max_length")}
         ),
-        line_chart("Loss", {"loss": _series(rows, "train/loss")}),
-        line_chart("Gradient norm", {"grad_norm": _series(rows, "train/grad_norm")}),
+        *_step_charts(rows),
         line_chart("Refit, seconds", {"refit": _series(rows, "refit/seconds")}),
         stacked_chart("Seconds by phase", {phase: _series(rows, f"time/{phase}") for phase in PHASES}),
         stacked_chart("Seconds hidden beside other phases", {phase: _series(rows, f"time/{phase}_hidden") for phase in HIDDEN_PHASES}),
     ]
-    page = (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1><p>{_headline(rows)}</p><div class='charts'>{''.join(charts)}</div>"
-        f"<h2>Samples, newest first</h2>{_sample_table(samples[::-1])}</body></html>"
-    )
-    write_atomic(path, page)
+
+
+def _supervised_charts(rows: Sequence[dict]) -> list[str]:
+    accuracy = {"train": _series(rows, "train/accuracy"), "validation": _series(rows, f"{PAIRS}accuracy")}
+    margin = {"train": _series(rows, "train/rewards_margin_mean"), "validation": _series(rows, f"{PAIRS}rewards_margin_mean")}
+    of_pairs = [line_chart("Preferred answers that win", accuracy), line_chart("Reward of the preferred answer above the other's", margin)]
+    return [
+        line_chart("Held-out loss", {"validation": _held_out_loss(rows)}),
+        *(of_pairs if accuracy["train"] else []),
+        *_step_charts(rows),
+        stacked_chart("Seconds by phase", {phase: _series(rows, f"time/{phase}") for phase in SUPERVISED_PHASES}),
+    ]
+
+
+def _step_charts(rows: Sequence[dict]) -> list[str]:
+    return [
+        line_chart("Loss", {"loss": _series(rows, "train/loss")}),
+        line_chart("Gradient norm", {"grad_norm": _series(rows, "train/grad_norm")}),
+    ]
+
+
+def _held_out_loss(rows: Sequence[dict]) -> Series:
+    return _series(rows, "val/val_loss") or _series(rows, f"{PAIRS}loss")
 
 
 def _read(path: Path) -> list[dict]:
@@ -64,10 +98,10 @@ def _series(rows: Sequence[dict], name: str) -> Series:
 def _headline(rows: Sequence[dict]) -> str:
     if not rows:
         return "No step has finished yet."
-    accuracy = _series(rows, "val/accuracy")
     text = f"{rows[-1]['step']} steps."
-    if accuracy:
-        text += f" Held-out accuracy {accuracy[0][1]:.3f} at step {accuracy[0][0]}, {accuracy[-1][1]:.3f} at step {accuracy[-1][0]}."
+    for name, series in (("accuracy", _series(rows, "val/accuracy")), ("loss", _held_out_loss(rows))):
+        if series:
+            text += f" Held-out {name} {series[0][1]:.3f} at step {series[0][0]}, {series[-1][1]:.3f} at step {series[-1][0]}."
     return text
 
 

@@ -1,5 +1,6 @@
 """Which algorithm a config means, and what it may not say then."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,15 @@ def test_a_reward_head_belongs_to_the_algorithm_that_trains_it(workplace: Path):
     assert problem.startswith("policy.reward_model_cfg.enabled=false: it follows from algorithm=rm")
     (problem,) = find_problems(load_config("rm_tiny.yaml", ["policy.megatron_cfg.peft.enabled=true"]))
     assert problem.startswith("policy.megatron_cfg.peft.enabled=true: adapters freeze")
+
+
+def test_a_reward_model_of_tied_embeddings_has_one_stage(workplace: Path):
+    stages = [f"policy.megatron_cfg.{key}" for key in ("pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage=3")]
+    assert find_problems(load_config("rm_tiny.yaml", stages)) == []
+    file = workplace / "prepared/tiny/model/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    found = find_problems(load_config("rm_tiny.yaml", stages))
+    assert any(problem.startswith("policy.megatron_cfg.pipeline_model_parallel_size=2: the model's output layer") for problem in found)
 
 
 @pytest.mark.parametrize(

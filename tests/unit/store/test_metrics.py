@@ -41,3 +41,14 @@ def test_the_report_is_self_contained_and_escapes_what_models_write(tmp_path: Pa
     assert "<script" not in page and "http" not in page and "masked (timeout)" in page
     assert "Held-out accuracy 0.000 at step 0, 0.400 at step 4" in page
     assert page.count("<polyline") == 2
+
+
+def test_the_report_of_a_run_without_rollouts_shows_its_losses(tmp_path: Path):
+    rows = [{"step": 0, "val/validation-default_loss": 0.693}]
+    rows += [{"step": step, "train/loss": 1.0 / step, "train/accuracy": 0.5, "train/rewards_margin_mean": 0.1} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "report.html"
+    write_report(page, metrics_file=tmp_path / "metrics.jsonl", samples_file=tmp_path / "samples.jsonl", title="run")
+    text = page.read_text()
+    assert "Held-out loss 0.693 at step 0, 0.693 at step 0." in text
+    assert "Preferred answers that win" in text and "Refit" not in text and "rollout" not in text.partition("Samples")[0]
