@@ -32,7 +32,7 @@ class SequencePackingConfig:
     """Pack sequences into rows up to a number of tokens. false (and no dynamic batching) = a fixed number of sequences a row, side by
     side without padding between them: train_micro_batch_size and logprob_batch_size."""
     train_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
-    """Tokens of a packed row in training."""
+    """Tokens of a packed row in training. Of pairs of answers (dpo, rm) a row holds as many of each kind."""
     logprob_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
     """Tokens of a packed row in logprob passes. Another number than train_mb_tokens gives these passes rows of their own."""
     algorithm: PackingAlgorithm = "balanced"
@@ -82,7 +82,7 @@ class PolicyConfig:
     """Folder of the starting model in Hugging Face format, or its id on the Hub."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: int = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
-    """Sequences per optimizer step. Must equal the rollouts per step."""
+    """Sequences per optimizer step. In GRPO it must equal the rollouts per step; of pairs of answers (dpo, rm), it is the number of pairs."""
     train_micro_batch_size: int = 1
     """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
     logprob_batch_size: int = follows("policy.train_micro_batch_size")
