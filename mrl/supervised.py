@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mrl.algo.sft import perplexity
+from mrl.cluster.monitor import watch_hosts
 from mrl.cluster.payload import put_batch
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.session import start_policies
@@ -59,6 +60,8 @@ def train(config: RunConfig, data: SupervisedData, folder: RunFolder, budget: Bu
     with (
         start_policies(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as policies,
         open_saver(config, folder, policies) as saver,
+        folder.open_loggers() as loggers,
+        watch_hosts(config, loggers),
     ):
         budget.begin()
         run = Run(config, data, folder, policies, saver, budget, sequence_cost(config.policy.model_name), last_step)

@@ -22,6 +22,7 @@ from typing import cast
 
 from mrl import env, supervised
 from mrl.algo.signals import train_sequences
+from mrl.cluster.monitor import watch_hosts
 from mrl.cluster.session import Session, start_session
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config import trace
@@ -46,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 # Validation draws the same random numbers every time, so that its curve moves by the weights alone.
 VALIDATION_EPOCH = -1
-NUM_REPORT_SAMPLES = 4
 # EX_TEMPFAIL of sysexits.h, by which launchers know that the job is to be queued again.
 ENDED_EARLY = 75
 
@@ -78,6 +78,8 @@ def train(config: RunConfig, data: PromptData, folder: RunFolder, budget: Budget
     with (
         start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
         open_saver(config, folder, session.policies) as saver,
+        folder.open_loggers() as loggers,
+        watch_hosts(config, loggers),
     ):
         run = open_run(config, data, folder, session, saver, budget)
         state = resume(run, checkpoint)
@@ -144,7 +146,7 @@ def train_step(run: Run, state: RunState) -> None:
             save_checkpoint(run, state, has_next=not run.is_over)
     metrics |= clock.metrics() | run.saver.take_metrics()
     folder.print_step(metrics)
-    folder.log_samples(step, "train", groups[:NUM_REPORT_SAMPLES])
+    folder.log_samples(step, "train", groups, sequences)
     folder.log_metrics(step, metrics)
 
 
@@ -185,7 +187,7 @@ def validate(run: Run, state: RunState) -> dict[str, float]:
         groups = run.supply.sample(asked, sampling, num_generations=num_generations, weight_version=state.weight_version, clock=Clock())
     except Stopped:
         return {}
-    run.folder.log_samples(state.step, "validation", groups[:NUM_REPORT_SAMPLES])
+    run.folder.log_samples(state.step, "validation", groups)
     metrics = validation_metrics(groups)
     logger.info("[Validate] step %d: accuracy %.3f over %d prompts", state.step, metrics["val/accuracy"], len(groups))
     return metrics

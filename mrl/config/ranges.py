@@ -202,6 +202,9 @@ RANGES: dict[str, Range] = {
     "deadlines.train_s": ABOVE_ZERO,
     "deadlines.refit_s": ABOVE_ZERO,
     "deadlines.checkpoint_s": ABOVE_ZERO,
+    "logger.num_val_samples_to_print": COUNT,
+    "logger.gpu_monitoring.collection_interval": ABOVE_ZERO,
+    "logger.gpu_monitoring.flush_interval": ABOVE_ZERO,
 }
 
 ONLY: dict[str, tuple[object, str]] = {

@@ -10,11 +10,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal, get_type_hints
 
-from mrl.config.fields import follows
 from mrl.config.schema_algo import GrpoConfig, LossConfig, RewardPenaltiesConfig
 from mrl.config.schema_data import DataConfig
 from mrl.config.schema_env import EnvConfig
 from mrl.config.schema_evaluation import EvalConfig
+from mrl.config.schema_logger import LoggerConfig
 from mrl.config.schema_policy import PolicyConfig
 from mrl.config.schema_supervised import DpoConfig, RmConfig, SftConfig
 from mrl.config.trace import traced
@@ -53,15 +53,6 @@ class CheckpointingConfig:
             return None
         days, hours, minutes, seconds = (int(part) for part in self.checkpoint_must_save_by.split(":"))
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-@traced
-@dataclass
-class LoggerConfig:
-    log_dir: str = follows("checkpointing.checkpoint_dir") + "/logs"
-    """Folder of TensorBoard logs; each start of a run gets `exp_NNN` below it."""
-    tensorboard_enabled: bool = False
-    """Write TensorBoard events."""
 
 
 @traced

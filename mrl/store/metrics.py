@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a step in `metrics.jsonl`, and TensorBoard."""
+"""`metrics.jsonl`: one JSON object a step, and what a resumed run does to it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,10 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
-
-
-class Logger(Protocol):
-    """Where metrics go. Each logger is optional and works without a network."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records one step's metrics."""
-        ...
-
-    def close(self) -> None:
-        """Flushes what is buffered."""
-        ...
 
 
 class JsonlLogger:
-    """One line per step, flushed at once."""
+    """One line per step, flushed at once. After an error the next line brings those that did not reach the disk."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -40,10 +27,20 @@ class JsonlLogger:
 
 def drop_later_steps(path: Path, step: int) -> bool:
     """Drops lines of steps after `step` from a file of JSON lines: they are run again. Returns whether `step` itself has a line."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = _lines(path)
     kept = [line for line in lines if _step_of(line) <= step]
     path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     return any(_step_of(line) == step for line in kept)
+
+
+def last_step_in(path: Path) -> int:
+    """The last step with a whole line; -1 if there is none."""
+    steps = [step for line in _lines(path) if (step := _step_of(line)) < math.inf]
+    return int(max(steps, default=-1))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def _step_of(line: str) -> float:
@@ -52,22 +49,3 @@ def _step_of(line: str) -> float:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-class TensorBoardLogger:
-    """TensorBoard event files, under `<folder>/tensorboard`."""
-
-    def __init__(self, folder: Path) -> None:
-        # Imported here: it takes a second and is wanted only where tensorboard_enabled.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flushes and closes the event file."""
-        self._writer.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from conversion.files import write_atomic
@@ -15,10 +16,12 @@ from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.store.checkpoints import Checkpoint, CheckpointStore
 from mrl.store.console import step_header, step_lines, supervised_lines
 from mrl.store.ledger import Ledger
-from mrl.store.metrics import JsonlLogger, Logger, TensorBoardLogger, drop_later_steps
+from mrl.store.loggers.group import Loggers, check_loggers
+from mrl.store.metrics import JsonlLogger, drop_later_steps, last_step_in
 from mrl.store.ownership import Ownership
 from mrl.store.report import write_report
-from mrl.types import RolloutGroup
+from mrl.store.samples import Split, append_report_samples, best_and_worst, sample_lines, write_step_data
+from mrl.types import RolloutGroup, TrainSequence
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +40,18 @@ class RunFolder:
         self.log_folder = self._next_log_folder(Path(config.logger.log_dir).absolute())
         self._ownership = Ownership(self.path / OWNER)
         self.checkpoints = CheckpointStore(self.path, config.checkpointing, check_owner=self._ownership.check)
-        self._loggers: list[Logger] = []
+        self._metrics: JsonlLogger | None = None
+        self._loggers: Loggers | None = None
+        self._last_logged_step = -1
+        self._failed_writes: Counter[str] = Counter()
 
     def open(self) -> None:
         """Takes the folder over, and removes what an interrupted attempt left unfinished.
 
         Raises:
-            ValueError: a living process owns the folder, it cannot be written, or its ledger is damaged.
+            ValueError: a living process owns the folder, it cannot be written, its ledger is damaged, or a logger's package is missing.
         """
+        check_loggers(self.config.logger)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._ownership.take()
@@ -60,8 +67,9 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for sink in self._loggers:
-            sink.close()
+        if self._metrics is not None:
+            with self._may_fail(METRICS):
+                self._metrics.close()
         self._ownership.give_back()
 
     def newest_checkpoint(self) -> Checkpoint | None:
@@ -71,36 +79,48 @@ class RunFolder:
         # Without a checkpoint, step 0 is validated again too.
         last_step = newest.step if newest else -1
         drop_later_steps(self.path / SAMPLES, last_step)
+        self._last_logged_step = last_step_in(self.path / METRICS)
         has_metrics = drop_later_steps(self.path / METRICS, last_step)
-        self._loggers.append(JsonlLogger(self.path / METRICS))
+        self._metrics = JsonlLogger(self.path / METRICS)
         if newest is not None and not has_metrics:  # killed between the checkpoint and its line
-            self._loggers[0].log(newest.state().metrics, newest.step)
-        if self.config.logger.tensorboard_enabled:
-            self._loggers.append(TensorBoardLogger(self.log_folder))
+            self._metrics.log(newest.state().metrics, newest.step)
         return newest
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands one step's metrics to every logger and renews the report."""
-        for sink in self._loggers:
-            sink.log(metrics, step)
-        write_report(self.path / REPORT, metrics_file=self.path / METRICS, samples_file=self.path / SAMPLES, title=self.path.name)
+    @contextmanager
+    def open_loggers(self) -> Iterator[Loggers]:
+        """The loggers that are switched on: they get what is logged inside the `with` block, which ends when they have sent it."""
+        self._loggers = Loggers(self.config, run_folder=self.path, log_folder=self.log_folder, last_step=self._last_logged_step)
+        try:
+            yield self._loggers
+        finally:
+            self._loggers.close()
+            self._loggers = None
 
-    def log_samples(self, step: int, split: str, groups: Sequence[RolloutGroup]) -> None:
-        """Keeps the first rollout of some groups as text, for the report."""
-        with (self.path / SAMPLES).open("a", encoding="utf-8") as file:
-            for group in groups:
-                verdict = group.verdicts[0]
-                row = {
-                    "step": step,
-                    "split": split,
-                    "prompt": group.prompt.text,
-                    "expected": group.prompt.expected_answer,
-                    "text": verdict.text,
-                    "extracted": verdict.extracted,
-                    "reward": verdict.reward,
-                    "status": verdict.status,
-                }
-                file.write(json.dumps(row) + "\n")
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one step's metrics, hands them to every logger and renews the report."""
+        assert self._metrics is not None, "newest_checkpoint comes first"
+        num_lost = self._failed_writes.total() + (self._loggers.num_lost if self._loggers is not None else 0)
+        if num_lost:
+            metrics = {**metrics, "logger/lost": float(num_lost)}
+        with self._may_fail(METRICS):
+            self._metrics.log(metrics, step)
+        if self._loggers is not None:
+            self._loggers.log(metrics, step)
+        with self._may_fail(REPORT):
+            write_report(self.path / REPORT, metrics_file=self.path / METRICS, samples_file=self.path / SAMPLES, title=self.path.name)
+
+    def log_samples(self, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence] = ()) -> None:
+        """Keeps a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. `sequences`: see `write_step_data`."""
+        with self._may_fail(SAMPLES):
+            append_report_samples(self.path / SAMPLES, step, split, groups)
+        with self._may_fail("the files *_data_stepN.jsonl"):
+            write_step_data(self.log_folder, step, split, groups, sequences)
+        if split == "validation":
+            shown = best_and_worst(groups, self.config.logger.num_val_samples_to_print)
+            for line in sample_lines(shown, step):
+                logger.info("%s", line)
+            if self._loggers is not None:
+                self._loggers.log_samples(shown, step)
 
     def print_header(self, step: int, last_step: int) -> None:
         """The step line."""
@@ -126,6 +146,16 @@ class RunFolder:
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
             # Where transformers looks first. What was learned by this template is to be asked by it.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
+
+    @contextmanager
+    def _may_fail(self, what: str) -> Iterator[None]:
+        """Around writing what a run can do without: a full disk costs those lines, counted and said once, and not the run."""
+        try:
+            yield
+        except OSError as error:
+            self._failed_writes[what] += 1
+            if self._failed_writes[what] == 1:
+                logger.warning("%s cannot be written, and the run goes on without it: %s. Said once; what is lost is counted.", what, error)
 
     @staticmethod
     def _next_log_folder(log_dir: Path) -> Path:

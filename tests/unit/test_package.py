@@ -16,9 +16,10 @@ from tests.unit.test_imports import imported_names
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Import names that differ from the name of their distribution.
-DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
-# Imported where they are installed, and done without elsewhere. torch for GPUs brings triton, in the version that it needs.
-OPTIONAL = {"mamba_ssm", "transformer_engine", "triton"}
+DISTRIBUTIONS = {"megatron": "megatron-core", "mlflow": "mlflow-skinny", "yaml": "pyyaml"}
+# Imported where they are installed, and done without elsewhere. torch for GPUs brings triton, in the version that it needs; pynvml is
+# what nvidia-ml-py installs.
+OPTIONAL = {"mamba_ssm", "transformer_engine", "triton", "pynvml"}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -41,7 +42,7 @@ def test_the_wheel_holds_both_packages_and_the_configs(tmp_path: Path):
 
 
 def test_every_import_is_declared():
-    declared = names(PROJECT["dependencies"]) | {"vllm"}
+    declared = names(PROJECT["dependencies"]) | names(PROJECT["optional-dependencies"]["loggers"]) | {"vllm"}
     missing = {}
     for path in python_files(("mrl", "conversion")):
         for statement in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)):
@@ -57,7 +58,7 @@ def test_every_import_is_declared():
 def test_constraints_pin_every_dependency():
     optional = PROJECT["optional-dependencies"]
     for file_name, extra in (("constraints-cpu.txt", "cpu"), ("constraints-gpu.txt", "gpu")):
-        needed = names([*PROJECT["dependencies"], *optional[extra], *optional["dev"]])
+        needed = names([*PROJECT["dependencies"], *optional[extra], *optional["loggers"], *optional["dev"]])
         assert needed - pins(file_name).keys() == set()
 
 

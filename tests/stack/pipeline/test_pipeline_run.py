@@ -28,6 +28,18 @@ LAYOUT = [
     )
 ]
 REPLAY = ["policy.router_replay.enabled=true"]
+LOGGERS = [
+    f"logger.{setting}"
+    for setting in (
+        "wandb_enabled=true",
+        "wandb.mode=offline",
+        "swanlab_enabled=true",
+        "swanlab.mode=offline",
+        "mlflow_enabled=true",
+        "gpu_monitoring.collection_interval=1",
+        "num_val_samples_to_print=2",
+    )
+]
 
 
 def train(folder: Path, *overrides: str) -> str:
@@ -59,7 +71,7 @@ def is_of_time(name: str) -> bool:
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two steps."""
     folder = tmp_path_factory.mktemp("stages") / "run"
-    train(folder, "grpo.max_num_steps=2")
+    train(folder, "grpo.max_num_steps=2", *LOGGERS)
     return folder
 
 
@@ -79,11 +91,29 @@ def test_a_dedicated_engine_trains_bit_for_bit_as_a_colocated_one(two_steps: Pat
     assert dedicated == colocated
 
 
+def check_loggers_files(folder: Path) -> None:
+    """Every logger has the run and its resume as one, with metrics of training and of the host."""
+    assert all("logger/lost" not in row for row in rows(folder))
+    for pattern in ("events.out.tfevents.*", "run-*.wandb", "run-*.swanlab"):
+        first, second = sorted((folder / "logs").rglob(pattern))
+        assert pattern.startswith("events") or first.name == second.name
+        for name in (b"train/token_mult_prob_error", b"timing/train/total_step_time", b"ray/node.0.rss_gb"):
+            assert name in first.read_bytes() and name in second.read_bytes(), (name, pattern)
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    run_id = json.loads((folder / "loggers.json").read_text())["run_ids"]["mlflow"]
+    rewards = client.get_metric_history(run_id, "train/reward")
+    assert [(value.step, value.value) for value in rewards] == [(row["step"], row["train/reward"]) for row in rows(folder)[1:]]
+
+
 def test_a_run_over_two_stages_trains_saves_and_resumes(two_steps: Path):
     folder = two_steps
     assert [row["step"] for row in rows(folder)] == [0, 1, 2]
     assert find_damage(folder / "step_2") is None
-    printed = train(folder, "grpo.max_num_steps=3")
+    printed = train(folder, "grpo.max_num_steps=3", "grpo.val_at_end=true", *LOGGERS)
+    assert re.search(r"^Validation sample 2 of 2 at step 3\nPrompt: ", printed, re.MULTILINE), printed
+    check_loggers_files(folder)
     assert "Resuming from" in printed and "(step 2 of 3)" in printed
     *_, before, after = rows(folder)
     assert (before["step"], after["step"]) == (2, 3)

@@ -1,7 +1,9 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
-from mrl.store.metrics import JsonlLogger, drop_later_steps
+from mrl.store.metrics import JsonlLogger, drop_later_steps, last_step_in
 from mrl.store.report import write_report
 
 
@@ -28,6 +30,31 @@ def test_a_step_without_a_line_is_noticed(tmp_path: Path):
     assert not drop_later_steps(path, 2)
     path.write_text('{"step": 1}\n')
     assert not drop_later_steps(path, 2)
+
+
+def test_the_last_step_of_a_file(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_step_in(path) == -1
+    path.write_text('{"step": 1}\n{"step": 7}\n{"step": 9, "a"')
+    assert last_step_in(path) == 7
+
+
+def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path: Path):
+    path, script = tmp_path / "metrics.jsonl", tmp_path / "full.py"
+    script.write_text(
+        "import resource, signal, sys; from pathlib import Path; from mrl.store.metrics import JsonlLogger\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "sink = JsonlLogger(Path(sys.argv[1])); sink.log({'a': 1.0}, 1)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))\n"
+        "for step in (2, 3):\n"
+        "    try: sink.log({'a': float(step)}, step)\n"
+        "    except OSError: print('full')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+        "sink.log({'a': 4.0}, 4)\n"
+    )
+    ended = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "full\nfull\n", ended.stderr
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": step, "a": float(step)} for step in (1, 2, 3, 4)]
 
 
 def test_the_report_is_self_contained_and_escapes_what_models_write(tmp_path: Path):

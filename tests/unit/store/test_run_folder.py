@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,20 @@ def test_a_folder_has_one_owner_at_a_time(tmp_path: Path):
         other.kill()
         other.wait(timeout=10)
     RunFolder(config(tmp_path)).open()
+
+
+def test_files_that_cannot_be_written_are_counted_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = RunFolder(config(tmp_path))
+    folder.open()
+    with folder:
+        assert folder.newest_checkpoint() is None
+        # Root may write anywhere, but nobody writes to a folder as to a file.
+        for name in ("samples.jsonl", "report.html.tmp", "report.html"):
+            (folder.path / name).unlink(missing_ok=True)
+            (folder.path / name).mkdir()
+        for step in (1, 2):
+            folder.log_samples(step, "train", [])
+            folder.log_metrics(step, {"train/loss": 1.0})
+    rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 1, "train/loss": 1.0, "logger/lost": 1.0}, {"step": 2, "train/loss": 1.0, "logger/lost": 3.0}]
+    assert [record.getMessage().split(" cannot")[0] for record in caplog.records] == ["samples.jsonl", "report.html"]

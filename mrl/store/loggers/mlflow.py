@@ -1,0 +1,72 @@
+"""MLflow: a server, a database, or a folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+# Seconds and repetitions of one request, unless the user has set them: its own defaults try for ten minutes.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+# It refuses folders by default, since it prefers databases; whoever names a folder wants one.
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+
+import mlflow  # noqa: E402  # it reads the variables above
+from mlflow.entities import Metric, Param, RunStatus  # noqa: E402
+
+from mrl.store.loggers.sink import SAMPLES, Opening, Sample, flat  # noqa: E402
+
+# Limits of one request of its REST interface, and of a parameter's text.
+MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000
+
+
+class MlflowSink:
+    """One MLflow run over all attempts."""
+
+    def __init__(self, opening: Opening) -> None:
+        uri = opening.text("tracking_uri")
+        if uri is None:
+            uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{opening.run_folder}/mlflow.db"
+        self._client = mlflow.MlflowClient(uri)
+        if opening.is_resumed:
+            self.run_id = opening.run_id
+            self._client.update_run(self.run_id, status=RunStatus.to_string(RunStatus.RUNNING))
+        else:
+            experiment = _experiment(self._client, opening, is_server=uri.startswith(("http:", "https:")))
+            self.run_id = self._client.create_run(experiment, run_name=opening.text("run_name")).info.run_id
+            # Parameters never change in MLflow, so those of the first attempt stay.
+            params = [Param(name, str(value)[:MAX_PARAM_LENGTH]) for name, value in flat(opening.config).items()]
+            for first in range(0, len(params), MAX_PARAMS):
+                self._client.log_batch(self.run_id, params=params[first : first + MAX_PARAMS])
+        self.place = f"run {self.run_id} at {uri}"
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One value per metric."""
+        now_ms = int(time.time() * 1000)
+        values = [Metric(name, value, now_ms, step) for name, value in metrics.items()]
+        for first in range(0, len(values), MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics=values[first : first + MAX_METRICS])
+
+    def log_host(self, metrics: Mapping[str, float], seconds: int) -> None:
+        """One value per metric; MLflow gives every metric its own axis."""
+        self.log(metrics, seconds)
+
+    def log_samples(self, samples: list[Sample], step: int) -> None:
+        """One text file per validation among the run's artifacts."""
+        self._client.log_text(self.run_id, "\n\n".join(sample.block() for sample in samples), f"{SAMPLES}/step_{step}.txt")
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self._client.set_terminated(self.run_id)
+
+
+def _experiment(client: mlflow.MlflowClient, opening: Opening, *, is_server: bool) -> str:
+    """Id of the experiment, made if need be."""
+    name = str(opening.settings["experiment_name"])
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return found.experiment_id
+    here = None if is_server else (Path(opening.folder) / "mlflow").as_uri()
+    return client.create_experiment(name, artifact_location=opening.text("artifact_location") or here)
