@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from mrl.config.schema import RunConfig
+from mrl.config.schema_algo import PenaltyTokenIdsConfig, RewardPenaltiesConfig
+from mrl.envs.inspection import rules_of
 from mrl.train import train_step
 from tests.stack.loop.conftest import LiveRun
+
+
+def set_rules(actor, config: RunConfig) -> None:
+    actor.rules = rules_of(config, actor.tokenizer.decode, actor.tokenizer.all_special_tokens)
 
 
 def test_on_policy_first_step(live: LiveRun):
@@ -20,6 +28,11 @@ def test_on_policy_first_step(live: LiveRun):
     assert metrics["train/token_mult_prob_error"] <= 1.001
     assert metrics["train/mean_abs_dlogp"] < 1e-5
     assert metrics["rollout/failed"] == 0
+    # No sequence of a fresh policy is far from what the engine said of it, and none is masked by default.
+    assert 1.0 <= metrics["train/min_seq_mult_prob_error"] <= metrics["train/max_seq_mult_prob_error"] <= 1.001
+    assert metrics["train/num_masked_seqs_by_logprob_error"] == 0.0
+    assert metrics["train/advantages/min"] <= 0.0 <= metrics["train/advantages/max"]
+    assert metrics["train/num_logprob_passes"] == 2.0
 
 
 def test_a_second_step_has_moved_away_from_the_reference(live: LiveRun):
@@ -39,6 +52,18 @@ def test_every_step_is_one_line_of_metrics_and_two_of_ledger(live: LiveRun):
     assert [event["event"] for event in events] == ["taken", "trained"] * live.state.step
     data = [json.loads(line) for line in (folder.log_folder / f"train_data_step{live.state.step}.jsonl").read_text().splitlines()]
     assert len(data) == 16 and sum(row["rewards"] for row in data) / 16 == pytest.approx(rows[-1]["train/reward"])
+
+
+def test_unwanted_tokens_cost_the_reward(live: LiveRun):
+    unwanted = PenaltyTokenIdsConfig(unwanted=list(range(64)))
+    penalties = RewardPenaltiesConfig(penalize_unwanted_tokens=True, token_ids=unwanted)
+    live.run.session.rewards.apply(set_rules, replace(live.config, reward_penalties=penalties))
+    train_step(live.run, live.state)
+    live.run.session.rewards.apply(set_rules, live.config)
+    metrics = live.state.metrics
+    num_penalised = metrics["rollout/math/unwanted_token"]
+    assert 0 < num_penalised <= live.config.grpo.num_rollouts_per_step
+    assert metrics["train/reward"] <= 1 - num_penalised / live.config.grpo.num_rollouts_per_step
 
 
 def test_payload_does_not_pass_through_the_driver(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
