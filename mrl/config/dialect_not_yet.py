@@ -18,7 +18,6 @@ def _later(same: tuple[object, ...] | None = None, *, is_section: bool = False) 
 # fmt: off
 NOT_YET: dict[str, Foreign] = {
     "data.add_system_prompt": _later(),
-    "logger.wandb.log_nemo_gym_full_result_tables": _later(),
     "dpo.preference_loss": _later(("dpo",)),
     "dpo.gt_reward_scale": _later(),
 }

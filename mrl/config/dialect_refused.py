@@ -27,6 +27,9 @@ REFUSED: dict[str, Foreign] = {
     "cluster.segment_size": Foreign(
         "ranks follow each other node by node as Ray lists them", (None,), "leave it out, and let the scheduler give neighbouring nodes"
     ),
+    "logger.wandb.log_nemo_gym_full_result_tables": Foreign(
+        "no Gym server answers; every rollout of a step is in its `train_data_stepN.jsonl`", _OFF, "set it to false"
+    ),
     "policy.hf_config_overrides": Foreign(
         "trainer, engines and conversion read the same config.json",
         ({}, None),
