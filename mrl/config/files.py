@@ -71,10 +71,10 @@ def find_config(name: str | Path) -> Path:
         ConfigError: there is neither.
     """
     for path in (Path(name), packaged_configs() / name):
-        if path.is_file():
+        if os.path.isfile(path):
             return path.absolute()
     packaged_config = packaged_configs() / Path(name).name
-    if Path(name).parent.as_posix().endswith(_NEMO_RL_FOLDERS) and packaged_config.is_file():
+    if Path(name).parent.as_posix().endswith(_NEMO_RL_FOLDERS) and os.path.isfile(packaged_config):
         logger.info("Config: %s is not here; taking %s, which comes with mrl", name, packaged_config)
         return packaged_config.absolute()
     packaged = ", ".join(sorted(path.name for path in packaged_configs().glob("*.yaml"))) or "none"
@@ -84,7 +84,7 @@ def find_config(name: str | Path) -> Path:
 def find_prompt_file(name: str) -> str:
     """The prompt file that `name` stands for: itself if it is there, else the packaged one for a path `.../prompts/NAME`, if any."""
     packaged = packaged_configs() / "prompts" / Path(name).name
-    return str(packaged) if not os.path.exists(name) and Path(name).parent.name == "prompts" and packaged.is_file() else name
+    return str(packaged) if not os.path.exists(name) and Path(name).parent.name == "prompts" and os.path.isfile(packaged) else name
 
 
 def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
@@ -103,7 +103,7 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
     own = _flatten(content, path, lines)
     for base in bases:
         beside = path.parent / str(base)
-        overlay(settings, read_settings(beside if beside.is_file() else find_config(str(base)), (*inherited_by, path)))
+        overlay(settings, read_settings(beside if os.path.isfile(beside) else find_config(str(base)), (*inherited_by, path)))
     overlay(settings, own)
     return settings
 
