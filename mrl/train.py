@@ -29,7 +29,7 @@ from mrl.config import trace
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema import RunConfig
-from mrl.data.batch import make_batch
+from mrl.data.batch import make_batches
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.data.reading import write_quarantine
 from mrl.saving import CheckpointSaver, open_saver
@@ -39,7 +39,7 @@ from mrl.store.checkpoints import Checkpoint
 from mrl.store.clock import Budget, Clock, Stopped
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
-from mrl.store.summary import is_good_enough, rollout_metrics, validation_metrics
+from mrl.store.summary import is_good_enough, metrics_of_updates, rollout_metrics, validation_metrics
 from mrl.supply import NoSignal, Supply, open_supply, validation_sampling
 from mrl.types import Batch, RunState
 
@@ -125,9 +125,9 @@ def train_step(run: Run, state: RunState) -> None:
     metrics = supplied.metrics | rollout_metrics(supplied.sampled, seconds=supplied.seconds, num_engine_restarts=restarts)
 
     sequences, signals = train_sequences(groups, config.grpo)
-    batch = make_batch(sequences, config)
+    batches = make_batches(sequences, config)
     with clock.phase("train"):
-        metrics |= signals | batch.metrics | update_policy(run, batch)
+        metrics |= signals | metrics_of_updates([batch.metrics for batch in batches]) | update_policy(run, batches)
     folder.ledger.train(step, supplied.trained, supplied.dropped)
     state.step = step
 
@@ -150,21 +150,22 @@ def train_step(run: Run, state: RunState) -> None:
     folder.log_metrics(step, metrics)
 
 
-def update_policy(run: Run, batch: Batch) -> dict[str, float]:
-    """Old and reference logprobs as the loss needs them, then one optimizer step on the batch; the ranks pull the payload themselves."""
+def update_policy(run: Run, batches: Sequence[Batch]) -> dict[str, float]:
+    """Old and reference logprobs as the loss needs them, then an optimizer step on each batch; the ranks pull the payload themselves."""
     policies, deadline_s = run.session.policies, run.config.deadlines.train_s
     is_needed = {
         "compute_old_logprobs": run.config.needs_old_logprobs,
         "compute_reference_logprobs": run.config.keeps_reference,
     }
     run.session.enter("logprob", deadline_s=deadline_s)
-    policies.set_batch(batch)
+    for index, batch in enumerate(batches):
+        policies.set_batch(batch, is_further=index > 0)
     for logprob_pass in (name for name, needed in is_needed.items() if needed):
         policies.call(logprob_pass, deadline_s=deadline_s)
     run.session.enter("train", deadline_s=deadline_s)
     # Every rank returns the same metrics.
-    metrics = cast(dict[str, float], policies.call("train_step", deadline_s=deadline_s)[0])
-    return metrics | {"train/num_logprob_passes": float(sum(is_needed.values()))}
+    updates = [cast(dict[str, float], policies.call("train_step", deadline_s=deadline_s)[0]) for _ in batches]
+    return metrics_of_updates(updates) | {"train/num_logprob_passes": float(sum(is_needed.values()))}
 
 
 def refit(run: Run, state: RunState) -> dict[str, float]:

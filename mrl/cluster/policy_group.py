@@ -67,15 +67,15 @@ class PolicyActor:
         part, num_parts = self.part
         check_entry(folder, part=part, num_parts=num_parts)
 
-    def set_batch(self, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows) -> int:
-        """Pulls the payloads of this rank's sequences and packs them; returns the number of rows."""
+    def set_batch(self, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows, is_further: bool) -> int:
+        """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `Policy.set_batch`."""
         payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.config.deadlines.train_s)
         pulled = {
             index: RowSequence(index, rollout, sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages)
             for (index, sequence), rollout in zip(sequences.items(), payload, strict=True)
         }
         packed = self._pack(pulled, rows)
-        self.policy.set_batch(packed, packed if logprob_rows == rows else self._pack(pulled, logprob_rows))
+        self.policy.set_batch(packed, packed if logprob_rows == rows else self._pack(pulled, logprob_rows), is_further=is_further)
         return len(packed)
 
     def _pack(self, pulled: dict[int, RowSequence], rows: RankRows) -> list[PackedRow]:
@@ -172,11 +172,11 @@ class PolicyGroup:
         """`function(policy, *arguments)` on every rank; results by rank."""
         return self._wait([actor.apply.remote(function, *arguments) for actor in self.actors], "apply", deadline_s)
 
-    def set_batch(self, batch: Batch) -> None:
-        """Tells every rank which rollouts are its own; the ranks pull the payloads themselves."""
+    def set_batch(self, batch: Batch, *, is_further: bool = False) -> None:
+        """Tells every rank which rollouts are its own; the ranks pull the payloads themselves. See `Policy.set_batch`."""
         sequences = [{index: batch.sequences[index] for row in rows for index in row} for rows in batch.rows]
         references = [
-            actor.set_batch.remote(sequences[dp_rank], batch.rows[dp_rank], batch.logprob_rows[dp_rank])
+            actor.set_batch.remote(sequences[dp_rank], batch.rows[dp_rank], batch.logprob_rows[dp_rank], is_further)
             for actor, dp_rank in zip(self.actors, self.dp_ranks, strict=True)
         ]
         self._wait(references, "set_batch", self.deadlines.train_s)

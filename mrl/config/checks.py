@@ -74,9 +74,9 @@ def _batch(config: RunConfig) -> list[str]:
     problems = []
     grpo, batch = config.grpo, config.policy.train_global_batch_size
     rollouts = grpo.num_rollouts_per_step
-    if batch != rollouts:
-        rule = f"must equal grpo.num_prompts_per_step x grpo.num_generations_per_prompt = {rollouts}, one update a step"
-        problems.append(_problem("policy.train_global_batch_size", batch, rule, "leave it out, and it follows"))
+    if rollouts % batch:
+        rule = f"must divide grpo.num_prompts_per_step x grpo.num_generations_per_prompt = {rollouts}, the rollouts of a step"
+        problems.append(_problem("policy.train_global_batch_size", batch, rule, "leave it out, and there is one update a step"))
     dp = config.data_parallel_size
     if dp and batch % dp:
         rule = f"must be a multiple of the {dp} data-parallel ranks"

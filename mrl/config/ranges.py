@@ -224,7 +224,6 @@ FIXED = frozenset(
     [
         *ONLY,
         "policy.megatron_cfg.moe_router_enable_expert_bias",
-        "policy.train_global_batch_size",
         "policy.generation.backend",
         "policy.reward_model_cfg.enabled",
         "policy.reward_model_cfg.reward_model_type",

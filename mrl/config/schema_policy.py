@@ -82,7 +82,8 @@ class PolicyConfig:
     """Folder of the starting model in Hugging Face format, or its id on the Hub."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: int = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
-    """Sequences per optimizer step: in GRPO the rollouts per step, which it must equal; of pairs of answers (dpo, rm) the pairs."""
+    """Sequences per optimizer step; of pairs of answers (dpo, rm) the pairs. In GRPO it divides the rollouts of a step: several updates go
+    through them in their order, by ratios to the policy before the first of them."""
     train_micro_batch_size: int = 1
     """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
     logprob_batch_size: int = follows("policy.train_micro_batch_size")

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from mrl.config.schema_policy import PolicyConfig
 
 
+def make_batches(sequences: Sequence[TrainSequence], config: RunConfig) -> list[Batch]:
+    """The batches of a step's updates: `policy.train_global_batch_size` sequences each, in their order.
+
+    Raises:
+        ValueError: see `make_batch`.
+    """
+    size = config.policy.train_global_batch_size
+    return [make_batch(sequences[start : start + size], config) for start in range(0, len(sequences), size)]
+
+
 def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:
     """The batch of these sequences, a pure function of their order. Those that are not valid do not count in the denominators.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class Policy:
         self._settled: SettleReport | None = None
         self._reference: dict[Slot, Tensor] | None = None
         self._batch: _Batch | None = None
+        self._further_batches: deque[_Batch] = deque()
         self._writing: Writing | None = None
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
@@ -242,9 +244,10 @@ class Policy:
             self.settle()
         return self._weights
 
-    def set_batch(self, rows: list[PackedRow], logprob_rows: list[PackedRow] | None = None) -> None:
+    def set_batch(self, rows: list[PackedRow], logprob_rows: list[PackedRow] | None = None, *, is_further: bool = False) -> None:
         """Sets this rank's rows of the global batch; ranks with the same `dp_rank` pass the same rows.
 
+        A further batch waits behind those that are set: logprobs are computed for all, each `train_step` uses up the first.
         `logprob_rows` hold the same sequences in other rows, for the logprob passes; None = the same rows.
 
         Raises:
@@ -257,24 +260,29 @@ class Policy:
         logprob_rows = rows if logprob_rows is None else logprob_rows
         check_equal_counts(len(logprob_rows))
         check_equal_counts(len(rows))
-        self._batch = _Batch(rows, logprob_rows, global_batch_size(rows))
+        batch = _Batch(rows, logprob_rows, global_batch_size(rows))
+        if is_further:
+            self._further_batches.append(batch)
+        else:
+            self._batch = batch
+            self._further_batches.clear()
 
     def compute_old_logprobs(self) -> None:
-        """Log-probabilities of the batch under the current weights, before the update. They stay on the last pipeline stage."""
-        batch = self._current_batch()
+        """Log-probabilities of the batches under the current weights, before any update. They stay on the last pipeline stage."""
         with self._replay.counting() if self._replay is not None else nullcontext():
-            batch.old_logprobs = batch.by_train_row(self._logprobs(batch.logprob_rows, self._distribution))
+            for batch in (self._current_batch(), *self._further_batches):
+                batch.old_logprobs = batch.by_train_row(self._logprobs(batch.logprob_rows, self._distribution))
 
     def compute_reference_logprobs(self) -> None:
-        """Log-probabilities of the batch under the weights that the run started from, of whatever token: the reference is never truncated.
+        """Log-probabilities of the batches under the weights that the run started from, of all tokens: the reference is never truncated.
 
         It chooses its experts itself: as other weights, it is another model than the one whose routes the rows carry. Afterwards the
         current weights are back, bit for bit.
         """
-        batch = self._current_batch()
-        rows = [dataclasses.replace(row, routes=None) for row in batch.logprob_rows]
         with self._reference_weights():
-            batch.reference_logprobs = batch.by_train_row(self._logprobs(rows, self._distribution.untruncated))
+            for batch in (self._current_batch(), *self._further_batches):
+                rows = [dataclasses.replace(row, routes=None) for row in batch.logprob_rows]
+                batch.reference_logprobs = batch.by_train_row(self._logprobs(rows, self._distribution.untruncated))
 
     def logprobs_of_rows(self, rows: list[PackedRow]) -> list[np.ndarray]:
         """Log-probability of every label, float32 [T] per row; an empty list on all but the last pipeline stage."""
@@ -288,7 +296,7 @@ class Policy:
         """
         if self._phase != "train":
             raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('train') comes first")
-        batch, self._batch = self._current_batch(), None
+        batch = self._take_batch()
         if self._config.needs_old_logprobs and batch.old_logprobs is None:
             raise RuntimeError("compute_old_logprobs comes before train_step")
         self._settled = None
@@ -298,13 +306,15 @@ class Policy:
         metrics = train_step(
             self._state.chunks,
             self._state.optimizer,
-            self._state.scheduler,
             rows,
             size=size,
             objective=objective_of(self._config, self._distribution, size),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
+        if self._batch is None:
+            # As in NeMo RL, the learning rate follows the steps of the run, not the updates of one.
+            self._state.scheduler.step(increment=1)
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
         return metrics | signals | {f"train/{name}": value for name, value in mismatch.items()}
 
@@ -313,7 +323,7 @@ class Policy:
 
         For objectives that need no old logprobs.
         """
-        batch, self._batch = self._current_batch(), None
+        batch = self._take_batch()
         self.settled_weights()
         objective = objective_of(self._config, self._distribution, batch.size)
         with self._lora.without_dropout() if self._lora else nullcontext():
@@ -344,6 +354,11 @@ class Policy:
     def close(self) -> None:
         """Leaves the process groups. Not collective; the policy cannot be used afterwards."""
         parallel.shutdown()
+
+    def _take_batch(self) -> _Batch:
+        batch = self._current_batch()
+        self._batch = self._further_batches.popleft() if self._further_batches else None
+        return batch
 
     def _current_batch(self) -> _Batch:
         if self._batch is None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -106,7 +105,6 @@ def compute_logprobs(
 def train_step(
     chunks: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
     rows: list[TrainRow],
     *,
     size: BatchSize,
@@ -138,7 +136,6 @@ def train_step(
     assert is_updated
     if megatron.empty_unused_memory_level >= 2:
         torch.cuda.empty_cache()
-    scheduler.step(increment=1)
     update_expert_biases(chunks, routing, rate=megatron.moe_router_bias_update_rate)
     if megatron.track_moe_metrics:
         metrics |= balance_metrics(routing, per_layer=megatron.moe_per_layer_logging)

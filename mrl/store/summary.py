@@ -78,6 +78,14 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
+def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its updates: counts (`num_...`) are added up, of all else the mean."""
+    return {
+        name: sum(update[name] for update in updates) / (1 if name.rpartition("/")[2].startswith("num_") else len(updates))
+        for name in updates[0]
+    }
+
+
 def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
     """Whether metrics hold a validation that reached `grpo.stop_at_validation_threshold`; says so.
 

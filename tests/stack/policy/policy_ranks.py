@@ -289,6 +289,25 @@ def step_on_rows(rank: Rank, config: RunConfig, num_rows: int) -> tuple[list[np.
         return logprobs, policy.train_step()
 
 
+def two_updates_of_a_step(
+    rank: Rank, config: RunConfig
+) -> tuple[list[np.ndarray], list[np.ndarray], list[dict[str, float]], list[dict[str, float]]]:
+    """Logprobs of the second update's row before the first, those kept as its old ones, and metrics of both updates and of a next step."""
+    with open_policy(rank, config) as policy:
+        set_batch(policy)
+        assert policy._batch is not None
+        first, second = policy._batch.rows[:1], policy._batch.rows[1:2]
+        before = policy.logprobs_of_rows(second)
+        policy.set_batch(first)
+        policy.set_batch(second, is_further=True)
+        policy.compute_old_logprobs()
+        kept = [logprobs.numpy() for logprobs in policy._further_batches[0].old_logprobs or ()]
+        policy.enter("train")
+        updates = [policy.train_step(), policy.train_step()]
+        assert "there is no batch" in message_of(policy.train_step)
+        return before, kept, updates, train(policy, 1)
+
+
 def first_step_of_plans(rank: Rank, config: RunConfig, algorithms: Sequence[str]) -> dict[str, dict[str, float]]:
     """Metrics of a step on the starting weights, with the rollouts packed by each algorithm in turn."""
     metrics = {}

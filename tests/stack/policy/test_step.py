@@ -89,6 +89,20 @@ def relative_error(value: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(value - expected) / (np.linalg.norm(expected) + 1e-12))
 
 
+def test_updates_of_a_step_share_old_logprobs_and_learning_rate(ranks: RankPool, folder: Path):
+    decay = [
+        f"policy.megatron_cfg.{item}" for item in ("optimizer.min_lr=1e-4", "scheduler.lr_decay_style=linear", "scheduler.lr_decay_iters=2")
+    ]
+    ((before, kept, (first, second), (next_step,)),) = ranks.run(
+        policy_ranks.two_updates_of_a_step, policy_ranks.run_config(folder, "one", *decay), world_size=1
+    )
+    np.testing.assert_array_equal(kept, before)
+    assert first["train/probs_ratio_min"] == first["train/probs_ratio_max"] == 1.0
+    assert second["train/probs_ratio_max"] > 1.0 + 1e-6
+    assert first["train/lr"] == second["train/lr"] == 1e-3
+    assert next_step["train/lr"] == pytest.approx(0.55e-3)
+
+
 def test_all_ranks_return_the_same_metrics(ranks: RankPool, folder: Path):
     layout = "pp2 dp2 ep2"
     results = ranks.run(

@@ -105,7 +105,7 @@ BAD = [
     (["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.5", "checkpointing.metric_name=null",
       "data.validation=null"],
      "grpo.stop_at_validation_metric=accuracy", "give data.validation"),
-    (["policy.train_global_batch_size=256"], "policy.train_global_batch_size=256", "leave it out"),
+    (["policy.train_global_batch_size=96"], "policy.train_global_batch_size=96", "leave it out"),
     (["grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=3"], "policy.train_global_batch_size=3", "grpo.num_prompts_per_step"),
     (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt=1", "at least 2"),
     (["loss_fn.truncated_importance_sampling_ratio=2", "loss_fn.use_importance_sampling_correction=false"],

@@ -8,7 +8,9 @@ import pytest
 from mrl.config.checks import find_problems
 from mrl.config.dialect import DIALECT_KEYS
 from mrl.config.errors import ConfigError
+from mrl.config.files import packaged_configs
 from mrl.config.load import load_config, nearest_key
+from mrl.config.ranges import value_at
 from mrl.config.schema import KEYS
 from tests.sources import ROOT
 
@@ -104,3 +106,15 @@ def damaged(text: str, rng: random.Random) -> str:
 def damaged_override(rng: random.Random) -> str:
     key = rng.choice(sorted([*KEYS, *DIALECT_KEYS]))
     return rng.choice(["", "+", "++", "~"]) + key + rng.choice(["", "x", ".", ".y"]) + "=" + rng.choice(VALUES)
+
+
+UNUSED = {
+    *(f"grpo.reward_shaping.{name}" for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")),
+    *(f"cluster.master_port_range_{end}" for end in ("low", "high")),
+}
+
+
+@pytest.mark.parametrize(("name", "left_out"), [("grpo_nanov3", set()), ("grpo_math_1B", UNUSED), ("grpo_math_8B", UNUSED)])
+def test_packaged_configs_mean_what_nemo_rl_s_files_of_their_names_mean(name: str, left_out: set[str]):
+    ours, theirs = load_config(packaged_configs() / f"{name}.yaml"), load_config(NEMO_RL / f"{name}.yaml")
+    assert {key for key in KEYS.keys() - left_out if value_at(ours, key) != value_at(theirs, key)} == set()

@@ -5,7 +5,7 @@ import pytest
 from mrl.config.schema import ClusterConfig, RunConfig
 from mrl.config.schema_megatron import MegatronConfig
 from mrl.config.schema_policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
-from mrl.data.batch import make_batch, max_row_tokens, plan_batch
+from mrl.data.batch import make_batch, make_batches, max_row_tokens, plan_batch
 from mrl.data.cost import SequenceCost
 from mrl.types import Batch, RolloutInfo, TrainSequence
 from tests.sources import ROOT
@@ -65,6 +65,15 @@ def test_a_batch_by_hand(model: str):
         },
         rel=1e-3,
     )
+
+
+def test_each_update_has_a_batch_of_its_own(model: str):
+    sequences = [sequence(5), sequence(6, is_valid=False), sequence(7), sequence(1)]
+    policy = policy_config(model=model)
+    policy.train_global_batch_size = 2
+    made = make_batches(sequences, RunConfig(policy=policy, cluster=ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_units_per_node=4)))
+    assert [update.sequences for update in made] == [tuple(sequences[:2]), tuple(sequences[2:])]
+    assert [update.num_valid_tokens for update in made] == [5, 8]
 
 
 def test_logprob_passes_have_rows_of_their_own():

@@ -1,4 +1,4 @@
-from mrl.store.summary import rollout_metrics, validation_metrics
+from mrl.store.summary import metrics_of_updates, rollout_metrics, validation_metrics
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
 
 
@@ -52,3 +52,9 @@ def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
     assert metrics["val/pass_k"] == 1.0 and "val/pass_at_4" not in metrics
     assert metrics["val/num_samples"] == 8
     assert not [name for name in validation_metrics([group("math", good(1.0))]) if "pass" in name]
+
+
+def test_metrics_of_updates_are_means_and_counts_are_sums():
+    updates = [{"train/loss": 1.0, "train/num_valid_tokens": 10.0}, {"train/loss": 2.0, "train/num_valid_tokens": 30.0}]
+    assert metrics_of_updates(updates) == {"train/loss": 1.5, "train/num_valid_tokens": 40.0}
+    assert metrics_of_updates(updates[:1]) == updates[0]
