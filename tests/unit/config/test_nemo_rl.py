@@ -1,10 +1,14 @@
 """NeMo RL's own files and the command lines of the tutorials pass `--check`; what is wrong in them is always a message."""
 
 import random
+import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mrl import check
 from mrl.config.checks import find_problems
 from mrl.config.dialect import DIALECT_KEYS
 from mrl.config.errors import ConfigError
@@ -17,6 +21,40 @@ from tests.sources import ROOT
 NEMO_RL = ROOT / "tests/data/nemo_rl"
 FILES = sorted(path.name for path in NEMO_RL.glob("*.yaml"))
 COMMANDS = [line for line in (NEMO_RL / "tutorial_commands.txt").read_text().splitlines() if line and not line.startswith("#")]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What `--check` of a command line refuses, in an empty folder; empty if nothing."""
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*words: str) -> str:
+        code = check.main([*words, check.OPTION])
+        said = capsys.readouterr().out.partition("Refused: ")[2].partition("\n")[2]
+        assert bool(said) == bool(code)
+        return said
+
+    return refused
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nemo_rl_s_files_pass(refused: Callable[..., str], name: str):
+    assert refused(str(NEMO_RL / name)) == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_lines_of_the_tutorials_pass_on_nemo_rl_s_files(refused: Callable[..., str], command: str):
+    assert refused(*(re.sub("examples/(configs|nemo_gym)", str(NEMO_RL), word) for word in shlex.split(command))) == ""
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "grpo" in command])
+def test_command_lines_of_the_tutorials_pass_on_packaged_configs(refused: Callable[..., str], command: str):
+    assert refused(*shlex.split(command)) == ""
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in packaged_configs().glob("*.yaml")))
+def test_packaged_configs_pass(refused: Callable[..., str], name: str):
+    assert refused(name) == ""
 
 
 def test_a_typo_in_any_section_is_answered_with_the_key():
