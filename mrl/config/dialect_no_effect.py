@@ -147,6 +147,7 @@ NO_EFFECT: dict[str, Foreign] = {
     },
     **no_effect("nothing is held out of validation rows", "split_validation_size", "seed", prefix="data.validation."),
     **no_effect("read only with data.use_multiple_dataloader", "num_prompts_per_dataloader", "custom_dataloader", prefix="data."),
+    "dpo.gt_reward_scale": Foreign("read only by preference losses of RPO"),
     "data.num_workers": Foreign("only about speed: rows are read once, at start"),
     **no_effect(
         _DATA_PLANE,

@@ -17,9 +17,6 @@ def _later(same: tuple[object, ...] | None = None, *, is_section: bool = False) 
 
 # fmt: off
 NOT_YET: dict[str, Foreign] = {
-    "data.add_system_prompt": _later(),
-    "dpo.preference_loss": _later(("dpo",)),
-    "dpo.gt_reward_scale": _later(),
 }
 # fmt: on
 """Key -> the values that are accepted."""

@@ -7,6 +7,10 @@ from mrl.config.dialect_entry import Foreign
 _OFF = (False, None)
 
 REFUSED: dict[str, Foreign] = {
+    "data.add_system_prompt": Foreign(
+        "NeMo RL declares it and reads it nowhere", _OFF, "set it to false; data.default.system_prompt_file gives prompts a system message"
+    ),
+    "dpo.preference_loss": Foreign("DPO's is the only preference loss", ("dpo",), "set it to dpo"),
     "data.use_multiple_dataloader": Foreign(
         "every step draws from all data sets, in proportion to their sizes", _OFF, "set it to false; `repeat` weights a data set"
     ),

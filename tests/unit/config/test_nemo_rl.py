@@ -149,6 +149,7 @@ def damaged_override(rng: random.Random) -> str:
 UNUSED = {
     *(f"grpo.reward_shaping.{name}" for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")),
     *(f"cluster.master_port_range_{end}" for end in ("low", "high")),
+    "logger.mlflow.tracking_uri",
 }
 
 
