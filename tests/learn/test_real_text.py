@@ -22,8 +22,13 @@ def test_gsm8k_runs_end_to_end(tmp_path: Path):
     gsm8k = ROOT / "tests" / "unit" / "data" / "gsm8k"
     longest = max(len(json.loads(line)["question"].encode()) for line in (gsm8k / "long_rows.jsonl").read_text().splitlines())
     assert longest > 900
+    # One row that cannot be used, which is set aside.
+    train = tmp_path / "train.jsonl"
+    train.write_text((gsm8k / "long_rows.jsonl").read_text() + '{"question": "1+1="}\n')
     overrides = [
-        f"data.train.data_path={gsm8k / 'long_rows.jsonl'}",
+        f"data.train.data_path={train}",
+        "data.on_bad_row=skip",
+        "data.max_bad_row_share=0.2",
         f"data.validation.data_path={gsm8k / 'rows.jsonl'}",
         f"checkpointing.checkpoint_dir={tmp_path / 'run'}",
         f"grpo.max_num_steps={STEPS}",
@@ -39,6 +44,8 @@ def test_gsm8k_runs_end_to_end(tmp_path: Path):
         # All four long problems are asked in every step; two more tokens come from the chat template.
         assert row["rollout/mean_prompt_length"] > 850
         assert row["rollout/failed"] == 0
+    (bad,) = [json.loads(line) for line in (tmp_path / "run" / "quarantine" / "data.train.jsonl").read_text().splitlines()]
+    assert bad["place"] == f"{train}:5" and bad["reason"].startswith("no key expected_answer") and bad["line"] == '{"question": "1+1="}'
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {sample["expected"] for sample in samples if sample["split"] == "train"} == gold_answers(gsm8k / "long_rows.jsonl")
 
