@@ -24,7 +24,7 @@ class KnownDataset:
     split_validation_size: float = 0.0
     """Share held out unless the config gives another."""
     repeats_rows: bool = False
-    """Whether it is published with every row many times; each is asked once an epoch."""
+    """Whether it is published with every question many times; each is asked once an epoch."""
 
 
 DATASETS: Mapping[str, KnownDataset] = MappingProxyType(

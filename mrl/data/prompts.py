@@ -103,7 +103,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
         examine=maker.examine,
         make=maker.make,
         repeat=dataset.repeat,
-        drops_repeated_rows=known_dataset(dataset.dataset_name).repeats_rows,
+        identity=maker.identity if known_dataset(dataset.dataset_name).repeats_rows else None,
     )
 
 
@@ -136,6 +136,11 @@ class PromptMaker:
         if (reason := self.limits.reason_against(num_tokens)) is not None:
             raise RowError(reason)
         return row.row_id
+
+    def identity(self, fields: Fields) -> str:
+        """What makes two rows ask the same."""
+        row = parse_row(fields, self.dataset)
+        return json.dumps([row.messages, row.answer])
 
     def make(self, fields: Fields, prompt_id: str) -> Prompt:
         """The prompt of a row that passed `examine`."""

@@ -60,8 +60,8 @@ class Reader(Generic[Example]):
     make: Callable[[Fields, str], Example]
     """The example that these fields, which passed `examine`, and this id are."""
     repeat: int = 1
-    drops_repeated_rows: bool = False
-    """Leave out rows that are byte for byte like an earlier one of the data set."""
+    identity: Callable[[Fields], str] | None = None
+    """What makes rows the same, of which only the first one is kept. None: all are kept."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def joined(parts: Sequence[Rows[Example]]) -> Rows[Example]:
 def _read(reader: Reader[Example], names: Names) -> tuple[Rows[Example], Findings]:
     sources = []
     for path in reader.files:
-        stem, number = path.name.split(".")[0], 1
+        stem, number = Path(path.name.removesuffix(".gz")).stem, 1
         while (unique := stem if number == 1 else f"{stem}~{number}") in names.stems:
             number += 1
         names.stems.add(unique)
@@ -254,12 +254,12 @@ def _read(reader: Reader[Example], names: Names) -> tuple[Rows[Example], Finding
         for record in source.file.records():
             findings.num_rows += 1
             digest = _digest(record.line)
-            if reader.drops_repeated_rows and digest in seen:
-                findings.num_repeated += 1
-                continue
-            seen.add(digest) if reader.drops_repeated_rows else None
             try:
-                row_id = reader.examine(json_object(record.line))
+                fields = json_object(record.line)
+                row_id = reader.examine(fields)
+                if reader.identity is not None and _is_repeated(reader.identity(fields), seen):
+                    findings.num_repeated += 1
+                    continue
                 if row_id is not None:
                     _claim(row_id, source.file.place(record.number), names)
                     source.own_ids[record.number] = row_id
@@ -273,6 +273,13 @@ def _read(reader: Reader[Example], names: Names) -> tuple[Rows[Example], Finding
                 for copy in range(reader.repeat):
                     rows._add(index, record, digest, copy)
     return rows, findings
+
+
+def _is_repeated(identity: str, seen: set[int]) -> bool:
+    digest = _digest(identity.encode("utf-8", "surrogatepass"))
+    is_repeated = digest in seen
+    seen.add(digest)
+    return is_repeated
 
 
 def _claim(row_id: str, place: str, names: Names) -> None:

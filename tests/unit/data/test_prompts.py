@@ -180,3 +180,13 @@ def test_long_rows_are_counted_in_tokens_not_in_bytes(config: RunConfig, tmp_pat
     tokenizer.save_pretrained(tmp_path / "model")
     write(tmp_path / "train.jsonl", [{"question": "hello world hello world hello world", "answer": "2"}])
     assert load_prompts(config).train[0].token_ids == (1,)
+
+
+def test_questions_that_a_data_set_repeats_are_asked_once(config: RunConfig, tmp_path: Path):
+    def row(question: str, index: int) -> dict[str, object]:
+        prompt = [{"role": "user", "content": question}]
+        return {"prompt": prompt, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": index}}
+
+    write(tmp_path / "train.jsonl", [row("1+1", 0), row("0+2", 1), row("1+1", 2)])
+    assert [prompt.text for prompt in load_prompts(configured(tmp_path, "data.train.dataset_name=DAPOMath17K")).train] == ["1+1", "0+2"]
+    assert len(load_prompts(config).train) == 3
