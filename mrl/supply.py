@@ -199,7 +199,7 @@ class Supply:
 
     def go_on(self, state: RunState) -> None:
         """After the engines got new weights: asks for prompts of later steps."""
-        if self.plan.lag > 0:
+        if self.plan.lag > 0 and state.step < self._last_step:
             self._fill(state.step + 1, state.weight_version)
 
     def _next_batch(self, step: int, weight_version: int, clock: Clock) -> list[tuple[PromptKey, RolloutGroup]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mrl.cluster.session import start_session
 from mrl.config.load import load_config
 from mrl.saving import open_saver
+from mrl.store.clock import Budget
 from mrl.store.run_folder import RunFolder
 from mrl.train import Run, open_run, preflight, resume
 from mrl.types import RunState
@@ -39,5 +40,5 @@ def running(folder: Path, *overrides: str) -> Iterator[tuple[Run, RunState]]:
         session.rewards.apply(toss_coins)
         with open_saver(config, run_folder, session.policies) as saver:
             checkpoint = run_folder.newest_checkpoint()
-            run = open_run(config, data, run_folder, session, saver, started=time.monotonic())
+            run = open_run(config, data, run_folder, session, saver, Budget(None, started=time.monotonic()))
             yield run, resume(run, checkpoint)
