@@ -45,34 +45,70 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class RolloutRequest:
-    """One rollout to be sampled. Two requests with equal fields give equal tokens."""
-
-    prompt_id: str
-    rollout_index: int
-    epoch: int
-    seed: int
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams
-
-    @property
-    def request_id(self) -> str:
-        return f"{self.epoch}/{self.prompt_id}/{self.rollout_index}"
-
-
-def request_seed(run_seed: int, epoch: int, prompt_id: str, rollout_index: int) -> int:
-    """Seed of one rollout: the first 8 bytes of sha256 over its identity, as an unsigned 63-bit integer."""
-    identity = f"{run_seed}/{epoch}/{prompt_id}/{rollout_index}".encode()
-    return int.from_bytes(hashlib.sha256(identity).digest()[:8], "big") >> 1
-
-
-@dataclass(frozen=True)
 class Turn:
     """What the model said in one turn: positions [start, stop) of `Rollout.token_ids`."""
 
     start: int
     stop: int
     weight_version: int
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What a further turn goes on from: the tokens after the prompt so far, those of the environment included. Fields as in `Rollout`."""
+
+    token_ids: np.ndarray
+    generator_logprobs: np.ndarray
+    turns: tuple[Turn, ...]
+    num_weight_versions: int
+    routes: np.ndarray | None = None
+    """Of the tokens that went through the model when the last of `turns` was drawn."""
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One rollout, or a further turn of one, to be sampled. Two requests with equal fields give equal tokens."""
+
+    prompt_id: str
+    rollout_index: int
+    epoch: int
+    seed: int
+    token_ids: tuple[int, ...]
+    """The prompt."""
+    sampling: SamplingParams
+    earlier: object | None = None
+    """The `Transcript` that a further turn goes on from; outside the engine's process a reference to it, opaque outside `mrl.cluster`."""
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.epoch}/{self.prompt_id}/{self.rollout_index}"
+
+    @property
+    def transcript(self) -> Transcript | None:
+        """`earlier`, in the engine's process."""
+        assert self.earlier is None or isinstance(self.earlier, Transcript), "a reference that was not resolved"
+        return self.earlier
+
+    @property
+    def context_ids(self) -> list[int]:
+        """What the model goes on from: the prompt, and the turns so far."""
+        return [*self.token_ids, *(self.transcript.token_ids.tolist() if self.transcript else ())]
+
+    @property
+    def turn_seed(self) -> int:
+        """Seed of this turn: `seed` in the first one, and in each later one another."""
+        turns = len(self.transcript.turns) if self.transcript else 0
+        return hashed_seed(f"{self.seed}/{turns}") if turns else self.seed
+
+
+def hashed_seed(identity: str) -> int:
+    """The first 8 bytes of sha256 over an identity, as an unsigned 63-bit integer."""
+    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big") >> 1
+
+
+def request_seed(run_seed: int, epoch: int, prompt_id: str, rollout_index: int) -> int:
+    """Seed of one rollout, from its identity."""
+    return hashed_seed(f"{run_seed}/{epoch}/{prompt_id}/{rollout_index}")
 
 
 @dataclass(frozen=True)

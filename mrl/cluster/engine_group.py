@@ -18,7 +18,7 @@ import ray
 
 from mrl.capacity.phases import Phase
 from mrl.cluster.lifetime import start_actor_process
-from mrl.cluster.payload import PayloadRef
+from mrl.cluster.payload import PayloadRef, with_transcripts
 from mrl.cluster.placement import Placement
 from mrl.cluster.units import EngineUnits
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded, fetch, wait_all
@@ -63,13 +63,15 @@ class EngineActor:
             device_ids=device_ids,
             keeps_routes=config.policy.router_replay.enabled,
             keeps_kv_cache=config.grpo.async_grpo.keeps_kv_cache,
+            tokenizer=config.policy.tokenizer.name if config.policy.generation.stop_strings else None,
         )
+        self.fetch_timeout_s = config.deadlines.reward_s
         self.engine.die_with_workers()
         self.engine.enter("load")
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, list[Rollout]]:
         """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, payload second (same order)."""
-        self.engine.add(requests)
+        self.engine.add(with_transcripts(requests, timeout_s=self.fetch_timeout_s))
         start = time.monotonic()
         finished: list[Rollout] = []
         while self.engine.num_unfinished and time.monotonic() < start + budget_s:

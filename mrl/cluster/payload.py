@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 from ray.exceptions import RayError
 
 from mrl.data.example_batch import ExampleBatch
-from mrl.types import Batch, Rollout, RolloutInfo, TrainSequence
+from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -70,3 +70,24 @@ def _info(rollout: Rollout, payload: PayloadRef) -> RolloutInfo:
         finish_reason=rollout.finish_reason,
         payload=payload,
     )
+
+
+def with_transcripts(requests: Sequence[RolloutRequest], *, timeout_s: float) -> list[RolloutRequest]:
+    """The requests with the transcripts that they refer to.
+
+    Raises:
+        RuntimeError: one is lost or did not arrive within `timeout_s`.
+    """
+    references = list(dict.fromkeys(request.earlier.reference for request in requests if isinstance(request.earlier, PayloadRef)))
+    if not references:
+        return list(requests)
+    try:
+        fetched = dict(zip(references, ray.get(references, timeout=timeout_s), strict=True))
+    except RayError as error:
+        raise RuntimeError(f"transcripts of {len(requests)} requests could not be pulled within {timeout_s:g} s: {error}") from error
+    return [
+        replace(request, earlier=fetched[request.earlier.reference][request.earlier.index])
+        if isinstance(request.earlier, PayloadRef)
+        else request
+        for request in requests
+    ]

@@ -1,7 +1,11 @@
-"""Environments in an actor of their own: text is made and judged next to the payload, the driver sees verdicts."""
+"""Environments in an actor of their own: text is made and judged next to the payload, the driver sees verdicts.
+
+If rollouts may have several turns, it also says of each turn whether another one follows, and makes what that one goes on from.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -9,18 +13,20 @@ from typing import cast
 import ray
 
 from mrl.cluster.lifetime import start_actor_process
-from mrl.cluster.payload import pull
+from mrl.cluster.payload import PayloadRef, pull
 from mrl.cluster.placement import Placement
-from mrl.cluster.waiting import Background, wait_all
+from mrl.cluster.waiting import Background, fetch, wait_all
 from mrl.config import trace
 from mrl.config.environments import NEMO_GYM
 from mrl.config.schema import RunConfig
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
-from mrl.types import Prompt, RolloutInfo, Verdict
+from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict
 
 NAME = "reward actor"
 # Answers behind others that hang are masked when this share of the driver's deadline is over, so that they never end the run.
 PATIENCE_SHARE = 0.8
+# How long the actor waits for a verdict before it answers that there is none; it does nothing else meanwhile.
+POLL_BUDGET_S = 0.1
 
 
 class RewardActor:
@@ -28,14 +34,20 @@ class RewardActor:
 
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
-        from mrl.data.chat import load_tokenizer
+        from mrl.data.chat import load_tokenizer, use_chat_template
+        from mrl.data.turns import TurnFormat
         from mrl.envs.registry import build_environment
         from mrl.envs.scorer import Scorer
 
         self.deadlines = config.deadlines
+        self.max_turns = config.max_rollout_turns
+        self.max_model_len = config.policy.generation.vllm_cfg.max_model_len
         self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
+        use_chat_template(self.tokenizer, config.policy.tokenizer)
+        self.format = TurnFormat(self.tokenizer, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
         self.rules = rules_of(config, self.tokenizer.decode, self.tokenizer.all_special_tokens)
         self._remarks: dict[str, Remarks] = {}
+        self.undecided: dict[str, Rollout] = {}
         # What users name is tried now; what comes with mrl starts when the first row needs it.
         names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
         self.scorer = Scorer(
@@ -43,6 +55,7 @@ class RewardActor:
             list(names),
             timeout_s=config.deadlines.start_s,
             masks_flagged=config.env.should_mask_flagged_samples,
+            keeps_fresh=self.max_turns > 1,
         )
 
     def ready(self) -> None:
@@ -56,13 +69,36 @@ class RewardActor:
         rollouts = pull(infos, timeout_s=self.deadlines.reward_s)
         if self.rules is not None:
             self._remarks |= {rollout.request.request_id: inspect(rollout, self.tokenizer.decode, self.rules) for rollout in rollouts}
-        texts: list[str] = self.tokenizer.batch_decode([rollout.token_ids.tolist() for rollout in rollouts], skip_special_tokens=True)
+        if self.max_turns > 1:
+            self.undecided.update((info.request_id, rollout) for info, rollout in zip(infos, rollouts, strict=True))
+        tasks = [
+            Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
+            for rollout, prompt in zip(rollouts, prompts, strict=True)
+        ]
         self.scorer.submit(
-            [
-                Answer(info.request_id, prompt.env_name, Task((text,), prompt.expected_answer, prompt.text, prompt.row))
-                for info, prompt, text in zip(infos, prompts, texts, strict=True)
-            ]
+            [Answer(info.request_id, prompt.env_name, task) for info, prompt, task in zip(infos, prompts, tasks, strict=True)]
         )
+
+    def decide(self, timeout_s: float) -> tuple[list[tuple[str, bool]], list[Transcript]]:
+        """What has been judged since the last call, waiting up to `timeout_s` for the first: `(request id, whether another turn follows)`.
+
+        Then what those turns go on from, in the same order.
+        """
+        decisions: list[tuple[str, bool]] = []
+        transcripts: list[Transcript] = []
+        for request_id, verdict in self.scorer.take_fresh(timeout_s).items():
+            transcript = self._next(self.undecided.pop(request_id), verdict)
+            decisions.append((request_id, transcript is not None))
+            transcripts += [] if transcript is None else [transcript]
+        return decisions, transcripts
+
+    def _next(self, rollout: Rollout, verdict: Verdict) -> Transcript | None:
+        is_over = not verdict.observation or not verdict.is_valid or rollout.finish_reason != "stop"
+        if is_over or len(rollout.turns) >= self.max_turns:
+            return None
+        transcript = self.format.go_on(rollout, verdict.observation)
+        has_room = len(rollout.request.token_ids) + len(transcript.token_ids) < self.max_model_len
+        return transcript if has_room else None
 
     def collect(self) -> tuple[Mapping[str, Verdict], float]:
         """Verdicts of everything submitted since the last call, by request id, and the seconds that they took, waited for or not."""
@@ -88,6 +124,15 @@ class Rewards:
         self.actor = actor_class.remote(config, log_folder / "rewards.log")
         self.beside: Background | None = None
         self._submitted: list[ray.ObjectRef] = []
+        self.decides = config.max_rollout_turns > 1
+        """Whether rollouts may have several turns: then each one submitted is decided upon."""
+        self._undecided: set[str] = set()
+        self._poll: tuple[ray.ObjectRef, ray.ObjectRef] | None = None
+
+    @property
+    def num_undecided(self) -> int:
+        """Turns of which it is not known yet whether another one follows; 0 where rollouts have one turn."""
+        return len(self._undecided)
 
     def wait_until_built(self) -> None:
         """Waits for the actor and its environments."""
@@ -96,6 +141,32 @@ class Rewards:
     def submit(self, infos: list[RolloutInfo], prompts: list[Prompt]) -> None:
         """Starts scoring; does not wait."""
         self._submitted.append(self.actor.submit.remote(infos, prompts))
+        if self.decides:
+            self._undecided.update(info.request_id for info in infos)
+
+    def references(self) -> list[ray.ObjectRef]:
+        """What becomes ready when `take_ready` may have something to give."""
+        if self._undecided and self._poll is None:
+            poll = self.actor.decide.options(num_returns=2).remote(POLL_BUDGET_S)
+            self._poll = cast(tuple[ray.ObjectRef, ray.ObjectRef], poll)
+        return [] if self._poll is None else [self._poll[0]]
+
+    def take_ready(self) -> list[tuple[str, PayloadRef | None]]:
+        """Decisions on turns since the last call: the request's id, and the `Transcript` that the next turn goes on from, or None.
+
+        Does not wait.
+
+        Raises:
+            RuntimeError: an environment failed.
+        """
+        references = self.references()
+        if self._poll is None or not ray.wait(references, num_returns=1, timeout=0.0)[0]:
+            return []
+        (reference, payload), self._poll = self._poll, None
+        decisions = cast(list[tuple[str, bool]], fetch(reference, key=NAME, what="turns"))
+        self._undecided.difference_update(request_id for request_id, _ in decisions)
+        indices = itertools.count()
+        return [(request_id, PayloadRef(payload, next(indices)) if goes_on else None) for request_id, goes_on in decisions]
 
     def collect(self) -> tuple[Mapping[str, Verdict], float]:
         """Verdicts of everything submitted since the last call, by request id, and the seconds that they took, waited for or not."""

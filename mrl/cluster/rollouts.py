@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import ray
 
 from mrl.cluster.engine_group import EngineGroup, index_of
+from mrl.cluster.payload import PayloadRef
 from mrl.cluster.reward_actor import Rewards
-from mrl.cluster.waiting import ActorLost
+from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.data.lengths import LengthHints
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
 
@@ -57,6 +60,8 @@ class RolloutCollector:
         self._hints = LengthHints() if longest_first else None
         self._groups: dict[PromptKey, AskedGroup] = {}
         self._verdicts: dict[str, Verdict] = {}
+        self._turns: dict[str, RolloutInfo] = {}
+        """Rollouts of which it is not known yet whether another turn follows."""
 
     def ask(
         self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
@@ -94,7 +99,7 @@ class RolloutCollector:
             try:
                 for index in sorted(self.engines.lost):
                     self.restart_engine(index)
-                self._arrived(self.engines.collect(self.deadline_s))
+                self._collect()
             except ActorLost as lost:
                 self.restart_engine(index_of(lost))
             on_progress()
@@ -105,9 +110,9 @@ class RolloutCollector:
         Raises:
             DeadlineExceeded: no rollout arrives in time.
         """
-        while self.engines.num_expected:
+        while self.engines.num_expected or self.rewards.num_undecided:
             try:
-                self._arrived(self.engines.collect(self.deadline_s))
+                self._collect()
             except ActorLost as lost:
                 self.engines.lost.add(index_of(lost))
 
@@ -134,11 +139,41 @@ class RolloutCollector:
 
     def references(self) -> list[ray.ObjectRef]:
         """See `mrl.cluster.waiting.Background`."""
-        return self.engines.references()
+        return [*self.engines.references(), *self.rewards.references()]
 
     def advance(self) -> None:
         """See `mrl.cluster.waiting.Background`."""
         self._arrived(self.engines.take_ready())
+        self._decided(self.rewards.take_ready())
+
+    def _collect(self) -> None:
+        """Waits for rollouts of the engines, and for what environments make of turns."""
+        if not self.rewards.num_undecided:
+            self._arrived(self.engines.collect(self.deadline_s))
+            return
+        end = time.monotonic() + self.deadline_s
+        while True:
+            ray.wait(self.references(), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            finished, decided = self.engines.take_ready(), self.rewards.take_ready()
+            self._arrived(finished)
+            self._decided(decided)
+            if finished or decided or self.engines.lost:
+                return
+            if time.monotonic() > end:
+                raise DeadlineExceeded(
+                    f"turns: no rollout arrived and no environment answered within {self.deadline_s:g} s (deadlines.generate_s); "
+                    f"{self.rewards.num_undecided} turns wait for their environment"
+                )
+
+    def _decided(self, decisions: Sequence[tuple[str, PayloadRef | None]]) -> None:
+        """Asks for the next turns of rollouts that go on; the others are complete."""
+        for request_id, transcript in decisions:
+            info = self._turns.pop(request_id)
+            group = self._groups[info.key]
+            if transcript is None:
+                group.infos[request_id] = info
+            else:
+                self.engines.submit([dataclasses.replace(group.requests[info.rollout_index], earlier=transcript)])
 
     def _arrived(self, finished: list[RolloutInfo]) -> None:
         prompts = []
@@ -146,7 +181,7 @@ class RolloutCollector:
             group = self._groups[info.key]
             if info.weight_version < group.weight_version:
                 raise RuntimeError(f"{info.request_id} was drawn from weight version {info.weight_version}, not {group.weight_version}")
-            group.infos[info.request_id] = info
+            (self._turns if self.rewards.decides else group.infos)[info.request_id] = info
             prompts.append(group.prompt)
         if finished:
             self.rewards.submit(finished, prompts)

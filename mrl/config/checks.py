@@ -170,6 +170,8 @@ def _engine(generation: GenerationConfig, *, is_cpu: bool) -> list[str]:
     if vllm.load_format == "dummy":
         rule = "the first refit proves the conversion tables on the model's weights, as vLLM's own loader read them"
         problems.append(_problem("policy.generation.vllm_cfg.load_format", vllm.load_format, rule, "leave it out"))
+    if "" in (generation.stop_strings or ()):
+        problems.append(_problem("policy.generation.stop_strings", generation.stop_strings, "every text ends with nothing", "leave it out"))
     if any(token_id < 0 for token_id in generation.stop_token_ids or ()):
         problems.append(_problem("policy.generation.stop_token_ids", generation.stop_token_ids, "an id is below 0", "use 0 or more"))
     return problems

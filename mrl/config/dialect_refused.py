@@ -44,9 +44,6 @@ REFUSED: dict[str, Foreign] = {
         "the optimizer leaves the GPUs outside of train steps wherever engines share them, and stays elsewhere", _OFF, "set it to false"
     ),
     "policy.generation.bad_words": Foreign("engines see tokens, not words", (None, []), "leave it out"),
-    "policy.generation.stop_strings": Foreign(
-        "engines see tokens, not text", (None, []), "name the tokens that end a rollout in policy.generation.stop_token_ids"
-    ),
     **{
         f"policy.generation.vllm_cfg.{key}": Foreign("engines have the weights of the checkpoint, none in 8 bits", same, way_out)
         for key, same, way_out in (

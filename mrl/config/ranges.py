@@ -44,6 +44,7 @@ RANGES: dict[str, Range] = {
     "grpo.num_generations_per_prompt": Range(2, 2**31),
     "grpo.max_num_steps": POSITIVE,
     "grpo.max_num_epochs": POSITIVE,
+    "grpo.max_rollout_turns": POSITIVE,
     "grpo.val_period": COUNT,
     "grpo.val_start_at": Range(-1, 2**31),
     "grpo.max_val_samples": POSITIVE,
@@ -208,7 +209,6 @@ RANGES: dict[str, Range] = {
 }
 
 ONLY: dict[str, tuple[object, str]] = {
-    "grpo.max_rollout_turns": (1, "rollouts of several turns are not supported"),
     "policy.megatron_cfg.enabled": (True, "Megatron-Core is the only training backend"),
     "policy.megatron_cfg.peft.a2a_experimental": (False, "what adapters exchange is too small to gain by another way of communication"),
     "policy.megatron_cfg.optimizer.fp16": (False, "float16 is not supported; set policy.precision=bfloat16 or float32"),

@@ -12,7 +12,7 @@ from typing import Literal, get_type_hints
 
 from mrl.config.schema_algo import GrpoConfig, LossConfig, RewardPenaltiesConfig
 from mrl.config.schema_data import DataConfig
-from mrl.config.schema_env import EnvConfig
+from mrl.config.schema_env import GYM_TURNS, EnvConfig
 from mrl.config.schema_evaluation import EvalConfig
 from mrl.config.schema_logger import LoggerConfig
 from mrl.config.schema_policy import PolicyConfig
@@ -176,6 +176,11 @@ class RunConfig:
         if self.cluster.num_nodes == 1:
             return resources.gpus_per_node or 0
         return (resources.num_nodes or 0) * self.cluster.gpus_per_node
+
+    @property
+    def max_rollout_turns(self) -> int:
+        """Most turns of a rollout."""
+        return max(self.grpo.max_rollout_turns, GYM_TURNS if self.env.should_use_nemo_gym else 1)
 
     @property
     def num_policy_ranks(self) -> int:

@@ -109,7 +109,8 @@ class GrpoConfig:
     max_num_epochs: int = 1
     """The run ends after this many passes over the training prompts, those that dynamic sampling leaves out included."""
     max_rollout_turns: int = 1
-    """Turns of a rollout. Only 1 is supported."""
+    """Most turns of a rollout: how often the model speaks, if its environment answers. With env.should_use_nemo_gym at least 6, because
+    NeMo Gym's agents count for themselves."""
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of the group's rewards."""
     use_leave_one_out_baseline: bool = True

@@ -113,5 +113,8 @@ class EnvConfig:
         return tuple(folders[1] for folders in parts if folders[0] == "resources_servers" and len(folders) > 1)
 
 
+GYM_TURNS = 6
+"""Turns that NeMo Gym's agent of the workplace assistant takes at most."""
+
 BUILT_IN = ("math", "mcqa", "code", "instruction_following", "structured_outputs", "workplace_assistant")
 """Environments that come with mrl, each with its section."""

@@ -85,6 +85,8 @@ class GenerationConfig:
     """`top_k` of validation."""
     stop_token_ids: list[int] | None = None
     """Tokens that end a rollout; null = the model's end-of-sequence tokens."""
+    stop_strings: list[str] | None = None
+    """Texts that end a rollout with the token that completes one; null = none."""
     longest_first: bool = True
     """Ask for the rollouts first that will probably be the longest: as long as those of the same prompt in an earlier epoch, else as the
     mean of its environment, then by the prompt's own length. See the metric `rollout/engine_idle_fraction`."""

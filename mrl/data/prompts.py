@@ -185,6 +185,7 @@ def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) ->
         top_k=generation.top_k,
         max_new_tokens=generation.max_new_tokens,
         stop_token_ids=tuple(stop_token_ids),
+        stop_strings=tuple(generation.stop_strings or ()),
     )
 
 

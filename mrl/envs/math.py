@@ -66,6 +66,7 @@ def score_dapo(text: str, expected: str) -> tuple[float, str]:
 def plain_answer(answer: str) -> str:
     """An answer without what does not count: the left of an equation, dollars, text commands, boxes, units, spaces, thousands commas."""
     answer = answer.rpartition("=")[2]
+    answer = answer.replace(".$", "$")
     if (between := re.search(r"\$(.*?)\$", answer)) is not None:
         answer = between[1]
     answer = answer.replace("\\$", "").replace("$", "")
@@ -76,7 +77,7 @@ def plain_answer(answer: str) -> str:
     answer = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", answer)
     answer = re.sub(r"\^\{?\\circ\}?|\\[;,! ]|\\l?dots", "", answer)
     answer = re.sub(rf"\b(?:{'|'.join(UNITS)})\b", "", answer)
-    answer = re.sub(r"^\s*an?\s+", "", answer).rstrip(" .")
+    answer = re.sub(r"^\s*an?\s+", "", answer)
     answer = re.sub(r"\s+", "", answer).replace('"', "").replace("{,}", ",")
     return answer.replace(",", "") if re.fullmatch(r"-?[\d,]+(\.\d+)?", answer) else answer
 

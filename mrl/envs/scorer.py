@@ -37,21 +37,31 @@ class Answer:
 class Scorer:
     """Judges answers in the order in which they arrive, as many at a time as have arrived."""
 
-    def __init__(self, build: Callable[[str], Environment], names: Sequence[str], *, timeout_s: float, masks_flagged: bool = True) -> None:
+    def __init__(
+        self,
+        build: Callable[[str], Environment],
+        names: Sequence[str],
+        *,
+        timeout_s: float,
+        masks_flagged: bool = True,
+        keeps_fresh: bool = False,
+    ) -> None:
         """`build` starts an environment: those of `names` now, within `timeout_s`, others when they are first needed.
 
-        With `masks_flagged`, rollouts that their environment flags with `mask_sample` are not valid.
+        With `masks_flagged`, rollouts that their environment flags with `mask_sample` are not valid. With `keeps_fresh`, somebody calls
+        `take_fresh`.
         """
         self.environments: dict[str, Environment] = {}
         self._build = build
         self._masks_flagged = masks_flagged
+        self._keeps_fresh = keeps_fresh
         # The children of an environment end with the thread that started them.
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._changed = threading.Condition()
         self._waiting: defaultdict[str, deque[Answer]] = defaultdict(deque)
         self._rounds: list[Future[None]] = []
         self._verdicts: dict[str, Verdict] = {}
-        self._fresh: list[str] = []
+        self._fresh: dict[str, Verdict] = {}
         self._give_up_at = math.inf
         self._num_busy = 0
         self._busy_since = 0.0
@@ -76,11 +86,10 @@ class Scorer:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._fresh or any(map(_has_failed, self._rounds)), timeout_s)
-            fresh, self._fresh = self._fresh, []
-            found = {request_id: self._verdicts[request_id] for request_id in fresh}
+            fresh, self._fresh = self._fresh, {}
         for scored in filter(_has_failed, self._rounds):
             scored.result(timeout=0.0)
-        return found
+        return fresh
 
     def collect(self, *, patience_s: float, timeout_s: float) -> tuple[Mapping[str, Verdict], float]:
         """Verdicts of everything handed in since the last call, by request id, and the seconds that they took, waited for or not.
@@ -97,7 +106,7 @@ class Scorer:
         for scored in rounds:
             scored.result(timeout=max(0.0, started + timeout_s - time.monotonic()))
         with self._changed:
-            verdicts, self._verdicts, self._fresh = self._verdicts, {}, []
+            verdicts, self._verdicts = self._verdicts, {}
             seconds, self._seconds = self._seconds, 0.0
         self._give_up_at = math.inf
         return verdicts, seconds
@@ -137,7 +146,8 @@ class Scorer:
                     self._seconds += time.monotonic() - self._busy_since
                 for answer, verdict in zip(answers, verdicts, strict=False):
                     self._verdicts[answer.request_id] = verdict
-                    self._fresh.append(answer.request_id)
+                    if self._keeps_fresh:
+                        self._fresh[answer.request_id] = verdict
                 self._changed.notify_all()
         for answer, verdict in zip(answers, verdicts, strict=True):
             if not verdict.is_valid:

@@ -49,18 +49,20 @@ class Engine:
         device_ids: Sequence[int] = (),
         keeps_routes: bool = False,
         keeps_kv_cache: bool = False,
+        tokenizer: str | None = None,
     ) -> None:
         """Starts the engine with the weights of `model_dir`, read by vLLM's own loader; see `engine_arguments`.
 
         A call of its workers (all that moves, compares or lists weights) hangs when it takes longer than `worker_timeout_s`.
         With `keeps_routes` its rollouts tell which experts their tokens went through. With `keeps_kv_cache` requests that a new weight
-        version finds running go on with the keys, values and states of the old one; else they compute them anew.
+        version finds running go on with the keys, values and states of the old one; else they compute them anew. `tokenizer` is the
+        folder of the tokenizer in whose text stop strings are looked for, if requests have any.
         """
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
         self._is_colocated = config.colocated.enabled
         self._llm = LLMEngine.from_engine_args(
-            engine_arguments(model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes)
+            engine_arguments(model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer)
         )
         self._keeps_kv_cache = keeps_kv_cache
         self._requests: dict[str, RolloutRequest] = {}
@@ -107,7 +109,7 @@ class Engine:
         for request, params in zip(requests, parameters, strict=True):
             self._requests[request.request_id] = request
             self._came_at[request.request_id] = (self.weight_version, self._num_refits)
-            prompt = tokens_input(list(request.token_ids), cache_salt=salt)
+            prompt = tokens_input(request.context_ids, cache_salt=salt)
             self._vllm_ids[request.request_id] = self._llm.add_request(request.request_id, prompt, params)
 
     def step(self) -> list[Rollout]:
@@ -266,7 +268,13 @@ def _expert_layers(model_dir: str) -> list[int]:
 
 
 def engine_arguments(
-    model_dir: str, config: GenerationConfig, *, seed: int, device_ids: Sequence[int] = (), keeps_routes: bool = False
+    model_dir: str,
+    config: GenerationConfig,
+    *,
+    seed: int,
+    device_ids: Sequence[int] = (),
+    keeps_routes: bool = False,
+    tokenizer: str | None = None,
 ) -> EngineArgs:
     """vLLM's arguments for an engine; `vllm_kwargs` of the configuration add to them (`mrl.config.passthrough` says what they may).
 
@@ -278,7 +286,8 @@ def engine_arguments(
     vllm_cfg = config.vllm_cfg
     arguments: dict[str, object] = {
         "model": model_dir,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": tokenizer is None,
+        "tokenizer": tokenizer,
         "generation_config": "vllm",
         "seed": seed,
         "dtype": vllm_cfg.precision,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
-from mrl.types import FinishReason, Rollout, RolloutRequest
+from mrl.types import FinishReason, Rollout, RolloutRequest, Transcript
 
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -18,10 +20,10 @@ def sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingP
     Raises:
         ValueError: the prompt leaves no room for a token.
     """
-    room = max_model_len - len(request.token_ids)
+    room = max_model_len - len(request.context_ids)
     if room < 1:
         raise ValueError(
-            f"prompt {request.prompt_id} has {len(request.token_ids)} tokens, but prompt and rollout share"
+            f"prompt {request.prompt_id} has {len(request.context_ids)} tokens, but prompt and rollout share"
             f" policy.generation.vllm_cfg.max_model_len={max_model_len}; raise it or set data.max_input_seq_length"
         )
     sampling = request.sampling
@@ -30,14 +32,16 @@ def sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingP
         top_p=sampling.top_p,
         top_k=sampling.top_k or 0,
         max_tokens=min(sampling.max_new_tokens, room),
-        seed=request.seed,
+        seed=request.turn_seed,
         # The model folder's own end-of-sequence ids count only where the request lists them.
         ignore_eos=True,
         stop_token_ids=list(sampling.stop_token_ids),
         # 0 alternatives: the drawn token alone.
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        # A token may complete a string and bring more: all of it is kept.
+        stop=list(sampling.stop_strings),
+        detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -60,15 +64,34 @@ def rollout(
     if finish_reason is None:
         raise RuntimeError(f"vLLM ended request {request.request_id} with finish reason {completion.finish_reason!r}")
     assert isinstance(completion.logprobs, FlatLogprobs)
-    num_forwarded = len(request.token_ids) + len(completion.token_ids) - 1
+    num_forwarded = len(request.context_ids) + len(completion.token_ids) - 1
     if routes is not None and len(routes) != num_forwarded:
         raise RuntimeError(f"request {request.request_id}: vLLM tells the routes of {len(routes)} tokens, {num_forwarded} went through it")
-    return Rollout(
-        request=request,
+    drawn = Rollout(
+        request=replace(request, earlier=None),
         weight_version=weight_version,
         token_ids=np.asarray(completion.token_ids, dtype=np.int32),
         generator_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
         finish_reason=finish_reason,
         routes=routes,
         num_weight_versions=num_weight_versions,
+    )
+    return drawn if request.transcript is None else appended(request.transcript, drawn)
+
+
+def appended(earlier: Transcript, drawn: Rollout) -> Rollout:
+    """The rollout whose last turn is `drawn`."""
+    routes = None
+    if drawn.routes is not None and earlier.routes is not None:
+        # Each token keeps the experts that it was drawn with; the engine may have computed the earlier ones again.
+        routes = np.concatenate([earlier.routes, drawn.routes[len(earlier.routes) :]])
+    is_same_version = earlier.turns[-1].weight_version == drawn.weight_version
+    return replace(
+        drawn,
+        token_ids=np.concatenate([earlier.token_ids, drawn.token_ids]),
+        generator_logprobs=np.concatenate([earlier.generator_logprobs, drawn.generator_logprobs]),
+        routes=routes,
+        earlier_turns=earlier.turns,
+        last_turn_start=len(earlier.token_ids),
+        num_weight_versions=earlier.num_weight_versions + drawn.num_weight_versions - is_same_version,
     )

@@ -1,6 +1,7 @@
 import pytest
 
-from mrl.envs.math import score
+from mrl.envs.math import make, score, score_dapo
+from mrl.envs.task import Outcome, Task
 
 RIGHT = [
     ("46", "46", "46"),
@@ -77,3 +78,43 @@ def test_words_compare_as_text():
 def test_an_expected_answer_that_says_nothing_is_an_error():
     with pytest.raises(ValueError, match="cannot be parsed"):
         score("46", "")
+
+
+@pytest.mark.parametrize(
+    ("expected", "text"),
+    [
+        ("34", "so\nAnswer: 34"),
+        ("34", "answer : $34.$ indeed"),
+        ("34", "Answer: 12, no.\nAnswer: \\boxed{34}"),
+        ("1,200", "Answer: 1200"),
+        ("34", "Answer: x = 34 degrees"),
+        ("\\frac{1}{2}", "Answer: $\\frac12$"),
+        ("\\sqrt{2}", "Answer: \\sqrt2"),
+        ("12", "Answer: \\text{12}"),
+        ("(1,2)", "Answer: (1, 2)"),
+        ("5", "Answer: \\$5"),
+    ],
+)
+def test_dapo_takes_what_follows_the_last_answer(expected: str, text: str):
+    assert score_dapo(text, expected)[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "text"),
+    [
+        ("34", "34"),
+        ("34", "Answer: 34\nAnswer: 12"),
+        ("34", "**Answer:** 34"),
+        ("3.0", "Answer: 3"),
+        ("34", "Answer: 34" + "." * 300),
+        ("34", "Answer: "),
+    ],
+)
+def test_dapo_compares_text_and_only_the_end(expected: str, text: str):
+    assert score_dapo(text, expected)[0] == 0.0
+
+
+def test_the_config_chooses_the_rule():
+    task = Task(("the sum is 34",), "34")
+    assert make("hf_math_verify")(task) == Outcome(1.0, "34")
+    assert make("dapo_math_verify")(task) == Outcome(0.0, "")

@@ -1,0 +1,88 @@
+"""Conversations of several turns, in token ids. What the model generated is never tokenised again: later turns are appended to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+
+from mrl.types import Rollout, Transcript
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Tokens that environments read, although some tokenizers call them special."""
+_ANSWER = "the-answer-stands-here"
+"""Stands for the model's words when a template is rendered; no template writes it of itself."""
+
+
+class TurnFormat:
+    """How a tokenizer writes turns."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, object] | None) -> None:
+        """`template_kwargs` are those of the prompts, policy.tokenizer.chat_template_kwargs."""
+        self.tokenizer = tokenizer
+        self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
+
+    def texts(self, rollout: Rollout) -> tuple[str, ...]:
+        """What the model said in each turn, without special tokens but with `MARKUP`."""
+        turns = [rollout.token_ids[turn.start : turn.stop].tolist() for turn in rollout.turns]
+        kept = [[token_id for token_id in ids if token_id not in self._hidden_ids] for ids in turns]
+        return tuple(self.tokenizer.batch_decode(kept, skip_special_tokens=False))
+
+    def go_on(self, rollout: Rollout, observation: Sequence[Mapping[str, str]]) -> Transcript:
+        """The rollout with the environment's messages behind it, and the beginning of the assistant's next turn.
+
+        Raises:
+            ValueError: the chat template does not take such messages.
+        """
+        tail = np.array(self.tail_ids(int(rollout.token_ids[-1]), observation), dtype=np.int32)
+        return Transcript(
+            token_ids=np.concatenate([rollout.token_ids, tail]),
+            generator_logprobs=np.concatenate([rollout.generator_logprobs, np.zeros(len(tail), dtype=np.float32)]),
+            turns=rollout.turns,
+            num_weight_versions=rollout.num_weight_versions,
+            routes=rollout.routes,
+        )
+
+    def tail_ids(self, last_token_id: int, observation: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids between the model's last token and its next turn: the rest of its message, the observation, the head of the next one.
+
+        They are what the chat template writes behind an assistant's message. If that begins with the model's last token, its mark of the
+        end, they begin after it.
+        """
+        text = self._rendered([{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *observation])
+        ids: list[int] = self.tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
+        return ids[1:] if ids[:1] == [last_token_id] else ids
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
+        # A template that knows no tools hears of their results from the user.
+        turns = messages if self._knows_tools else [{**message, "role": message["role"].replace("tool", "user")} for message in messages]
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template of {self.tokenizer.name_or_path} does not take the observation: {error}") from error
+        return text
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}, {"role": "tool", "content": _ANSWER}]
+        try:
+            return _ANSWER in str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template_kwargs))
+        except jinja2.TemplateError:
+            logger.warning("The chat template knows no tools: results of tools are written as the user's messages")
+            return False
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset(token_id for token_id, token in added.items() if token.special and token.content not in MARKUP)

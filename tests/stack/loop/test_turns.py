@@ -1,0 +1,52 @@
+"""Rollouts of two turns in the real loop: an environment that answers, engines that go on, ranks that train on what was generated."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from mrl.envs.task import Task
+from mrl.train import train_step
+from mrl.types import Verdict
+from tests.stack.loop.conftest import CoinToss, LiveRun
+
+
+class Again(CoinToss):
+    """Answers every first turn; what is said then is judged by a coin."""
+
+    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+        verdicts = super().score(tasks, gives_up=gives_up)
+        again = ({"role": "tool", "content": "again"},)
+        return [replace(verdict, observation=again if len(task.turns) == 1 else ()) for verdict, task in zip(verdicts, tasks, strict=True)]
+
+
+def set_turns(actor, max_turns: int, environment: object) -> None:
+    actor.max_turns = max_turns
+    actor.scorer._keeps_fresh = max_turns > 1
+    actor.scorer.environments["math"] = environment
+
+
+@pytest.fixture
+def two_turns(live: LiveRun) -> Iterator[None]:
+    """As with grpo.max_rollout_turns=2, and with letters for stop strings: a random model says one soon."""
+    run, sampling = live.run, live.run.supply._sampling
+    run.session.rewards.apply(set_turns, 2, Again())
+    run.session.rewards.decides = True
+    run.supply._sampling = replace(sampling, stop_strings=tuple(string.ascii_letters))
+    yield
+    run.supply._sampling = sampling
+    run.session.rewards.decides = False
+    run.session.rewards.apply(set_turns, 1, CoinToss())
+
+
+def test_both_turns_are_trained_on_and_the_observation_is_not(live: LiveRun, two_turns: None):
+    train_step(live.run, live.state)
+    metrics = live.state.metrics
+    assert 1.5 < metrics["rollout/math/turns"] <= 2.0
+    assert metrics["rollout/failed"] == 0 and live.run.session.rewards.num_undecided == 0
+    # Trainer and generator agree on every token of both turns; a token of the environment, of logprob 0, would stand out.
+    assert metrics["train/token_mult_prob_error"] <= 1.001
+    assert metrics["train/mean_abs_dlogp"] < 1e-5

@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+
+from mrl.data.turns import TurnFormat
+from mrl.prepare_tokenizer import END_ID, byte_tokenizer
+from mrl.types import Rollout, Turn
+from tests.rollouts import request
+
+# Of the kind that Nemotron 3 and Qwen3 have: tools speak as users do, and thoughts of earlier turns are left out of a later prompt.
+CHATML = (
+    "{% for message in messages %}{% if message['role'] == 'tool' %}"
+    "<|user|>\n<tool_response>{{ message['content'] }}</tool_response><|end|>\n"
+    "{% else %}<|{{ message['role'] }}|>\n{{ message['content'].split('</think>')[-1] }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
+)
+
+
+def spoken(tokens: list[int], prompt: list[int]) -> Rollout:
+    return Rollout(request(prompt), 3, np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), "stop")
+
+
+def chatml() -> TurnFormat:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = CHATML
+    return TurnFormat(tokenizer, template_kwargs=None)
+
+
+def ids(turns: TurnFormat, text: str) -> list[int]:
+    return turns.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_conversation_is_what_the_template_makes_of_it_and_its_prefix_is_untouched():
+    turns = TurnFormat(byte_tokenizer(4096), template_kwargs=None)
+    messages = [{"role": "user", "content": "1+1="}]
+    prompt = turns.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    rollout = spoken([*b"two", END_ID], prompt)
+    transcript = turns.go_on(rollout, [{"role": "user", "content": "in digits, please"}])
+    messages += [{"role": "assistant", "content": "two"}, {"role": "user", "content": "in digits, please"}]
+    whole = turns.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert [*prompt, *transcript.token_ids.tolist()] == whole
+    assert transcript.token_ids[:4].tobytes() == rollout.token_ids.tobytes()
+    assert transcript.generator_logprobs.tolist() == [-0.5] * 4 + [0.0] * (len(transcript.token_ids) - 4)
+    assert transcript.turns == (Turn(0, 4, 3),)
+
+
+def test_what_was_generated_stays_although_the_template_would_write_it_otherwise():
+    turns = chatml()
+    # Two tokens that the tokenizer would write as one, and a thought that the template leaves out.
+    generated = [*b"<think>hm</think>x", END_ID]
+    transcript = turns.go_on(spoken(generated, [1]), [{"role": "tool", "content": "7"}])
+    tail = "\n<|user|>\n<tool_response>7</tool_response><|end|>\n<|assistant|>\n<think>\n"
+    assert transcript.token_ids.tolist() == generated + ids(turns, tail)
+
+
+def test_a_turn_that_ended_with_a_string_gets_the_mark_of_its_end():
+    turns = chatml()
+    tail = turns.tail_ids(ord("x"), [{"role": "user", "content": "go"}])
+    assert tail == ids(turns, "<|end|>\n<|user|>\ngo<|end|>\n<|assistant|>\n<think>\n")
+    assert turns.tail_ids(END_ID, [{"role": "user", "content": "go"}]) == tail[1:]
+
+
+def test_a_template_without_tools_hears_of_their_results_from_the_user():
+    turns = TurnFormat(byte_tokenizer(4096), template_kwargs=None)
+    results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    assert turns.tail_ids(END_ID, results) == ids(turns, "<|user|>1<|user|>2<|assistant|>")
+
+
+def test_an_observation_that_the_template_refuses_is_an_error():
+    with pytest.raises(ValueError, match="does not take the observation"):
+        TurnFormat(byte_tokenizer(4096), template_kwargs=None).tail_ids(END_ID, [{"role": "judge", "content": "1"}])
+
+
+def test_texts_of_turns_are_without_the_environment_and_special_tokens():
+    turns = chatml()
+    turns.tokenizer.add_tokens(["</think>"], special_tokens=True)
+    rollout = spoken([*ids(turns, "a</think>b"), END_ID], [1])
+    second = turns.go_on(rollout, [{"role": "user", "content": "no"}])
+    start = len(second.token_ids)
+    tokens = np.concatenate([second.token_ids, np.array([*b"c", END_ID], np.int32)])
+    whole = Rollout(rollout.request, 3, tokens, np.zeros(len(tokens), np.float32), "stop", None, second.turns, start)
+    assert turns.texts(whole) == ("a</think>b", "c")
+
+
+def test_texts_without_markup_are_what_the_tokenizer_itself_decodes():
+    turns = TurnFormat(byte_tokenizer(4096), template_kwargs=None)
+    tokens = np.random.default_rng(0).integers(0, 264, size=400).tolist()
+    assert turns.texts(spoken(tokens, [1])) == (turns.tokenizer.decode(tokens, skip_special_tokens=True),)
