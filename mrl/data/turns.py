@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -86,3 +87,21 @@ class TurnFormat:
     def _hidden_ids(self) -> frozenset[int]:
         added = self.tokenizer.added_tokens_decoder
         return frozenset(token_id for token_id, token in added.items() if token.special and token.content not in MARKUP)
+
+
+def appended(earlier: Transcript, drawn: Rollout) -> Rollout:
+    """The rollout whose last turn is `drawn`."""
+    routes = None
+    if drawn.routes is not None and earlier.routes is not None:
+        # Each token keeps the experts that it was drawn with; the engine may have computed the earlier ones again.
+        routes = np.concatenate([earlier.routes, drawn.routes[len(earlier.routes) :]])
+    is_same_version = earlier.turns[-1].weight_version == drawn.weight_version
+    return replace(
+        drawn,
+        token_ids=np.concatenate([earlier.token_ids, drawn.token_ids]),
+        generator_logprobs=np.concatenate([earlier.generator_logprobs, drawn.generator_logprobs]),
+        routes=routes,
+        earlier_turns=earlier.turns,
+        last_turn_start=len(earlier.token_ids),
+        num_weight_versions=earlier.num_weight_versions + drawn.num_weight_versions - is_same_version,
+    )

@@ -9,7 +9,8 @@ from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
-from mrl.types import FinishReason, Rollout, RolloutRequest, Transcript
+from mrl.data.turns import appended
+from mrl.types import FinishReason, Rollout, RolloutRequest
 
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -77,21 +78,3 @@ def rollout(
         num_weight_versions=num_weight_versions,
     )
     return drawn if request.transcript is None else appended(request.transcript, drawn)
-
-
-def appended(earlier: Transcript, drawn: Rollout) -> Rollout:
-    """The rollout whose last turn is `drawn`."""
-    routes = None
-    if drawn.routes is not None and earlier.routes is not None:
-        # Each token keeps the experts that it was drawn with; the engine may have computed the earlier ones again.
-        routes = np.concatenate([earlier.routes, drawn.routes[len(earlier.routes) :]])
-    is_same_version = earlier.turns[-1].weight_version == drawn.weight_version
-    return replace(
-        drawn,
-        token_ids=np.concatenate([earlier.token_ids, drawn.token_ids]),
-        generator_logprobs=np.concatenate([earlier.generator_logprobs, drawn.generator_logprobs]),
-        routes=routes,
-        earlier_turns=earlier.turns,
-        last_turn_start=len(earlier.token_ids),
-        num_weight_versions=earlier.num_weight_versions + drawn.num_weight_versions - is_same_version,
-    )

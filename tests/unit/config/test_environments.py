@@ -1,6 +1,8 @@
 import pytest
 
 from mrl.config.environments import environment_names, environment_of_agent, find_environment_problems
+from mrl.config.schema import RunConfig
+from mrl.config.schema_algo import GrpoConfig
 from mrl.config.schema_env import BUILT_IN, EnvConfig, NemoGymConfig, OwnEnvConfig
 
 PATHS = ["responses_api_models/vllm_model/configs/vllm_model_for_training.yaml", "resources_servers/code_gen/configs/code_gen.yaml"]
@@ -39,3 +41,11 @@ def test_agents_of_the_blend():
 def test_what_is_wrong_is_told_with_a_way_out(config: EnvConfig, message: str):
     (problem,) = find_environment_problems(config, "math")
     assert message in problem
+
+
+def test_agents_of_nemo_gym_take_their_own_number_of_turns():
+    def most_turns(env: EnvConfig, turns: int) -> int:
+        return RunConfig(env=env, grpo=GrpoConfig(max_rollout_turns=turns)).max_rollout_turns
+
+    gym = EnvConfig(should_use_nemo_gym=True)
+    assert (most_turns(EnvConfig(), 1), most_turns(EnvConfig(), 8), most_turns(gym, 1), most_turns(gym, 8)) == (1, 8, 6, 8)

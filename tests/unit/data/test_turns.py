@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from mrl.data.turns import TurnFormat
+from mrl.data.turns import TurnFormat, appended
 from mrl.prepare_tokenizer import END_ID, byte_tokenizer
-from mrl.types import Rollout, Turn
+from mrl.types import Rollout, Transcript, Turn
 from tests.rollouts import request
 
 # Of the kind that Nemotron 3 and Qwen3 have: tools speak as users do, and thoughts of earlier turns are left out of a later prompt.
@@ -85,3 +85,18 @@ def test_texts_without_markup_are_what_the_tokenizer_itself_decodes():
     turns = TurnFormat(byte_tokenizer(4096), template_kwargs=None)
     tokens = np.random.default_rng(0).integers(0, 264, size=400).tolist()
     assert turns.texts(spoken(tokens, [1])) == (turns.tokenizer.decode(tokens, skip_special_tokens=True),)
+
+
+def test_a_turn_is_appended_with_the_experts_that_each_token_was_drawn_with():
+    # One layer, one expert per token. The engine computed the first tokens again, and chose otherwise.
+    before = np.array([[[1]], [[2]], [[3]]], np.uint8)
+    again = np.array([[[9]], [[9]], [[9]], [[4]], [[5]], [[6]]], np.uint8)
+    earlier = Transcript(np.array([10, 11, 12], np.int32), np.array([-1, -2, 0], np.float32), (Turn(0, 2, 3),), 1, before)
+    drawn = Rollout(request([1, 2]), 4, np.array([13, 14], np.int32), np.array([-3, -4], np.float32), "stop", again)
+    rollout = appended(earlier, drawn)
+    assert rollout.token_ids.tolist() == [10, 11, 12, 13, 14]
+    assert rollout.generator_logprobs.tolist() == [-1, -2, 0, -3, -4]
+    assert rollout.routes is not None and rollout.routes.ravel().tolist() == [1, 2, 3, 4, 5, 6]
+    assert len(rollout.routes) == 2 + 5 - 1
+    assert rollout.turns == (Turn(0, 2, 3), Turn(3, 5, 4))
+    assert rollout.num_weight_versions == 2
