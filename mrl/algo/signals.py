@@ -54,7 +54,8 @@ def _metrics(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence],
     judged = [(rollout, verdict) for group in groups for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)]
     metrics = {}
     if config.overlong_filtering:
-        metrics["train/num_overlong_filtered"] = float(sum(verdict.is_valid and _is_filtered(*pair, config) for *pair, verdict in judged))
+        num_filtered = sum(verdict.is_valid and _is_filtered(rollout, config) for rollout, verdict in judged)
+        metrics["train/num_overlong_filtered"] = float(num_filtered)
     if config.reward_scaling.enabled or config.reward_shaping.enabled:
         rewards = [sequence.reward for sequence, (_, verdict) in zip(sequences, judged, strict=True) if verdict.is_valid]
         metrics["train/shaped_reward"] = sum(rewards) / max(1, len(rewards))

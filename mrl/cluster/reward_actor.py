@@ -45,7 +45,7 @@ class RewardActor:
         self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
         use_chat_template(self.tokenizer, config.policy.tokenizer)
         self.format = TurnFormat(self.tokenizer, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
-        self.rules = rules_of(config, self.tokenizer.decode, self.tokenizer.all_special_tokens)
+        self.rules = rules_of(config, self.decode, self.tokenizer.all_special_tokens)
         self._remarks: dict[str, Remarks] = {}
         self.undecided: dict[str, Rollout] = {}
         # What users name is tried now; what comes with mrl starts when the first row needs it.
@@ -58,6 +58,10 @@ class RewardActor:
             keeps_fresh=self.max_turns > 1,
         )
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return cast(str, self.tokenizer.decode(list(token_ids)))
+
     def ready(self) -> None:
         """Returns once the environments are up."""
 
@@ -68,7 +72,8 @@ class RewardActor:
 
         rollouts = pull(infos, timeout_s=self.deadlines.reward_s)
         if self.rules is not None:
-            self._remarks |= {rollout.request.request_id: inspect(rollout, self.tokenizer.decode, self.rules) for rollout in rollouts}
+            for info, rollout in zip(infos, rollouts, strict=True):
+                self._remarks[info.request_id] = inspect(rollout, self.decode, self.rules)
         if self.max_turns > 1:
             self.undecided.update((info.request_id, rollout) for info, rollout in zip(infos, rollouts, strict=True))
         tasks = [

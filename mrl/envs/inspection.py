@@ -53,7 +53,7 @@ def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) ->
         "invalid_tool_call": config.grpo.invalid_tool_call_advantage,
         "malformed_thinking": config.grpo.malformed_thinking_advantage,
     }
-    flaws = tuple(kind for kind, advantage in advantages.items() if advantage is not None)
+    flaws: tuple[FlawKind, ...] = tuple(kind for kind, advantage in advantages.items() if advantage is not None)
     if not flaws and not config.reward_penalties.is_enabled:
         return None
     ids = config.reward_penalties.token_ids

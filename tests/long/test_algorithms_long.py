@@ -20,6 +20,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "GRPO": [],
     "DAPO": [
         "loss_fn.ratio_clip_max=0.28",
+        "grpo.use_dynamic_sampling=true",
         "grpo.overlong_filtering=true",
         "grpo.reward_shaping={enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: 0.5, max_response_length: 16}",
     ],

@@ -15,7 +15,7 @@ from tests.stack.loop.conftest import LiveRun
 
 
 def set_rules(actor, config: RunConfig) -> None:
-    actor.rules = rules_of(config, actor.tokenizer.decode, actor.tokenizer.all_special_tokens)
+    actor.rules = rules_of(config, actor.decode, actor.tokenizer.all_special_tokens)
 
 
 def test_on_policy_first_step(live: LiveRun):

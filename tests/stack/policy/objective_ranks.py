@@ -18,6 +18,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
         "loss_fn.truncated_importance_sampling_ratio=2.0",
     ),
     "cispo": ("loss_fn.use_cispo=true", "loss_fn.reference_policy_kl_penalty=0.05"),
+    "on policy": ("loss_fn.force_on_policy_ratio=true",),
     "dapo": ("loss_fn.ratio_clip_max=0.28", "grpo.seq_logprob_error_threshold=1.28", "grpo.advantage_clip_low=-0.5"),
     "reinforce++": (
         "grpo.adv_estimator.name=reinforce_plus_plus",
@@ -51,10 +52,11 @@ def steps_of_objectives(rank: Rank, configs: Mapping[str, RunConfig], num_steps:
                 if config.keeps_reference:
                     policy.compute_reference_logprobs()
                 assert policy._batch is not None
-                policy._batch.old_logprobs = [
-                    torch.from_numpy(policy_ranks.old_logprobs(row.labels_T.numpy(), row.generator_logprobs_T.numpy()))
-                    for row in policy._batch.rows
-                ]
+                if config.needs_old_logprobs:
+                    policy._batch.old_logprobs = [
+                        torch.from_numpy(policy_ranks.old_logprobs(row.labels_T.numpy(), row.generator_logprobs_T.numpy()))
+                        for row in policy._batch.rows
+                    ]
                 policy.enter("train")
                 metrics[name].append(policy.train_step())
     return metrics

@@ -35,5 +35,9 @@ def test_three_steps_equal_those_of_one_rank(ranks: RankPool, tmp_path: Path):
     assert dapo["train/advantages/min"] == -0.5
     assert dapo["train/num_valid_tokens"] < expected["cispo"][0]["train/num_valid_tokens"]
     assert expected["gspo"][0]["train/clip_fraction"] > 0 and expected["cispo"][0]["train/kl_penalty"] == 0.0
+    # No pass over the batch before the step, and nothing that needs one.
+    on_policy = expected["on policy"]
+    assert all(step["train/probs_ratio_min"] == step["train/probs_ratio_max"] == 1.0 for step in on_policy)
+    assert "train/max_seq_mult_prob_error" not in on_policy[0]
     # Normalised over the tokens of the batch.
     assert expected["reinforce++"][0]["train/advantages/mean"] == pytest.approx(0.0, abs=1e-6)

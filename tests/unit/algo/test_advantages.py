@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.algo.advantages import batch_advantages, group_advantages, normalize_over_tokens
-from mrl.config.schema_algo import AdvantageEstimatorConfig, GrpoConfig, RewardScalingConfig, RewardShapingConfig
+from mrl.config.schema_algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, RewardScalingConfig, RewardShapingConfig
 from mrl.types import RolloutGroup
 from tests.unit.algo.groups import group
 
@@ -81,7 +81,7 @@ def test_leave_one_out_is_the_mean_of_the_others():
     assert group_advantages(rewards, normalize=False).tolist() == pytest.approx([float(value) for value in slow])
 
 
-def estimator(name: str, **rest) -> GrpoConfig:
+def estimator(name: Estimator, **rest) -> GrpoConfig:
     return GrpoConfig(adv_estimator=AdvantageEstimatorConfig(name, normalize_rewards=False, use_leave_one_out_baseline=True, **rest))
 
 

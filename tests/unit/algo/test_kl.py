@@ -37,8 +37,9 @@ def test_kl_clamps_hold_the_value():
 def test_no_gradient_of_the_loss_passes_a_clamp(kind, clamp: dict[str, float]):
     zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     batch = Batch([1], zero - 4.0, zero - 4.0, zero - 4.0, zero - 1.0, zero, one, [0.0])
-    unclamped = dict(kl_input_clamp_value=None, kl_output_clamp_value=None)
-    config = LossConfig(reference_policy_kl_penalty=1.0, reference_policy_kl_type=kind, **unclamped)
+    config = LossConfig(
+        reference_policy_kl_penalty=1.0, reference_policy_kl_type=kind, kl_input_clamp_value=None, kl_output_clamp_value=None
+    )
     assert fast_loss(batch, config)[1].any()
     assert not fast_loss(batch, replace(config, **clamp))[1].any()
 
