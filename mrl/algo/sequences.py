@@ -23,7 +23,7 @@ class Segments:
     def of(cu_seqlens: Tensor, mask_T: Tensor) -> Segments:
         """Of a whole row."""
         lengths = cu_seqlens.diff().long()
-        index_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        index_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(mask_T))
         counts_S = mask_T.new_zeros(len(lengths)).index_add_(0, index_T, mask_T)
         return Segments(index_T, mask_T, counts_S.clamp(min=1.0))
 
