@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -68,7 +69,7 @@ def alive_nodes() -> list[dict]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def start_sampler(node_id: str) -> ray.actor.ActorHandle:
+def start_sampler(node_id: str) -> ActorHandle:
     """A sampler on a node, whose processes descend from that node's raylet, as the actor itself does."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(HostSampler).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=-1).remote(is_actor=True)

@@ -51,7 +51,7 @@ def _start(opening: Opening, folder: Path, mode: str | None) -> swanlab.Run:
         project=opening.text("project"),
         name=opening.text("name"),
         workspace=opening.text("workspace"),
-        mode=mode,  # pyright: ignore[reportArgumentType]  # one of its modes, by the type of the key
+        mode=mode,
         log_dir=str(folder),
         id=opening.run_id,
         resume="allow",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def attempt(config: RunConfig, number: int, *, last_step: int) -> Loggers:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was ended after step 2 and resumed from step 1, with every logger on."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
