@@ -26,6 +26,12 @@ JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The template of messages that are joined as they are."""
 
 
+UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+"""Normalisations that leave ASCII as it is."""
+MAX_NORMALIZED_BYTES = 11
+"""Bytes that Unicode normalisation makes of one at most: https://unicode.org/faq/normalization.html."""
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """How a question becomes a conversation."""
@@ -155,6 +161,14 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[tuple
     # The template has written every special token that belongs there.
     token_ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return [tuple(ids) for ids in token_ids]
+
+
+def most_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """As many tokens as a text can become, told without tokenising it: a token stands for one byte at least, of what is left once the
+    tokenizer has normalised the text."""
+    normalizer = type(tokenizer.backend_tokenizer.normalizer).__name__ if tokenizer.is_fast else ""
+    keeps_bytes = normalizer == "NoneType" or (normalizer in UNICODE_FORMS and text.isascii())
+    return len(text.encode()) * (1 if keeps_bytes else MAX_NORMALIZED_BYTES)
 
 
 def _with_arguments(message: Message) -> Message:

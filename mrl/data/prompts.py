@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mrl.config.data import key_of
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
 from mrl.config.environments import NEMO_GYM, environment_names, environment_of_agent
-from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, render, tokenize, use_chat_template, with_prompts
+from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
 from mrl.data.reading import Findings, NoEnvironment, Reader, Rows, read_split
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 NEED_ANSWER = ("math", "mcqa")
 """Environments that compare with an answer, which every row must have."""
-MAX_NORMALIZED_BYTES = 11
-"""Bytes that Unicode normalisation makes of one at most: https://unicode.org/faq/normalization.html."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
     # Data sets mostly take their prompt files from data.default, and messages should name what the user wrote.
     chat_key = key_of("prompt_file", config.data.default, dataset, key).rpartition(".")[0]
     chat = load_chat_format(dataset, template_kwargs=config.policy.tokenizer.chat_template_kwargs, key=chat_key)
-    maker = PromptMaker(dataset, tokenizer, chat, limits, environment_names(config.env), _tokens_per_byte(tokenizer))
+    maker = PromptMaker(dataset, tokenizer, chat, limits, environment_names(config.env))
     return Reader(
         setting=key,
         source=dataset.source,
@@ -116,7 +114,6 @@ class PromptMaker:
     chat: ChatFormat
     limits: PromptLimits
     env_names: tuple[str, ...]
-    max_tokens_per_byte: int
 
     def examine(self, fields: Fields) -> str | None:
         """The id that a row gives itself; checks that it can be asked and judged.
@@ -130,7 +127,7 @@ class PromptMaker:
             first_key(fields, answer_keys(self.dataset))
         text = self._render(row)
         # Rows that cannot be too long are tokenised when they are asked.
-        num_tokens = len(text.encode()) * self.max_tokens_per_byte
+        num_tokens = most_tokens(text, self.tokenizer)
         if self.limits.reason_against(num_tokens) is not None:
             num_tokens = len(tokenize([text], self.tokenizer)[0])
         if (reason := self.limits.reason_against(num_tokens)) is not None:
@@ -166,11 +163,6 @@ class PromptMaker:
         if name is None or name not in self.env_names:
             raise NoEnvironment(asked)
         return name
-
-
-def _tokens_per_byte(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens a byte of text becomes at most: one, unless it is normalised first."""
-    return MAX_NORMALIZED_BYTES if not tokenizer.is_fast or tokenizer.backend_tokenizer.normalizer is not None else 1
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

@@ -1,8 +1,11 @@
 import json
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
@@ -169,17 +172,22 @@ def test_validation_rows_held_out_of_training_rows(config: RunConfig, tmp_path: 
     assert [prompt.prompt_id.split(":")[0] for prompt in both.validation] == ["train", "validation", "validation"]
 
 
-def test_long_rows_are_counted_in_tokens_not_in_bytes(config: RunConfig, tmp_path: Path):
-    """A tokenizer that normalises, and merges: neither more bytes than the limit nor fewer tell whether a row is too long."""
-    from tokenizers import Tokenizer, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.WordLevel({"<unk>": 0, "hello world hello world hello world": 1}, unk_token="<unk>"))
+@pytest.mark.parametrize(("question", "num_tokens"), [("hello world hello world hello world", 1), ("\ufdfa\ufdfa", 36)])
+def test_long_rows_are_counted_in_tokens_not_in_bytes(config: RunConfig, tmp_path: Path, question: str, num_tokens: int):
+    """A tokenizer that normalises, and merges: 35 bytes are one token, and 6 bytes, of two signs that stand for 18 each, are 36."""
+    words = {character: index for index, character in enumerate({*"hello world", *unicodedata.normalize("NFKC", "\ufdfa")})}
+    inner = Tokenizer(models.WordPiece({**words, **{f"##{word}": len(words) + index for word, index in words.items()}}, unk_token="h"))
+    inner.add_tokens(["hello world hello world hello world"])
     inner.normalizer = normalizers.NFKC()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", chat_template="{{ messages[0].content }}")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template="{{ messages[0].content }}")
     tokenizer.save_pretrained(tmp_path / "model")
-    write(tmp_path / "train.jsonl", [{"question": "hello world hello world hello world", "answer": "2"}])
-    assert load_prompts(config).train[0].token_ids == (1,)
+    write(tmp_path / "train.jsonl", [{"question": question, "answer": "2"}])
+    limited = configured(tmp_path, "data.max_input_seq_length=34", "policy.generation.vllm_cfg.max_model_len=64", "data.validation=null")
+    if num_tokens > 34:
+        with pytest.raises(ValueError, match=f"the prompt has {num_tokens} tokens, data.max_input_seq_length allows 34"):
+            load_prompts(limited)
+    else:
+        assert len(load_prompts(limited).train[0].token_ids) == num_tokens
 
 
 def test_questions_that_a_data_set_repeats_are_asked_once(config: RunConfig, tmp_path: Path):
