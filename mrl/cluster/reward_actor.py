@@ -36,8 +36,6 @@ class RewardActor:
         start_actor_process(log_file)
         from mrl.data.chat import load_tokenizer, use_chat_template
         from mrl.data.turns import TurnFormat
-        from mrl.envs.registry import build_environment
-        from mrl.envs.scorer import Scorer
 
         self.deadlines = config.deadlines
         self.max_turns = config.max_rollout_turns
@@ -48,6 +46,18 @@ class RewardActor:
         self.rules = rules_of(config, self.decode, self.tokenizer.all_special_tokens)
         self._remarks: dict[str, Remarks] = {}
         self.undecided: dict[str, Rollout] = {}
+        self.config = config
+
+    def ready(self) -> None:
+        """Starts the environments, and returns once they are up.
+
+        Raises:
+            RuntimeError: one does not start, because a user's function cannot be imported for example.
+        """
+        from mrl.envs.registry import build_environment
+        from mrl.envs.scorer import Scorer
+
+        config = self.config
         # What users name is tried now; what comes with mrl starts when the first row needs it.
         names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
         self.scorer = Scorer(
@@ -61,9 +71,6 @@ class RewardActor:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         return cast(str, self.tokenizer.decode(list(token_ids)))
-
-    def ready(self) -> None:
-        """Returns once the environments are up."""
 
     def submit(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> None:
         """Hands rollouts to their environments; `prompts[i]` is the prompt of `infos[i]`."""
@@ -127,6 +134,7 @@ class Rewards:
         self.deadlines = config.deadlines
         actor_class = ray.remote(RewardActor).options(**placement.options(0, {}))
         self.actor = actor_class.remote(config, log_folder / "rewards.log")
+        self._ready = self.actor.ready.remote()
         self.beside: Background | None = None
         self._submitted: list[ray.ObjectRef] = []
         self.decides = config.max_rollout_turns > 1
@@ -141,7 +149,7 @@ class Rewards:
 
     def wait_until_built(self) -> None:
         """Waits for the actor and its environments."""
-        wait_all({NAME: self.actor.ready.remote()}, deadline_s=self.deadlines.start_s, what="start")
+        wait_all({NAME: self._ready}, deadline_s=self.deadlines.start_s, what="start")
 
     def submit(self, infos: list[RolloutInfo], prompts: list[Prompt]) -> None:
         """Starts scoring; does not wait."""

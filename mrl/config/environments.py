@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
 from collections.abc import Mapping
 
 from mrl.config.schema_env import BUILT_IN, EnvConfig
@@ -51,6 +53,15 @@ def find_environment_problems(config: EnvConfig, default_env_name: str) -> list[
         for name, path in config.own.functions.items()
         if not all(part.isidentifier() for part in path.replace(":", ".", 1).split(".")) or ":" not in path
     ]
+    tables = config.workplace_assistant.tables_path
+    if tables is not None and not os.path.exists(tables):
+        problems.append(f"env.workplace_assistant.tables_path={tables}: no such file or folder in {os.getcwd()}; correct the path")
+    if not problems:
+        problems += [
+            f"env.own.functions.{name}={path}: there is no module {module}; start the run in its folder, install it, or set PYTHONPATH"
+            for name, path in config.own.functions.items()
+            if importlib.util.find_spec(module := path.partition(":")[0].partition(".")[0]) is None
+        ]
     names = (*environment_names(config), *((NEMO_GYM,) if config.should_use_nemo_gym else ()))
     if default_env_name not in names:
         problems.append(f"data.default.env_name={default_env_name}: no such environment; use one of {', '.join(names)}")

@@ -66,8 +66,8 @@ class WorkplaceEnvConfig:
     timeout_s: float = 5.0
     """Seconds for one turn; then its child is killed and the rollout is masked."""
     tables_path: str | None = None
-    """JSON file with the records that a conversation begins with, `{"emails": [...], "events": [...], ...}`. A row's own `tables` go
-    before it; null = none but those."""
+    """The records that a conversation begins with: a folder with WorkBench's CSV files, which the rows of the Nemotron-3-Nano blend are
+    about, or a JSON file `{"emails": [...], "events": [...], ...}`. A row's own `tables` go before it; null = none but those."""
 
 
 @traced

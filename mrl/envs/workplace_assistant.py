@@ -6,6 +6,7 @@ Runs in `mrl.envs.child`.
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 from collections.abc import Mapping
@@ -14,7 +15,17 @@ from typing import cast
 
 from mrl.envs.task import Outcome, Score, Task, field_of, text_after_thinking
 from mrl.envs.tool_calls import ToolCall, tool_calls
-from mrl.envs.workplace_tools import Office, Record, ToolError
+from mrl.envs.workplace_tools import FIELDS, Office, Record, Tables, ToolError
+
+CSV_FILES: Mapping[str, str] = {
+    "emails": "emails.csv",
+    "events": "calendar_events.csv",
+    "visits": "analytics_data.csv",
+    "tasks": "project_tasks.csv",
+    "customers": "customer_relationship_manager_data.csv",
+    "directory": "email_addresses.csv",
+}
+"""WorkBench's files (github.com/olly-styles/WorkBench, data/processed and data/raw)."""
 
 INVALID_CALL = "invalid_tool_call"
 """Flag of a conversation with a call that could not be read."""
@@ -26,9 +37,28 @@ def make(tables_path: str | None) -> Score:
     Raises:
         OSError, ValueError: the file cannot be read.
     """
-    tables = {} if tables_path is None else json.loads(Path(tables_path).read_text(encoding="utf-8"))
+    tables = {} if tables_path is None else load_tables(Path(tables_path))
     Office.open(tables)
     return functools.partial(score, shared_tables=tables)
+
+
+def load_tables(path: Path) -> Tables:
+    """The tables of a JSON file, or of a folder of WorkBench's CSV files; one that is not there has no records.
+
+    Raises:
+        OSError, ValueError: they cannot be read.
+    """
+    if not path.is_dir():
+        return json.loads(path.read_text(encoding="utf-8"))
+    tables: Tables = {}
+    for name, file in CSV_FILES.items():
+        if (path / file).is_file():
+            with (path / file).open(encoding="utf-8", newline="") as lines:
+                # The directory has no line of names.
+                tables[name] = list(csv.DictReader(lines, fieldnames=FIELDS[name] if name == "directory" else None))
+    if not tables:
+        raise ValueError(f"{path} has none of {', '.join(CSV_FILES.values())}")
+    return tables
 
 
 def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:

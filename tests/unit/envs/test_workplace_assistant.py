@@ -1,10 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from mrl.envs.task import Outcome, Task
 from mrl.envs.tool_calls import ToolCall, tool_calls
-from mrl.envs.workplace_assistant import make
+from mrl.envs.workplace_assistant import load_tables, make
 from mrl.envs.workplace_tools import TOOLS, Office, Record, Tables, ToolError
 
 
@@ -135,3 +136,21 @@ def test_calls_get_the_types_that_tools_declare():
 def test_several_calls_of_a_turn():
     first = call("a", path="/x", lines="1\n2")
     assert tool_calls(f"{first}\n{call('b')}") == [ToolCall("a", {"path": "/x", "lines": "1\n2"}), ToolCall("b", {})]
+
+
+def test_tables_of_a_folder_and_of_a_file(tmp_path: Path):
+    (tmp_path / "emails.csv").write_text(
+        'email_id,inbox/outbox,sender/recipient,subject,sent_datetime,body\n00000009,inbox,bob@x.com,"Plan, B",2023-11-03 10:00:00,"a\nb"\n'
+    )
+    (tmp_path / "email_addresses.csv").write_text("ann@x.com\nbob@x.com\n")
+    tables = load_tables(tmp_path)
+    assert tables["directory"] == [{"email_address": "ann@x.com"}, {"email_address": "bob@x.com"}]
+    assert tables["emails"][0]["email_id"] == "00000009" and tables["emails"][0]["subject"] == "Plan, B"
+    (tmp_path / "tables.json").write_text(json.dumps(tables))
+    for path in (tmp_path, tmp_path / "tables.json"):
+        judge_row = make(str(path))
+        row = json.dumps({"ground_truth": TRUTH[:1]})
+        assert judge_row(Task((REPLY,), row=row)).reward == 1.0
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="has none of emails.csv"):
+        load_tables(tmp_path / "none")
