@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from conversion.cache import open_cache
 from mrl import env
-from mrl.config.checks import check_config
+from mrl.config.checks import check_config, find_problems
+from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.hub import model_folder
-from mrl.config.model import use_local_folders
+from mrl.config.model import use_cached_folders, use_local_folders
 from mrl.config.schema import RunConfig
 
 
@@ -17,6 +18,11 @@ def check_start(config: RunConfig) -> None:
         ValueError: naming every key or file at fault, the rule, and the way out.
     """
     model = config.policy.model_name
+    use_cached_folders(config)
+    problems = find_problems(config)
+    if any(not isinstance(problem, Unprovided) for problem in problems):
+        # What is wrong with the config itself is told before the network is asked for the rest.
+        raise ConfigError(problems)
     use_local_folders(config)
     check_config(config)
     # A model of the Hub is downloaded once nothing else is wrong.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.model import use_local_folders
 from mrl.prepare_tokenizer import byte_tokenizer
@@ -49,3 +50,12 @@ def test_a_folder_without_a_tokenizer_is_named_with_its_key(workplace: Path):
 def test_an_unknown_id_is_named_with_its_key(snapshot: Path):
     with pytest.raises(ValueError, match="policy.tokenizer.name=no/tokenizer is neither a folder"):
         use_local_folders(load_config("grpo_tiny.yaml", ["policy.tokenizer.name=no/tokenizer"]))
+
+
+def test_a_config_is_refused_before_the_hub_is_asked(snapshot: Path):
+    config = load_config("grpo_tiny.yaml", ["policy.model_name=no/model", "policy.generation.max_new_tokens=9999"])
+    with pytest.raises(ConfigError) as caught:
+        preflight(config)
+    told = str(caught.value)
+    assert "policy.generation.max_new_tokens=9999: must be at most" in told
+    assert "policy.model_name=no/model: not in the local Hugging Face cache" in told
