@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from mrl.config.datasets import GYM_PROCESSOR
 from mrl.config.dialect_torch import Translation, ValueOf
+from mrl.config.environments import NEMO_GYM
 from mrl.config.files import Settings
 
 COMPILATION = "policy.generation.vllm_kwargs.compilation_config"
 USE_INDUCTOR = f"{COMPILATION}.use_inductor"
+
+USE_GYM = "env.should_use_nemo_gym"
+GYM_DATA = {"dataset_name": "NemoGymDataset", "processor": GYM_PROCESSOR, "env_name": NEMO_GYM}
+"""What NeMo RL's present files say in `data.default` about rows of NeMo Gym."""
 
 REWRITTEN = frozenset([USE_INDUCTOR])
 """Keys that the rules here replace."""
@@ -16,6 +22,7 @@ def translate_rest(settings: Settings, value_of: ValueOf) -> Translation:
     """What the rules of this file make of `settings`."""
     found = Translation()
     _inductor(settings, value_of, found)
+    _gym(settings, value_of, found)
     return found
 
 
@@ -29,3 +36,12 @@ def _inductor(settings: Settings, value_of: ValueOf, found: Translation) -> None
     if written is not None and written.value != backend:
         found.refuse(USE_INDUCTOR, setting, f"it means backend={backend}, and {COMPILATION}.backend={written.value}", "keep one of them")
     found.put(USE_INDUCTOR, setting, f"{COMPILATION}.backend", backend)
+
+
+def _gym(settings: Settings, value_of: ValueOf, found: Translation) -> None:
+    """Older files have one line for what are now four: with NeMo Gym, all rows are its own."""
+    setting = settings.get(tuple(USE_GYM.split(".")))
+    if setting is None or value_of(USE_GYM) is not True or any(key[:2] == ("data", "default") for key in settings):
+        return
+    for name, value in GYM_DATA.items():
+        found.put(USE_GYM, setting, f"data.default.{name}", value)
