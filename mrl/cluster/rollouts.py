@@ -96,6 +96,7 @@ class RolloutCollector:
             RuntimeError: an engine keeps dying, or a rollout was drawn from weights older than it was asked of.
         """
         while not is_enough():
+            assert self.engines.num_unfinished or self.rewards.num_undecided, "nothing is under way, and it is not enough"
             try:
                 for index in sorted(self.engines.lost):
                     self.restart_engine(index)
