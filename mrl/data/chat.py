@@ -149,7 +149,7 @@ def render(messages: Sequence[Message], tools: Sequence[Message], tokenizer: Pre
     if tools:
         template_kwargs["tools"] = list(tools)
     try:
-        turns = [_with_arguments(message) for message in messages]
+        turns: Any = [_with_arguments(message) for message in messages]
         text: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **template_kwargs)
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as error:
         raise RowError(f"the chat template does not take this conversation: {error}") from error
@@ -166,7 +166,8 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[tuple
 def most_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     """As many tokens as a text can become, told without tokenising it: a token stands for one byte at least, of what is left once the
     tokenizer has normalised the text."""
-    normalizer = type(tokenizer.backend_tokenizer.normalizer).__name__ if tokenizer.is_fast else ""
+    backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    normalizer = "" if backend is None else type(backend.normalizer).__name__
     keeps_bytes = normalizer == "NoneType" or (normalizer in UNICODE_FORMS and text.isascii())
     return len(text.encode()) * (1 if keeps_bytes else MAX_NORMALIZED_BYTES)
 

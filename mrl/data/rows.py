@@ -154,7 +154,8 @@ def _chat(fields: Fields, dataset: DatasetConfig) -> Row:
     if messages[0]["role"] != "system":
         beside = None if dataset.system_key is None else optional_text(fields, dataset.system_key)
         system = beside or dataset.system_prompt
-        messages = ([] if system is None else [{"role": "system", "content": system}]) + messages
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
     reply = messages.pop() if messages[-1]["role"] == "assistant" else None
     if not any(message["role"] == "user" for message in messages):
         raise RowError(f"{key} has no message of the user before the reply")

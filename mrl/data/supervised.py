@@ -51,7 +51,8 @@ def load_examples(config: RunConfig) -> SupervisedData:
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     use_chat_template(tokenizer, config.policy.tokenizer)
     train, validation, findings = read_split(config.data, lambda key, dataset: example_reader(key, dataset, config, tokenizer))
-    return SupervisedData(train, validation, tokenizer.pad_token_id or 0, findings)
+    pad_token_id = tokenizer.pad_token_id
+    return SupervisedData(train, validation, pad_token_id if isinstance(pad_token_id, int) else 0, findings)
 
 
 def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Example]:

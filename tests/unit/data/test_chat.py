@@ -142,7 +142,9 @@ def test_a_prompt_file_must_have_one_place_for_the_question(tmp_path: Path, text
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
 def test_a_missing_file_names_its_key(tmp_path: Path, key: str):
     with pytest.raises(ValueError, match=f"data.default.{key}=.* cannot be read"):
-        load_chat_format(DataDefaultConfig(**{key: str(tmp_path / "missing.txt")}), template_kwargs=None)
+        config = DataDefaultConfig()
+        setattr(config, key, str(tmp_path / "missing.txt"))
+        load_chat_format(config, template_kwargs=None)
 
 
 def test_what_a_checkpoint_keeps_of_a_template_is_what_transformers_reads(tmp_path: Path):

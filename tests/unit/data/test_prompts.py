@@ -74,7 +74,7 @@ def test_stop_tokens_of_tokenizer_and_generation_config(config: RunConfig):
 
 
 def test_rows_that_are_too_long_are_all_named(config: RunConfig):
-    path = Path(config.data.train.data_path)
+    path = Path(config.data.train.source)
     write(path, [{"question": "1" * length, "answer": "2"} for length in (14, 15, 3, 99)])
     with pytest.raises(ValueError) as caught:
         load_prompts(config)
@@ -90,14 +90,14 @@ def test_rows_that_are_too_long_are_all_named(config: RunConfig):
 
 def test_rows_beyond_max_val_samples_are_checked_too(config: RunConfig):
     assert config.data.validation is not None
-    path = Path(config.data.validation.data_path)
+    path = Path(config.data.validation.source)
     path.write_text(path.read_text() + "bad\n")
     with pytest.raises(ValueError, match=r"data.validation.data_path=.*\n.*validation.jsonl:4: invalid JSON"):
         load_prompts(config)
 
 
 def test_unknown_environment_of_a_row(config: RunConfig):
-    write(Path(config.data.train.data_path), [{"question": "1+1", "answer": "2", "env_name": "maths"}])
+    write(Path(config.data.train.source), [{"question": "1+1", "answer": "2", "env_name": "maths"}])
     with pytest.raises(ValueError, match=r"1 of 1 rows \(100.0%\) ask for environments that are not there \(maths: 1 rows\)"):
         load_prompts(config)
 
@@ -111,7 +111,7 @@ def test_a_rollout_as_long_as_the_context_takes_what_the_prompt_leaves():
 
 
 def test_rows_need_the_answer_that_their_environment_compares_with(config: RunConfig):
-    write(Path(config.data.train.data_path or ""), [{"question": "1+1", "solution": "2"}])
+    write(Path(config.data.train.source), [{"question": "1+1", "solution": "2"}])
     with pytest.raises(ValueError, match="train.jsonl:1: no key expected_answer or answer or output"):
         load_prompts(config)
 
