@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from mrl.cluster.placement import Placement
 from mrl.cluster.units import EngineUnits
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded, fetch, wait_all
 from mrl.config import trace
+from mrl.config.redact import split_secrets
 from mrl.config.schema import RunConfig
 from mrl.rollout.environment import engine_environment
 from mrl.types import Rollout, RolloutInfo, RolloutRequest
@@ -47,8 +48,8 @@ class Polled:
 class EngineActor:
     """One engine in its own process."""
 
-    def __init__(self, log_file: Path) -> None:
-        start_actor_process(log_file)
+    def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
+        start_actor_process(log_file, secrets)
 
     def build(self, config: RunConfig, device_ids: Sequence[int]) -> None:
         """Starts the engine on these GPUs of its node; vLLM's own loader reads the model folder's weights."""
@@ -286,9 +287,9 @@ class EngineGroup:
 
     def _start(self, units: EngineUnits):  # the handle type is private to Ray
         own = engine_environment(has_gpu=self.config.cluster.gpus_per_node > 0)
-        environment = own | (self.config.policy.generation.vllm_cfg.env_vars or {})
-        options = self.placement.options(units.units[0], environment)
-        actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index))
+        given, secrets = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {})
+        options = self.placement.options(units.units[0], own | given)
+        actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index), secrets)
         self._building[name(units.engine_index)] = actor.build.remote(self.config, units.device_ids(self.config.cluster.gpus_per_node))
         return actor
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from mrl.config.redact import start_logging
@@ -23,9 +24,13 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
-def start_actor_process(log_file: Path) -> None:
-    """First call of every actor: ties its life to its parent's and sends its stdout and stderr to `log_file`."""
+def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
+    """First call of every actor: ties its life to its parent's and sends its stdout and stderr to `log_file`.
+
+    `secrets` become environment variables: those of the actor's options are written to Ray's own logs.
+    """
     die_with_parent()
+    os.environ.update(secrets or {})
     log_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -21,6 +21,7 @@ from mrl.cluster.payload import pull
 from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import Background, wait_all
 from mrl.config import trace
+from mrl.config.redact import split_secrets
 from mrl.config.schema import RunConfig
 from mrl.data.packing import PackedRow, RowSequence, pack_row
 from mrl.types import Batch, TrainSequence
@@ -37,8 +38,8 @@ RankRows = tuple[tuple[int, ...], ...]
 class PolicyActor:
     """One policy rank in its own process. Every method runs `mrl.policy.policy.Policy`'s method of the same name."""
 
-    def __init__(self, log_file: Path) -> None:
-        start_actor_process(log_file)
+    def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
+        start_actor_process(log_file, secrets)
 
     def address(self, ports: range) -> tuple[str, int]:
         """Node address and a free port, for rank 0's rendezvous; see `free_port`."""
@@ -127,10 +128,10 @@ class PolicyGroup:
         self.beside: Background | None = None
         self.world_size = placement.num_policy_ranks
         actor_class = ray.remote(PolicyActor)
-        environment = POLICY_ENVIRONMENT | (config.policy.megatron_cfg.env_vars or {})
+        given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {})
+        options = [placement.options(rank, POLICY_ENVIRONMENT | given) for rank in range(self.world_size)]
         self.actors = [
-            actor_class.options(**placement.options(rank, environment)).remote(log_folder / f"policy-rank-{rank}.log")
-            for rank in range(self.world_size)
+            actor_class.options(**options[rank]).remote(log_folder / f"policy-rank-{rank}.log", secrets) for rank in range(self.world_size)
         ]
         first = wait_all(
             {"policy rank 0": self.actors[0].address.remote(config.cluster.master_ports)}, deadline_s=self.deadlines.start_s, what="start"

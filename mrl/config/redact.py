@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TextIO
 
@@ -41,6 +42,12 @@ def redact_text(text: str) -> str:
     for secret in sorted(env.secret_values() | noted_secrets(), key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return _URL_TOKEN.sub(rf"\1{REDACTED}", _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text))
+
+
+def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Environment variables that anybody may see, and those that nobody may."""
+    hidden = {name: value for name, value in variables.items() if env.SECRET_NAME.search(name) or redact_text(value) != value}
+    return {name: value for name, value in variables.items() if name not in hidden}, hidden
 
 
 class SecretsFormatter(logging.Formatter):

@@ -63,8 +63,8 @@ PORTS = range(1400, 1999)
 # What libraries and processes get under their own names.
 PASSED_ON = [
     "policy.generation.vllm_kwargs={mamba_ssm_cache_dtype: float32, scheduling_policy: priority}",
-    "policy.generation.vllm_cfg.env_vars={PASSED_ON: to an engine}",
-    "policy.megatron_cfg.env_vars={PASSED_ON: to a rank}",
+    "policy.generation.vllm_cfg.env_vars={PASSED_ON: to an engine, PASSED_ON_TOKEN: planted-secret}",
+    "policy.megatron_cfg.env_vars={PASSED_ON: to a rank, PASSED_ON_TOKEN: planted-secret}",
     "policy.megatron_cfg.model_overrides={clone_scatter_output_in_embedding: false}",
     "policy.megatron_cfg.attention_backend=flash",
     "policy.megatron_cfg.use_gloo_process_groups=true",

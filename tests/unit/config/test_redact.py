@@ -6,7 +6,7 @@ import pytest
 
 from mrl import check
 from mrl.config.load import load_config
-from mrl.config.redact import redact, redact_text, resolved_yaml, start_logging
+from mrl.config.redact import redact, redact_text, resolved_yaml, split_secrets, start_logging
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 
@@ -66,6 +66,12 @@ def test_what_comes_from_the_environment_is_a_secret_unless_it_is_a_place(monkey
 )
 def test_urls(text: str, expected: str):
     assert redact_text(text) == expected
+
+
+def test_variables_that_may_be_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "canary-1")
+    hidden = {"A_TOKEN": "x", "PROXY": "http://me:pw@proxy", "COPY": "canary-1"}
+    assert split_secrets({"NCCL_DEBUG": "INFO", **hidden}) == ({"NCCL_DEBUG": "INFO"}, hidden)
 
 
 CANARIES = {"HF_TOKEN": "canary-1", "WANDB_API_KEY": "canary-2", "SWANLAB_API_KEY": "canary-3", "MLFLOW_TRACKING_PASSWORD": "canary-4"}
