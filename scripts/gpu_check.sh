@@ -17,4 +17,4 @@ if [[ "$TIER" == a && $# == 0 ]] && "$PYTHON" -c "import pytest"; then
     "$PYTHON" -m pytest -p no:cacheprovider tests/gpu
 fi
 "$PYTHON" -m scripts.gpu --tier "$TIER" "$@"
-"$PYTHON" scripts/render_docs.py
+"$PYTHON" -m scripts.render_docs

@@ -1,4 +1,7 @@
-"""`python scripts/render_docs.py`: renders the tables of docs/*.md from docs/data/*.json, the measurements that test parts wrote."""
+"""`python -m scripts.render_docs`: renders the tables of docs/*.md from docs/data/*.json, the measurements that test parts wrote.
+
+The tables of config keys are rendered from the schema and its readers; see `scripts.config_page`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import json
 import re
 from pathlib import Path
 
+from scripts.config_page import config_tables
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # A page says `<!-- data: PART -->` where the table of docs/data/PART.json belongs, and where it ends.
+CONFIG_BLOCK = re.compile(r"(<!-- config -->\n)(?:.*?\n)??(<!-- end of config -->)", re.DOTALL)
 BLOCK = re.compile(r"(<!-- data: (\S+) -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
 
 
 def render_page(text: str, data_folder: Path) -> str:
     """The page with every table replaced by what `data_folder` holds now."""
+    text = CONFIG_BLOCK.sub(lambda match: match[1] + config_tables() + match[2], text)
     return BLOCK.sub(lambda match: match[1] + render_part(data_folder / f"{match[2]}.json") + match[3], text)
 
 

@@ -36,7 +36,7 @@ if [[ "${1:-}" == --long ]]; then
     for name in "${parts[@]}"; do
         part "long $name" 3600 "$PYTHON" -m pytest tests --long "$name" --durations=5
     done
-    "$PYTHON" scripts/render_docs.py
+    "$PYTHON" -m scripts.render_docs
     report
     exit
 fi

@@ -1,4 +1,4 @@
-"""Keeps what a long part measured: docs/data/PART.json, from which `scripts/render_docs.py` makes the tables."""
+"""Keeps what a long part measured: docs/data/PART.json, from which `scripts.render_docs` makes the tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.sources import ROOT
@@ -19,8 +19,18 @@ Row = dict[str, str | int | float | None]
 """Column -> value; None where there is nothing to measure."""
 
 
-def record(part: str, rows: Sequence[Row], *, folder: Path = DATA_FOLDER, command: str | None = None) -> None:
-    """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured."""
+def record(
+    part: str,
+    rows: Sequence[Row],
+    *,
+    folder: Path = DATA_FOLDER,
+    command: str | None = None,
+    readers: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured.
+
+    `readers` are the modules that read each config key, if it found them.
+    """
     data = {
         "part": part,
         "commit": commit(),
@@ -28,7 +38,7 @@ def record(part: str, rows: Sequence[Row], *, folder: Path = DATA_FOLDER, comman
         "host": host(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": list(rows),
-    }
+    } | ({} if readers is None else {"readers": readers})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{part}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 

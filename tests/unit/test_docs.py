@@ -13,7 +13,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 
 def test_pages_show_what_was_measured():
     outdated = [page.name for page in PAGES if render_page(page.read_text(), DOCS / "data") != page.read_text()]
-    assert outdated == [], "run `python scripts/render_docs.py`"
+    assert outdated == [], "run `python -m scripts.render_docs`"
 
 
 def test_every_measurement_is_shown():

@@ -5,6 +5,7 @@ from typing import get_type_hints
 
 from mrl.config.ranges import FIXED
 from mrl.config.schema import KEYS, RunConfig, section_of
+from scripts.config_page import manuals
 from tests.sources import ROOT
 
 
@@ -12,19 +13,6 @@ def sections(section: type = RunConfig) -> list[type]:
     """The section and all below it."""
     inner = [kind for hint in get_type_hints(section).values() if (kind := section_of(hint)) is not None]
     return [section, *(found for kind in inner for found in sections(kind))]
-
-
-def manuals(section: type) -> dict[str, str]:
-    """The string below each field, of those that it inherits too."""
-    if section is object:
-        return {}
-    (definition,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {name: text for base in section.__bases__ for name, text in manuals(base).items()}
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            found[field.target.id] = str(ast.literal_eval(below.value))
-    return found
 
 
 def test_every_key_has_a_manual():

@@ -1,0 +1,125 @@
+"""The tables of docs/config.md: config keys by the schema's docstrings, with their readers, and NeMo RL's keys by the dialect's tables."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
+
+from mrl.config.dialect_entry import Foreign
+from mrl.config.dialect_names import RENAMED, VALUES
+from mrl.config.dialect_no_effect import NO_EFFECT
+from mrl.config.dialect_refused import REFUSED
+from mrl.config.dialect_rules import REWRITTEN
+from mrl.config.dialect_torch import BY_RULE, SAME_VALUE
+from mrl.config.ranges import FIXED, ONLY, RANGES
+from mrl.config.schema import KEYS, RunConfig, section_of
+
+DATA = Path(__file__).resolve().parents[1] / "docs" / "data" / "config_reads.json"
+
+_DEVICE = "hosts without GPUs have no such choice"
+GPU_ONLY: dict[str, str] = {
+    "policy.generation.colocated.resources.gpus_per_node": _DEVICE,
+    "policy.generation.colocated.resources.num_nodes": _DEVICE,
+    "policy.generation.vllm_cfg.gpu_memory_utilization": _DEVICE,
+}
+"""Keys that product code reads only where there is a GPU, and why."""
+
+
+def config_tables() -> str:
+    """All of docs/config.md below its introduction, as Markdown."""
+    readers = json.loads(DATA.read_text(encoding="utf-8"))["readers"] if DATA.exists() else {}
+    parts = [_section_tables(RunConfig, "", readers)]
+    parts.append(_table("Keys with another name", ("NeMo RL", "here"), [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()]))
+    values = [(f"`{key}`", f"`{old}`", f"`{new}`") for key, renamed in VALUES.items() for old, new in renamed.items()]
+    parts.append(_table("Values with another name", ("key", "NeMo RL", "here"), values))
+    translated = [(f"`{old}`", f"`{new}`: the same value") for old, new in SAME_VALUE.items()]
+    translated += [(f"`{old}`", f"`{new}`, by a rule") for old, new in BY_RULE.items()]
+    translated += [(f"`{old}`", "by a rule of `mrl/config/dialect_rules.py`") for old in REWRITTEN]
+    parts.append(_table("Keys that are translated", ("NeMo RL", "here"), sorted(translated)))
+    parts.append(_foreign("Keys without effect", NO_EFFECT))
+    parts.append(_foreign("Keys that are refused", REFUSED))
+    return "\n".join(parts)
+
+
+def unread_keys(readers: Mapping[str, object]) -> set[str]:
+    """The keys that no named run has read, less those that a check fixes to one value, and those of `GPU_ONLY`."""
+    return KEYS.keys() - readers.keys() - FIXED - GPU_ONLY.keys()
+
+
+def manuals(section: type) -> dict[str, str]:
+    """The string below each field of a section, and of what it inherits from."""
+    if section is object:
+        return {}
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {name: text for base in section.__bases__ for name, text in manuals(base).items()}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            found[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return found
+
+
+def _section_tables(section: type, prefix: str, readers: Mapping[str, list[str]]) -> str:
+    hints, written = get_type_hints(section), manuals(section)
+    values, inner = [], ""
+    for field in dataclasses.fields(section):
+        below = section_of(hints[field.name])
+        key = f"{prefix}{field.name}"
+        if below is not None:
+            inner += "\n" + _section_tables(below, f"{key}.", readers)
+            continue
+        read_by = ", ".join(f"`{module}`" for module in readers.get(key, ()))
+        if not read_by:
+            read_by = "a check: only one value" if key in FIXED else GPU_ONLY.get(key, "–")
+        values.append((f"`{field.name}`", _type(hints[field.name]), _default(field), _meaning(key, written.get(field.name, "")), read_by))
+    title = prefix[:-1] or "The run"
+    return _table(title, ("key", "type", "default", "meaning", "read by"), values) + inner if values else inner
+
+
+def _meaning(key: str, manual: str) -> str:
+    if key in ONLY:
+        return f"{manual} Only {_yaml(ONLY[key][0])}: {ONLY[key][1]}."
+    # What only tells a number from a slip of the keyboard is no news.
+    return f"{manual} Range: {str(RANGES[key]).removesuffix(f' and at most {2**31:g}')}." if key in RANGES else manual
+
+
+def _type(hint: object) -> str:
+    if get_origin(hint) is None:
+        return hint.__name__ if isinstance(hint, type) and hint is not type(None) else "null"
+    names = [_yaml(value) if not isinstance(value, type) and get_origin(value) is None else _type(value) for value in get_args(hint)]
+    if get_origin(hint) in (list, dict):
+        return get_origin(hint).__name__ + (f" of {names[-1]}" if names[-1] != "Any" else "")
+    return " or ".join(dict.fromkeys(names))
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{_yaml(field.default_factory())}`"
+    return "required" if field.default in (dataclasses.MISSING, "???") else f"`{_yaml(field.default)}`"
+
+
+def _foreign(title: str, entries: Mapping[str, Foreign]) -> str:
+    rows = []
+    for key, entry in sorted(entries.items()):
+        accepted = "any" if entry.same is None else ", ".join(f"`{_yaml(value)}`" for value in entry.same)
+        rows.append((f"`{key}{'.*' if entry.is_section else ''}`", accepted, entry.reason, entry.way_out or "–"))
+    return _table(title, ("key", "values accepted", "why", "otherwise"), rows)
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+    lines = [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)]) + "\n"
+
+
+def _cell(value: object) -> str:
+    return re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
