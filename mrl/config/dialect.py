@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from mrl.config.dialect_entry import Foreign
 from mrl.config.dialect_names import RENAMED, VALUES
 from mrl.config.dialect_no_effect import NO_EFFECT
-from mrl.config.dialect_not_yet import NOT_YET
 from mrl.config.dialect_refused import REFUSED
 from mrl.config.dialect_rules import REWRITTEN, translate_rest
 from mrl.config.dialect_torch import TRANSLATED, TRANSLATED_SECTIONS, translate_torch
@@ -21,7 +20,7 @@ from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, fin
 
 logger = logging.getLogger(__name__)
 
-FOREIGN: dict[str, Foreign] = {**NO_EFFECT, **REFUSED, **NOT_YET}
+FOREIGN: dict[str, Foreign] = {**NO_EFFECT, **REFUSED}
 """Keys that product code does not read."""
 
 DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
