@@ -144,6 +144,26 @@ def test_same_bits_when_a_new_version_finds_requests_running(engine: Engine, alo
     assert differences(alone, late) == []
 
 
+def test_a_further_turn_goes_on_from_the_tokens_so_far(engine: Engine) -> None:
+    first_request = request([1, 2, 3], max_new_tokens=5)
+    (first,) = run(engine, [first_request]).values()
+    observed = np.array([65, 66], np.int32)
+    earlier = Transcript(
+        np.concatenate([first.token_ids, observed]), np.concatenate([first.generator_logprobs, np.zeros(2, np.float32)]), first.turns, 1
+    )
+    second_request = replace(first_request, earlier=earlier)
+    (rollout,) = run(engine, [second_request]).values()
+    # The same as one long prompt, drawn with a seed of its own.
+    plain = replace(first_request, token_ids=(1, 2, 3, *earlier.token_ids.tolist()), seed=second_request.turn_seed)
+    (alone,) = run(engine, [plain]).values()
+    assert second_request.turn_seed != first_request.seed
+    assert rollout.request == first_request
+    assert rollout.token_ids.tolist() == [*earlier.token_ids.tolist(), *alone.token_ids.tolist()]
+    assert rollout.generator_logprobs.tobytes() == np.concatenate([earlier.generator_logprobs, alone.generator_logprobs]).tobytes()
+    assert [(turn.start, turn.stop) for turn in rollout.turns] == [(0, 5), (7, 12)]
+    assert rollout.num_weight_versions == 1
+
+
 def test_same_bits_and_whole_routes_after_preemption(
     engine: Engine, start_engine: StartEngine, checkpoint: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,23 +218,3 @@ def test_logprobs_are_those_of_transformers(start_engine: StartEngine) -> None:
             parity.add(rollout.generator_logprobs, hf_scores(oracle, rollout.request.token_ids, rollout.token_ids.tolist()))
     print(parity)
     parity.check(min_tokens=2000)
-
-
-def test_a_further_turn_goes_on_from_the_tokens_so_far(engine: Engine) -> None:
-    first_request = request([1, 2, 3], max_new_tokens=5)
-    (first,) = run(engine, [first_request]).values()
-    observed = np.array([65, 66], np.int32)
-    earlier = Transcript(
-        np.concatenate([first.token_ids, observed]), np.concatenate([first.generator_logprobs, np.zeros(2, np.float32)]), first.turns, 1
-    )
-    second_request = replace(first_request, earlier=earlier)
-    (rollout,) = run(engine, [second_request]).values()
-    # The same as one long prompt, drawn with a seed of its own.
-    plain = replace(first_request, token_ids=(1, 2, 3, *earlier.token_ids.tolist()), seed=second_request.turn_seed)
-    (alone,) = run(engine, [plain]).values()
-    assert second_request.turn_seed != first_request.seed
-    assert rollout.request == first_request
-    assert rollout.token_ids.tolist() == [*earlier.token_ids.tolist(), *alone.token_ids.tolist()]
-    assert rollout.generator_logprobs.tobytes() == np.concatenate([earlier.generator_logprobs, alone.generator_logprobs]).tobytes()
-    assert [(turn.start, turn.stop) for turn in rollout.turns] == [(0, 5), (7, 12)]
-    assert rollout.num_weight_versions == 1
