@@ -29,14 +29,18 @@ def ids(turns: TurnFormat, text: str) -> list[int]:
     return turns.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def rendered(turns: TurnFormat, messages: list[dict[str, str]]) -> str:
+    return str(turns.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
 def test_a_conversation_is_what_the_template_makes_of_it_and_its_prefix_is_untouched():
     turns = TurnFormat(byte_tokenizer(4096), template_kwargs=None)
     messages = [{"role": "user", "content": "1+1="}]
-    prompt = turns.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    prompt = ids(turns, rendered(turns, messages))
     rollout = spoken([*b"two", END_ID], prompt)
     transcript = turns.go_on(rollout, [{"role": "user", "content": "in digits, please"}])
     messages += [{"role": "assistant", "content": "two"}, {"role": "user", "content": "in digits, please"}]
-    whole = turns.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    whole = ids(turns, rendered(turns, messages))
     assert [*prompt, *transcript.token_ids.tolist()] == whole
     assert transcript.token_ids[:4].tobytes() == rollout.token_ids.tobytes()
     assert transcript.generator_logprobs.tolist() == [-0.5] * 4 + [0.0] * (len(transcript.token_ids) - 4)

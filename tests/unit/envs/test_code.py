@@ -1,6 +1,7 @@
 import json
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ ADD = {"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34"]}
 CALL = {"inputs": ["[1, 2]\n3", "[]\n4"], "outputs": ["[4, 5]", "[]"], "fn_name": "shift"}
 
 
-def judge(program: str, tests: dict[str, object] = ADD, *, test_timeout_s: float = 5.0, timeout_s: float = 20.0) -> Outcome:
+def judge(program: str, tests: Mapping[str, object] = ADD, *, test_timeout_s: float = 5.0, timeout_s: float = 20.0) -> Outcome:
     row = json.dumps({"verifier_metadata": {"unit_tests": tests}})
     return score(Task((f"Here:\n```python\n{program}\n```\n",), row=row), test_timeout_s=test_timeout_s, timeout_s=timeout_s)
 
