@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mrl.envs.pool import RewardPool
@@ -49,5 +50,5 @@ def build_environment(name: str, config: EnvConfig) -> RewardPool:
     return RewardPool(function, num_workers=own.num_workers, timeout_s=own.timeout_s)
 
 
-def _pool(factory: str, options: dict[str, object], *, num_workers: int, timeout_s: float) -> RewardPool:
+def _pool(factory: str, options: Mapping[str, object], *, num_workers: int, timeout_s: float) -> RewardPool:
     return RewardPool(RewardFunction(factory, options), num_workers=num_workers, timeout_s=timeout_s)

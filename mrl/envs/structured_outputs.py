@@ -59,7 +59,9 @@ def _validator(schema_text: str) -> Draft202012Validator:
         Draft202012Validator.check_schema(schema)
     except (ValueError, SchemaError) as error:
         raise ValueError(f"the row's schema_str is no JSON schema: {str(error)[:200]}") from error
-    return Draft202012Validator(strict(schema))
+    made = strict(schema)
+    assert isinstance(made, dict | bool)  # what a checked schema is
+    return Draft202012Validator(made)
 
 
 def _no_constant(name: str) -> object:

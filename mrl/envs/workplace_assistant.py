@@ -55,7 +55,7 @@ def load_tables(path: Path) -> Tables:
         if (path / file).is_file():
             with (path / file).open(encoding="utf-8", newline="") as lines:
                 # The directory has no line of names.
-                tables[name] = list(csv.DictReader(lines, fieldnames=FIELDS[name] if name == "directory" else None))
+                tables[name] = [dict(row) for row in csv.DictReader(lines, fieldnames=FIELDS[name] if name == "directory" else None)]
     if not tables:
         raise ValueError(f"{path} has none of {', '.join(CSV_FILES.values())}")
     return tables

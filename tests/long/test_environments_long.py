@@ -47,6 +47,7 @@ NUM_STEPS = 3
 def test_rows_of_all_environments_are_trained_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Modules of the folder in which a run starts are found in all of its processes.
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
     (tmp_path / "moody_rewards.py").write_text(OWN)
     inputs = write_inputs(tmp_path)
     assert set(BUILT_IN) < set(ROWS)
