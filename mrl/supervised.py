@@ -17,6 +17,7 @@ from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.session import start_policies
 from mrl.config import trace
 from mrl.config.schema import RunConfig
+from mrl.config.schema_algo import GrpoConfig
 from mrl.config.schema_policy import PolicyConfig
 from mrl.data.cost import SequenceCost, sequence_cost
 from mrl.data.example_batch import as_in_validation, batch_examples
@@ -142,6 +143,7 @@ def update_policy(run: Run, examples: Sequence[Example]) -> dict[str, float]:
 def validate(run: Run, state: RunState) -> dict[str, float]:
     """The loss over held-out examples and what belongs to it, in all tokens that are learned (sft) or all pairs, under NeMo RL's names."""
     config, training, held_out = run.config, run.config.training, run.data.validation
+    assert not isinstance(training, GrpoConfig), "this loop is of the other algorithms"
     batches = [
         held_out[first : first + training.val_global_batch_size] for first in range(0, len(held_out), training.val_global_batch_size)
     ]

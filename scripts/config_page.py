@@ -90,11 +90,12 @@ def _meaning(key: str, manual: str) -> str:
 
 
 def _type(hint: object) -> str:
-    if get_origin(hint) is None:
+    origin = get_origin(hint)
+    if origin is None:
         return hint.__name__ if isinstance(hint, type) and hint is not type(None) else "null"
     names = [_yaml(value) if not isinstance(value, type) and get_origin(value) is None else _type(value) for value in get_args(hint)]
-    if get_origin(hint) in (list, dict):
-        return get_origin(hint).__name__ + (f" of {names[-1]}" if names[-1] != "Any" else "")
+    if origin in (list, dict):
+        return origin.__name__ + (f" of {names[-1]}" if names[-1] != "Any" else "")
     return " or ".join(dict.fromkeys(names))
 
 

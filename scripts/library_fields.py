@@ -40,7 +40,7 @@ def _hints(kind: type) -> dict[str, object]:
         try:
             return get_type_hints(kind, localns=dict(unknown), include_extras=True)
         except NameError as error:
-            if error.name in unknown:
+            if error.name is None or error.name in unknown:
                 raise
             unknown[error.name] = object
 

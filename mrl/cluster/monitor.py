@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -45,7 +44,7 @@ class Nodes:
     def __init__(self, *, is_private: bool) -> None:
         """`is_private`: the driver is the parent of the only node's processes."""
         self._own = HostSampler(is_actor=False) if is_private else None
-        self._actors = [] if is_private else [start_sampler(str(node["NodeID"])) for node in alive_nodes()]
+        self._actors = [] if is_private else [_start_sampler(str(node["NodeID"])) for node in alive_nodes()]
 
     def sample(self, timeout_s: float) -> dict[str, float]:
         """`node.I.<name>` of every node that answers within `timeout_s`, in the order in which Ray lists the nodes."""
@@ -69,7 +68,7 @@ def alive_nodes() -> list[dict]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def start_sampler(node_id: str) -> ActorHandle:
+def _start_sampler(node_id: str):  # the handle type is private to Ray
     """A sampler on a node, whose processes descend from that node's raylet, as the actor itself does."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(HostSampler).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=-1).remote(is_actor=True)

@@ -91,12 +91,10 @@ def _plan(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: C
 
     def render(count: int, *, add_generation_prompt: bool = False) -> str:
         extra: dict[str, Any] = dict(how.template_kwargs)
-        tools = None if conversation.tools is None else list(conversation.tools)
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages[:count]), tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **extra
-            )
-        )
+        # Templates take what transformers' annotations leave out: contents and tools of any JSON.
+        shown: Any = list(messages[:count])
+        tools: Any = None if conversation.tools is None else list(conversation.tools)
+        return str(tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **extra))
 
     try:
         whole, turns = render(len(messages)), []

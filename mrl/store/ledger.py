@@ -105,7 +105,7 @@ def apply_event(state: LedgerState, event: dict) -> None:
             raise ValueError(f"prompts taken for step {event['step']} after {len(state.trained)} trained steps")
         if twice := [key for key in prompts if key in state.taken or key in state.consumed]:
             raise ValueError(f"prompt {twice[0]} taken twice")
-        state.taken |= dict.fromkeys(prompts, event["step"])
+        state.taken |= {key: event["step"] for key in prompts}
     elif kind == "trained":
         step, trained, dropped = event["step"], _keys(event["prompts"]), _keys(event.get("dropped", ()))
         if step != len(state.trained) + 1:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,9 +125,11 @@ class SlurmBox:
         """For sbatch, squeue and so on."""
         return os.environ | {"SLURM_CONF": str(self.folder / "etc" / "slurm.conf")}
 
-    def slurm(self, *words: str, check: bool = True, timeout_s: float = 60.0, **variables: str) -> str:
+    def slurm(self, *words: str, check: bool = True, timeout_s: float = 60.0, variables: Mapping[str, str] | None = None) -> str:
         """What a command of Slurm prints."""
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, env=self.environment | variables, cwd=self.folder)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=timeout_s, env=self.environment | dict(variables or {}), cwd=self.folder
+        )
         assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
         return done.stdout
 
@@ -180,7 +182,7 @@ class SlurmBox:
 
     def submit(self, script: Path, *options: str, **variables: str) -> int:
         """The id of a job."""
-        return int(self.slurm("sbatch", "--parsable", "--export=ALL", *options, str(script), **variables).split(";")[0])
+        return int(self.slurm("sbatch", "--parsable", "--export=ALL", *options, str(script), variables=variables).split(";")[0])
 
     def job(self, job_id: int) -> dict[str, str]:
         """What Slurm knows of a job."""

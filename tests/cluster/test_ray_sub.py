@@ -48,8 +48,8 @@ def test_an_idle_cluster_is_entered_by_its_attach_script(box: SlurmBox, tmp_path
         job.wait_for("Ray Cluster is idled", f"../slurm-{job.job_id}.out")
         script = str(tmp_path / f"{job.job_id}-attach.sh")
         count = "python -c 'import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))'"
-        assert box.slurm("bash", script, COMMAND=f"hostname; {count}", timeout_s=180).split() == ["mrl-n1", "4"]
-        assert box.slurm("bash", script, "2", COMMAND="hostname", timeout_s=60).split() == ["mrl-n3"]
+        assert box.slurm("bash", script, variables={"COMMAND": f"hostname; {count}"}, timeout_s=180).split() == ["mrl-n1", "4"]
+        assert box.slurm("bash", script, "2", variables={"COMMAND": "hostname"}, timeout_s=60).split() == ["mrl-n3"]
     finally:
         box.slurm("scancel", str(job.job_id))
     assert job.end() == "CANCELLED"

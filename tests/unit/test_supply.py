@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -75,16 +75,16 @@ def prompts(count: int, *, epochs: int = 1) -> list[tuple[int, Prompt]]:
 
 
 def plan(lag: int = 0, **other: int | bool | None) -> SupplyPlan:
-    numbers: dict = {
-        "num_prompts": 2,
-        "num_generations": NUM_GENERATIONS,
-        "batch": 2,
-        "max_batches": None,
-        "lag": lag,
-        "waits_for_refit": lag > 0,
-        "freshest_first": False,
-    }
-    return SupplyPlan(**(numbers | other))
+    usual = SupplyPlan(
+        num_prompts=2,
+        num_generations=NUM_GENERATIONS,
+        batch=2,
+        max_batches=None,
+        lag=lag,
+        waits_for_refit=lag > 0,
+        freshest_first=False,
+    )
+    return replace(usual, **other)
 
 
 def differs(group: RolloutGroup) -> bool:

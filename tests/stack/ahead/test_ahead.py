@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,15 +88,15 @@ def test_rollouts_go_on_with_new_weights(tmp_path: Path, recomputes: str):
         assert len(set(trained)) == 24
 
 
-def kill_during(run: Run, method: str, pid: int) -> None:
-    """Kills a process when the ranks are next asked for `method`."""
+def kill_during(run: Run, fatal: str, pid: int) -> None:
+    """Kills a process when the ranks are next asked for `fatal`."""
     policies = run.session.policies
-    call: Callable = policies.call
+    call = policies.call
 
-    def call_and_kill(name: str, *arguments: object, **named: float) -> list[object]:
-        if name == method:
+    def call_and_kill(method: str, *arguments: object, deadline_s: float) -> list[object]:
+        if method == fatal:
             policies.call = call
             os.kill(pid, signal.SIGKILL)
-        return call(name, *arguments, **named)
+        return call(method, *arguments, deadline_s=deadline_s)
 
     policies.call = call_and_kill

@@ -49,10 +49,10 @@ def dpo(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
 
 
 def bradley_terry(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
-    losses = []
+    backbone, score, losses = model.get_submodule("model"), model.get_submodule("score"), []
     for example in examples:
         tokens = [torch.from_numpy(sequence.token_ids.astype(np.int64))[None] for sequence in example.sequences]
-        chosen, rejected = (model.score(model.model(mine).last_hidden_state[0, -1]) for mine in tokens)
+        chosen, rejected = (score(backbone(mine).last_hidden_state[0, -1]) for mine in tokens)
         losses.append(torch.log1p(torch.exp(rejected - chosen)))
     return torch.cat(losses).mean()
 

@@ -58,8 +58,9 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         settings = dataclasses.replace(VllmConfig(precision="float32", enforce_eager=True), **limits)
         folder = checkpoint(model) if isinstance(model, int) else model
         generation = GenerationConfig(max_new_tokens=16, vllm_cfg=settings)
-        kept = {"keeps_routes": keeps_routes, "keeps_kv_cache": keeps_kv_cache}
-        alive.append(Engine(str(folder), generation, seed=1, worker_timeout_s=300.0, **kept))
+        alive.append(
+            Engine(str(folder), generation, seed=1, worker_timeout_s=300.0, keeps_routes=keeps_routes, keeps_kv_cache=keeps_kv_cache)
+        )
         return alive[0]
 
     yield start

@@ -28,7 +28,7 @@ def learned(*turns: tuple[str, str], template: str | None = None, **settings: ob
     (found,) = tokenize([conversation], tokenizer, ConversationFormat(**how))  # type: ignore[arg-type]  # fields by name
     assert isinstance(found, TokenSequence), found
     ids = found.token_ids.tolist()
-    return tokenizer.decode(ids), [tokenizer.decode(ids[start:stop]) for start, stop in found.targets]
+    return str(tokenizer.decode(ids)), [str(tokenizer.decode(ids[start:stop])) for start, stop in found.targets]
 
 
 def test_every_answer_is_learned_with_its_end():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ ROWS = [
 ]
 
 
-def config_of(folder: Path, rows: list[object], *overrides: str) -> RunConfig:
+def config_of(folder: Path, rows: Sequence[object], *overrides: str) -> RunConfig:
     byte_tokenizer(4096).save_pretrained(folder)
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

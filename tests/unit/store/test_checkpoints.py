@@ -10,7 +10,7 @@ from mrl.types import RunState
 
 
 def store(folder: Path, **settings: object) -> CheckpointStore:
-    return CheckpointStore(folder, CheckpointingConfig(**{"save_period": 1, **settings}))  # type: ignore[arg-type]  # fields of the section
+    return CheckpointStore(folder, CheckpointingConfig(**{"save_period": 1, **settings}))
 
 
 def save(checkpoints: CheckpointStore, step: int, accuracy: float | None = None) -> Path:
