@@ -87,9 +87,11 @@ class Ownership:
     def _read(self) -> Attempt | None:
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
+            return Attempt(Owner(**found["process"]), found["job"], found["restart"])
         except FileNotFoundError:
             return None
-        return Attempt(Owner(**found["process"]), found["job"], found["restart"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self._file} names no process ({error}); remove it if no run uses this folder") from error
 
     def _lives(self, other: Attempt) -> bool:
         if other.process.is_visible():

@@ -31,7 +31,7 @@ class Case:
 
 CASES = {
     "missing config": Case(
-        [], ["config grpo_huge.yaml: no such file in ", "no packaged config of that name", "packaged are grpo_tiny.yaml"], "grpo_huge.yaml"
+        [], ["config grpo_huge.yaml: no such file in ", "no packaged config of that name", "packaged are dpo_tiny.yaml"], "grpo_huge.yaml"
     ),
     "unknown key": Case(
         ["grpo.num_prompt_per_step=8"],
@@ -95,7 +95,7 @@ CASES = {
     ),
     "folder in use": Case(
         ["checkpointing.checkpoint_dir={folder}/used"],
-        ["checkpointing.checkpoint_dir={folder}/used is in use by process {pid} on this host", "stop it, or choose another folder"],
+        ["checkpointing.checkpoint_dir={folder}/used is in use by process {pid} on ", "stop it, or choose another folder"],
     ),
 }
 
@@ -114,8 +114,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def this_process() -> dict[str, object]:
     """What a run writes into its folder to own it."""
-    start_time = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    return {"host": os.uname().nodename, "pid": os.getpid(), "start_time": start_time}
+    process = {
+        "host": os.uname().nodename,
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""),
+        "namespace": os.stat("/proc/self/ns/pid").st_ino,
+        "pid": os.getpid(),
+        "start": int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]),
+    }
+    return {"process": process, "job": None, "restart": 0}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -78,6 +79,9 @@ class Here:
 
     def call_each(self, method: str, arguments: dict[int, tuple[object, ...]] | list[tuple[object, ...]], *, deadline_s: float) -> object:
         return self.call(method, *arguments[0], deadline_s=deadline_s)
+
+    def held(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def refit_between(folder: Path, engine: Engine) -> Refit:
