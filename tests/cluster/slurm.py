@@ -203,7 +203,13 @@ class SlurmBox:
     def _spawn(self, name: str, *words: str) -> None:
         with (self.folder / "log" / f"{name}.out").open("ab") as output:
             self.processes[name] = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self.environment, start_new_session=True
+                # Nothing survives the tests, however they end.
+                ("setpriv", "--pdeathsig", "KILL", *words),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self.environment,
+                start_new_session=True,
             )
 
     def _write_conf(self) -> None:

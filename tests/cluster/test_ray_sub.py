@@ -35,7 +35,7 @@ def test_a_run_on_four_nodes(box: SlurmBox, inputs: list[str], tmp_path: Path):
     assert "Number of actors online: 4/4" in driver
     assert "Step 2/2" in driver
     rows = [line.split() for line in driver.splitlines() if line.split()[1:2] and line.split()[1] in box.names]
-    assert [row[1] for row in rows] == box.names, "one rank on each node"
+    assert sorted(row[1] for row in rows) == box.names, "one rank on each node"
     assert [row[3] for row in rows].count("-") == 2, "two engines, on nodes of their own"
     assert all(row["refit/verified_bytes"] > 0 for row in metrics(job))
     assert all(row["train/mean_abs_dlogp"] < 1e-5 for row in metrics(job))
