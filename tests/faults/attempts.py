@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ATTEMPT_TIMEOUT_S = 300.0
-POLL_S = 0.02
+# Tiny checkpoints are written in milliseconds.
+POLL_S = 0.002
 # How long the processes of a killed run may take to notice.
 LEAVE_TIMEOUT_S = 30.0
 
