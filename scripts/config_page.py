@@ -30,6 +30,9 @@ GPU_ONLY: dict[str, str] = {
 }
 """Keys that product code reads only where there is a GPU, and why."""
 
+IN_CONFIG: dict[str, str] = {"env.nemo_gym.config_paths": "mrl.config: they name environments, which are on anyway"}
+"""Keys that say what other keys say, and are looked at where the config is read."""
+
 
 def config_tables() -> str:
     """All of docs/config.md below its introduction, as Markdown."""
@@ -48,8 +51,8 @@ def config_tables() -> str:
 
 
 def unread_keys(readers: Mapping[str, object]) -> set[str]:
-    """The keys that no named run has read, less those that a check fixes to one value, and those of `GPU_ONLY`."""
-    return KEYS.keys() - readers.keys() - FIXED - GPU_ONLY.keys()
+    """The keys that no named run has read, less those that a check fixes to one value, and those of `GPU_ONLY` and `IN_CONFIG`."""
+    return KEYS.keys() - readers.keys() - FIXED - GPU_ONLY.keys() - IN_CONFIG.keys()
 
 
 def manuals(section: type) -> dict[str, str]:
@@ -76,7 +79,7 @@ def _section_tables(section: type, prefix: str, readers: Mapping[str, list[str]]
             continue
         read_by = ", ".join(f"`{module}`" for module in readers.get(key, ()))
         if not read_by:
-            read_by = "a check: only one value" if key in FIXED else GPU_ONLY.get(key, "–")
+            read_by = "a check: only one value" if key in FIXED else (GPU_ONLY | IN_CONFIG).get(key, "–")
         values.append((f"`{field.name}`", _type(hints[field.name]), _default(field), _meaning(key, written.get(field.name, "")), read_by))
     title = prefix[:-1] or "The run"
     return _table(title, ("key", "type", "default", "meaning", "read by"), values) + inner if values else inner

@@ -40,12 +40,13 @@ def traced(cls: type[Section]) -> type[Section]:
 
 
 def _product_module() -> str:
-    """The module outside `mrl.config` that asked for the read two frames up, or ""; a property of the schema counts as its caller.
+    """The module outside `mrl.config` that asked for the read two frames up, or ""; a property of the schema counts as its caller, and so
+    does what lists its data sets.
 
     What runs as a script is told by its file.
     """
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("mrl.config.schema", __name__)):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("mrl.config.schema", "mrl.config.data", __name__)):
         if frame.f_code.co_filename == "<string>":  # __repr__, __eq__: compiled from text by dataclasses
             return ""
         frame = frame.f_back

@@ -62,3 +62,8 @@ def host() -> dict[str, str | int]:
 
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def two_components(prompt: str, response: str, reference_answer: str) -> dict[str, float]:
+    """A reward function of two parts."""
+    return {"right": float(reference_answer in response), "brief": float(len(response) < 8)}

@@ -13,6 +13,7 @@ import pytest
 from mrl.config import trace
 from mrl.config.load import load_config
 from mrl.config.schema import KEYS
+from mrl.data.prompts import load_prompts
 from mrl.envs.registry import build_environment
 from scripts.config_page import DATA, unread_keys
 from tests.long.record import record
@@ -30,6 +31,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
         "grpo_tiny.yaml",
         [
             *SMALL,
+            "checkpointing.save_period=2",
             "checkpointing.ft_save_period=1",
             "checkpointing.ft_keep_latest_k=1",
             "policy.router_replay.enabled=true",
@@ -57,6 +59,8 @@ RUNS: dict[str, tuple[str, list[str]]] = {
             *SMALL,
             "policy.generation.colocated.enabled=false",
             "grpo.async_grpo.enabled=true",
+            "grpo.async_grpo.in_flight_weight_updates=true",
+            "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
             "grpo.use_dynamic_sampling=true",
             "grpo.overlong_filtering=true",
             "grpo.seq_logprob_error_threshold=2",
@@ -75,11 +79,29 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     ),
     "gspo": (
         "grpo_tiny.yaml",
-        [*SMALL, "grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.token_level_loss=false", "policy.sequence_packing.enabled=false"],
+        [
+            *SMALL,
+            "grpo.val_period=0",
+            "grpo.val_at_end=true",
+            "grpo.adv_estimator.name=reinforce_plus_plus",
+            "loss_fn.token_level_loss=false",
+            "policy.sequence_packing.enabled=false",
+            "reward_penalties={penalize_unwanted_tokens: true, token_ids: {unwanted: [1], think_open: 2, think_close: 3}}",
+        ],
     ),
-    "sft": ("sft_tiny.yaml", [*SUPERVISED, "sft.max_num_steps=2", "sft.val_period=1"]),
-    "dpo": ("dpo_tiny.yaml", [*SUPERVISED, "dpo.max_num_steps=2", "dpo.val_period=1"]),
-    "rm": ("rm_tiny.yaml", [*SUPERVISED, "rm.max_num_steps=2", "rm.val_period=1"]),
+    "components": (
+        "grpo_tiny.yaml",
+        [
+            *SMALL,
+            "grpo.max_num_steps=1",
+            "grpo.adv_estimator={name: gdpo, reward_weights: [1.0, 0.5]}",
+            "++env.own.functions.parts=tests.long.record:two_components",
+            "data.default.env_name=parts",
+        ],
+    ),
+    "sft": ("sft_tiny.yaml", [*SUPERVISED, "sft.max_num_steps=2", "sft.val_period=2"]),
+    "dpo": ("dpo_tiny.yaml", [*SUPERVISED, "dpo.max_num_steps=2", "dpo.val_period=2"]),
+    "rm": ("rm_tiny.yaml", [*SUPERVISED, "rm.max_num_steps=2", "rm.val_period=2"]),
     "evaluation": ("grpo_tiny.yaml", ["grpo.max_val_samples=8"]),
 }
 ENVIRONMENTS = ["math", "mcqa", "code", "instruction_following", "structured_outputs", "workplace_assistant", "tests.long.record:commit"]
@@ -88,6 +110,7 @@ ENVIRONMENTS = ["math", "mcqa", "code", "instruction_following", "structured_out
 def test_every_key_is_read_in_some_run_or_needs_a_gpu(tmp_path: Path):
     found = {"environments": readers_of_environments()}
     python(tmp_path, "-m", "mrl.prepare", "tiny")
+    found["data"] = readers_of_data(tmp_path)
     for name, (config, overrides) in RUNS.items():
         module = "mrl.evaluate" if name == "evaluation" else "mrl.train"
         console = python(tmp_path, "-m", module, config, "--trace-config", f"checkpointing.checkpoint_dir=results/{name}", *overrides)
@@ -103,7 +126,7 @@ def test_every_key_is_read_in_some_run_or_needs_a_gpu(tmp_path: Path):
 
 def described(name: str) -> str:
     """What a user types for a run."""
-    config, overrides = RUNS.get(name, ("each of them is built", []))
+    config, overrides = RUNS.get(name, ("in one process, without a run", []))
     return " ".join([config, *overrides])
 
 
@@ -113,6 +136,33 @@ def readers_of_environments() -> dict[str, set[str]]:
     config = load_config("grpo_tiny.yaml")
     for name in ENVIRONMENTS:
         build_environment(name, config.env).close()
+    return trace.readers()
+
+
+def readers_of_data(folder: Path) -> dict[str, set[str]]:
+    """The modules that read keys when rows of chats come from the files of a folder, one of them bad and one without environment."""
+    rows: list[dict[str, object]] = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(8)]
+    rows += [{"messages": []}, {**rows[0], "env_name": "nowhere", "id": "elsewhere"}]
+    (folder / "chats").mkdir()
+    for name in ("train.jsonl", "validation.jsonl"):
+        (folder / "chats" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trace.forget_reads()
+    config = load_config(
+        "grpo_tiny.yaml",
+        [
+            f"policy.model_name={folder / 'prepared/tiny/model'}",
+            f"data.train.data_path={folder / 'chats'}",
+            f"data.validation.data_path={folder / 'chats'}",
+            "data.default.split=train",
+            "data.validation.split=validation",
+            "data.default.system_prompt=Add.",
+            "data.on_bad_row=skip",
+            "data.max_bad_row_share=0.5",
+            "data.drop_rows_without_environment=true",
+        ],
+    )
+    data = load_prompts(config)
+    assert len(list(data.train)) == len(list(data.validation)) == 8
     return trace.readers()
 
 
