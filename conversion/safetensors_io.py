@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +16,8 @@ from torch import Tensor
 from conversion.boxes import Box, Layout, Slot, lengths
 from conversion.file_boxes import StoredTensor, fill_from, read_stored
 from conversion.files import INDEX_FILE, SINGLE_FILE
+from conversion.safetensors_header import Entry, read_header
 from conversion.tensors import torch_dtype
-
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -143,7 +139,7 @@ class SafetensorsFolder:
         path = self._folder / file
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            entries = _read_header(descriptor, path)
+            entries = read_header(descriptor, path)
         except ValueError:
             os.close(descriptor)
             raise
@@ -155,7 +151,7 @@ class SafetensorsFolder:
             os.close(file.descriptor)
         self._files.clear()
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         if name not in self._file_of:
             raise ValueError(f"{self._folder}: there is no tensor {name}; the weights do not fit config.json")
         file = self._file_of[name]
@@ -169,51 +165,9 @@ class SafetensorsFolder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class _File:
     descriptor: int
-    entries: dict[str, _Entry]
-
-
-def _read_header(file: int, path: Path) -> dict[str, _Entry]:
-    """Where each tensor of a file lies: 8 bytes with the length of a JSON header, the header, the data.
-
-    Raises:
-        ValueError: it is no safetensors file, or the data do not fit the header.
-    """
-    size = os.fstat(file).st_size
-    prefix = os.pread(file, 8, 0)
-    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
-    if length > min(MAX_HEADER_BYTES, size - 8):
-        raise ValueError(f"{path} is no safetensors file, or an incomplete one")
-    try:
-        entries, end = _entries(json.loads(os.pread(file, length, 8)), 8 + length, path)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has a damaged header: {error!r}") from error
-    if end != size:
-        raise ValueError(f"{path} has {size} bytes instead of {end}: it is incomplete or damaged")
-    return entries
-
-
-def _entries(header: dict[str, dict], data: int, path: Path) -> tuple[dict[str, _Entry], int]:
-    """The tensors of a header whose data begin at byte `data`, and where they end."""
-    entries, end = {}, 0
-    spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    for name, entry in sorted(spans.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = entry["data_offsets"]
-        shape = tuple(int(length) for length in entry["shape"])
-        itemsize = DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
-        if start != end or (itemsize and stop - start != itemsize * math.prod(shape)):
-            raise ValueError(f"{path}: {name} has {stop - start} bytes at {start}, which does not fit its header")
-        entries[name] = _Entry(entry["dtype"], shape, data + start)
-        end = stop
-    return entries, data + end
+    entries: dict[str, Entry]
 
 
 def read_layout(folder: Path | str, layout: Layout) -> dict[Slot, Tensor]:

@@ -1,4 +1,7 @@
-"""Entry: makes what a first run needs. `python -m mrl.prepare tiny`: a tiny model and its problems; `nano3`: a published blend."""
+"""Entry: makes what a first run needs. `python -m mrl.prepare tiny`: a tiny model and its problems; `nano3`: a published blend.
+
+`verify` says whether what was downloaded is whole.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     nano3.add_argument("--out", type=Path, required=True, help="folder for train-split.jsonl and val-split.jsonl")
     nano3.add_argument("--validation-rows", type=int, default=1000, help="last rows of the blend, held out (default: %(default)s)")
+    verify = kinds.add_parser("verify", help="say whether downloaded models and prepared data are whole, and disks large enough")
+    verify.add_argument("--model", type=Path, nargs="*", default=[], metavar="DIR", help="Hugging Face folders")
+    verify.add_argument("--data", type=Path, nargs="*", default=[], metavar="DIR", help="folders that `nano3` has written")
+    verify.add_argument("--disk", type=Path, nargs="*", default=[], metavar="DIR", help="folders whose disks need room")
+    verify.add_argument("--min-free-gb", type=float, default=200, help="of room on each of them (default: %(default)s)")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
         if options.kind == "tiny":
             prepare_tiny(options.out, seed=options.seed)
+        elif options.kind == "verify":
+            from mrl.prepare_verify import verify as verify_folders
+
+            verify_folders(options.model, options.data, options.disk, min_free_bytes=int(options.min_free_gb * 1e9))
         else:
             from mrl.prepare_nano3 import prepare_nano3
 
