@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from conversion.families.registry import family
 from conversion.files import INDEX_FILE
@@ -82,6 +82,12 @@ def retouch(**changes: object) -> Callable[[Path], None]:
     return change
 
 
+def rewrite(folder: Path, more: dict[str, torch.Tensor], *, lost: int = 0) -> None:
+    """Adds tensors to a file, and leaves its last ones out."""
+    tensors = load_file(folder / shard(3))
+    save_file(dict(list(tensors.items())[: len(tensors) - lost]) | more, folder / shard(3))
+
+
 def begin(folder: Path) -> None:
     path = folder / ".cache/huggingface/download/abc.incomplete"
     path.parent.mkdir(parents=True)
@@ -99,7 +105,8 @@ def begin(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (retouch(model_type="gpt2"), "model_type='gpt2' is not supported"),
         (retouch(vocab_size=640), "have another shape than by config.json"),
-        (retouch(hybrid_override_pattern="MEM*EM-", num_hidden_layers=7), "unknown to config.json, the first is backbone.layers.7."),
+        (lambda folder: rewrite(folder, {"lora.weight": torch.zeros(2)}), "1 tensors are unknown to config.json, the first is lora.weight"),
+        (lambda folder: rewrite(folder, {}, lost=1), "1 tensors are missing, the first is backbone."),
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
         (begin, "1 files are downloaded in part"),
     ],
