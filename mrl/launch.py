@@ -14,6 +14,7 @@ from mrl.config.files import find_config
 from mrl.config.load import load_config
 from mrl.config.schema import ClusterConfig
 from mrl.launchers import kubernetes, lepton, slurm
+from mrl.launchers.join import wait_for_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,11 @@ def launch_lepton(options: argparse.Namespace) -> None:
 def wait(options: argparse.Namespace) -> None:
     """Waits for the nodes of a launched Ray cluster."""
     # Rendering needs no Ray.
-    from mrl.cluster.join import wait_for_nodes
+    from mrl.cluster.join import connect, joined_nodes
 
     names = options.nodes.split(",") if options.nodes else []
-    wait_for_nodes(options.num_nodes or len(names), options.units, names=names, timeout_s=options.timeout)
+    connect()
+    wait_for_nodes(joined_nodes, num_nodes=options.num_nodes or len(names), num_units=options.units, names=names, timeout_s=options.timeout)
 
 
 def cluster_of(options: argparse.Namespace) -> ClusterConfig:

@@ -28,12 +28,22 @@ report() {
     echo "All parts passed"
 }
 
+# A Slurm for tests/cluster, which fail without one where it can be had.
+install_slurm() {
+    if ((EUID == 0)) && ! command -v slurmctld >/dev/null && command -v apt-get >/dev/null; then
+        apt-get update --quiet >/dev/null || true
+        DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends \
+            slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 >/dev/null || echo "apt-get could not install Slurm"
+    fi
+}
+
 if [[ "${1:-}" == --long ]]; then
     parts=("${@:2}")
     if ((${#parts[@]} == 0)); then
         mapfile -t parts < <(grep -rhoP 'mark\.long\("\K[^"]+' tests --include='test_*.py' | sort -u)
     fi
     for name in "${parts[@]}"; do
+        if [[ $name == cluster ]]; then install_slurm; fi
         part "long $name" 3600 "$PYTHON" -m pytest tests --long "$name" --durations=5
     done
     "$PYTHON" -m scripts.render_docs
@@ -44,14 +54,6 @@ if (($#)); then
     echo "usage: scripts/test.sh [--long [PART]]" >&2
     exit 2
 fi
-
-# A Slurm for tests/cluster, where it can be had.
-install_slurm() {
-    if ((EUID == 0)) && ! command -v slurmctld >/dev/null && command -v apt-get >/dev/null; then
-        DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends \
-            slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 >/dev/null || echo "apt-get could not install Slurm"
-    fi
-}
 
 # The budgets add up to 42.5 minutes (tests/README.md has the table).
 part "ruff check" 30 "$PYTHON" -m ruff check .

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import model_and_data
-from tests.cluster.slurm import PACKAGES, SlurmBox, missing, slurm_box
+from tests.cluster.slurm import PACKAGES, SlurmBox, can_install, missing, slurm_box
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmBox]:
     lacking = missing()
     if lacking is not None:
-        pytest.skip(f"a Slurm of our own needs {lacking}; as root: apt-get install {' '.join(PACKAGES)}")
+        what = f"a Slurm of our own needs {lacking}; as root: apt-get install {' '.join(PACKAGES)}"
+        # Where it can be installed, its absence is a failure.
+        (pytest.fail if can_install() else pytest.skip)(what)
     # Sockets have short names.
     with slurm_box(Path(tmp_path_factory.mktemp("slurm"))) as running:
         yield running

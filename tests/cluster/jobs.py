@@ -84,7 +84,6 @@ def submit(box: SlurmBox, folder: Path, command: str, *options: str, run_folder:
         "COMMAND": command,
         "VENV": str(Path(sys.executable).parent.parent),
         "PYTHONPATH": str(ROOT),
-        "BASE_LOG_DIR": str(folder),
         "GPUS_PER_NODE": "0",
         # The engines' devices and the rewards have places of their own.
         "CPUS_PER_WORKER": "4",
@@ -94,5 +93,5 @@ def submit(box: SlurmBox, folder: Path, command: str, *options: str, run_folder:
         "OMP_NUM_THREADS": "1",
         "MRL_CACHE": os.environ["MRL_CACHE"],
     }
-    options = ("--nodes=4", f"--chdir={folder}", f"--output={folder}/slurm-%j.out", "--time=30:00", *options)
-    return Job(box, box.submit(ROOT / "scripts" / "ray.sub", *options, **given | variables), folder, run_folder)
+    job_id = box.submit(ROOT / "scripts" / "ray.sub", folder, "--nodes=4", "--time=30:00", *options, **given | variables)
+    return Job(box, job_id, folder, run_folder)

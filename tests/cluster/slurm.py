@@ -91,6 +91,11 @@ def missing() -> str | None:
     )
 
 
+def can_install() -> bool:
+    """Whether this host may have what it lacks."""
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
 def run(*words: str, check: bool = True, timeout_s: float = 60.0) -> str:
     """What a command prints."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
@@ -125,11 +130,17 @@ class SlurmBox:
         """For sbatch, squeue and so on."""
         return os.environ | {"SLURM_CONF": str(self.folder / "etc" / "slurm.conf")}
 
-    def slurm(self, *words: str, check: bool = True, timeout_s: float = 60.0, variables: Mapping[str, str] | None = None) -> str:
-        """What a command of Slurm prints."""
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=timeout_s, env=self.environment | dict(variables or {}), cwd=self.folder
-        )
+    def slurm(
+        self,
+        *words: str,
+        check: bool = True,
+        timeout_s: float = 60.0,
+        variables: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> str:
+        """What a command of Slurm prints, run in a folder."""
+        environment = self.environment | dict(variables or {})
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=folder or self.folder)
         assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
         return done.stdout
 
@@ -180,9 +191,11 @@ class SlurmBox:
     def idle_nodes(self) -> set[str]:
         return set(self.slurm("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N", check=False).split())
 
-    def submit(self, script: Path, *options: str, **variables: str) -> int:
-        """The id of a job."""
-        return int(self.slurm("sbatch", "--parsable", "--export=ALL", *options, str(script), variables=variables).split(";")[0])
+    def submit(self, script: Path, folder: Path, *options: str, **variables: str) -> int:
+        """The id of a job that is submitted from this folder."""
+        return int(
+            self.slurm("sbatch", "--parsable", "--export=ALL", *options, str(script), variables=variables, folder=folder).split(";")[0]
+        )
 
     def job(self, job_id: int) -> dict[str, str]:
         """What Slurm knows of a job."""

@@ -58,7 +58,7 @@ def test_every_import_is_declared():
 def test_constraints_pin_every_dependency():
     optional = PROJECT["optional-dependencies"]
     for file_name, extra in (("constraints-cpu.txt", "cpu"), ("constraints-gpu.txt", "gpu")):
-        needed = names([*PROJECT["dependencies"], *optional[extra], *optional["loggers"], *optional["dev"]])
+        needed = names([*PROJECT["dependencies"], *optional[extra], *optional["loggers"], *optional["cluster"], *optional["dev"]])
         assert needed - pins(file_name).keys() == set()
 
 
