@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from conversion.families.common import MegatronParallel
-from conversion.file_hashes import file_hashes
-from conversion.files import INDEX_FILE, publish, sha256_file, sync_tree, weight_files, write_atomic
-from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, read_manifest
-from conversion.owners import heartbeat, is_alive, owned, owned_name, owner_of, removal_name, remove_leftover
 from conversion.progress import log_progress
+from conversion.storage.file_hashes import file_hashes
+from conversion.storage.files import INDEX_FILE, publish, sha256_file, sync_tree, weight_files, write_atomic
+from conversion.storage.manifest import MANIFEST, TABLE_VERSION, check_files, read_manifest
+from conversion.storage.owners import heartbeat, is_alive, owned, owned_name, owner_of, removal_name, remove_leftover
 
 logger = logging.getLogger(__name__)
 

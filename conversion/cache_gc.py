@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.cache import BUILDING, ENTRIES, HASHES, LEASES, MARKER, Entry, read_entry, remove_entry
-from conversion.canary import CANARIES, retire_canary
-from conversion.owners import is_alive, owned, owner_of, remove_leftover, time_of_folder
+from conversion.storage.canary import CANARIES, retire_canary
+from conversion.storage.owners import is_alive, owned, owner_of, remove_leftover, time_of_folder
 
 DAY_S = 86400.0
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from conversion.boxes import lengths
-from conversion.file_boxes import BLOCK_BYTES, BoxSource, blocks, byte_view, content_checksums
-from conversion.manifest import file_faults, read_manifest
-from conversion.safetensors_io import SafetensorsFolder
+from conversion.storage.file_boxes import BLOCK_BYTES, BoxSource, blocks, byte_view, content_checksums
+from conversion.storage.manifest import file_faults, read_manifest
+from conversion.storage.safetensors_io import SafetensorsFolder
 from conversion.tensors import dtype_name, torch_dtype
 from conversion.to_hf import open_checkpoint
 

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conversion.adapters import adapter_family, factor_names, layers_of_keys
-from conversion.attempts import built_aside
 from conversion.boxes import Box, Layout, full, lengths
-from conversion.checkpoint_folder import Checkpoint, read_config, write_json
 from conversion.families.registry import family
+from conversion.storage.attempts import built_aside
+from conversion.storage.checkpoint_folder import Checkpoint, read_config, write_json
+from conversion.storage.torch_dist_io import CanonicalTensors, TorchDistFolder
 from conversion.tensors import merged
-from conversion.torch_dist_io import CanonicalTensors, TorchDistFolder
 
 RUN_CONFIG_FILE = "run_config.yaml"
 _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -7,15 +7,15 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.attempts import built_aside
-from conversion.checkpoint_folder import HF_CONFIG_FILE, Checkpoint, copy_companions, file_state, find_checkpoint, write_json
 from conversion.families.registry import family
-from conversion.manifest import MANIFEST, TABLE_VERSION, check_files, check_same_tensors, read_manifest, seal
 from conversion.merged import CheckpointAdapters, MergedTensors, find_adapters, write_peft
 from conversion.progress import Progress, counter
-from conversion.safetensors_out import write_safetensors
+from conversion.storage.attempts import built_aside
+from conversion.storage.checkpoint_folder import HF_CONFIG_FILE, Checkpoint, copy_companions, file_state, find_checkpoint, write_json
+from conversion.storage.manifest import MANIFEST, TABLE_VERSION, check_files, check_same_tensors, read_manifest, seal
+from conversion.storage.safetensors_out import write_safetensors
+from conversion.storage.torch_dist_io import EMBEDDING_KEY, METADATA_FILE, CanonicalTensors, TorchDistFolder
 from conversion.tensors import dtype_name, torch_dtype
-from conversion.torch_dist_io import EMBEDDING_KEY, METADATA_FILE, CanonicalTensors, TorchDistFolder
 
 logger = logging.getLogger(__name__)
 

@@ -10,20 +10,28 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
-from conversion.attempts import built_aside
 from conversion.boxes import DTYPE_BYTES, Layout
-from conversion.checkpoint_folder import HF_CONFIG_FILE, ITERATION_FOLDER, LATEST_FILE, copy_companions, file_state, read_config, write_json
-from conversion.chunks import Chunk, files_of_one, files_of_ranks
 from conversion.families.common import Family, HfConfig, MegatronParallel
 from conversion.families.registry import family
-from conversion.file_boxes import content_checksums
-from conversion.files import IO_TIMEOUT_S
-from conversion.manifest import MANIFEST, TABLE_VERSION, TensorRecord, check_files, check_same_tensors, seal
 from conversion.progress import Progress, counter
-from conversion.safetensors_io import SafetensorsFolder
+from conversion.storage.attempts import built_aside
+from conversion.storage.checkpoint_folder import (
+    HF_CONFIG_FILE,
+    ITERATION_FOLDER,
+    LATEST_FILE,
+    copy_companions,
+    file_state,
+    read_config,
+    write_json,
+)
+from conversion.storage.chunks import Chunk, files_of_one, files_of_ranks
+from conversion.storage.file_boxes import content_checksums
+from conversion.storage.files import IO_TIMEOUT_S
+from conversion.storage.manifest import MANIFEST, TABLE_VERSION, TensorRecord, check_files, check_same_tensors, seal
+from conversion.storage.safetensors_io import SafetensorsFolder
+from conversion.storage.torch_archive import MAX_TENSOR_BYTES
+from conversion.storage.torch_dist_out import write_torch_dist
 from conversion.tensors import dtype_name, torch_dtype
-from conversion.torch_archive import MAX_TENSOR_BYTES
-from conversion.torch_dist_out import write_torch_dist
 
 ONE_FILE = MegatronParallel()
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.files import publish
+from conversion.storage.files import publish
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.families.registry import family
-from conversion.files import INDEX_FILE, weight_files
-from conversion.safetensors_header import Entry, read_header
+from conversion.storage.files import INDEX_FILE, weight_files
+from conversion.storage.safetensors_header import Entry, read_header
 
 logger = logging.getLogger(__name__)
 

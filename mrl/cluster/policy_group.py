@@ -13,7 +13,7 @@ from typing import cast
 import ray
 
 from conversion.cache import check_entry
-from conversion.canary import answer_canary
+from conversion.storage.canary import answer_canary
 from mrl import env
 from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.model_cache import StartingWeights, check_shared, starting_weights

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
-from conversion.files import write_atomic
+from conversion.storage.files import write_atomic
 from mrl.config.data import train_datasets, validation_datasets
 from mrl.data.fields import Fields, RowError, json_object
 from mrl.data.order import epoch_order

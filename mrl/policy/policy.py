@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from conversion.boxes import Slot
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
 from conversion.families.registry import family
-from conversion.safetensors_io import fill_layout
 from conversion.schedule import RankPart
+from conversion.storage.safetensors_io import fill_layout
 from conversion.tensors import box_view
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conversion.manifest import FileRecord
+from conversion.storage.manifest import FileRecord
 
 
 @dataclass(frozen=True)

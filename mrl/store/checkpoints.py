@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.files import sha256_file, sync_file, sync_folder, write_atomic
-from conversion.manifest import FileRecord, file_record
+from conversion.storage.files import sha256_file, sync_file, sync_folder, write_atomic
+from conversion.storage.manifest import FileRecord, file_record
 from mrl.config.schema import CheckpointingConfig
 from mrl.store.ownership import unowned
 from mrl.types import RunState

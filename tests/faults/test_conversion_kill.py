@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from conversion import output_file
 from conversion.compare import differences, faults_against_manifest
 from conversion.families.common import MegatronParallel
+from conversion.storage import output_file
 from conversion.to_hf import convert_mcore_to_hf
 from conversion.to_megatron import convert_hf_to_mcore
 from tests.unit.conversion.hf_folders import large_config, write_large_folder

@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from conversion.checkpoint_folder import find_checkpoint
 from conversion.families.registry import family
-from conversion.manifest import read_manifest, verify_manifest
+from conversion.storage.checkpoint_folder import find_checkpoint
+from conversion.storage.manifest import read_manifest, verify_manifest
 from conversion.to_hf import open_checkpoint
 from mrl.config.hub import model_folder
 from mrl.convert import main, size_in_bytes

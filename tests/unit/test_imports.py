@@ -35,11 +35,13 @@ ALLOWED_BESIDE = {("mrl.config", "conversion"), ("mrl.config", "mrl.env")}
 HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 # The files of conversion/ that touch bytes; all others are tables and need the standard library only.
 BYTE_MODULES = {
-    f"conversion.{name}"
-    for name in (
-        "attempts compare file_boxes manifest merged output_file pickles safetensors_io safetensors_out tensors to_hf to_megatron "
-        "torch_archive torch_dist_io torch_dist_out"
-    ).split()
+    *(f"conversion.{name}" for name in "compare merged tensors to_hf to_megatron".split()),
+    *(
+        f"conversion.storage.{name}"
+        for name in (
+            "attempts file_boxes manifest output_file pickles safetensors_io safetensors_out torch_archive torch_dist_io torch_dist_out"
+        ).split()
+    ),
 }
 # What a bare GPU machine has: enough to try the policy and the refit without the rest.
 BARE_LIBRARIES = {"isal", "megatron", "numpy", "safetensors", "torch", "triton"}

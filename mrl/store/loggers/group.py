@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from conversion.files import write_atomic
+from conversion.storage.files import write_atomic
 from mrl.config.redact import redact
 from mrl.config.schema import RunConfig
 from mrl.config.schema_logger import LoggerConfig

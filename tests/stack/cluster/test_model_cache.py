@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from conversion.cache import Entry, check_entry, read_entry
-from conversion.canary import answer_canary
 from conversion.families.common import MegatronParallel
+from conversion.storage.canary import answer_canary
 from mrl.cluster.model_cache import check_shared, starting_weights
 from mrl.cluster.runtime import ray_runtime
 from mrl.config.load import load_config

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from conversion import cache, output_file
+from conversion import cache
 from conversion.families.registry import family
-from conversion.output_file import OutputFile
+from conversion.storage import output_file
+from conversion.storage.output_file import OutputFile
 from conversion.to_megatron import convert_hf_to_mcore
 from tests.unit.conversion.dense import TINY
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from conversion import cache, file_hashes
+from conversion import cache
 from conversion.cache import Entry, cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
-from conversion.manifest import verify_manifest
-from conversion.owners import owned, owned_name, removal_name
+from conversion.storage import file_hashes
+from conversion.storage.manifest import verify_manifest
+from conversion.storage.owners import owned, owned_name, removal_name
 from conversion.to_megatron import convert_hf_to_mcore
 from tests.unit.conversion.cached_models import fill_until, light_processes, save_model
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from conversion.boxes import tiling_fault
-from conversion.checkpoint_folder import file_state
-from conversion.chunks import files_of_ranks
 from conversion.compare import differences, faults_against_manifest
 from conversion.families.common import MegatronParallel
 from conversion.families.registry import FAMILIES, family
-from conversion.manifest import check_files, read_manifest
+from conversion.storage.checkpoint_folder import file_state
+from conversion.storage.chunks import files_of_ranks
+from conversion.storage.manifest import check_files, read_manifest
 from conversion.to_hf import convert_mcore_to_hf
 from conversion.to_megatron import convert_hf_to_mcore
 from tests.unit.conversion.hf_folders import tiny_config, write_folder
@@ -165,7 +165,7 @@ def test_zeros_of_different_sign_differ(pair: tuple[Path, Path], tmp_path: Path)
 
 def test_a_wrong_rule_is_found_by_verify_although_every_file_is_as_it_was_written(pair: tuple[Path, Path], tmp_path: Path, monkeypatch):
     """Checksums of tensors come from the source by another path than what is written."""
-    import conversion.torch_dist_out as out
+    import conversion.storage.torch_dist_out as out
 
     real = out.fill_from
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conversion import output_file
-from conversion.file_boxes import byte_view
-from conversion.manifest import FileRecord
-from conversion.output_file import OutputFile, combine_crc32, write_tensor
+from conversion.storage import output_file
+from conversion.storage.file_boxes import byte_view
+from conversion.storage.manifest import FileRecord
+from conversion.storage.output_file import OutputFile, combine_crc32, write_tensor
 
 
 def test_checksums_of_parts_make_the_checksum_of_the_whole():

@@ -21,9 +21,9 @@ from isal import isal_zlib
 from torch import Tensor
 
 from conversion.boxes import Box, lengths, volume
-from conversion.file_boxes import BLOCK_BYTES, blocks, read_exactly
-from conversion.files import IO_TIMEOUT_S
-from conversion.manifest import JOURNAL_SUFFIX, FileRecord
+from conversion.storage.file_boxes import BLOCK_BYTES, blocks, read_exactly
+from conversion.storage.files import IO_TIMEOUT_S
+from conversion.storage.manifest import JOURNAL_SUFFIX, FileRecord
 
 # Two blocks are filled while two others are hashed and written.
 _NUM_BUFFERS = 4

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from conversion.files import publish, sync_tree
-from conversion.owners import REMOVED, heartbeat, is_alive, owned, owned_name, remove_leftover
+from conversion.storage.files import publish, sync_tree
+from conversion.storage.owners import REMOVED, heartbeat, is_alive, owned, owned_name, remove_leftover
 
 # What a leftover was to become; one that was to become something else is of no use.
 _PLAN = "plan.json"

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from conversion import torch_dist_io
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
-from conversion.chunks import Chunk, files_of_one, restricted
 from conversion.families.registry import family
-from conversion.torch_dist_io import CanonicalTensors, TorchDistFolder
-from conversion.torch_dist_out import write_torch_dist
+from conversion.storage import torch_dist_io
+from conversion.storage.chunks import Chunk, files_of_one, restricted
+from conversion.storage.torch_dist_io import CanonicalTensors, TorchDistFolder
+from conversion.storage.torch_dist_out import write_torch_dist
 from tests.unit.conversion.dense import TINY
 from tests.unit.conversion.memory import InMemory
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot, lengths
-from conversion.file_boxes import StoredTensor, fill_from, read_stored
-from conversion.files import INDEX_FILE, SINGLE_FILE
-from conversion.safetensors_header import Entry, read_header
+from conversion.storage.file_boxes import StoredTensor, fill_from, read_stored
+from conversion.storage.files import INDEX_FILE, SINGLE_FILE
+from conversion.storage.safetensors_header import Entry, read_header
 from conversion.tensors import torch_dtype
 
 DTYPES = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from conversion import file_hashes
-from conversion.file_hashes import file_hash
-from conversion.file_hashes import file_hashes as hashes_of
+from conversion.storage import file_hashes
+from conversion.storage.file_hashes import file_hash
+from conversion.storage.file_hashes import file_hashes as hashes_of
 
 
 @pytest.fixture

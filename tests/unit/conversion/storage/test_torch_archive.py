@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.serialization import _get_layout
 
-from conversion.file_boxes import byte_view
-from conversion.pickles import METADATA_NAMES, RefusedPickle, unpickle
-from conversion.torch_archive import ALIGNMENT, Archive, check_archive, find_content
+from conversion.storage.file_boxes import byte_view
+from conversion.storage.pickles import METADATA_NAMES, RefusedPickle, unpickle
+from conversion.storage.torch_archive import ALIGNMENT, Archive, check_archive, find_content
 
 TENSORS = [
     torch.randn(3, 5),

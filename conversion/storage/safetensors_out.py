@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Box
-from conversion.file_boxes import BoxSource, content_checksums
-from conversion.files import INDEX_FILE, SINGLE_FILE
-from conversion.manifest import FileRecord, TensorRecord
-from conversion.output_file import OutputFile, write_tensor
 from conversion.progress import Report, counter
-from conversion.safetensors_io import DTYPES, SafetensorsFolder
+from conversion.storage.file_boxes import BoxSource, content_checksums
+from conversion.storage.files import INDEX_FILE, SINGLE_FILE
+from conversion.storage.manifest import FileRecord, TensorRecord
+from conversion.storage.output_file import OutputFile, write_tensor
+from conversion.storage.safetensors_io import DTYPES, SafetensorsFolder
 from conversion.tensors import dtype_name
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from conversion.boxes import Box, Layout, Piece, Slot, full, lengths, place, tiling_fault
-from conversion.file_boxes import StoredTensor, overlap, read_stored
-from conversion.pickles import METADATA_NAMES, RefusedPickle, unpickle
+from conversion.storage.file_boxes import StoredTensor, overlap, read_stored
+from conversion.storage.pickles import METADATA_NAMES, RefusedPickle, unpickle
+from conversion.storage.torch_archive import MAX_TENSOR_BYTES, archive_of, check_archive, find_content
 from conversion.tensors import box_view
-from conversion.torch_archive import MAX_TENSOR_BYTES, archive_of, check_archive, find_content
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 METADATA_FILE = ".metadata"

@@ -20,7 +20,7 @@ from typing import IO
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from conversion.pickles import STORAGE_CLASSES, TENSOR_NAMES, PlainTensor, unpickle
+from conversion.storage.pickles import STORAGE_CLASSES, TENSOR_NAMES, PlainTensor, unpickle
 
 MAX_TENSOR_BYTES = 1 << 30
 """Larger ones would need the 64-bit form of zip; who writes cuts them instead."""

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.files import INDEX_FILE, SINGLE_FILE
+from conversion.storage.files import INDEX_FILE, SINGLE_FILE
 
 ITERATION_FOLDER = "iter_0000000"
 LATEST_FILE = "latest_checkpointed_iteration.txt"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.files import INDEX_FILE, SINGLE_FILE, publish, weight_files, write_atomic
+from conversion.storage.files import INDEX_FILE, SINGLE_FILE, publish, weight_files, write_atomic
 
 
 def test_of_many_who_publish_one_wins(tmp_path: Path):

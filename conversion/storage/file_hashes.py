@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from conversion.files import sha256_file, write_atomic
-from conversion.owners import time_of_folder
+from conversion.storage.files import sha256_file, write_atomic
+from conversion.storage.owners import time_of_folder
 
 # A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
 SETTLED_S = 2.0

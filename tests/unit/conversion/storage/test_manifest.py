@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.manifest import MANIFEST, file_record, seal, verify_manifest
+from conversion.storage.manifest import MANIFEST, file_record, seal, verify_manifest
 
 
 def test_a_folder_is_sealed_only_with_all_files_that_were_written(tmp_path: Path):

@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from conversion.boxes import Box, Layout, SlotLayout
-from conversion.chunks import Chunk, is_stacked, restricted
-from conversion.file_boxes import BoxSource, fill_from
-from conversion.manifest import FileRecord
-from conversion.output_file import OutputFile, write_tensor
 from conversion.progress import Report, counter
+from conversion.storage.chunks import Chunk, is_stacked, restricted
+from conversion.storage.file_boxes import BoxSource, fill_from
+from conversion.storage.manifest import FileRecord
+from conversion.storage.output_file import OutputFile, write_tensor
+from conversion.storage.torch_archive import ALIGNMENT, Archive, archive_of
+from conversion.storage.torch_dist_io import METADATA_FILE
 from conversion.tensors import torch_dtype
-from conversion.torch_archive import ALIGNMENT, Archive, archive_of
-from conversion.torch_dist_io import METADATA_FILE
 
 # What megatron.core.dist_checkpointing looks for before it opens a folder.
 _MEGATRON_METADATA = {

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout
-from conversion.files import INDEX_FILE
-from conversion.manifest import JOURNAL_SUFFIX
-from conversion.safetensors_io import SafetensorsFolder, fill_layout, read_layout
-from conversion.safetensors_out import write_safetensors
+from conversion.storage.files import INDEX_FILE
+from conversion.storage.manifest import JOURNAL_SUFFIX
+from conversion.storage.safetensors_io import SafetensorsFolder, fill_layout, read_layout
+from conversion.storage.safetensors_out import write_safetensors
 from tests.unit.conversion.memory import InMemory
 
 TENSORS = {
