@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from mrl.config.schema import RunConfig
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import Rank
+
+if TYPE_CHECKING:
+    from mrl.policy.policy import Policy
 
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     "gspo": (
@@ -45,6 +49,7 @@ def steps_of_objectives(rank: Rank, configs: Mapping[str, RunConfig], num_steps:
             # The layout is the same, and with it all that was built.
             policy._config = config
             policy.load_hf(config.policy.model_name)
+            forget_steps(policy)
             metrics[name] = []
             for _ in range(num_steps):
                 policy.enter("logprob")
@@ -60,3 +65,11 @@ def steps_of_objectives(rank: Rank, configs: Mapping[str, RunConfig], num_steps:
                 policy.enter("train")
                 metrics[name].append(policy.train_step())
     return metrics
+
+
+def forget_steps(policy: Policy) -> None:
+    """Brings the optimizers to where they are before the first step."""
+    for optimizer in policy_ranks.optimizers(policy):
+        optimizer.optimizer.state.clear()
+        for group in optimizer.optimizer.param_groups:
+            group.pop("step", None)

@@ -1,4 +1,4 @@
-"""The objectives of the GRPO family give the same steps on many ranks as on one, however their rows are packed."""
+"""The objectives of the GRPO family give the steps of a plain implementation, on one rank and on many, however their rows are packed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 
 from tests import models
-from tests.stack.policy import objective_ranks, policy_ranks
+from tests.stack.policy import objective_ranks, objective_reference, policy_ranks
 from tests.stack.ranks import RankPool
 
 NUM_STEPS = 3
 COMPARED = ("loss", "grad_norm", "clip_fraction", "sampling_importance_ratio", "num_valid_tokens", "advantages/mean", "advantages/max")
 
 
-def test_three_steps_equal_those_of_one_rank(ranks: RankPool, tmp_path: Path):
+def test_three_steps_equal_transformers_and_those_of_many_ranks(ranks: RankPool, tmp_path: Path):
     """Sequences are cut over context-parallel ranks, which sums and means over sequences must not notice."""
     folder, layout = models.save_nemotron_h(tmp_path / "model"), "cp2 dp2 ep2"
     one = objective_ranks.run_configs(folder, "one")
     # Every sequence in a row of its own.
     (expected,) = ranks.run(objective_ranks.steps_of_objectives, one, NUM_STEPS, "", world_size=1)
+    for name, steps in expected.items():
+        losses, grad_norms = objective_reference.steps(objective_reference.LOSSES[name], NUM_STEPS)
+        assert [step["train/loss"] for step in steps] == pytest.approx(losses, rel=1e-5, abs=1e-6), name
+        assert [step["train/grad_norm"] for step in steps] == pytest.approx(grad_norms, rel=1e-4), name
     many = objective_ranks.run_configs(folder, layout)
     results = ranks.run(objective_ranks.steps_of_objectives, many, NUM_STEPS, "balanced", world_size=policy_ranks.world_size(layout))
     assert all(result == results[0] for result in results)
