@@ -19,6 +19,8 @@ from mrl.launchers.join import wait_for_nodes
 logger = logging.getLogger(__name__)
 
 SUBMIT_TIMEOUT_S = 120.0
+# Variables and the secrets of Lepton that hold them: the Hub's token, and what only nodes of the job know (openssl rand -hex 32).
+LEPTON_SECRETS = {"HF_TOKEN": "HF_TOKEN", "RAY_AUTH_TOKEN": "RAY_AUTH_TOKEN"}
 
 
 def launch_slurm(options: argparse.Namespace) -> None:
@@ -52,7 +54,7 @@ def launch_lepton(options: argparse.Namespace) -> None:
     cluster = cluster_of(options)
     command = train_command(options, cluster)
     nodes, gpus = cluster.num_nodes, cluster.gpus_per_node
-    logger.info("%s", lepton.render(command, num_nodes=nodes, gpus_per_node=gpus, image=options.image, secrets={"HF_TOKEN": "HF_TOKEN"}))
+    logger.info("%s", lepton.render(command, num_nodes=nodes, gpus_per_node=gpus, image=options.image, secrets=LEPTON_SECRETS))
 
 
 def wait(options: argparse.Namespace) -> None:

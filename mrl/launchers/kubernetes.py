@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from dataclasses import dataclass
 
 import yaml
 
+# What a service may be called, and a label of DNS be long.
+NAME, MAX_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 63
 # Kubernetes' own names for what it counts.
 GPU, EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 SECRET_KEY = "token"
@@ -48,10 +52,23 @@ class KubernetesJob:
     memory: str
     shared_memory: str
 
+    def __post_init__(self) -> None:
+        last_pod = f"{self.name}-{self.num_nodes - 1}"
+        if not NAME.fullmatch(self.name) or len(last_pod) > MAX_NAME:
+            raise ValueError(
+                f"--name {self.name}: pods are called {last_pod}; that takes small letters, digits and -, a letter first, "
+                f"and at most {MAX_NAME} in all"
+            )
+
     @property
     def token_secret(self) -> str:
         """Secret with the token that lets a node join."""
         return f"{self.name}-ray"
+
+    @property
+    def hub_secret(self) -> str:
+        """Secret with a token of the Hugging Face Hub, if there is one."""
+        return f"{self.name}-hf"
 
 
 def manifest(job: KubernetesJob) -> list[dict[str, object]]:
@@ -85,9 +102,11 @@ def render(job: KubernetesJob) -> str:
     create = f"kubectl -n {job.namespace} create secret generic {job.token_secret}"
     head = (
         f"# Before: {create} --from-literal={SECRET_KEY}=$(openssl rand -hex 32)\n"
+        f"# For gated models: kubectl -n {job.namespace} create secret generic {job.hub_secret} --from-literal={SECRET_KEY}=HF_TOKEN\n"
         f"# Logs: kubectl -n {job.namespace} logs -f -l app={job.name},batch.kubernetes.io/job-completion-index=0\n"
     )
-    return head + yaml.safe_dump_all(manifest(job), sort_keys=False, width=140)
+    # By way of JSON, so that what occurs twice is written twice, and not as YAML's references.
+    return head + yaml.safe_dump_all(json.loads(json.dumps(manifest(job))), sort_keys=False, width=140)
 
 
 def _pod(job: KubernetesJob, labels: dict[str, str]) -> dict[str, object]:
@@ -122,6 +141,7 @@ def _container(job: KubernetesJob) -> dict[str, object]:
         "HEAD_HOST": f"{job.name}-0.{job.name}",
         "RAY_TOKEN_FILE": f"/run/secrets/ray/{SECRET_KEY}",
         "HF_HOME": f"{job.mount_path}/huggingface",
+        "HF_DATASETS_CACHE": f"{job.mount_path}/huggingface/datasets",
         **NETWORK,
         **(EFA_NETWORK if job.num_efa else {}),
     }
@@ -131,7 +151,10 @@ def _container(job: KubernetesJob) -> dict[str, object]:
         # Memory of the network card is pinned; nothing else of the host is needed.
         "securityContext": {"capabilities": {"add": ["IPC_LOCK", "SYS_RESOURCE"]}},
         "command": ["/bin/bash", "/opt/mrl/scripts/ray_node.sh"],
-        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        "env": [
+            *({"name": name, "value": value} for name, value in variables.items()),
+            {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": job.hub_secret, "key": SECRET_KEY, "optional": True}}},
+        ],
         "resources": {"limits": resources, "requests": resources | {"cpu": str(job.cpus)}},
         "volumeMounts": [
             {"name": "shared", "mountPath": job.mount_path},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -54,21 +56,86 @@ def test_sites_without_gres_are_asked_otherwise(tmp_path: Path, capsys: pytest.C
     assert "--gpus-per-node=8" in text and "--gres" not in text
 
 
+EKS = ["--image", "registry/mrl:1", "--claim", "fsx", "--efa", "4", "--instance-type", "p4d.24xlarge", "--shm", "64Gi"]
+
+
 def test_every_node_of_a_kubernetes_job_has_a_pod_and_none_is_privileged(capsys: pytest.CaptureFixture[str]):
-    text = printed(capsys, "k8s", *TINY, "--image", "registry/mrl:1", "--claim", "fsx", "--efa", "4", "--instance-type", "p4d.24xlarge")
+    text = printed(capsys, "k8s", *TINY, *EKS)
     service, job = yaml.safe_load_all(text)
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"], spec["backoffLimit"]) == (2, 2, "Indexed", 0)
     assert service["spec"]["clusterIP"] == "None"
     assert service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    labels = spec["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
     container = pod["containers"][0]
-    variables = {item["name"]: item["value"] for item in container["env"]}
+    variables = {item["name"]: item.get("value") for item in container["env"]}
     assert variables["HEAD_HOST"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert variables["FI_PROVIDER"] == "efa" and variables["NUM_NODES"] == "2" and variables["GPUS_PER_NODE"] == "8"
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8" and container["resources"]["limits"]["vpc.amazonaws.com/efa"] == "4"
-    assert "privileged" not in text
-    assert "EFA" not in printed(capsys, "k8s", *TINY, "--image", "registry/mrl:1", "--claim", "fsx").upper().replace("DEFAULT", "")
+    assert variables["NUM_NODES"] == "2" and variables["GPUS_PER_NODE"] == "8"
+    devices = {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "4"}
+    assert devices.items() <= container["resources"]["limits"].items() and devices.items() <= container["resources"]["requests"].items()
+    assert (pod["hostNetwork"], pod["dnsPolicy"], pod["restartPolicy"]) == (True, "ClusterFirstWithHostNet", "Never")
+    (rule,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["labelSelector"]["matchLabels"].items() <= labels.items() and rule["topologyKey"] == "kubernetes.io/hostname"
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "p4d.24xlarge"}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert volumes[mounts["/dev/shm"]] == {"emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}
+    assert volumes[mounts["/shared"]] == {"persistentVolumeClaim": {"claimName": "fsx"}}
+    assert mounts.keys() == {"/dev/shm", "/shared", str(Path(variables["RAY_TOKEN_FILE"]).parent)}
+    assert "privileged" not in text and "&" not in text
+    without = printed(capsys, "k8s", *TINY, "--image", "registry/mrl:1", "--claim", "fsx")
+    assert "FI_PROVIDER" not in without and "vpc.amazonaws.com" not in without
+
+
+def test_the_network_is_the_eks_tutorials(capsys: pytest.CaptureFixture[str]):
+    _, job = yaml.safe_load_all(printed(capsys, "k8s", *TINY, *EKS))
+    ours = {item["name"]: item.get("value") for item in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert ours.items() >= {
+        "NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "7200", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200", "NCCL_NET_PLUGIN": "ofi",
+        "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1", "RDMAV_FORK_SAFE": "1",
+        "NCCL_SOCKET_IFNAME": "^lo,docker,veth,eni", "RAY_worker_register_timeout_seconds": "1800",
+    }.items()  # fmt: skip
+
+
+def schema_errors(manifest: dict) -> list[str]:
+    """What a strict API server of Kubernetes 1.34 would refuse."""
+    schema = json.loads((ROOT / "tests/data/kubernetes/v1.34.json").read_text())
+    name = {"Job": "io.k8s.api.batch.v1.Job", "Service": "io.k8s.api.core.v1.Service"}[manifest["kind"]]
+    validator = jsonschema.Draft202012Validator(schema | {"$ref": f"#/$defs/{name}"})
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(manifest)]
+
+
+@pytest.mark.parametrize("words", [EKS, ["--image", "mrl", "--claim", "fsx"]])
+def test_the_manifest_fits_the_schemas_of_kubernetes(capsys: pytest.CaptureFixture[str], words: list[str]):
+    manifests = list(yaml.safe_load_all(printed(capsys, "k8s", *TINY, *words)))
+    assert [manifest["kind"] for manifest in manifests] == ["Service", "Job"]
+    assert [schema_errors(manifest) for manifest in manifests] == [[], []]
+
+
+def test_the_schemas_refuse_what_kubernetes_refuses(capsys: pytest.CaptureFixture[str]):
+    _, job = yaml.safe_load_all(printed(capsys, "k8s", *TINY, *EKS))
+    spec = job["spec"]["template"]["spec"]
+    spec["hostNetworks"] = spec.pop("hostNetwork")
+    spec["containers"][0]["env"][0]["value"] = 1
+    del spec["containers"][0]["name"]
+    job["spec"]["completions"] = "2"
+    errors = schema_errors(job)
+    for part in (
+        "'hostNetworks' was unexpected",
+        "1 is not of type 'string'",
+        "'name' is a required property",
+        "'2' is not of type 'integer'",
+    ):
+        assert any(part in error for error in errors), part
+    assert len(errors) == 4
+
+
+@pytest.mark.parametrize("name", ["My_Run", "1st", "run-", "r" * 62])
+def test_a_name_that_no_pod_can_have_is_refused(capsys: pytest.CaptureFixture[str], name: str):
+    assert main(["k8s", *TINY, *EKS, f"--name={name}"]) == 2
+    assert f"--name {name}: pods are called {name}-1" in capsys.readouterr().out
 
 
 def test_a_config_with_an_unknown_key_is_not_launched(capsys: pytest.CaptureFixture[str]):
@@ -84,5 +151,6 @@ def test_without_sbatch_nothing_is_claimed(tmp_path: Path, capsys: pytest.Captur
 
 def test_lepton_gets_the_command_and_the_size(capsys: pytest.CaptureFixture[str]):
     text = printed(capsys, "lepton", *TINY, "--image", "registry/mrl:1")
+    assert "RAY_AUTH_TOKEN=<secret RAY_AUTH_TOKEN>" in text
     assert "CLUSTER_NUM_NODES=2" in text and "CLUSTER_GPU_PER_NODE=8" in text
     assert "COMMAND=python -m mrl.train grpo_tiny.yaml cluster.num_nodes=2 cluster.gpus_per_node=8" in text
