@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import ray
 
@@ -16,5 +17,12 @@ def connect() -> None:
 
 
 def joined_nodes() -> list[tuple[str, int]]:
-    """Host name and worker units of every node that is online."""
-    return [(str(node["NodeManagerHostname"]), int(node["Resources"].get(UNIT_RESOURCE, 0))) for node in ray.nodes() if node["Alive"]]
+    """Name and worker units of every node that is online."""
+    return [(_name(node), int(node["Resources"].get(UNIT_RESOURCE, 0))) for node in ray.nodes() if node["Alive"]]
+
+
+def _name(node: Mapping[str, object]) -> str:
+    """What the launcher calls a node: the name that it started Ray with, else that of the host."""
+    # Ray calls a node that was given no name by its address.
+    is_named = node["NodeName"] != node["NodeManagerAddress"]
+    return str(node["NodeName"] if is_named else node["NodeManagerHostname"])
