@@ -1,14 +1,20 @@
-"""One Slurm of four nodes for all tests of this folder."""
+"""One Slurm of four nodes for all tests of this folder; how long each scenario of the long part took."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.jobs import model_and_data
 from tests.cluster.slurm import PACKAGES, SlurmBox, can_install, missing, slurm_box
+from tests.long.record import Row, record
+
+Scenario = Callable[[str, str], AbstractContextManager[None]]
+"""Times a `with` block: what happens, what is checked."""
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +30,20 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmBox]:
         # Where it can be installed, its absence is a failure.
         (pytest.fail if can_install() else pytest.skip)(what)
     # Sockets have short names.
-    with slurm_box(Path(tmp_path_factory.mktemp("slurm"))) as running:
+    with slurm_box(Path(tmp_path_factory.mktemp("slurm")), num_gpus=2) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def scenario() -> Iterator[Scenario]:
+    rows: list[Row] = []
+
+    @contextmanager
+    def timed(what: str, checked: str) -> Iterator[None]:
+        since = time.monotonic()
+        yield
+        rows.append({"scenario": what, "checked": checked, "seconds": round(time.monotonic() - since)})
+
+    yield timed
+    if rows:
+        record("cluster", rows)

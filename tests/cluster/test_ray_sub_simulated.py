@@ -57,13 +57,14 @@ def test_a_node_that_does_not_join_is_named_and_nothing_is_run(tmp_path: Path):
 def test_a_run_that_has_saved_is_requeued_on_sites_without_gres(tmp_path: Path):
     variables = {"CONTAINER": "/images/mrl.sqsh", "MOUNTS": "/data:/data", "SRUN_HELP": "--container-image"}
     settings = {"SLURM_GPUS_ON_NODE": "4", "GPUS_PER_NODE": "4", "MIN_WORKER_PORT": "54001", "DASHBOARD_GRPC_PORT": "52367"}
-    with simulation(tmp_path, NODES[:2], COMMAND="exit 75", **variables, **settings) as job:
+    cache = {"UV_CACHE_DIR_OVERRIDE": str(tmp_path / "uv")}
+    with simulation(tmp_path, NODES[:2], COMMAND="exit 75", **variables, **settings, **cache) as job:
         assert job.end() == -signal.SIGKILL
         assert job.record("scontrol") == [f"requeue {JOB_ID}"]
     assert "Number of actors online: 8/8" in job.output
     for step in job.record("srun"):
         assert "--gpus-per-node=4" in step and "--container-image=/images/mrl.sqsh" in step
-        assert f"--container-mounts=/data:/data,{job.logs}:{job.logs}" in step
+        assert f"--container-mounts=/data:/data,{tmp_path}/uv:/root/.cache/uv,{job.logs}:{job.logs}" in step
     warned = [line for line in job.output.splitlines() if line.startswith("[WARNING]")]
     assert [line.split("] ")[1].split(" ")[0] for line in warned] == ["DASHBOARD_GRPC_PORT=52367", "MIN_WORKER_PORT=54001"]
     assert not (job.logs / ".ray_token").exists()
