@@ -18,8 +18,8 @@ Scenario = Callable[[str, str], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return model_and_data(tmp_path_factory.mktemp("inputs"))
+def inputs() -> list[str]:
+    return model_and_data()
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.prepare import prepare_tiny
 from tests.cluster.slurm import SlurmBox, wait_until
 from tests.sources import ROOT
-from tests.stack.loop.conftest import SMALL, write_inputs
+from tests.stack.loop.conftest import SMALL
 
 JOB_TIMEOUT_S = 600.0
 
@@ -72,9 +73,15 @@ def training(inputs: list[str], run_folder: Path, *, steps: int) -> str:
     return " ".join([f"python -m mrl.train {ROOT / 'configs' / 'grpo_tiny.yaml'}", *overrides])
 
 
-def model_and_data(folder: Path) -> list[str]:
-    """Overrides that point a config at them."""
-    return [override for override in write_inputs(folder) if not override.startswith("checkpointing.")]
+def model_and_data() -> list[str]:
+    """Overrides that point a config at the warm-started model: rewards that differ within a group give every step a gradient."""
+    folder = ROOT / "prepared" / "tiny"
+    prepare_tiny(folder, seed=0)
+    return [
+        f"policy.model_name={folder / 'model'}",
+        f"data.train.data_path={folder / 'data' / 'train.jsonl'}",
+        f"data.validation.data_path={folder / 'data' / 'validation.jsonl'}",
+    ]
 
 
 def submit(box: SlurmBox, folder: Path, command: str, *options: str, run_folder: Path, **variables: str) -> Job:

@@ -26,6 +26,7 @@ def unbroken(box: SlurmBox, inputs: list[str], tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("unbroken")
     job = start(box, inputs, folder)
     assert job.end() == "COMPLETED", job.explain()
+    assert len({weights(job, step)["model.safetensors"] for step in (1, STEPS)}) == 2, "weights that move"
     return job
 
 
@@ -33,10 +34,10 @@ def start(box: SlurmBox, inputs: list[str], folder: Path, **variables: str) -> J
     return submit(box, folder, training(inputs, folder / "run", steps=STEPS), run_folder=folder / "run", **variables)
 
 
-def weights(job: Job) -> dict[str, bytes]:
-    """The exported weights of the last step."""
-    out = job.folder / "hf"
-    assert convert(["mcore-to-hf", "--mcore", str(job.run_folder / f"step_{STEPS}"), "--out", str(out)]) == 0
+def weights(job: Job, step: int = STEPS) -> dict[str, bytes]:
+    """The exported weights of a step."""
+    out = job.folder / f"hf_{step}"
+    assert convert(["mcore-to-hf", "--mcore", str(job.run_folder / f"step_{step}"), "--out", str(out)]) == 0
     return {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
 
 

@@ -39,6 +39,7 @@ def test_a_run_on_four_nodes(box: SlurmBox, inputs: list[str], tmp_path: Path):
     assert sorted(row[1] for row in rows) == box.names, "one rank on each node"
     assert [row[3] for row in rows].count("-") == 2, "two engines, on nodes of their own"
     assert all(row["refit/verified_bytes"] > 0 for row in metrics(job))
+    assert any(row["train/grad_norm"] > 0 for row in metrics(job)), "weights that move"
     assert all(row["train/mean_abs_dlogp"] < 1e-5 for row in metrics(job))
 
 
