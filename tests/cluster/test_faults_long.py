@@ -56,7 +56,7 @@ def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(
         signal_job(box, job.job_id, signal.SIGUSR1)
         job.wait_for("Resuming from", restart=1)
         assert job.end() == "COMPLETED", job.explain()
-        assert "The command ended with code 75; requeueing" in job.output
+        assert "the command ended with code 75: " in job.output and "requeueing job" in job.output
         assert "the same command resumes" in job.log("ray-driver.log")
         assert_same_run(job, unbroken)
 
