@@ -79,11 +79,17 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: counts (`num_...`) are added up, of all else the mean."""
-    return {
-        name: sum(update[name] for update in updates) / (1 if name.rpartition("/")[2].startswith("num_") else len(updates))
-        for name in updates[0]
-    }
+    """The metrics of a step from those of its updates: counts (`num_...`) are added up, extremes stay extremes, of all else the mean."""
+    return {name: _of_updates(name, [update[name] for update in updates]) for name in updates[0]}
+
+
+def _of_updates(name: str, values: Sequence[float]) -> float:
+    words = name.rpartition("/")[2].split("_")
+    if words[0] == "num":
+        return sum(values)
+    if "min" in words:
+        return min(values)
+    return max(values) if "max" in words else sum(values) / len(values)
 
 
 def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:

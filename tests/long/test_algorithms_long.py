@@ -16,8 +16,12 @@ NUM_STEPS = 80
 MIN_GAIN = 0.3
 
 GSPO = ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"]
+AHEAD = "GRPO, one step of lag"
+SEVERAL = "GRPO, 4 updates a step"
 ALGORITHMS: dict[str, list[str]] = {
     "GRPO": [],
+    AHEAD: ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"],
+    SEVERAL: ["policy.train_global_batch_size=128"],
     "DAPO": [
         "loss_fn.ratio_clip_max=0.28",
         "grpo.use_dynamic_sampling=true",
@@ -56,3 +60,11 @@ def test_every_algorithm_learns(tmp_path: Path, rows: list[Row], name: str):
         }
     )
     assert after >= before + MIN_GAIN
+    ratios = [row["train/probs_ratio_max"] for row in run.metrics if row["step"] > 0]
+    if name == SEVERAL:
+        # Only the first update of a step is by the weights that gave the old logprobs.
+        assert min(ratios) > 1.001 and sum(row["train/clip_fraction"] for row in run.metrics if row["step"] > 0) > 0
+    else:
+        assert max(ratios) < 1.001
+    ages = [row["train/avg_trajectory_age"] for row in run.metrics if row["step"] > 1]
+    assert set(ages) == {1.0 if name == AHEAD else 0.0}

@@ -54,7 +54,11 @@ def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
     assert not [name for name in validation_metrics([group("math", good(1.0))]) if "pass" in name]
 
 
-def test_metrics_of_updates_are_means_and_counts_are_sums():
-    updates = [{"train/loss": 1.0, "train/num_valid_tokens": 10.0}, {"train/loss": 2.0, "train/num_valid_tokens": 30.0}]
-    assert metrics_of_updates(updates) == {"train/loss": 1.5, "train/num_valid_tokens": 40.0}
+def test_metrics_of_updates_by_hand():
+    updates = [
+        {"train/loss": 1.0, "train/num_valid_tokens": 10.0, "train/probs_ratio_min": 1.0, "train/advantages/max": 2.0},
+        {"train/loss": 2.0, "train/num_valid_tokens": 30.0, "train/probs_ratio_min": 0.8, "train/advantages/max": 1.5},
+    ]
+    joined = {"train/loss": 1.5, "train/num_valid_tokens": 40.0, "train/probs_ratio_min": 0.8, "train/advantages/max": 2.0}
+    assert metrics_of_updates(updates) == joined
     assert metrics_of_updates(updates[:1]) == updates[0]
