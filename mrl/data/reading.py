@@ -7,9 +7,10 @@ import json
 import logging
 import math
 import re
+import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 Example = TypeVar("Example")
 MAX_ERRORS = 20
 MAX_SHOWN = 5
+# Rendering and tokenising a million conversations takes an hour, in which a run must not look as if it hung.
+PROGRESS_PERIOD_S = 30.0
 
 
 class NoEnvironment(RowError):
@@ -251,7 +254,7 @@ def _read(reader: Reader[Example], names: Names) -> tuple[Rows[Example], Finding
         sources.append(_Source(reader, RecordFile(path), unique))
     rows, findings, seen = Rows(sources), Findings(reader.setting), set[int]()
     for index, source in enumerate(sources):
-        for record in source.file.records():
+        for record in _with_progress(source.file, reader.setting):
             findings.num_rows += 1
             digest = _digest(record.line)
             try:
@@ -273,6 +276,19 @@ def _read(reader: Reader[Example], names: Names) -> tuple[Rows[Example], Finding
                 for copy in range(reader.repeat):
                     rows._add(index, record, digest, copy)
     return rows, findings
+
+
+def _with_progress(file: RecordFile, setting: str) -> Iterator[Record]:
+    """The records of a file; now and then it is said how far they have been read, and how long the rest will take."""
+    started = told = time.monotonic()
+    for count, record in enumerate(file.records(), 1):
+        yield record
+        now = time.monotonic()
+        if now - told < PROGRESS_PERIOD_S:
+            continue
+        told, share = now, (record.offset + len(record.line)) / file.num_bytes
+        left_s = (now - started) * (1 - share) / share
+        logger.info("%s: %d rows of %s are read and checked (%.0f%%), about %.0f s left", setting, count, file.path, 100 * share, left_s)
 
 
 def _is_repeated(identity: str, seen: set[int]) -> bool:

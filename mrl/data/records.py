@@ -43,6 +43,11 @@ class RecordFile:
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror or error}; give a file of rows that you may read") from error
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the lines."""
+        return os.fstat(self._file.fileno()).st_size
+
     def place(self, number: int) -> str:
         """`file:line` of a record."""
         return f"{self.path}:{number}"

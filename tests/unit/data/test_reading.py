@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema_data import DataConfig
+from mrl.data import reading
 from mrl.data.fields import Fields, RowError
 from mrl.data.reading import MAX_ERRORS, Names, NoEnvironment, Reader, Rows, hold_out, joined, read_data, write_quarantine
 
@@ -179,6 +180,16 @@ def test_rows_stay_in_their_file(tmp_path: Path):
     assert len(rows) == 3000 and rows[2999][1] == 1
     # The file has 30 MB.
     assert peak < 1 << 20
+
+
+def test_long_reading_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(reading, "PROGRESS_PERIOD_S", 0.0)
+    path = values(tmp_path / "a.jsonl", 1, 2, 3, 4)
+    with caplog.at_level(logging.INFO):
+        read(reader(path))
+    shares = [f"data.train: {count} rows of {path} are read and checked ({25 * count - 2}%)" for count in (1, 2, 3, 4)]
+    told = [record.getMessage().partition(",")[0] for record in caplog.records]
+    assert told == shares, told
 
 
 def test_what_is_held_out_is_a_function_of_the_seed():
