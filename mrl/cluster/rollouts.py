@@ -152,13 +152,13 @@ class RolloutCollector:
         if not self.rewards.num_undecided:
             self._arrived(self.engines.collect(self.deadline_s))
             return
-        end = time.monotonic() + self.deadline_s
+        end, num_lost = time.monotonic() + self.deadline_s, len(self.engines.lost)
         while True:
             ray.wait(self.references(), num_returns=1, timeout=max(0.0, end - time.monotonic()))
             finished, decided = self.engines.take_ready(), self.rewards.take_ready()
             self._arrived(finished)
             self._decided(decided)
-            if finished or decided or self.engines.lost:
+            if finished or decided or len(self.engines.lost) > num_lost:
                 return
             if time.monotonic() > end:
                 raise DeadlineExceeded(

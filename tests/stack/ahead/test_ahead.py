@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from mrl.cluster.waiting import DeadlineExceeded
 from mrl.data.order import prompts_at
+from mrl.envs.task import Task
 from mrl.train import Run, train_step, validate
+from mrl.types import Verdict
 from tests.stack.ahead.conftest import running
+from tests.stack.loop.conftest import CoinToss
 
 
 def assert_prompts_in_order(run: Run, num_steps: int) -> None:
@@ -63,6 +70,39 @@ def test_an_engine_that_dies_while_the_policy_trains_is_replaced_by_the_refit(tm
         assert engines.num_restarts == 2 and state.metrics["train/max_trajectory_age"] <= 1
         train_step(run, state)
         assert_prompts_in_order(run, 4)
+
+
+class Silent(CoinToss):
+    """An environment that answers no more, until the run ends."""
+
+    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+        while not gives_up():
+            time.sleep(0.1)
+        return super().score(tasks, gives_up=gives_up)
+
+
+def fall_silent(actor) -> None:
+    actor.scorer.environments["math"] = Silent()
+
+
+@pytest.mark.long("async")
+@pytest.mark.timeout(600)
+def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(tmp_path: Path):
+    keys = ["grpo.max_rollout_turns=2", "deadlines.generate_s=20"]
+    with running(tmp_path, *keys) as (run, state):
+        source, engines, sampling = run.session.collector, run.session.engines, run.supply._sampling
+        source.drain()
+        run.session.rewards.apply(fall_silent)
+        for index, max_new_tokens in ((0, 1), (1, 1200)):
+            asked = [(-2, run.data.train[index])]
+            wanted = dataclasses.replace(sampling, max_new_tokens=max_new_tokens, stop_token_ids=())
+            source.ask(asked, wanted, num_generations=4, weight_version=state.weight_version)
+        (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
+        source.wait(lambda: run.session.rewards.num_undecided >= 4, on_progress=lambda: None)
+        os.kill(int(str(pid)), signal.SIGKILL)
+        with pytest.raises(DeadlineExceeded, match="turns wait for their environment"):
+            source.drain()
+        assert engines.lost == {0}
 
 
 @pytest.mark.long("async")
