@@ -18,7 +18,7 @@ from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL, write_inputs
 
 pytestmark = [
-    pytest.mark.long("cluster"),
+    pytest.mark.long("nodes"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(missing() is not None, reason=f"nodes of our own need {missing()}"),
 ]

@@ -1,0 +1,84 @@
+"""What the Dockerfiles name is there: files, pins, extras, the folder where launchers look. No image is built here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mrl.launchers import lepton
+from tests.sources import ROOT
+
+FOLDER = ROOT / "scripts" / "docker"
+FILES = [FOLDER / "Dockerfile", FOLDER / "Dockerfile.cpu"]
+KNOWN = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "SHELL", "WORKDIR"}
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Instruction and words of each step, comments left out and lines joined."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
+
+
+def pins(name: str) -> set[str]:
+    return {line.split("==")[0] for line in (ROOT / name).read_text().splitlines() if "==" in line}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_step_is_one_to_docker_and_to_bash(path: Path):
+    steps = instructions(path)
+    assert {name for name, _ in steps} <= KNOWN
+    stages = [words.split()[-1] for name, words in steps if name == "FROM"]
+    assert "release" in stages
+    for name, words in steps:
+        if name == "RUN":
+            script = re.sub(r"--mount=\S+ ", "", words)
+            assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=30).stderr == ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_is_copied_is_there_and_not_ignored(path: Path):
+    ignored = set((ROOT / ".dockerignore").read_text().splitlines())
+    for name, words in instructions(path):
+        if name == "COPY" and "--from" not in words:
+            for source in words.split()[:-1]:
+                assert (ROOT / source).exists() and source not in ignored, source
+    assert not ignored & {"mrl", "conversion", "configs", "scripts", "tests"}
+
+
+def test_versions_stand_in_the_constraints_alone():
+    for path in FILES:
+        constraints = f"constraints-{'cpu' if path.suffix else 'gpu'}.txt"
+        text = path.read_text()
+        assert constraints in text
+        # What is looked up in the file has a line there, and what is installed by name is pinned there.
+        assert set(re.findall(r"[\^/]([a-z-]+)==", text)) <= pins(constraints)
+        assert not re.search(r"(torch|vllm|megatron-core|mamba-ssm|transformer-engine)==\d", text)
+    installed = set(
+        shlex.split("torch numpy setuptools ninja packaging hatchling editables causal-conv1d mamba-ssm transformer-engine vllm")
+    )
+    assert installed <= pins("constraints-gpu.txt")
+
+
+def test_the_gpu_image_installs_the_extras_and_builds_every_kernel_library():
+    text = FILES[0].read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"--extra (\w+)", text)
+    assert named and set(named) <= extras.keys()
+    (check,) = re.findall(r'"import (apex.*?); import mrl', text)
+    built = {"apex.transformer", "causal_conv1d", "mamba_ssm", "transformer_engine.pytorch", "vllm", "torch", "megatron.core", "ray"}
+    assert set(check.split(", ")) == built
+    assert text.count("pip wheel") == 4
+
+
+def test_launchers_look_for_the_sources_where_images_have_them(capsys: pytest.CaptureFixture[str]):
+    for path in FILES:
+        assert ("WORKDIR", "/opt/mrl") in instructions(path)
+    command = lepton.render(["true"], num_nodes=1, gpus_per_node=1, image="mrl", secrets={})
+    paths = re.findall(r"/opt/mrl/(\S+)", command + (ROOT / "mrl/launchers/kubernetes.py").read_text())
+    assert paths and all((ROOT / path.strip('"],')).is_file() for path in paths)
