@@ -1,252 +1,131 @@
-"""`python -m mrl.doctor CONFIG --refit [a.b=c ...]`: do trainer and engines of this config still hold and compute the same model?
+"""`python -m mrl.doctor [CONFIG [a.b=c ...]] [--refit]`: is this host, or this cluster, fit for a run, and if not, what is to be done?
 
-To be run after every upgrade of vLLM, Megatron-Core or torch, before a run. Trains nothing and leaves nothing behind.
+Without a config it takes seconds and imports no library that may be broken. Where RAY_ADDRESS is set it asks every node of that cluster.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+from mrl import env
+from mrl.diagnosis.findings import Finding, as_json, has_problem, merge_nodes, table
+from mrl.diagnosis.gather import gather
+from mrl.diagnosis.machine import judge_machine
+from mrl.diagnosis.requirements import read_wanted
+from mrl.diagnosis.software import judge_software
 
-from conversion.boxes import Slot
-from mrl.algo.losses import token_metrics
-from mrl.cluster.policy_group import PolicyGroup
-from mrl.cluster.probe import live_digests, sample_everywhere, trainer_logprobs
-from mrl.cluster.refit import RefitReport
-from mrl.cluster.session import placed_units, start_models
-from mrl.config.load import load_config
-from mrl.config.redact import start_logging
-from mrl.config.schema import RunConfig
-from mrl.data.prompts import PromptData
-from mrl.train import preflight
-from mrl.types import Rollout, RolloutRequest, SamplingParams, request_seed
+if TYPE_CHECKING:
+    from mrl.config.schema import RunConfig
+    from mrl.diagnosis.facts import HostFacts
 
 logger = logging.getLogger(__name__)
 
-NUM_PROMPTS = 32
-# Enough for any difference to show; a config's own limit may be 49,152.
-MAX_NEW_TOKENS = 128
-# A token beyond this is off; a router choice may flip from rounding alone, at far fewer than this share of the tokens.
-FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
-MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
-# Where both go through the same experts.
-MAX_REPLAYED_ERROR = {"float32": 1.001, "bfloat16": 1.02}
 
-# The doctor keeps no reference model and writes no checkpoint, so it asks for neither memory nor disk for them.
-SETTINGS = ("checkpointing.enabled=false", "loss_fn.reference_policy_kl_penalty=0.0")
+def diagnose_host(folders: dict[str, Path], config: RunConfig | None) -> list[Finding]:
+    """What is to be said about this host."""
+    facts = gather(folders, is_in_cluster=False, tries_imports=config is not None)
+    findings = judge_host(facts, is_in_cluster=False)
+    if config is not None:
+        from mrl.diagnosis.inputs import judge_gpus
 
-
-@dataclass(frozen=True)
-class Check:
-    """What is looked at, in the order in which it is looked at."""
-
-    name: str
-    proves: str
-    if_it_fails: str
-
-
-START = Check(
-    "start",
-    "the conversion tables know every tensor of trainer and engines; the refit schedule writes every element of every engine once",
-    "a library names, shapes or cuts the tensors in the message otherwise than conversion/families/ says; correct the rule there. "
-    "If a process died instead, its log says why",
-)
-ZERO = Check(
-    "refit zero",
-    "a refit of unchanged weights leaves every byte of the engines as vLLM's own loader, which knows nothing of our tables, wrote it",
-    "this vLLM lays out the tensors in the message otherwise than vllm rules of conversion/families/ say; correct them. "
-    "Checksums cannot see this, so do not train",
-)
-REFIT = Check(
-    "refit",
-    "all weights were changed on the trainer, and each byte that the engines read has the trainer's checksum, or is padding and zero",
-    "bytes were lost between trainer and engine: the message names tensor, box and ranks. If it repeats, suspect mrl/refit or the memory",
-)
-CHANGED = Check(
-    "new weights",
-    "every tensor of every engine differs from before: what the refit wrote is what the engine holds",
-    "the tensors in the message kept their old values, although every weight was changed: nothing refreshes them",
-)
-LOGPROBS = Check(
-    "logprobs",
-    "trainer and engine compute the same model: tokens sampled by the engine have the same log-probability in both",
-    "the weights are equal, so the computations differ. Look for what the upgrade changed in kernels, norms, rotary embedding or routing; "
-    "tests/stack/policy/test_layouts.py and tests/stack/rollout/test_parity.py tell which side has moved",
-)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table."""
-
-    check: Check
-    is_ok: bool
-    numbers: str
-    subject: str = ""
-    """Which engine, where a check has a line for each."""
-
-
-class Failed(Exception):
-    """A check failed, and later ones would say nothing. The finding is on record."""
-
-
-def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Finding]:
-    """What the checks found, in order, up to the first that failed."""
-    findings: list[Finding] = []
-    refit_s, train_s = config.deadlines.refit_s, config.deadlines.train_s
-    # The finding that stands last says why an examination ended as `Failed`.
-    with suppress(Failed), ExitStack() as processes:
-        with stage(findings, START):
-            placement = processes.enter_context(placed_units(config))
-            policies, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
-            kind = "dedicated" if placement.num_dedicated_units else "colocated"
-            findings.append(Finding(START, True, f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"))
-        with stage(findings, ZERO):
-            findings.append(Finding(ZERO, True, refit_numbers(refit.zero())))
-        with stage(findings, REFIT):
-            before = live_digests(engines, deadline_s=refit_s)
-            policies.call("perturb", config.grpo.seed, deadline_s=train_s)
-            findings.append(Finding(REFIT, True, refit_numbers(refit.run())))
-        with stage(findings, CHANGED):
-            findings.append(Finding(CHANGED, True, changed_tensors(before, live_digests(engines, deadline_s=refit_s))))
-        with stage(findings, LOGPROBS):
-            sampled = sample_everywhere(engines, requests(config, data), deadline_s=config.deadlines.generate_s)
-            engines.enter("logprob", deadline_s=train_s)
-            policies.call("enter", "logprob", deadline_s=train_s)
-            for index, rollouts in enumerate(sampled):
-                findings += compare_with(policies, rollouts, config, pad_token_id=data.pad_token_id, subject=f"engine {index}")
+        findings += judge_gpus(config, facts)
     return findings
 
 
-@contextmanager
-def stage(findings: list[Finding], check: Check) -> Iterator[None]:
-    """Says what is looked at now; an error inside becomes the check's finding, and ends the examination as `Failed`."""
-    logger.info("Checking %s ...", check.name)
+def judge_host(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
+    """What facts say about a host that runs alone, or is a node of a cluster."""
+    return judge_software(facts, read_wanted()) + judge_machine(facts, is_in_cluster=is_in_cluster)
+
+
+def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list[Finding]:
+    """What is to be said about the nodes of the cluster at RAY_ADDRESS; about this host alone if there is none."""
+    from mrl.diagnosis.nodes import judge_cluster
+    from mrl.diagnosis.nodes_gather import report_nodes
+
     try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        findings.append(Finding(check, False, str(error)))
-        raise Failed from error
+        reports, lost = report_nodes(folders, list(folders.values()), tries_imports=config is not None)
+    except (ImportError, ConnectionError) as error:
+        remedy = "start the cluster, correct RAY_ADDRESS (and RAY_AUTH_TOKEN_PATH), or unset it to look at this host alone"
+        found = f"RAY_ADDRESS={env.RAY_ADDRESS.read()}: {' '.join(str(error).split())}"
+        return [*diagnose_host(folders, config), Finding("cluster", "problem", found, remedy)]
+    by_node = {report.name: judge_host(report.look.facts, is_in_cluster=True) for report in reports if report.look is not None}
+    return merge_nodes(by_node) + judge_cluster(reports, lost=lost, num_expected=_expected_nodes(config))
 
 
-def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: Mapping[int, Sequence[Mapping[Slot, int]]]) -> str:
-    """How many tensors of the engines' workers have another checksum than before; as `live_digests` gives them.
+def _expected_nodes(config: RunConfig | None) -> int | None:
+    if config is not None:
+        return config.cluster.num_nodes
+    number = env.SLURM_JOB_NUM_NODES.read()
+    return int(number) if number and number.isdigit() else None
+
+
+def diagnose(config: RunConfig | None) -> list[Finding]:
+    """Everything about the hosts, then about the inputs of a run if there is a config.
 
     Raises:
-        RuntimeError: not all of them.
+        ConfigError: the config is wrong.
     """
-    workers = [pair for index, digests in after.items() for pair in zip(before[index], digests, strict=True)]
-    kept = sorted({str(slot) for old, new in workers for slot in new if new[slot] == old[slot]})
-    if kept:
-        raise RuntimeError(f"tensors of the engines that are as before: {', '.join(kept)}")
-    return f"{sum(len(new) for _, new in workers)} tensors, all changed"
+    root = env.cache_root()
+    folders = {} if root is None else {"the cache": root}
+    inputs: list[Finding] = []
+    if config is not None:
+        from mrl.diagnosis.inputs import check_inputs, written_folders
+
+        inputs = check_inputs(config)
+        folders |= written_folders(config)
+    hosts = diagnose_cluster(folders, config) if env.RAY_ADDRESS.read() else diagnose_host(folders, config)
+    return hosts + inputs
 
 
-def requests(config: RunConfig, data: PromptData) -> list[RolloutRequest]:
-    """The same requests every time: the first training prompts, sampled to the full length, stop tokens or not."""
-    generation = config.policy.generation
-    length = min(generation.max_new_tokens, MAX_NEW_TOKENS)
-    sampling = SamplingParams(generation.temperature, generation.top_p, generation.top_k, length, stop_token_ids=())
-    return [
-        RolloutRequest(prompt.prompt_id, 0, 0, request_seed(config.grpo.seed, 0, prompt.prompt_id, 0), prompt.token_ids, sampling)
-        for prompt in data.train[:NUM_PROMPTS]
-    ]
-
-
-def compare_with(
-    policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int, subject: str
-) -> Iterator[Finding]:
-    """How far the trainer is from the engine that sampled the rollouts; with router replay, also how far it would be without."""
-    precision = config.policy.precision
-    if config.policy.router_replay.enabled:
-        logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=pad_token_id)
-        yield compare(rollouts, logprobs, precision, MAX_REPLAYED_ERROR, subject=f"{subject}, replayed")
-        rollouts = [dataclasses.replace(rollout, routes=None) for rollout in rollouts]
-    logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=pad_token_id)
-    yield compare(rollouts, logprobs, precision, MAX_MULT_PROB_ERROR, subject=subject)
-
-
-def compare(
-    rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precision: str, bounds: Mapping[str, float], *, subject: str
-) -> Finding:
-    """How far the trainer's logprobs are from the generator's, over all tokens of the rollouts; `bounds` of the error by precision."""
-    trainer_T = torch.from_numpy(np.concatenate(list(logprobs)))
-    generator_T = torch.from_numpy(np.concatenate([rollout.generator_logprobs for rollout in rollouts]))
-    # Under top-k and top-p, rounding decides of a token at the bound; training masks those that it rules out.
-    is_drawable_T = ~torch.isneginf(trainer_T)
-    sums = token_metrics(trainer_T, trainer_T, generator_T, torch.ones_like(trainer_T), is_drawable_T)
-    mult_prob_error = float(sums["token_mult_prob_error"] / is_drawable_T.sum())
-    error_T = (trainer_T - generator_T).abs()
-    # NaN must not pass, so the claim is written as what has to hold.
-    is_ok = mult_prob_error <= bounds[precision]
-    numbers = (
-        f"{len(error_T):,} tokens, max |dlogp| {error_T.max():.2e}, mean {error_T.mean():.2e}, token_mult_prob_error {mult_prob_error:.6f}"
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line, with `config`, None if there is none, and `overrides`."""
+    parser = argparse.ArgumentParser(prog="python -m mrl.doctor", description="Says whether this host or cluster is fit for a run.")
+    parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
+    parser.add_argument(
+        "--refit", action="store_true", help="only: refit changed weights, and compare bytes and logprobs of trainer and engines"
     )
-    if num_outside := int((~is_drawable_T).sum()):
-        is_ok = is_ok and num_outside <= MAX_OFF_SHARE * len(error_T)
-        numbers += f", {num_outside} tokens ruled out by the trainer's top-k or top-p"
-    if precision == "float32":
-        off = 1 - float((error_T <= FP32_TOLERANCE + FP32_RELATIVE * generator_T.abs()).float().mean())
-        is_ok = is_ok and off <= MAX_OFF_SHARE
-        numbers += f", {off:.2%} of tokens off by more than rounding"
-    return Finding(LOGPROBS, is_ok, numbers, subject)
-
-
-def refit_numbers(report: RefitReport) -> str:
-    """Bytes and speed of a refit."""
-    rate = report.copied_bytes / report.seconds / 1e9
-    return (
-        f"{report.verified_bytes:,} bytes verified, {report.padding_bytes:,} bytes of padding, "
-        f"{report.seconds:.3f} s with verification, {rate:.3f} GB/s"
-    )
-
-
-def table(findings: Sequence[Finding]) -> list[str]:
-    """The findings as aligned lines, what each of them proves, and what to do about the one that failed."""
-    rows = [("check", "result", "numbers")]
-    rows += [(f"{f.check.name} {f.subject}".strip(), "ok" if f.is_ok else "FAILED", f.numbers) for f in findings]
-    width = max(len(name) for name, _, _ in rows)
-    lines = [f"{name:<{width}}  {result:<6}  {numbers}" for name, result, numbers in rows]
-    checks = list(dict.fromkeys(finding.check for finding in findings))
-    failed = list(dict.fromkeys(finding.check for finding in findings if not finding.is_ok))
-    lines += ["", "What each line proves when it is ok:", *(f"  {check.name}: {check.proves}." for check in checks)]
-    lines += [f"What to do about {check.name}: {check.if_it_fails}." for check in failed]
-    return lines
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    options = parser.parse_intermixed_args(arguments)
+    options.config, options.overrides = (options.words or [None])[0], options.words[1:]
+    if options.refit and options.config is None:
+        parser.error("--refit needs a config, e.g. python -m mrl.doctor grpo_tiny.yaml --refit")
+    if options.refit and options.json:
+        parser.error("--refit prints a table only; leave out --json")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 0: all is well; 1: a check failed; 2: the input is at fault, and nothing was started."""
-    parser = argparse.ArgumentParser(prog="python -m mrl.doctor", description="Checks that trainer and engines hold and compute the same.")
-    parser.add_argument("config", help="config file (a path, or a packaged name)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="overrides, as for mrl.train")
-    parser.add_argument("--refit", action="store_true", required=True, help="refit changed weights, and compare bytes and logprobs")
-    options = parser.parse_intermixed_args(arguments)
-    start_logging()
+    """Entry point. Exit code 0: all is well; 1: there is a problem; 2: the input is at fault."""
+    options = parse_arguments(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    config = None
     try:
-        config = load_config(options.config, [*options.overrides, *SETTINGS])
-        data = preflight(config)
+        if options.config is not None:
+            from mrl.config.load import load_config
+            from mrl.config.redact import start_logging
+
+            start_logging()
+            if options.refit:
+                from mrl.diagnosis.refit import run_refit
+
+                return run_refit(options.config, options.overrides)
+            config = load_config(options.config, options.overrides)
+        findings = diagnose(config)
     except ValueError as error:
         logger.error("%s", error)
         return 2
-    log_folder = Path(tempfile.mkdtemp(prefix="mrl-doctor-"))
-    logger.info("Logs of the processes: %s (kept if a check fails)", log_folder)
-    findings = examine(config, data, log_folder)
-    logger.info("\n%s", "\n".join(table(findings)))
-    if not all(finding.is_ok for finding in findings):
-        return 1
-    shutil.rmtree(log_folder)
-    return 0
+    except ImportError as error:
+        if options.config is None:
+            raise
+        # What reads configs is broken: what is wrong with the installation is told in its place.
+        findings = [*diagnose(None), Finding("imports", "problem", f"the config cannot be read: {error}", "install what is missing")]
+    logger.info("%s", as_json(findings) if options.json else "\n".join(table(findings)))
+    return 1 if has_problem(findings) else 0
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ MLFLOW_TRACKING_PASSWORD = Variable("MLFLOW_TRACKING_PASSWORD", "Password of an 
 MLFLOW_TRACKING_TOKEN = Variable("MLFLOW_TRACKING_TOKEN", "Token of an MLflow server, used by the library.", is_secret=True)
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "The Slurm job, set by Slurm: its next start takes the run folder over at once.")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "How often Slurm has requeued the job, set by Slurm.")
+SLURM_JOB_NUM_NODES = Variable("SLURM_JOB_NUM_NODES", "Nodes of the job, set by Slurm: mrl.doctor says how many of them have not joined.")
+RAY_ADDRESS = Variable("RAY_ADDRESS", "Head of the launcher's Ray cluster, which runs on several nodes and mrl.doctor join.")
+NCCL_SOCKET_IFNAME = Variable("NCCL_SOCKET_IFNAME", "Interfaces of NCCL, used by the library; mrl.doctor says whether there is such a one.")
+GLOO_SOCKET_IFNAME = Variable("GLOO_SOCKET_IFNAME", "Interface of Gloo, used by torch; without it the address of the host's name counts.")
+FI_PROVIDER = Variable("FI_PROVIDER", "Fabric of libfabric (`efa`), used by the library; mrl.doctor says whether there are devices for it.")
 
 VARIABLES: tuple[Variable, ...] = (
     HF_TOKEN,
@@ -54,6 +59,11 @@ VARIABLES: tuple[Variable, ...] = (
     SLURM_JOB_START_TIME,
     SLURM_JOB_ID,
     SLURM_RESTART_COUNT,
+    SLURM_JOB_NUM_NODES,
+    RAY_ADDRESS,
+    NCCL_SOCKET_IFNAME,
+    GLOO_SOCKET_IFNAME,
+    FI_PROVIDER,
 )
 
 SECRET_NAME = re.compile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config.errors import Unprovided
@@ -32,14 +33,23 @@ def find_checkpointing_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def find_missing_disk(config: RunConfig, num_parameters: int) -> list[str]:
-    """A problem if the checkpoints still to be written and kept, and one written aside, do not fit on their disk.
+@dataclass(frozen=True)
+class CheckpointDemand:
+    """What the checkpoints of a run take of their disk."""
+
+    num_kept: int
+    checkpoint_bytes: int
+    needed_bytes: int
+    """Of those still to be written and kept, and one written aside."""
+    free_bytes: int
+
+
+def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDemand:
+    """The disk that the checkpoints of a run want, and have.
 
     Where all that the run saves are kept, their number is not known before the end: then it is one that has to fit.
     """
     checkpointing = config.checkpointing
-    if not checkpointing.enabled:
-        return []
     weights = 2 if config.policy.precision == "bfloat16" else 4
     # Main parameter and both moments, in float32; those of adapters are next to nothing.
     optimizer = 12 if checkpointing.save_optimizer and not config.policy.megatron_cfg.peft.enabled else 0
@@ -47,12 +57,20 @@ def find_missing_disk(config: RunConfig, num_parameters: int) -> list[str]:
     num_present = sum(1 for path in Path(checkpointing.checkpoint_dir).glob("step_*") if path.is_dir())
     num_kept = num_kept_at_most(config) or 1
     needed = checkpoint_bytes * (max(0, num_kept - num_present) + 1)
-    free = shutil.disk_usage(existing_parent(checkpointing.checkpoint_dir)).free
-    if needed <= free:
+    return CheckpointDemand(num_kept, checkpoint_bytes, needed, shutil.disk_usage(existing_parent(checkpointing.checkpoint_dir)).free)
+
+
+def find_missing_disk(config: RunConfig, num_parameters: int) -> list[str]:
+    """A problem if the checkpoints of the run do not fit on their disk."""
+    checkpointing = config.checkpointing
+    if not checkpointing.enabled:
+        return []
+    demand = checkpoint_demand(config, num_parameters)
+    if demand.needed_bytes <= demand.free_bytes:
         return []
     rule = (
-        f"{num_kept} checkpoints of {checkpoint_bytes / 1e9:.2f} GB and one being written need {needed / 1e9:.2f} GB more, "
-        f"{free / 1e9:.2f} GB are free"
+        f"{demand.num_kept} checkpoints of {demand.checkpoint_bytes / 1e9:.2f} GB and one being written need "
+        f"{demand.needed_bytes / 1e9:.2f} GB more, {demand.free_bytes / 1e9:.2f} GB are free"
     )
     way_out = "free or choose another disk, or lower checkpointing.keep_top_k"
     return [Unprovided(_problem("checkpoint_dir", checkpointing.checkpoint_dir, rule, way_out))]

@@ -68,7 +68,11 @@ def _source(key: str, dataset: DatasetConfig, default: DataDefaultConfig) -> lis
     if path is None and known_dataset(name).hub_id is None:
         return [f"{key}.data_path is required and has no default; set it in the config file or as {key}.data_path=VALUE"]
     if path is not None and not os.path.exists(path) and not is_hub_id(path):
-        way_out = "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)"
+        way_out = "correct the path"
+        if Path(path).parts[:2] == ("prepared", "tiny"):
+            way_out += " (`python -m mrl.prepare tiny` makes prepared/tiny/data)"
+        else:
+            way_out += ": it names a .jsonl, .json, .parquet or .arrow file, a folder of them, or a data set's id on the Hugging Face Hub"
         return [Unprovided(_problem(f"{key}.data_path", path, f"no such file or folder in {Path.cwd()}", way_out))]
     return []
 

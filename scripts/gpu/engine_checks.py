@@ -24,8 +24,8 @@ def doctor(setup: Setup) -> list[Row]:
     Raises:
         Missed: one of them failed.
     """
-    from mrl import doctor
     from mrl.config.load import load_config
+    from mrl.diagnosis import refit
     from mrl.train import preflight
 
     rows: list[Row] = []
@@ -40,11 +40,11 @@ def doctor(setup: Setup) -> list[Row]:
             f"policy.generation.vllm_cfg.precision={precision}",
             *(["cluster.gpus_per_node=1", "cluster.num_nodes=1"] if setup.device == "cuda" else []),
             *([f"policy.model_name={setup.model}", f"policy.tokenizer.name={setup.model}"] if setup.model else []),
-            *doctor.SETTINGS,
+            *refit.SETTINGS,
         ]
         config = load_config("grpo_tiny.yaml", overrides)
         with tempfile.TemporaryDirectory() as logs:
-            findings = doctor.examine(config, preflight(config), Path(logs))
+            findings = refit.examine(config, preflight(config), Path(logs))
         for finding in findings:
             name = f"{finding.check.name} {finding.subject}".strip()
             rows.append({"precision": precision, "check": name, "numbers": finding.numbers.replace("|", "/"), **gpu_columns()})

@@ -50,7 +50,7 @@ CASES = {
     ),
     "missing data file": Case(
         ["data.train.data_path={folder}/nowhere.jsonl"],
-        ["data.train.data_path={folder}/nowhere.jsonl: no such file", "correct the path", "python -m mrl.prepare tiny"],
+        ["data.train.data_path={folder}/nowhere.jsonl: no such file", "correct the path", ".parquet or .arrow file"],
     ),
     "layout that does not divide the model": Case(
         ["policy.megatron_cfg.tensor_model_parallel_size=3", "cluster.cpu_units_per_node=6"],

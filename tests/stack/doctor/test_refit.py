@@ -15,6 +15,7 @@ import pytest
 from conversion.boxes import Slot
 from conversion.families.common import Family
 from mrl import doctor
+from mrl.diagnosis import refit
 from mrl.types import Rollout
 from tests import models
 from tests.rollouts import request
@@ -103,12 +104,12 @@ def test_limits_of_logprob_differences(error: float, num_off: int, precision: st
     generator = [-1.0] * 200
     trainer = np.array([-1.0 + error] * num_off + generator[num_off:], dtype=np.float32)
     halves = [rollout_with(generator[:70]), rollout_with(generator[70:])]
-    finding = doctor.compare(halves, [trainer[:70], trainer[70:]], precision, doctor.MAX_MULT_PROB_ERROR, subject="engine 0")
+    finding = refit.compare(halves, [trainer[:70], trainer[70:]], precision, refit.MAX_MULT_PROB_ERROR, subject="engine 0")
     assert finding.is_ok == is_ok, finding
 
 
 def test_a_tensor_that_kept_its_values_is_named():
     first, second = Slot("first"), Slot("second")
-    assert doctor.changed_tensors({0: [{first: 1, second: 2}]}, {0: [{first: 3, second: 4}]}) == "2 tensors, all changed"
+    assert refit.changed_tensors({0: [{first: 1, second: 2}]}, {0: [{first: 3, second: 4}]}) == "2 tensors, all changed"
     with pytest.raises(RuntimeError, match="as before: second$"):
-        doctor.changed_tensors({0: [{first: 1, second: 2}]}, {0: [{first: 3, second: 2}]})
+        refit.changed_tensors({0: [{first: 1, second: 2}]}, {0: [{first: 3, second: 2}]})
