@@ -9,6 +9,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,14 +46,16 @@ def judge_host(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
 def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list[Finding]:
     """What is to be said about the nodes of the cluster at RAY_ADDRESS; about this host alone if there is none."""
     from mrl.diagnosis.nodes import judge_cluster
-    from mrl.diagnosis.nodes_gather import report_nodes
 
     try:
-        reports, lost = report_nodes(folders, list(folders.values()), tries_imports=config is not None)
-    except (ImportError, ConnectionError) as error:
-        remedy = "start the cluster, correct RAY_ADDRESS (and RAY_AUTH_TOKEN_PATH), or unset it to look at this host alone"
-        found = f"RAY_ADDRESS={env.RAY_ADDRESS.read()}: {' '.join(str(error).split())}"
-        return [*diagnose_host(folders, config), Finding("cluster", "problem", found, remedy)]
+        from mrl.diagnosis.nodes_gather import report_nodes
+
+        # Ray prints what its nodes say.
+        with redirect_stdout(sys.stderr):
+            reports, lost = report_nodes(folders, list(folders.values()), tries_imports=config is not None)
+    except (ImportError, RuntimeError) as error:
+        remedy = "start the cluster, or unset RAY_ADDRESS to look at this host alone"
+        return [*diagnose_host(folders, config), Finding("cluster", "problem", " ".join(str(error).split()), remedy)]
     by_node = {report.name: judge_host(report.look.facts, is_in_cluster=True) for report in reports if report.look is not None}
     return merge_nodes(by_node) + judge_cluster(reports, lost=lost, num_expected=_expected_nodes(config))
 

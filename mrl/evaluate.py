@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.to_hf import convert_mcore_to_hf
+from mrl.cluster.head import NoCluster
 from mrl.cluster.session import start_engines
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config import trace
@@ -183,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 2
-    except (ActorLost, DeadlineExceeded) as error:
+    except (ActorLost, DeadlineExceeded, NoCluster) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s", error, log_folder)
         return 1
     if options.trace_config:

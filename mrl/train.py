@@ -22,6 +22,7 @@ from typing import cast
 
 from mrl import env, supervised
 from mrl.algo.signals import train_sequences
+from mrl.cluster.head import NoCluster
 from mrl.cluster.monitor import watch_hosts
 from mrl.cluster.session import Session, start_session
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
@@ -277,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NoSignal as error:
         logger.error("%s", error)
         return 2
-    except (ActorLost, DeadlineExceeded, FolderLost) as error:
+    except (ActorLost, DeadlineExceeded, FolderLost, NoCluster) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
         return 1
     if options.trace_config:

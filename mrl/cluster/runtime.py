@@ -14,6 +14,7 @@ from pathlib import Path
 import ray
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
 
+from mrl.cluster.head import join_cluster
 from mrl.cluster.reaper import start_reaper
 from mrl.config.schema import RunConfig
 
@@ -39,7 +40,7 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
     os.environ["RAY_worker_niceness"] = "0"
     try:
         if config.cluster.num_nodes > 1:
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+            join_cluster()
         else:
             use_private_token(folder)
             # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mrl.cluster.head import join_cluster
 
 CLOCK_ROUNDS = 3
 
@@ -46,12 +47,9 @@ def joined_cluster() -> Iterator[list[Node]]:
     """The nodes of the cluster at RAY_ADDRESS, which this process has joined inside the `with` block.
 
     Raises:
-        ConnectionError: there is none.
+        NoCluster: there is none.
     """
-    try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    except RuntimeError as error:  # a wrong token, or a head of another version
-        raise ConnectionError(str(error)) from error
+    join_cluster()
     try:
         yield cluster_nodes()
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conversion.files import weight_files
+from conversion.storage.files import weight_files
 from mrl import env
 from mrl.config.checkpointing import checkpoint_demand, existing_parent
 from mrl.config.checks import find_problems

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from conversion.canary import CANARIES, PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
+from conversion.storage.canary import CANARIES, PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
 from mrl.cluster.survey import ask_nodes, clock_offsets, joined_cluster
 from mrl.diagnosis.gather import PROBE_TIMEOUT_S, gather
 from mrl.diagnosis.nodes import NodeLook, NodeReport
@@ -27,7 +27,7 @@ def report_nodes(
     """What every node says, and the names of the nodes that have left. All nodes should share the folders `shared`.
 
     Raises:
-        ConnectionError: there is no such cluster.
+        NoCluster: there is no such cluster.
     """
     with released(shared) as canaries, joined_cluster() as nodes:
         alive = [node for node in nodes if node.is_alive]

@@ -86,7 +86,7 @@ BAD = [
     (["policy.model_name=nowhere"], "policy.model_name=nowhere", "mrl.prepare tiny"),
     (["policy.tokenizer.name=nowhere"], "policy.tokenizer.name=nowhere", "tokenizer"),
     (["data.train.data_path=nowhere.jsonl"], "data.train.data_path=nowhere.jsonl", "correct the path: it names a .jsonl, .json, .parquet"),
-    (["data.train.data_path=prepared/tiny/data/no.jsonl"], "data.train.data_path=prepared/tiny", "correct the path (`python -m mrl.prepare"),
+    (["data.train.data_path=prepared/tiny/data/no.jsonl"], "data.train.data_path=prepared/tiny", "path (`python -m mrl.prepare"),
     (["data.validation.data_path=no/such/file"], "data.validation.data_path=no/such/file", "correct the path"),
     (["data.default.system_prompt_file=no.txt"], "data.default.system_prompt_file=no.txt", "correct the path"),
     (["data.default.env_name=maths"], "data.default.env_name=maths", "use one of math"),

@@ -1,0 +1,71 @@
+"""`python -m mrl.doctor` on a real Ray cluster of two nodes, and torch's own word on GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrl.diagnosis.gather import probe_cuda
+from tests.sources import ROOT
+
+TIMEOUT_S = 120
+Findings = dict[str, dict[str, str]]
+
+
+def test_torch_says_in_a_process_of_its_own_whether_there_is_a_gpu():
+    assert (probe_cuda().error == "torch.cuda.is_available() is False") == (not torch.cuda.is_available())
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """Address of a cluster of two raylets of this host, and the process of the second."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=1)
+    yield cluster.address, second.all_processes["raylet"][0].process.pid
+    cluster.shutdown()
+
+
+def said(cache: Path, address: str, **variables: str) -> tuple[int, Findings]:
+    """Exit code and findings by check."""
+    environment = os.environ | {"RAY_ADDRESS": address, "MRL_CACHE": str(cache), **variables}
+    command = [sys.executable, "-m", "mrl.doctor", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    printed = json.loads(done.stdout)
+    return done.returncode, {finding["check"]: finding for finding in printed["findings"]}
+
+
+@pytest.mark.long("cluster")
+def test_every_node_of_a_cluster_is_asked(two_nodes: tuple[str, int], tmp_path: Path):
+    address, second = two_nodes
+    _, findings = said(tmp_path / "cache", address)
+    for check in ("nodes", "mrl on the nodes", "packages on the nodes", "GPUs on the nodes", "clocks", "shared folder"):
+        assert findings[check]["status"] == "ok", findings[check]
+    assert findings["nodes"]["found"].startswith("2: ")
+    assert not (tmp_path / "cache").exists()
+
+    code, findings = said(tmp_path / "cache", address, SLURM_JOB_NUM_NODES="3")
+    assert code == 1 and findings["nodes"]["found"].startswith("2 of 3 have joined: ")
+
+    os.kill(second, signal.SIGKILL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while "lost: " not in findings["nodes"]["found"] and time.monotonic() < deadline:
+        code, findings = said(tmp_path / "cache", address)
+    assert code == 1 and findings["nodes"]["status"] == "problem" and "lost: " in findings["nodes"]["found"]
+
+
+def test_a_cluster_that_is_not_there_is_a_problem_and_this_host_is_looked_at(tmp_path: Path):
+    code, findings = said(tmp_path / "cache", "127.0.0.1:9")
+    assert code == 1
+    assert findings["cluster"]["found"].startswith("RAY_ADDRESS=127.0.0.1:9: nobody answers there (")
+    assert findings["shared memory"]["found"].startswith("/dev/shm: ")
