@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
 
+from mrl.cluster.advice import way_out
+
 Key = TypeVar("Key")
 
 # A reference that ray.wait calls ready is fetched from local memory; this only bounds a broken store.
@@ -98,7 +100,7 @@ def fetch(reference: ray.ObjectRef, *, key: object, what: str) -> object:
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
         kind = ValueError if isinstance(cause, ValueError) else RuntimeError
-        raise kind(f"{key} failed in {what}: {cause}") from error
+        raise kind(f"{key} failed in {what}: {cause}{way_out(cause)}") from error
 
 
 def first_line(error: Exception) -> str:

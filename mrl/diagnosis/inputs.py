@@ -13,8 +13,9 @@ from mrl.config.hub import is_hub_id
 from mrl.config.model import read_model, use_cached_folders
 from mrl.config.schema import RunConfig
 from mrl.diagnosis.facts import HostFacts
-from mrl.diagnosis.findings import Finding
+from mrl.diagnosis.findings import Finding, has_problem
 from mrl.diagnosis.gather import read_disk
+from mrl.prepare_verify import check_model
 
 
 def check_inputs(config: RunConfig) -> list[Finding]:
@@ -62,22 +63,16 @@ def _is_downloaded(problem: str) -> bool:
 
 def _model(config: RunConfig) -> list[Finding]:
     folder = Path(config.policy.model_name)
-    try:
-        sizes, files = read_model(folder), weight_files(folder)
-    except ValueError as error:
-        return [Finding("model", "problem", f"policy.model_name={folder}: {error}", "download the model again")]
-    if missing := [path.name for path in files if not path.is_file()]:
-        found = f"{folder}: {len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}"
-        return [Finding("model", "problem", found, "download the model again; what is complete is not loaded twice")]
-    num_bytes = sum(path.stat().st_size for path in files)
-    found = f"{folder}: {sizes.num_parameters / 1e6:,.1f} million parameters, {len(files)} weight files, {num_bytes / 1e9:.2f} GB"
-    findings = [Finding("model", "ok", found)]
+    findings = [Finding("model", "ok" if found.is_ok else "problem", found.text) for found in check_model(folder)]
+    if has_problem(findings):
+        return findings
     if config.checkpointing.enabled:
-        demand = checkpoint_demand(config, sizes.num_parameters)
+        demand = checkpoint_demand(config, read_model(folder).num_parameters)
+        # That they do not fit is among what is to be provided.
         if demand.needed_bytes <= demand.free_bytes:
             text = f"{demand.needed_bytes / 1e9:,.2f} GB are needed, {demand.free_bytes / 1e9:,.1f} GB free"
             findings.append(Finding("checkpoints to come", "ok", f"{existing_parent(config.checkpointing.checkpoint_dir)}: {text}"))
-    root = env.cache_root()
+    root, num_bytes = env.cache_root(), sum(path.stat().st_size for path in weight_files(folder))
     if root is not None and (free := read_disk(root).free_bytes) < num_bytes:
         text = f"{root}: {free / 1e9:,.1f} GB are free; the first run of a model writes it there, {num_bytes / 1e9:,.1f} GB"
         remedy = f"unless it is there (python -m mrl.convert cache list), set {env.MRL_CACHE.name} to another disk"
