@@ -9,7 +9,8 @@ OUT_OF_MEMORY = (
 )
 BROKEN_NETWORK = (
     "; the ranks do not reach each other: python -m mrl.doctor looks at every node's interfaces and fabric "
-    "(NCCL_SOCKET_IFNAME, FI_PROVIDER), NCCL_DEBUG=INFO says which is taken; EFA needs a security group whose rules for incoming and outgoing traffic name the group itself"
+    "(NCCL_SOCKET_IFNAME, FI_PROVIDER), NCCL_DEBUG=INFO says which is taken; "
+    "EFA needs a security group whose rules for incoming and outgoing traffic name the group itself"
 )
 # The last two are vLLM's, at its start.
 SAID_OF_MEMORY = ("CUDA out of memory", "No available memory for the cache blocks", "Free memory on device")
