@@ -48,6 +48,12 @@ done
 [[ $NUM_NODES =~ ^[1-9][0-9]*$ && $GPUS_PER_NODE =~ ^[0-9]+$ ]] || fail "NUM_NODES=$NUM_NODES and GPUS_PER_NODE=$GPUS_PER_NODE must be numbers"
 
 check_environment() {
+    local name
+    if [[ -n $CONTAINER && -z ${MOUNTS:-} ]]; then
+        for name in DATA_DIR MODEL_CHECKPOINT LOG_DIR CKPT_DIR CACHE_DIR; do
+            [[ ${!name} == "$HOST_BASE"/* ]] || fail "$name=${!name} is not below HOST_BASE=$HOST_BASE, which alone the container sees; set MOUNTS"
+        done
+    fi
     case $CONTAINER in
         *nvidia/nemo-rl*) fail "CONTAINER=$CONTAINER is NeMo RL's own image, which has no mrl; docs/containers.md says how to build one" ;;
         "")

@@ -11,6 +11,7 @@ import yaml
 
 # What a service may be called, and a label of DNS be long.
 NAME, MAX_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 63
+SIZE = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i|[kMGTP])?")
 # Kubernetes' own names for what it counts.
 GPU, EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 SECRET_KEY = "token"
@@ -59,6 +60,10 @@ class KubernetesJob:
                 f"--name {self.name}: pods are called {last_pod}; that takes small letters, digits and -, a letter first, "
                 f"and at most {MAX_NAME} in all"
             )
+
+        for option, size in (("--memory", self.memory), ("--shm", self.shared_memory)):
+            if not SIZE.fullmatch(size):
+                raise ValueError(f"{option} {size}: Kubernetes writes sizes as 384Gi or 384G")
 
     @property
     def token_secret(self) -> str:

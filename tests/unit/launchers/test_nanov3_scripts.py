@@ -159,6 +159,7 @@ def test_every_setting_of_the_launcher_is_honoured(site: dict[str, str], tmp_pat
         ({"VENV": "/nowhere"}, [], "neither CONTAINER nor a virtual environment"),
         ({"CONTAINER": "/nowhere/mrl.sqsh"}, [], "CONTAINER=/nowhere/mrl.sqsh is not there"),
         ({"CONTAINER": "docker://nvcr.io/nvidia/nemo-rl:v0.4.0.nemotron_3_nano"}, [], "NeMo RL's own image"),
+        ({"CONTAINER": "docker://nvcr.io/me/mrl:1", "CKPT_DIR": "/elsewhere"}, [], "CKPT_DIR=/elsewhere is not below HOST_BASE"),
         ({}, ["grpo.num_prompts_per_stepp=3"], "nearest is grpo.num_prompts_per_step"),
     ],
 )

@@ -149,6 +149,25 @@ def test_without_sbatch_nothing_is_claimed(tmp_path: Path, capsys: pytest.Captur
     assert "sbatch is not on this host's PATH" in capsys.readouterr().out
 
 
+def test_what_is_sent_is_what_was_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\necho "$@"; cat >{tmp_path}/applied; exit ${{CODE:-0}}\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    manifest, _, answer = printed(capsys, "k8s", *TINY, *EKS, "--submit").rstrip().rpartition("\n")
+    assert answer == "apply --filename -"
+    assert (tmp_path / "applied").read_text().strip() == manifest.strip()
+    monkeypatch.setenv("CODE", "3")
+    assert main(["k8s", *TINY, *EKS, "--submit"]) == 1
+    assert "kubectl refused (code 3)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["--memory=384GB", "--shm=big", "--shm="])
+def test_a_size_that_is_none_to_kubernetes_is_refused(capsys: pytest.CaptureFixture[str], size: str):
+    assert main(["k8s", *TINY, *EKS, size]) == 2
+    assert f"{size.replace('=', ' ')}: " in capsys.readouterr().out
+
+
 def test_lepton_gets_the_command_and_the_size(capsys: pytest.CaptureFixture[str]):
     text = printed(capsys, "lepton", *TINY, "--image", "registry/mrl:1")
     assert "RAY_AUTH_TOKEN=<secret RAY_AUTH_TOKEN>" in text
