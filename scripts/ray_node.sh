@@ -56,6 +56,16 @@ lepton_program() {
     esac
 }
 
+# Ray believes what it is told; a device that is not there would show as a hang.
+check_devices() {
+    local found
+    found=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+    ((found >= GPUS_PER_NODE)) || fail "GPUS_PER_NODE=$GPUS_PER_NODE, but nvidia-smi lists $found on this node"
+    if [[ ${FI_PROVIDER:-} == efa ]] && ! compgen -G "/dev/infiniband/uverbs*" >/dev/null; then
+        fail "FI_PROVIDER=efa, but this node has no EFA device (/dev/infiniband); ask for vpc.amazonaws.com/efa, or unset FI_PROVIDER"
+    fi
+}
+
 # Prints the address of HEAD_HOST as soon as it has one.
 head_address() {
     local found=
@@ -155,6 +165,7 @@ NODE_RANK=${NODE_RANK:-${JOB_COMPLETION_INDEX:-}}
 require NODE_RANK NUM_NODES GPUS_PER_NODE HEAD_HOST COMMAND
 ((NODE_RANK < NUM_NODES)) || fail "NODE_RANK=$NODE_RANK is not below NUM_NODES=$NUM_NODES"
 UNITS_PER_NODE=${UNITS_PER_NODE:-$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))}
+check_devices
 
 export RAY_USAGE_STATS_ENABLED=0 RAY_raylet_start_wait_time_s=${RAY_raylet_start_wait_time_s:-120} RAY_AUTH_MODE=token
 if [[ -n ${RAY_TOKEN_FILE:-} ]]; then

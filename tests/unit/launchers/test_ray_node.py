@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,8 @@ LEPTON = {
         ({}, "missing environment variables: NODE_RANK NUM_NODES GPUS_PER_NODE HEAD_HOST COMMAND;"),
         (NODE | {"NODE_RANK": "", "JOB_COMPLETION_INDEX": ""}, "missing environment variables: NODE_RANK;"),
         (NODE | {"NODE_RANK": "2"}, "NODE_RANK=2 is not below NUM_NODES=2"),
+        (NODE, "GPUS_PER_NODE=8, but nvidia-smi lists 7"),
+        (NODE | {"GPUS_PER_NODE": "7", "FI_PROVIDER": "efa"}, "FI_PROVIDER=efa, but this node has no EFA device"),
         (LEPTON, "missing environment variables: CONFIG_PATH CHECKPOINT_DIR;"),
         (
             LEPTON | {"CONFIG_PATH": "a.yaml", "CHECKPOINT_DIR": "/mnt/a", "SCRIPT_PATH": "/nowhere.py"},
@@ -31,8 +34,11 @@ LEPTON = {
         ),
     ],
 )
-def test_a_node_that_lacks_something_says_what(variables: dict[str, str], message: str):
+def test_a_node_that_lacks_something_says_what(tmp_path: Path, variables: dict[str, str], message: str):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nseq -f 'GPU %g: NVIDIA H200' 0 6\n")
+    smi.chmod(0o755)
     command = ["bash", str(ROOT / "scripts" / "ray_node.sh")]
-    done = subprocess.run(command, env={"PATH": os.defpath} | variables, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env={"PATH": f"{tmp_path}:{os.defpath}"} | variables, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert f"ERROR: {message}" in done.stdout + done.stderr
