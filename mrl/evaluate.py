@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         target = find_target(name, options.config)
         with model_overrides(target) as model:
-            config, migration = load_run(find_config(target.config), [*model, *overrides])
+            config, migration = load_run(find_config(target.config), [*model, *overrides], to_evaluate=True)
             migration.log()
             data = preflight(config)
             log_folder = results_folder(config) / "logs"

@@ -38,6 +38,8 @@ NO_EFFECT: dict[str, Foreign] = {
         "checkpoints are Megatron's, with the optimizer; `python -m mrl.convert mcore-to-hf` makes safetensors of them"
     ),
     "policy.generation_batch_size": Foreign(_DEAD),
+    "generation.num_prompts_per_step": Foreign("engines get all prompts of an evaluation at once, and take them as they have room"),
+    "data.file_format": Foreign("the end of a file's name tells"),
     "policy.tokenizer.use_fastokens": Foreign("only about speed: another tokenizer library, with the same tokens"),
     **no_effect(_DRAFT, "model_name", "loss_weight", "num_layers", "aux_layer_indices", prefix="policy.draft."),
     "policy.sequence_packing.fuse_loss": Foreign("only about speed: the loss is always computed over packed rows"),

@@ -19,6 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from mrl.config import trace
 from mrl.config.dialect import DIALECT_KEYS, Migration, is_foreign, migrate
 from mrl.config.dialect_data import name_dataset_lists
+from mrl.config.dialect_evaluation import is_evaluation, place_evaluation
 from mrl.config.errors import ConfigError
 from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings
 from mrl.config.schema import KEYS, RunConfig, section_of
@@ -52,27 +53,33 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load_run(name, overrides)[0]
 
 
-def load_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Migration]:
-    """`load_config`, and what became of the keys that NeMo RL has and the schema has not.
+def load_run(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False) -> tuple[RunConfig, Migration]:
+    """`load_config`, and what became of the keys that NeMo RL has and the schema has not. Its evaluation files are read `to_evaluate`.
 
     Raises:
         ConfigError: as `load_config`.
     """
-    config, migration, problems = read_run(name, overrides)
+    config, migration, problems = read_run(name, overrides, to_evaluate=to_evaluate)
     if config is None or problems:
         raise ConfigError(problems)
     return config, migration
 
 
-def read_run(name: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, Migration, list[str]]:
+def read_run(
+    name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False
+) -> tuple[RunConfig | None, Migration, list[str]]:
     """`load_run` with the problems told instead of raised; the config is None if they leave values unknown.
 
     Raises:
-        ConfigError: a file is missing or unreadable.
+        ConfigError: a file is missing or unreadable, or says how to evaluate and not how to train.
     """
     settings = read_settings(find_config(name))
     note_secrets((key.rpartition(".")[2], text) for key, _, text in (override.partition("=") for override in overrides))
     problems = apply_overrides(settings, list(overrides)) + choose_algorithm(settings)
+    if is_evaluation(settings):
+        if not to_evaluate:
+            raise ConfigError([f"{name} says how to evaluate, and nothing of training; run `python -m mrl.evaluate {name}`"])
+        place_evaluation(settings)
     name_dataset_lists(settings)
     note_secrets((key[-1], setting.value) for key, setting in settings.items())
     known: Settings = {}
