@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from mrl.prepare import prepare_tiny
 from tests.faults.attempts import Attempt
 from tests.learn.quickstart import TRAIN_TIMEOUT_S, call
+from tests.long.record import Row, record
 
 pytestmark = [pytest.mark.long("supervised"), pytest.mark.timeout(2400)]
 
@@ -24,14 +26,29 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def learned() -> Iterator[list[Row]]:
+    """What this part measures; kept also if it is not what is required."""
+    measured: list[Row] = []
+    yield measured
+    if measured:
+        record("supervised", measured)
+
+
+def measurement(training: str, measure: str, before: float, after: float, required: str) -> Row:
+    """One line of the table."""
+    return {"training": training, "measure": measure, "before": round(before, 4), "after": round(after, 4), "required": required}
+
+
 def rows(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(workplace: Path, name: str, *overrides: str) -> dict[str, float]:
-    """Metrics of the last step of a packaged run."""
-    call(workplace, "-m", "mrl.train", f"{name}.yaml", *overrides, timeout_s=TRAIN_TIMEOUT_S)
-    return rows(workplace / "results" / name)[-1]
+def train(workplace: Path, name: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics of the first and of the last validation of a packaged run."""
+    call(workplace, "-m", "mrl.train", f"{name}.yaml", timeout_s=TRAIN_TIMEOUT_S)
+    validated = [row for row in rows(workplace / "results" / name) if any(key.startswith("val/") for key in row)]
+    return validated[0], validated[-1]
 
 
 def evaluate(workplace: Path, *arguments: str) -> dict[str, float]:
@@ -40,25 +57,34 @@ def evaluate(workplace: Path, *arguments: str) -> dict[str, float]:
     return json.loads(path.read_text())["scores"]["all"]
 
 
-def test_sft_learns_and_is_evaluated(workplace: Path):
+def test_sft_learns_and_is_evaluated(workplace: Path, learned: list[Row]):
     before = evaluate(workplace, "sft_tiny.yaml", "eval.num_tests_per_prompt=4", "eval.k_value=4")
-    last = train(workplace, "sft_tiny")
+    first, last = train(workplace, "sft_tiny")
     after = evaluate(workplace, "results/sft_tiny", "eval.num_tests_per_prompt=4", "eval.k_value=4")
+    learned.append(measurement("sft_tiny.yaml", "held-out loss", first["val/val_loss"], last["val/val_loss"], "at most 0.05"))
+    learned += [
+        measurement("sft_tiny.yaml", f"held-out {name}", before[name], after[name], "at least 0.9") for name in ("pass@1", "cons@4")
+    ]
     assert last["val/val_loss"] <= 0.05 and last["val/perplexity"] <= 1.06
     assert before["pass@1"] <= 0.35 and after["pass@1"] >= 0.9
     assert before["pass@1"] < before["pass@4"] and after["pass@4"] >= after["cons@4"] >= 0.9
     assert after["answers"] == 4 * 256
 
 
-def test_dpo_learns(workplace: Path):
-    last = train(workplace, "dpo_tiny")
-    assert last["val/validation-default_accuracy"] >= 0.95
-    assert last["val/validation-default_loss"] <= 0.55
+def test_dpo_learns(workplace: Path, learned: list[Row]):
+    first, last = train(workplace, "dpo_tiny")
+    accuracy, loss = "val/validation-default_accuracy", "val/validation-default_loss"
+    learned.append(measurement("dpo_tiny.yaml", "held-out accuracy of pairs", first[accuracy], last[accuracy], "at least 0.95"))
+    learned.append(measurement("dpo_tiny.yaml", "held-out loss", first[loss], last[loss], "at most 0.55"))
+    assert last[accuracy] >= 0.95
+    assert last[loss] <= 0.55
 
 
-def test_a_reward_model_learns(workplace: Path):
-    last = train(workplace, "rm_tiny")
-    assert last["val/validation-default_accuracy"] >= 0.9
+def test_a_reward_model_learns(workplace: Path, learned: list[Row]):
+    first, last = train(workplace, "rm_tiny")
+    accuracy = "val/validation-default_accuracy"
+    learned.append(measurement("rm_tiny.yaml", "held-out accuracy of pairs", first[accuracy], last[accuracy], "at least 0.9"))
+    assert last[accuracy] >= 0.9
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "rm"])
