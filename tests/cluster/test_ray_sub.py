@@ -88,9 +88,10 @@ def test_a_node_that_does_not_join_is_named(box: SlurmBox, tmp_path: Path, scena
 
 @pytest.mark.long("cluster")
 def test_a_log_folder_that_not_all_nodes_see_ends_the_job(box: SlurmBox, tmp_path: Path, scenario: Scenario):
-    with scenario("logs on a node's own disk", "the node and the setting on the last line, `COMMAND` is not run"):
+    with scenario("logs on a node's own disk", "the nodes and the setting on the last line, `COMMAND` is not run"):
         job = submit(box, tmp_path, "touch ran", run_folder=tmp_path / "run", BASE_LOG_DIR="/mnt/logs")
         assert job.end() == "FAILED"
         last = job.output.splitlines()[-1]
-        assert "ray-worker ended: [ERROR] mrl-n" in last and "BASE_LOG_DIR must be on a file system that all nodes share" in last
+        assert "mrl-n2,mrl-n3,mrl-n4 cannot see /mnt/logs/" in last
+        assert "BASE_LOG_DIR must be on a file system that all nodes share" in last
         assert not (tmp_path / "ran").exists()
