@@ -59,7 +59,7 @@ SlurmdTimeout=15
 SlurmctldTimeout=30
 InactiveLimit=0
 MinJobAge=600
-UnkillableStepTimeout=30
+UnkillableStepTimeout=120
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 StateSaveLocation={folder}/state
@@ -174,7 +174,8 @@ class SlurmBox:
         """Starts a node."""
         (self.folder / f"spool.{name}").mkdir(exist_ok=True)
         mounts = "; ".join(f"mkdir -p {path}; mount -t tmpfs -o size=4g,mode=1777 tmpfs {path}" for path in ("/sys/fs/cgroup", *NODE_LOCAL))
-        inside = f"hostname {name}; {mounts}; exec slurmd -D -N {name}"
+        # The shell stays: as the first process of the node it reaps those whose parents are gone, which Slurm would wait for.
+        inside = f"hostname {name}; {mounts}; slurmd -D -N {name}; exit"
         namespaces = ("unshare", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
         self._spawn(name, "ip", "netns", "exec", name, *namespaces, "bash", "-c", inside)
 

@@ -61,20 +61,6 @@ def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(
         assert_same_run(job, unbroken)
 
 
-def test_slurm_announces_the_time_limit_and_starts_the_job_again(box: SlurmBox, inputs: list[str], tmp_path: Path, scenario: Scenario):
-    with scenario("time limit of four minutes, announced two before", "saved, requeued and resumed within the limit"):
-        command = training(inputs, tmp_path / "run", steps=10000)
-        job = submit(box, tmp_path, command, "--time=4", "--signal=B:USR1@120", run_folder=tmp_path / "run")
-        try:
-            job.wait_for("Resuming from", restart=1)
-            job.wait_for("Step ", restart=1)
-        finally:
-            box.slurm("scancel", str(job.job_id))
-        assert job.end() == "CANCELLED"
-        steps = sorted(lineage(job.run_folder))
-        assert steps == list(range(1, len(steps) + 1))
-
-
 def test_a_preempted_run_is_saved_requeued_and_resumed(box: SlurmBox, inputs: list[str], unbroken: Job, tmp_path: Path, scenario: Scenario):
     with scenario("preemption by a job of higher priority", SAME_RUN):
         job = start(box, inputs, tmp_path)
@@ -134,3 +120,17 @@ def test_a_second_job_leaves_a_run_folder_alone(box: SlurmBox, inputs: list[str]
             assert "is in use by process" in second.log("ray-driver.log")
         finally:
             box.slurm("scancel", str(first.job_id))
+
+
+def test_slurm_announces_the_time_limit_and_starts_the_job_again(box: SlurmBox, inputs: list[str], tmp_path: Path, scenario: Scenario):
+    with scenario("time limit of four minutes, announced two before", "saved, requeued and resumed within the limit"):
+        command = training(inputs, tmp_path / "run", steps=10000)
+        job = submit(box, tmp_path, command, "--time=4", "--signal=B:USR1@120", run_folder=tmp_path / "run")
+        try:
+            job.wait_for("Resuming from", restart=1)
+            job.wait_for("Step ", restart=1)
+        finally:
+            box.slurm("scancel", str(job.job_id))
+        assert job.end() == "CANCELLED"
+        steps = sorted(lineage(job.run_folder))
+        assert steps == list(range(1, len(steps) + 1))
