@@ -26,7 +26,7 @@ def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
 def _python(facts: HostFacts, wanted: Wanted) -> Finding:
     if is_in_range(facts.python, wanted.python):
         return Finding("python", "ok", facts.python)
-    return Finding("python", "problem", f"{facts.python} is not {wanted.python}", "make a virtual environment with such a Python")
+    return Finding("python", "problem", f"{facts.python}, but mrl needs {wanted.python}", "make a virtual environment with such a Python")
 
 
 def _packages(facts: HostFacts, wanted: Wanted, kind: str) -> Finding:
@@ -45,7 +45,7 @@ def _packages(facts: HostFacts, wanted: Wanted, kind: str) -> Finding:
 def _install(kind: str) -> str:
     if kind == "cpu":
         return "pip install --no-deps -r constraints-cpu.txt"
-    return "pip install -c constraints-gpu.txt --no-build-isolation '.[gpu,loggers]'"
+    return "pip install -c constraints-gpu.txt --no-build-isolation '.[gpu,cluster,loggers]'"
 
 
 def _pins(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import replace
+
 import pytest
 
 from mrl.diagnosis.facts import GIB, TEMPORARY, CudaProbe, Disk, Driver, Gpu, Gpus, HostFacts, Limit, Network, Ports
@@ -41,3 +44,13 @@ def gpu_host() -> HostFacts:
 def wanted() -> Wanted:
     """Versions that `gpu_host` has."""
     return WANTED
+
+
+def change(facts: HostFacts, part: str, **values: object) -> HostFacts:
+    """`facts` with other values in one part."""
+    if part == "gpus.driver":
+        assert facts.gpus is not None and facts.gpus.driver is not None
+        return change(facts, "gpus", driver=replace(facts.gpus.driver, **values))
+    held = getattr(facts, part)
+    assert dataclasses.is_dataclass(held) and not isinstance(held, type)
+    return replace(facts, **{part: replace(held, **values)})

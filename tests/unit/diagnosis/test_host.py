@@ -12,20 +12,11 @@ from mrl.diagnosis.findings import Finding, has_problem
 from mrl.diagnosis.machine import judge_machine
 from mrl.diagnosis.requirements import Wanted
 from mrl.diagnosis.software import judge_software
+from tests.unit.diagnosis.conftest import change
 
 
 def judge(facts: HostFacts, wanted: Wanted, *, is_in_cluster: bool = True) -> list[Finding]:
     return judge_software(facts, wanted) + judge_machine(facts, is_in_cluster=is_in_cluster)
-
-
-def change(facts: HostFacts, part: str, **values: object) -> HostFacts:
-    """`facts` with other values in one part."""
-    if part == "gpus.driver":
-        assert facts.gpus is not None and facts.gpus.driver is not None
-        return change(facts, "gpus", driver=replace(facts.gpus.driver, **values))
-    held = getattr(facts, part)
-    assert dataclasses.is_dataclass(held) and not isinstance(held, type)
-    return replace(facts, **{part: replace(held, **values)})
 
 
 def test_all_is_well_on_a_good_node(gpu_host: HostFacts, wanted: Wanted):
@@ -68,7 +59,7 @@ def test_what_is_wrong_with_a_host_is_one_problem(name: str, gpu_host: HostFacts
 
 
 SOFTWARE = {
-    "old python": ({"python": "3.10.12"}, "python", "3.10.12 is not >=3.11,<3.13", "virtual environment"),
+    "old python": ({"python": "3.10.12"}, "python", "3.10.12, but mrl needs >=3.11,<3.13", "virtual environment"),
     "files gone": ({"missing_modules": ("vllm",)}, "packages", "vllm is installed, but its files are not there", "constraints-gpu.txt"),
     "torch for CPUs": ({"torch_cuda": None, "packages": {"torch": "2.13.0+cpu"}}, "torch", "built for CPUs, but there are GPUs", "gpu"),
     "fake apex": ({"apex": Apex("/env/apex", False)}, "apex", "/env/apex is not NVIDIA's Apex", "pip uninstall apex"),
