@@ -95,7 +95,7 @@ def submit(box: SlurmBox, folder: Path, command: str, *options: str, run_folder:
         # The engines' devices and the rewards have places of their own.
         "CPUS_PER_WORKER": "4",
         "RAY_TMPDIR": "/mnt",
-        "JOIN_TIMEOUT_S": "240",
+        "JOIN_TIMEOUT_S": "400",
         "OBJECT_STORE_BYTES": "200000000",
         "OMP_NUM_THREADS": "1",
         "MRL_CACHE": os.environ["MRL_CACHE"],
