@@ -60,7 +60,7 @@ def cluster_nodes() -> list[Node]:
     """The nodes of the joined cluster, those that it has lost too; names of hosts with several nodes are numbered."""
     names: dict[str, int] = {}
     nodes = []
-    for found in ray.nodes():
+    for found in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerHostname"])):
         host = str(found["NodeManagerHostname"])
         names[host] = names.get(host, 0) + 1
         nodes.append(Node(host if names[host] == 1 else f"{host}#{names[host]}", str(found["NodeID"]), bool(found["Alive"])))

@@ -9,7 +9,7 @@ from pathlib import Path
 from mrl.config.datasets import DATASETS, GYM_PROCESSOR, PROCESSORS, known_dataset
 from mrl.config.environments import NEMO_GYM, environment_names
 from mrl.config.errors import Unprovided
-from mrl.config.hub import is_hub_id
+from mrl.config.hub import is_hub_id, is_prepared
 from mrl.config.ranges import spell
 from mrl.config.schema import RunConfig
 from mrl.config.schema_data import DataConfig, DataDefaultConfig, DatasetConfig, TrainDatasetConfig
@@ -69,7 +69,7 @@ def _source(key: str, dataset: DatasetConfig, default: DataDefaultConfig) -> lis
         return [f"{key}.data_path is required and has no default; set it in the config file or as {key}.data_path=VALUE"]
     if path is not None and not os.path.exists(path) and not is_hub_id(path):
         way_out = "correct the path"
-        if Path(path).parts[:2] == ("prepared", "tiny"):
+        if is_prepared(path):
             way_out += " (`python -m mrl.prepare tiny` makes prepared/tiny/data)"
         else:
             way_out += ": it names a .jsonl, .json, .parquet or .arrow file, a folder of them, or a data set's id on the Hugging Face Hub"

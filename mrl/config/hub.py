@@ -21,6 +21,11 @@ def is_hub_id(model: str) -> bool:
     return not os.path.exists(model) and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None
 
 
+def is_prepared(path: str) -> bool:
+    """Whether a path leads into what `python -m mrl.prepare tiny` makes."""
+    return "prepared/tiny/" in f"{Path(path).as_posix()}/"
+
+
 def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:
     """The snapshot of a Hub id in the local cache; None if it is not there, or not all of it. Asks no network."""
     from huggingface_hub import snapshot_download

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from conversion.families.registry import FAMILIES, family
-from mrl.config.hub import cached_folder, is_hub_id, model_folder
+from mrl.config.hub import cached_folder, is_hub_id, is_prepared, model_folder
 from mrl.config.schema import RunConfig
 from mrl.config.schema_policy import PolicyConfig, TokenizerConfig
 
@@ -69,10 +69,10 @@ def read_model(folder: Path) -> ModelSizes:
     try:
         hf_config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"no readable config.json in this folder ({type(error).__name__}); give the folder of a Hugging Face model "
-            "(`python -m mrl.prepare tiny` makes prepared/tiny/model)"
-        ) from error
+        way_out = (
+            "`python -m mrl.prepare tiny` makes it" if is_prepared(str(folder)) else "give the folder of a Hugging Face model, or its id"
+        )
+        raise ValueError(f"no readable config.json in this folder ({type(error).__name__}); {way_out}") from error
     if not isinstance(hf_config, dict):
         raise ValueError("config.json is not a mapping; give the folder of a Hugging Face model")
     found = family(hf_config)

@@ -57,9 +57,14 @@ def _pins(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:
         if facts.packages[name].partition("+")[0] != version.partition("+")[0]
     ]
     same = f"{len(present) - len(others)} of {len(pins)} packages are those of {file}"
+    absent = len(pins) - len(present)
+    found = f"{same}; {absent} are not installed" if absent else same
     if not others:
-        return Finding("versions", "ok", same)
-    return Finding("versions", "note", f"{same}; others: {some(others)}", "install the tested ones, or run mrl.doctor CONFIG --refit first")
+        # Tools of development may well be among those.
+        return Finding("versions", "note" if absent else "ok", found)
+    return Finding(
+        "versions", "note", f"{found}; others: {some(others)}", "install the tested ones, or run mrl.doctor CONFIG --refit first"
+    )
 
 
 def _torch(facts: HostFacts) -> Finding:

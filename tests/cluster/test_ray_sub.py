@@ -58,6 +58,12 @@ def test_an_idle_cluster_is_entered_by_its_attach_script(box: SlurmBox, tmp_path
             page = "python -c 'import urllib.request; print(urllib.request.urlopen(\"http://127.0.0.1:8265\", timeout=30).status)'"
             on_head = {"COMMAND": f"hostname; echo $CUDA_VISIBLE_DEVICES; {count}; {page}"}
             assert box.slurm("bash", script, variables=on_head, timeout_s=180).split() == ["mrl-n1", "0,1", "4", "200"]
+            doctor = {"COMMAND": "python -m mrl.doctor --json"}
+            said = json.loads(box.slurm("bash", script, variables=doctor, timeout_s=180, check=False))
+            found = {finding["check"]: finding for finding in said["findings"]}
+            assert found["nodes"]["found"] == "4: mrl-n1, mrl-n2, mrl-n3, mrl-n4"
+            whole = ("nodes", "mrl on the nodes", "packages on the nodes", "clocks", "shared folder")
+            assert [found[check]["status"] for check in whole] == ["ok"] * 5
             assert box.slurm("bash", script, "2", variables={"COMMAND": "hostname"}, timeout_s=60).split() == ["mrl-n3"]
         finally:
             box.slurm("scancel", str(job.job_id))

@@ -44,8 +44,7 @@ CASES = {
         ["policy.model_name={folder}/nowhere"],
         [
             "policy.model_name={folder}/nowhere: no readable config.json in this folder",
-            "give the folder of a Hugging Face model",
-            "python -m mrl.prepare tiny",
+            "give the folder of a Hugging Face model, or its id",
         ],
     ),
     "missing data file": Case(

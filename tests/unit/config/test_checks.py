@@ -83,7 +83,8 @@ def test_truncated_sampling_is_allowed(workplace: Path):
 
 BAD = [
     # overrides, key=value, part of the way out
-    (["policy.model_name=nowhere"], "policy.model_name=nowhere", "mrl.prepare tiny"),
+    (["policy.model_name=nowhere"], "policy.model_name=nowhere", "give the folder of a Hugging Face model, or its id"),
+    (["policy.model_name=there/prepared/tiny/model"], "policy.model_name=there/prepared", "`python -m mrl.prepare tiny` makes it"),
     (["policy.tokenizer.name=nowhere"], "policy.tokenizer.name=nowhere", "tokenizer"),
     (["data.train.data_path=nowhere.jsonl"], "data.train.data_path=nowhere.jsonl", "correct the path: it names a .jsonl, .json, .parquet"),
     (["data.train.data_path=prepared/tiny/data/no.jsonl"], "data.train.data_path=prepared/tiny", "path (`python -m mrl.prepare"),

@@ -151,5 +151,17 @@ def test_without_a_config_no_library_is_imported():
     assert done.stdout.splitlines()[-1] == "[]" and done.stderr == ""
 
 
+def test_without_any_library_the_doctor_says_what_is_missing():
+    for arguments, found in (
+        ([], "ray is missing (>=2.60,<3)"),
+        (["grpo_tiny.yaml"], "the config cannot be read: No module named 'omegaconf'"),
+    ):
+        # -S leaves site-packages out.
+        command = [sys.executable, "-S", "-m", "mrl.doctor", *arguments]
+        variables = environment() | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=variables)
+        assert done.returncode == 1 and found in done.stdout, done.stdout + done.stderr
+
+
 def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}

@@ -83,7 +83,10 @@ def test_packages_out_of_range_are_a_problem_and_others_than_tested_a_note(gpu_h
     said = {finding.check: finding for finding in judge_software(facts, wanted)}
     assert said["packages"].found == "vllm is missing (==0.32.0), megatron-core 0.15.0 is not >=0.16.1,<0.20"
     assert said["versions"].status == "note"
-    assert said["versions"].found == "1 of 3 packages are those of constraints-gpu.txt; others: ray 2.61.1 (tested: 2.60.0)"
+    assert (
+        said["versions"].found
+        == "1 of 3 packages are those of constraints-gpu.txt; 1 are not installed; others: ray 2.61.1 (tested: 2.60.0)"
+    )
 
 
 def test_nvidias_apex_is_well(gpu_host: HostFacts, wanted: Wanted):
