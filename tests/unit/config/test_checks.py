@@ -84,10 +84,8 @@ def test_truncated_sampling_is_allowed(workplace: Path):
 BAD = [
     # overrides, key=value, part of the way out
     (["policy.model_name=nowhere"], "policy.model_name=nowhere", "give the folder of a Hugging Face model, or its id"),
-    (["policy.model_name=there/prepared/tiny/model"], "policy.model_name=there/prepared", "`python -m mrl.prepare tiny` makes it"),
     (["policy.tokenizer.name=nowhere"], "policy.tokenizer.name=nowhere", "tokenizer"),
     (["data.train.data_path=nowhere.jsonl"], "data.train.data_path=nowhere.jsonl", "correct the path: it names a .jsonl, .json, .parquet"),
-    (["data.train.data_path=prepared/tiny/data/no.jsonl"], "data.train.data_path=prepared/tiny", "path (`python -m mrl.prepare"),
     (["data.validation.data_path=no/such/file"], "data.validation.data_path=no/such/file", "correct the path"),
     (["data.default.system_prompt_file=no.txt"], "data.default.system_prompt_file=no.txt", "correct the path"),
     (["data.default.env_name=maths"], "data.default.env_name=maths", "use one of math"),
@@ -95,6 +93,8 @@ BAD = [
     (["logger.log_dir=prepared/tiny/data/train.jsonl/x"], "logger.log_dir=prepared/tiny/data/train.jsonl/x", "choose a folder"),
     (["checkpointing.metric_name=accuracy"], "checkpointing.metric_name=accuracy", "val:accuracy"),
     (["data.validation=null"], "checkpointing.metric_name=val:accuracy", "train:reward"),
+    (["policy.model_name=there/prepared/tiny/model"], "policy.model_name=there/prepared", "`python -m mrl.prepare tiny` makes it"),
+    (["data.train.data_path=prepared/tiny/data/no.jsonl"], "data.train.data_path=prepared/tiny", "path (`python -m mrl.prepare"),
     (["checkpointing.checkpoint_must_save_by=3h"], "checkpointing.checkpoint_must_save_by=3h", "00:03:40:00"),
     (["cluster.master_port_range_low=1400"], "cluster.master_port_range_low=1400", "set both"),
     (["cluster.master_port_range_low=1400", "cluster.master_port_range_high=1400"], "cluster.master_port_range_low=1400", "set both"),

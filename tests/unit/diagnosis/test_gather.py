@@ -153,7 +153,7 @@ def test_without_a_config_no_library_is_imported():
 
 def test_without_any_library_the_doctor_says_what_is_missing():
     for arguments, found in (
-        ([], "ray is missing (>=2.60,<3)"),
+        ([], "megatron-core is missing (>=0.16.1,<0.20)"),
         (["grpo_tiny.yaml"], "the config cannot be read: No module named 'omegaconf'"),
     ):
         # -S leaves site-packages out.
