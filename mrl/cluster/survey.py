@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.head import join_cluster
@@ -69,8 +69,8 @@ def cluster_nodes() -> list[Node]:
 
 def ask_nodes(nodes: list[Node], question: Callable[..., object], *arguments: object, deadline_s: float) -> dict[str, Reply]:
     """`question(name of the node, *arguments)` on all of these nodes at once, replies by name; a function of an importable module."""
-    task = ray.remote(question)
-    pending = {node.name: _on(task, node).remote(node.name, *arguments) for node in nodes}
+    task = ray.remote(_answer)
+    pending = {node.name: task.options(**_options(node)).remote(question, node.name, arguments) for node in nodes}
     end = time.monotonic() + deadline_s
     return {name: _reply(reference, end - time.monotonic(), deadline_s) for name, reference in pending.items()}
 
@@ -82,7 +82,7 @@ def clock_offsets(nodes: list[Node], *, deadline_s: float) -> dict[str, ClockOff
     for node in nodes:
         for _ in range(CLOCK_ROUNDS):
             asked = time.time()
-            reply = _reply(_on(task, node).remote(), deadline_s, deadline_s)
+            reply = _reply(task.options(**_options(node)).remote(), deadline_s, deadline_s)
             answered = time.time()
             if not isinstance(reply.answer, float):
                 break
@@ -97,8 +97,13 @@ def read_clock() -> float:
     return time.time()
 
 
-def _on(task: ray.remote_function.RemoteFunction, node: Node) -> ray.remote_function.RemoteFunction:
-    return task.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False))
+def _answer(question: Callable[..., object], name: str, arguments: tuple[object, ...]) -> object:
+    return question(name, *arguments)
+
+
+def _options(node: Node) -> dict[str, object]:
+    """Options of a task that runs on this node or not at all."""
+    return {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False)}
 
 
 def _reply(reference: ray.ObjectRef, timeout_s: float, deadline_s: float) -> Reply:
@@ -107,6 +112,6 @@ def _reply(reference: ray.ObjectRef, timeout_s: float, deadline_s: float) -> Rep
     except GetTimeoutError:
         return Reply(error=f"no answer within {deadline_s:g} s")
     except RayError as error:
-        cause = getattr(error, "cause", None) or error
+        cause = error.cause if isinstance(error, RayTaskError) else error
         lines = [line for line in str(cause).splitlines() if line.strip()]
         return Reply(error=lines[-1].strip() if lines else type(cause).__name__)

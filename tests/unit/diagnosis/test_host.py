@@ -33,7 +33,7 @@ def used(num_bytes: int) -> tuple[Gpu, ...]:
 
 
 SMALL_SHM = Disk("/dev/shm", 64 * 2**20, 64 * 2**20, True)
-CASES = {
+CASES: dict[str, tuple[str, dict[str, object], str, str, str]] = {
     # what differs from the good node: part, values; then check, text of the finding, text of the remedy
     "driver too old": ("gpus.driver", {"cuda": (12, 8)}, "driver", "but torch is built for CUDA 13.0", "newer driver"),
     "driver away": ("gpus", {"driver": None, "driver_error": "the driver does not answer: X"}, "driver", "does not answer", "nvidia-smi"),
@@ -58,10 +58,15 @@ def test_what_is_wrong_with_a_host_is_one_problem(name: str, gpu_host: HostFacts
     assert found in problem.found and remedy in problem.remedy
 
 
-SOFTWARE = {
+SOFTWARE: dict[str, tuple[dict[str, object], str, str, str]] = {
     "old python": ({"python": "3.10.12"}, "python", "3.10.12, but mrl needs >=3.11,<3.13", "virtual environment"),
     "files gone": ({"missing_modules": ("vllm",)}, "packages", "vllm is installed, but its files are not there", "constraints-gpu.txt"),
-    "torch for CPUs": ({"torch_cuda": None, "packages": {"torch": "2.13.0+cpu"}}, "torch", "built for CPUs, but there are GPUs", "gpu"),
+    "torch for CPUs": (
+        {"torch_cuda": None, "packages": {"torch": "2.13.0+cpu"}, "build_tags": {}},
+        "torch",
+        "built for CPUs, but there are GPUs",
+        "gpu",
+    ),
     "fake apex": ({"apex": Apex("/env/apex", False)}, "apex", "/env/apex is not NVIDIA's Apex", "pip uninstall apex"),
     "torchvision": ({"build_tags": {"torchvision": "cpu"}}, "beside torch", "torchvision from another build", "pip uninstall torchvision"),
     "import": ({"import_errors": {"vllm": "ImportError: libcudart.so.13"}}, "imports", "vllm: ImportError: libcudart.so.13", "reinstall"),
@@ -71,8 +76,6 @@ SOFTWARE = {
 @pytest.mark.parametrize("name", SOFTWARE)
 def test_what_is_wrong_with_an_installation(name: str, gpu_host: HostFacts, wanted: Wanted):
     values, check, found, remedy = SOFTWARE[name]
-    if "packages" in values:
-        values = {**values, "packages": {**gpu_host.packages, **values["packages"]}}
     problems = [finding for finding in judge_software(replace(gpu_host, **values), wanted) if finding.check == check]
     (problem,) = problems
     assert problem.status == "problem" and found in problem.found and remedy in problem.remedy
