@@ -37,7 +37,8 @@ def start(box: SlurmBox, inputs: list[str], folder: Path, **variables: str) -> J
 def weights(job: Job, step: int = STEPS) -> dict[str, bytes]:
     """The exported weights of a step."""
     out = job.folder / f"hf_{step}"
-    assert convert(["mcore-to-hf", "--mcore", str(job.run_folder / f"step_{step}"), "--out", str(out)]) == 0
+    if not out.exists():
+        assert convert(["mcore-to-hf", "--mcore", str(job.run_folder / f"step_{step}"), "--out", str(out)]) == 0
     return {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
 
 
