@@ -36,7 +36,7 @@ def test_the_wheel_holds_both_packages_and_the_configs(tmp_path: Path):
     subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     members = set(zipfile.ZipFile(wheel).namelist())
-    assert {"mrl/train.py", "conversion/boxes.py"} <= members
+    assert {"mrl/train.py", "conversion/boxes.py", "mrl/constraints-cpu.txt", "mrl/constraints-gpu.txt"} <= members
     assert {f"mrl/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} <= members
     assert not [member for member in members if not member.startswith(("mrl/", "conversion/", "mrl-"))]
 
