@@ -64,6 +64,8 @@ check_environment() {
         /* | *.sqsh)
             [[ $CONTAINER == /* && -r $CONTAINER ]] || fail "CONTAINER=$CONTAINER is not there; give a whole path (scripts/pull_container.sh makes the file)"
             ;;
+        # Without a # behind the registry enroot would ask Docker Hub.
+        *) CONTAINER=docker://$(sed -E 's,^([^/#]*[.:][^/#]*)/,\1#,' <<<"${CONTAINER#docker://}") ;;
     esac
 }
 

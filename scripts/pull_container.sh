@@ -19,18 +19,11 @@ fail() {
     exit 2
 }
 
-# Prints an image as enroot wants it: without the # it would ask Docker Hub.
-enroot_uri() {
-    local image=${1#docker://} registry
-    registry=${image%%/*}
-    if [[ $image != *"#"* && $image == */* && ($registry == *.* || $registry == *:*) ]]; then image="$registry#${image#*/}"; fi
-    echo "docker://$image"
-}
-
 [[ -n ${IMAGE:-} ]] || fail "IMAGE is not set; e.g. IMAGE=nvcr.io/ORG/mrl:TAG"
 [[ -n ${WORKSPACE:-} && -d ${WORKSPACE:-} ]] || fail "WORKSPACE=${WORKSPACE:-} is no folder; name one on storage that all nodes share"
 command -v enroot >/dev/null || fail "enroot is not on this host; run this on a compute node: sbatch scripts/pull_container.sh"
-URI=$(enroot_uri "$IMAGE")
+# Without a # behind the registry enroot would ask Docker Hub.
+URI=docker://$(sed -E 's,^([^/#]*[.:][^/#]*)/,\1#,' <<<"${IMAGE#docker://}")
 NAME=${URI##*[/#]}
 OUTPUT=${OUTPUT:-$WORKSPACE/${NAME/:/.}.sqsh}
 if [[ -e $OUTPUT ]]; then

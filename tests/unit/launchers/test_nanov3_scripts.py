@@ -126,6 +126,15 @@ def test_the_launcher_submits_the_tutorials_job_from_tmp(site: dict[str, str]):
     ]  # fmt: skip
 
 
+def test_an_image_in_a_registry_is_named_as_enroot_wants_it(site: dict[str, str]):
+    done = call(
+        "launch_nanov3.sh", site | {"CONTAINER": "docker://nvcr.io/my-org/mrl:1.2", "TRAINING_CMD": "true", "PYTHON": sys.executable}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, variables = record(site, "sbatch")
+    assert (variables["CONTAINER"], variables["MOUNTS"]) == ("docker://nvcr.io#my-org/mrl:1.2", f"{site['WORKSPACE']}:{site['WORKSPACE']}")
+
+
 def test_every_setting_of_the_launcher_is_honoured(site: dict[str, str], tmp_path: Path):
     image = tmp_path / "mrl.sqsh"
     image.touch()
