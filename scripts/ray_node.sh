@@ -117,12 +117,12 @@ follow_head() {
     trap : TERM USR1
     setsid ray start --address="$head:$RAY_HEAD_PORT" "${arguments[@]}" --block &
     ray=$!
-    while kill -0 "$ray" 2>/dev/null && ((silent < 3)); do
+    while kill -0 "$ray" 2>/dev/null && ((silent < SILENT_CHECKS)); do
         if head_answers; then silent=0; else silent=$((silent + 1)); fi
         sleep 2 &
         wait $! || true
     done
-    if ((silent == 3)); then
+    if ((silent == SILENT_CHECKS)); then
         echo "The head has ended; so does this node"
         kill -TERM "$ray" 2>/dev/null || true
         wait "$ray" || true
@@ -157,6 +157,8 @@ run_head() {
 }
 
 child='' stopped=''
+# At most so often, every 2 s, may the head not answer before it counts as gone.
+SILENT_CHECKS=10
 JOIN_TIMEOUT_S=${JOIN_TIMEOUT_S:-1500}
 RAY_HEAD_PORT=${RAY_HEAD_PORT:-6379}
 RAY_DASHBOARD_PORT=${RAY_DASHBOARD_PORT:-8265}
