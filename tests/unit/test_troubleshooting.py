@@ -82,6 +82,12 @@ def test_every_key_that_is_named_exists():
     assert sorted(key for key in named if key not in known and not any(other.startswith(f"{key}.") for other in known)) == []
 
 
+def test_every_metric_that_is_named_exists():
+    named = set(re.findall(r"`((?:rollout|time|train|val)/[a-z_]+)`", PAGE))
+    texts = set(templates().splitlines())
+    assert named and named - texts == set()
+
+
 def run_script(name: str, **variables: str) -> str:
     """What a script says with these variables, and no others of ours."""
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/"), **variables}
