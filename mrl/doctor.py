@@ -29,18 +29,17 @@ logger = logging.getLogger(__name__)
 
 def diagnose_host(folders: dict[str, Path], config: RunConfig | None) -> list[Finding]:
     """What is to be said about this host."""
-    facts = gather(folders, is_in_cluster=False, tries_imports=config is not None)
-    findings = judge_host(facts, is_in_cluster=False)
+    return judge_host(gather(folders, is_in_cluster=False, tries_imports=config is not None), config, is_in_cluster=False)
+
+
+def judge_host(facts: HostFacts, config: RunConfig | None, *, is_in_cluster: bool) -> list[Finding]:
+    """What facts say about a host that runs alone, or is a node of a cluster."""
+    findings = judge_software(facts, read_wanted()) + judge_machine(facts, is_in_cluster=is_in_cluster)
     if config is not None:
         from mrl.diagnosis.inputs import judge_gpus
 
         findings += judge_gpus(config, facts)
     return findings
-
-
-def judge_host(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
-    """What facts say about a host that runs alone, or is a node of a cluster."""
-    return judge_software(facts, read_wanted()) + judge_machine(facts, is_in_cluster=is_in_cluster)
 
 
 def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list[Finding]:
@@ -56,7 +55,7 @@ def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list
     except (ImportError, RuntimeError) as error:
         remedy = "start the cluster, or unset RAY_ADDRESS to look at this host alone"
         return [*diagnose_host(folders, config), Finding("cluster", "problem", " ".join(str(error).split()), remedy)]
-    by_node = {report.name: judge_host(report.look.facts, is_in_cluster=True) for report in reports if report.look is not None}
+    by_node = {report.name: judge_host(report.look.facts, config, is_in_cluster=True) for report in reports if report.look is not None}
     return merge_nodes(by_node) + judge_cluster(reports, lost=lost, num_expected=_expected_nodes(config))
 
 

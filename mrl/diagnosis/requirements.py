@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +33,7 @@ def read_wanted() -> Wanted:
     pins_folder = root if project_file.is_file() else Path(mrl.__file__).parent
     pins = {kind: read_pins(pins_folder / f"constraints-{kind}.txt") for kind in ("cpu", "gpu")}
     if project_file.is_file():
-        project = tomllib.loads(project_file.read_text(encoding="utf-8"))["project"]
-        lines = {"": project["dependencies"], **project["optional-dependencies"]}
-        return Wanted(project["requires-python"], {extra: dict(map(split_requirement, texts)) for extra, texts in lines.items()}, pins)
+        return _read_project(project_file.read_text(encoding="utf-8"), pins)
     metadata = importlib.metadata.metadata("mrl")
     ranges: dict[str, dict[str, str]] = {"": {}}
     for text in metadata.get_all("Requires-Dist") or ():
@@ -45,6 +42,18 @@ def read_wanted() -> Wanted:
         name, wanted = split_requirement(requirement)
         ranges.setdefault(extra[1] if extra else "", {})[name] = wanted
     return Wanted(metadata["Requires-Python"] or "", ranges, pins)
+
+
+def _read_project(text: str, pins: dict[str, dict[str, str]]) -> Wanted:
+    try:
+        import tomllib
+    except ModuleNotFoundError:
+        # Python 3.10 has none. That it is too old is all that is to be said then.
+        (python,) = re.findall(r'^requires-python = "(.+)"$', text, re.MULTILINE)
+        return Wanted(python, {"": {}}, pins)
+    project = tomllib.loads(text)["project"]
+    lines = {"": project["dependencies"], **project["optional-dependencies"]}
+    return Wanted(project["requires-python"], {extra: dict(map(split_requirement, texts)) for extra, texts in lines.items()}, pins)
 
 
 def read_pins(path: Path) -> dict[str, str]:

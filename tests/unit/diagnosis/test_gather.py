@@ -114,6 +114,12 @@ def test_what_is_wanted_is_what_pyproject_and_constraints_say():
         assert [name for name, text in ranges.items() if not is_in_range(wanted.pins[kind][name], text)] == []
 
 
+def test_a_python_without_tomllib_is_told_that_it_is_too_old(monkeypatch: pytest.MonkeyPatch):
+    whole = read_wanted()
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    assert read_wanted().python == whole.python and not is_in_range("3.10.13", whole.python)
+
+
 @pytest.mark.parametrize(
     ("version", "wanted", "expected"),
     [
