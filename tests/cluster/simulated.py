@@ -50,8 +50,10 @@ for _ in "${tasks[@]}"; do wait -n || { code=$?; kill -TERM "${tasks[@]}" 2>/dev
 exit "$code"
 """
 SCONTROL = r"""#!/usr/bin/env bash
+if [[ $* == show\ job* ]]; then echo "JobId=$4 JobState=$SIMULATED_STATE Reason=None"; exit; fi
 if [[ $1 == show ]]; then tr ' ' '\n' <<<"$SIMULATED_NODES"; exit; fi
 echo "$*" >>"$RECORD/scontrol"
+if [[ -n ${SIMULATED_STATE:-} ]]; then exit 1; fi
 # A requeued job's script is ended at once.
 kill -KILL "$PPID"
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.simulated import JOB_ID, SUBNET, simulation
+from tests.cluster.slurm import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -68,6 +69,17 @@ def test_a_run_that_has_saved_is_requeued_on_sites_without_gres(tmp_path: Path):
     warned = [line for line in job.output.splitlines() if line.startswith("[WARNING]")]
     assert [line.split("] ")[1].split(" ")[0] for line in warned] == ["DASHBOARD_GRPC_PORT=52367", "MIN_WORKER_PORT=54001"]
     assert not (job.logs / ".ray_token").exists()
+
+
+def test_a_job_that_slurm_has_requeued_already_waits_for_its_end(tmp_path: Path):
+    with simulation(tmp_path / "pending", NODES[:1], COMMAND="exit 75", SIMULATED_STATE="PENDING") as job:
+        job.wait_for("requeueing job")
+        wait_until(lambda: job.record("scontrol") != [], "requeue", timeout_s=30)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.process.wait(timeout=2)
+    with simulation(tmp_path / "running", NODES[:1], COMMAND="exit 75", SIMULATED_STATE="RUNNING") as job:
+        assert job.end() == 75
+    assert job.output.splitlines()[-1].endswith("could not be requeued; submit the same command again")
 
 
 def test_a_claim_that_is_not_the_partitions_ends_the_job(tmp_path: Path):
