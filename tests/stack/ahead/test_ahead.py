@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from mrl.cluster.waiting import DeadlineExceeded
 from mrl.data.order import prompts_at
+from mrl.data.packing import PackedRow
 from mrl.envs.task import Task
 from mrl.train import Run, train_step, validate
 from mrl.types import Verdict
+from tests import models
 from tests.stack.ahead.conftest import running
 from tests.stack.loop.conftest import CoinToss
 
@@ -30,12 +33,55 @@ def assert_prompts_in_order(run: Run, num_steps: int) -> None:
     assert trained == [names[first : first + 4] for first in range(0, len(names), 4)]
 
 
+Update = list[tuple[PackedRow, torch.Tensor]]
+"""The rows of the only rank, each with its old logprobs."""
+
+
+def kept_updates(run: Run) -> list[Update]:
+    """What every update from now on gets; filled in as they come."""
+    policies, kept = run.session.policies, []
+    call = policies.call
+
+    def call_and_keep(method: str, *arguments: object, deadline_s: float) -> list[object]:
+        if method == "train_step":
+            kept.append(policies.apply(batch_of, deadline_s=60.0)[0])
+        return call(method, *arguments, deadline_s=deadline_s)
+
+    policies.call = call_and_keep
+    return kept
+
+
+def batch_of(policy) -> Update:
+    return list(zip(policy._batch.rows, policy._batch.old_logprobs, strict=True))
+
+
+def drift_from_start(update: Update) -> float:
+    """How far the generator's logprobs are at most from those that transformers computes with the weights of the model folder."""
+    model, drift = models.nemotron_h(), 0.0
+    for row, _ in update:
+        for start, length in zip(row.cu_seqlens.tolist(), row.lengths, strict=False):
+            span = slice(start, start + length)
+            with torch.no_grad():
+                logprobs_TV = torch.log_softmax(model(row.token_ids_T[None, span]).logits[0], dim=-1)
+            found_T = logprobs_TV.gather(1, row.labels_T[span, None])[:, 0]
+            difference_T = (found_T - row.generator_logprobs_T[span])[row.generated_mask_T[span] > 0]
+            drift = max(drift, float(difference_T.abs().max()))
+    return drift
+
+
+def loss_by_hand(update: Update) -> float:
+    """Of the first update of a step, whose ratios are 1: advantages, weighted by how much likelier the trainer finds the tokens."""
+    gained = sum(float((row.loss_mask_T * row.advantages_T * torch.exp(old - row.generator_logprobs_T)).sum()) for row, old in update)
+    return -gained / sum(float(row.loss_mask_T.sum()) for row, _ in update)
+
+
 @pytest.mark.timeout(280)
 def test_lag_one(tmp_path: Path):
     with running(tmp_path, "grpo.max_num_steps=3") as (run, state):
-        source = run.session.collector
+        source, updates = run.session.collector, kept_updates(run)
         train_step(run, state)
         assert state.metrics["train/avg_trajectory_age"] == 0
+        assert drift_from_start(updates[0]) < 1e-4
         # What was under way had to end before the new weights; the third step's is drawn from them.
         second = list(run.supply._asked)[:4]
         assert len(run.supply._asked) == 8 and source.num_missing(second) == 0
@@ -47,7 +93,12 @@ def test_lag_one(tmp_path: Path):
         assert state.metrics["train/probs_ratio"] == pytest.approx(1.0, abs=1e-5)
         assert 0 <= state.metrics["rollout/engine_idle_fraction"] < 1
         assert state.metrics["rollout/mixed_version_fraction"] == 0
+        # Transformers finds them drawn from the weights before the first update; the third step's are not.
+        assert drift_from_start(updates[1]) < 1e-4
+        assert state.metrics["train/loss"] == pytest.approx(loss_by_hand(updates[1]), rel=1e-4, abs=1e-6)
         train_step(run, state)
+        assert drift_from_start(updates[2]) > 1e-3
+        assert state.metrics["train/loss"] == pytest.approx(loss_by_hand(updates[2]), rel=1e-4, abs=1e-6)
         assert_prompts_in_order(run, 3)
         assert not run.folder.ledger.state.taken
 
