@@ -60,6 +60,15 @@ class Job:
         """Waits until a log says this."""
         wait_until(lambda: text in self.log(name, restart), f"{text!r} in {name}", timeout_s=timeout_s, explain=self.explain)
 
+    def wait_for_resumption(self, *, timeout_s: float = JOB_TIMEOUT_S) -> None:
+        """Waits until a later start, whichever, goes on from a checkpoint."""
+
+        def has_resumed() -> bool:
+            logs = self.folder.glob(f"{self.job_id}-*-logs/ray-driver.log")
+            return any("Resuming from" in path.read_text(errors="replace") for path in logs)
+
+        wait_until(has_resumed, "resumption", timeout_s=timeout_s, explain=self.explain)
+
     def end(self, *, timeout_s: float = JOB_TIMEOUT_S) -> str:
         """How it ended."""
         states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")

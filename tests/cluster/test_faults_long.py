@@ -79,7 +79,7 @@ def test_a_node_without_power_costs_one_attempt(box: SlurmBox, inputs: list[str]
         box.power_off("mrl-n3")
         time.sleep(20)
         box.power_on("mrl-n3")
-        job.wait_for("Resuming from", restart=1)
+        job.wait_for_resumption()
         assert job.end() == "COMPLETED", job.explain()
         assert_same_run(job, unbroken)
 
@@ -94,7 +94,7 @@ def test_a_node_without_network_costs_one_attempt_and_publishes_nothing(
         box.link("mrl-n1", "down")
         time.sleep(45)
         box.link("mrl-n1", "up")
-        job.wait_for("Resuming from", restart=1)
+        job.wait_for_resumption()
         assert job.end() == "COMPLETED", job.explain()
         assert_same_run(job, unbroken)
 
