@@ -20,7 +20,7 @@ from conversion.storage.files import publish
 logger = logging.getLogger(__name__)
 
 # Raised when the same arguments would give other files.
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

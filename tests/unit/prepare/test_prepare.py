@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 
-from mrl import prepare
+from mrl import prepare, prepare_arithmetic
 from tests.sources import ROOT
 
 
@@ -32,6 +33,14 @@ def test_a_second_call_changes_nothing(tmp_path: Path):
     assert prepare.main(["tiny", "--out", str(out)]) == 0
     assert (out / "model" / "seed").stat().st_mtime_ns == before
     assert [path.name for path in out.parent.iterdir()] == ["tiny"]
+
+
+def test_other_data_has_another_recipe_version(tmp_path: Path):
+    """Whoever changes what is written must raise the version, or users keep folders that lack it."""
+    prepare_arithmetic.write_splits(prepare_arithmetic.split_additions(0), tmp_path / "data")
+    files = sorted((tmp_path / "data").iterdir())
+    content = zlib.crc32(b"".join(path.name.encode() + path.read_bytes() for path in files))
+    assert (prepare.RECIPE_VERSION, content) == (3, 1481440915)
 
 
 @pytest.mark.usefixtures("fake_work")
