@@ -32,6 +32,11 @@ MRL_CACHE = Variable(
     "With `off` every rank reads the Hugging Face files instead.",
 )
 
+MRL_ENDPOINTS = Variable(
+    "MRL_ENDPOINTS",
+    "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see docs/http.md.",
+)
+
 SLURM_JOB_START_TIME = Variable(
     "SLURM_JOB_START_TIME",
     "When the Slurm job started, in seconds since 1970, set by Slurm: checkpointing.checkpoint_must_save_by counts from it.",
@@ -56,6 +61,7 @@ VARIABLES: tuple[Variable, ...] = (
     MLFLOW_TRACKING_TOKEN,
     HF_HOME,
     MRL_CACHE,
+    MRL_ENDPOINTS,
     SLURM_JOB_START_TIME,
     SLURM_JOB_ID,
     SLURM_RESTART_COUNT,

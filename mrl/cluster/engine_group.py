@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from mrl.cluster.waiting import ActorLost, DeadlineExceeded, fetch, wait_all
 from mrl.config import trace
 from mrl.config.redact import split_secrets
 from mrl.config.schema import RunConfig
+from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
 from mrl.rollout.environment import engine_environment
 from mrl.types import Rollout, RolloutInfo, RolloutRequest
 
@@ -51,11 +54,15 @@ class EngineActor:
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
 
-    def build(self, config: RunConfig, device_ids: Sequence[int]) -> None:
-        """Starts the engine on these GPUs of its node; vLLM's own loader reads the model folder's weights."""
+    def build(self, config: RunConfig, device_ids: Sequence[int], api_key: str) -> str | None:
+        """Starts the engine on these GPUs of its node; vLLM's own loader reads the model folder's weights.
+
+        The base URL of its HTTP server, which asks for `api_key`, if the config wants one.
+        """
         # Imported here: the driver holds this class too, and must not import vllm.
         from mrl.rollout.engine import Engine
 
+        has_server = config.policy.generation.vllm_cfg.expose_http_server
         self.engine = Engine(
             config.policy.model_name,
             config.policy.generation,
@@ -64,24 +71,61 @@ class EngineActor:
             device_ids=device_ids,
             keeps_routes=config.policy.router_replay.enabled,
             keeps_kv_cache=config.grpo.async_grpo.keeps_kv_cache,
-            tokenizer=config.policy.tokenizer.name if config.policy.generation.stop_strings else None,
+            tokenizer=config.policy.tokenizer.name if config.policy.generation.stop_strings or has_server else None,
         )
         self.fetch_timeout_s = config.deadlines.reward_s
         self.engine.die_with_workers()
         self.engine.enter("load")
+        self._finished_between: list[Rollout] = []
+        self._is_woken = False
+        self._self = ray.get_runtime_context().current_actor
+        if not has_server:
+            return None
+        from mrl.rollout.http_server import start_server
+
+        return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._wake)
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, list[Rollout]]:
         """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, payload second (same order)."""
         self.engine.add(with_transcripts(requests, timeout_s=self.fetch_timeout_s))
         start = time.monotonic()
-        finished: list[Rollout] = []
+        finished, self._finished_between = self._finished_between, []
         while self.engine.num_unfinished and time.monotonic() < start + budget_s:
             finished += self.engine.step()
+        self._wake_for_callers()
         return Polled([describe(rollout) for rollout in finished], time.monotonic() - start), finished
+
+    def serve(self) -> None:
+        """Steps the engine for requests over HTTP between two polls; what else it finishes is kept for the next one.
+
+        The actor calls this itself, behind the calls of the driver that have come before: all that touches the engine is one thread.
+        """
+        # Before the engine looks for questions: whoever asks from here on calls again.
+        self._is_woken = False
+        end = time.monotonic() + POLL_BUDGET_S
+        try:
+            while self.engine.can_sample and self.engine.callers.are_waiting and time.monotonic() < end:
+                self._finished_between += self.engine.step()
+        except Exception:
+            # Nobody waits for this call. An engine that is gone is one that the driver starts again.
+            logger.exception("A step for requests over HTTP failed; ending the engine")
+            os._exit(1)
+        self._wake_for_callers()
+
+    def _wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self._self.serve.remote()
+
+    def _wake_for_callers(self) -> None:
+        if self.engine.can_sample and self.engine.callers.are_waiting:
+            self._wake()
 
     def call(self, method: str, *arguments: object) -> object:
         """Calls a method of the engine by name."""
-        return getattr(self.engine, method)(*arguments)
+        result = getattr(self.engine, method)(*arguments)
+        self._wake_for_callers()
+        return result
 
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(engine, *arguments)`: tests and diagnostics reach into an engine with it."""
@@ -128,6 +172,8 @@ class EngineGroup:
         self.busy_s = 0.0
         self.lost: set[int] = set()
         self._is_held = False
+        self._api_key = secrets.token_urlsafe(32)
+        self._base_urls = [""] * len(placement.engines)
         ahead = config.grpo.async_grpo
         self._max_fruitless_restarts = ahead.max_generation_failures + 1 if ahead.max_lag_steps > 0 else MAX_FRUITLESS_RESTARTS
         self._fruitless = [0] * len(placement.engines)
@@ -149,7 +195,13 @@ class EngineGroup:
     def wait_until_built(self) -> None:
         """Waits for the engines that the constructor started."""
         building, self._building = self._building, {}
-        wait_all(building, deadline_s=self.deadlines.start_s, what="start")
+        base_urls = wait_all(building, deadline_s=self.deadlines.start_s, what="start")
+        if not self.config.policy.generation.vllm_cfg.expose_http_server:
+            return
+        for index in range(self.num_engines):
+            self._base_urls[index] = str(base_urls.get(name(index), self._base_urls[index]))
+        write_endpoints(self.log_folder, Endpoints(self._base_urls, self._api_key, self.config.policy.model_name))
+        logger.info("HTTP servers of the engines: %s; the key stands in %s", ", ".join(self._base_urls), self.log_folder / FILE_NAME)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queues requests on the engines. A request stays on record until its rollout has arrived."""
@@ -287,10 +339,11 @@ class EngineGroup:
 
     def _start(self, units: EngineUnits):  # the handle type is private to Ray
         own = engine_environment(has_gpu=self.config.cluster.gpus_per_node > 0)
-        given, secrets = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {})
+        given, hidden = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {})
         options = self.placement.options(units.units[0], own | given)
-        actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index), secrets)
-        self._building[name(units.engine_index)] = actor.build.remote(self.config, units.device_ids(self.config.cluster.gpus_per_node))
+        actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index), hidden)
+        devices = units.device_ids(self.config.cluster.gpus_per_node)
+        self._building[name(units.engine_index)] = actor.build.remote(self.config, devices, self._api_key)
         return actor
 
     def _poll_idle_engines(self) -> None:

@@ -19,6 +19,7 @@ from mrl.cluster.waiting import Background, fetch, wait_all
 from mrl.config import trace
 from mrl.config.environments import NEMO_GYM
 from mrl.config.schema import RunConfig
+from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
 from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict
 
@@ -47,6 +48,8 @@ class RewardActor:
         self._remarks: dict[str, Remarks] = {}
         self.undecided: dict[str, Rollout] = {}
         self.config = config
+        has_servers = config.policy.generation.vllm_cfg.expose_http_server
+        self.endpoints = log_file.parent / FILE_NAME if has_servers else None
 
     def ready(self) -> None:
         """Starts the environments, and returns once they are up.
@@ -61,7 +64,7 @@ class RewardActor:
         # What users name is tried now; what comes with mrl starts when the first row needs it.
         names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
         self.scorer = Scorer(
-            lambda name: build_environment(name, config.env),
+            lambda name: build_environment(name, config.env, endpoints=self.endpoints),
             list(names),
             timeout_s=config.deadlines.start_s,
             masks_flagged=config.env.should_mask_flagged_samples,

@@ -18,6 +18,7 @@ from mrl.cluster.rollouts import RolloutCollector
 from mrl.cluster.runtime import ray_runtime
 from mrl.config import trace
 from mrl.config.schema import RunConfig
+from mrl.envs.endpoints import FILE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Session:
 @contextmanager
 def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[Session]:
     """All actors of a run, inside the `with` block; policy and engines have each loaded the model folder by their own loader."""
-    with placed_units(config) as placement:
+    with placed_units(config) as placement, endpoints_removed(log_folder):
         rewards = Rewards(config, placement, log_folder=log_folder)
         policies, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
         rewards.wait_until_built()
@@ -77,7 +78,7 @@ def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) ->
 @contextmanager
 def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> Iterator[RolloutCollector]:
     """Engines and rewards alone, inside the `with` block; the engines sample from the model folder's weights, called `weight_version`."""
-    with placed_units(config) as placement:
+    with placed_units(config) as placement, endpoints_removed(log_folder):
         rewards = Rewards(config, placement, log_folder=log_folder)
         engines = EngineGroup(config, placement, log_folder=log_folder)
         engines.wait_until_built()
@@ -113,6 +114,15 @@ def placed_units(config: RunConfig) -> Iterator[Placement]:
         for line in placement.table():
             logger.info("%s", line)
         yield placement
+
+
+@contextmanager
+def endpoints_removed(log_folder: Path) -> Iterator[None]:
+    """After the `with` block nobody finds addresses of engines that are gone."""
+    try:
+        yield
+    finally:
+        (log_folder / FILE_NAME).unlink(missing_ok=True)
 
 
 def start_models(config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> tuple[PolicyGroup, EngineGroup, Refit]:

@@ -11,6 +11,7 @@ from mrl.config.checkpointing import existing_parent, find_checkpointing_problem
 from mrl.config.data import find_data_problems
 from mrl.config.environments import find_environment_problems
 from mrl.config.errors import ConfigError, Unprovided
+from mrl.config.http import find_server_problems
 from mrl.config.hub import is_hub_id
 from mrl.config.layout import find_cluster_problems, find_layout_problems
 from mrl.config.model import read_model
@@ -55,7 +56,7 @@ def find_problems(config: RunConfig) -> list[str]:
     problems += find_reward_model_problems(config)
     if config.has_engines:
         problems += _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
-        problems += find_supply_problems(config) + find_algorithm_problems(config)
+        problems += find_supply_problems(config) + find_algorithm_problems(config) + find_server_problems(config.policy.generation)
     else:
         problems += find_supervised_problems(config)
     if model is not None:

@@ -20,5 +20,10 @@ RENAMED: dict[str, str] = {
 
 VALUES: dict[str, dict[object, object]] = {
     "checkpointing.metric_name": {"val_reward": "val:accuracy", "val_loss": "val:val_loss"},
+    # vLLM has NeMo RL's parser under a name of its own.
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.reasoning_parser": {"nano_v3": "nemotron_v3"},
+    "policy.generation.vllm_cfg.reasoning_parser_plugin": {
+        "nemo_rl/models/generation/vllm/reasoning_parsers/nano_v3_reasoning_parser.py": None
+    },
 }
 """Key -> old value -> new value."""

@@ -12,7 +12,6 @@ _BEST_AT_K = "read only with the training on best@k of an older branch"
 _DRAFT = "read only with policy.draft.enabled"
 _FP8 = "read only with policy.megatron_cfg.fp8_cfg.enabled"
 _MTP = "read only with policy.megatron_cfg.mtp_num_layers"
-_SERVER = "engines have no HTTP server; environments get their rollouts, also of several turns, as tokens"
 _DATA_PLANE = "rollouts stay where they were made, and their readers pull them; no service lies between"
 _NO_SERVER = "environments run inside mrl, without NeMo Gym's servers"
 
@@ -70,9 +69,6 @@ NO_EFFECT: dict[str, Foreign] = {
         "vllm_metrics_logger_interval",
         prefix="policy.generation.vllm_cfg.",
     ),
-    **no_effect(_SERVER, "port_range_low", "port_range_high", prefix="policy.generation."),
-    **no_effect(_SERVER, "expose_http_server", "reasoning_parser_plugin", "tool_parser_plugin", prefix="policy.generation.vllm_cfg."),
-    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs": Foreign(_SERVER, is_section=True),
     "policy.generation.real_quant_export_cpu_offload": Foreign("read only with quantised weights"),
     **no_effect(
         _MEGATRON_ENGINE,

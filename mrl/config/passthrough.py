@@ -17,7 +17,7 @@ from mrl.config.schema_policy import PolicyConfig
 from mrl.config.secrets import REDACTED
 from mrl.env import SECRET_NAME
 
-Library = Literal["EngineArgs", "CompilationConfig", "TransformerConfig"]
+Library = Literal["EngineArgs", "CompilationConfig", "TransformerConfig", "tool_parser", "reasoning_parser"]
 
 _ENGINE = "policy.generation.vllm_cfg"
 KEYS_OF_ENGINE_ARGUMENTS = {
@@ -149,7 +149,7 @@ def find_passthrough_problems(config: RunConfig) -> list[str]:
 
 @functools.cache
 def arguments_of(library: Library) -> dict[str, list[str]]:
-    """By argument: the kinds of values that it takes, as scripts/library_fields.py found them in the library."""
+    """By argument: the kinds of values that it takes, as scripts/library_fields.py found them in the library. Of parsers, their names."""
     content = json.loads(Path(__file__).with_name("library_fields.json").read_text(encoding="utf-8"))
     return content[library]["fields"]
 

@@ -195,6 +195,8 @@ RANGES: dict[str, Range] = {
     "cluster.num_nodes": POSITIVE,
     "cluster.gpus_per_node": COUNT,
     "cluster.cpu_units_per_node": POSITIVE,
+    "policy.generation.port_range_low": PORT,
+    "policy.generation.port_range_high": Range(1025, 65536),
     "cluster.master_port_range_low": PORT,
     "cluster.master_port_range_high": Range(1025, 65536),
     "deadlines.start_s": ABOVE_ZERO,

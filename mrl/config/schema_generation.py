@@ -30,6 +30,18 @@ class ColocatedConfig:
 
 @traced
 @dataclass
+class ServingChatConfig:
+    enable_auto_tools: bool = False
+    """Look for calls of tools in answers to requests that bring tools, by `tool_parser`."""
+    tool_parser: str | None = None
+    """How the model writes calls of tools: a name of vLLM's, `qwen3_coder` for Nemotron 3, or one that `tool_parser_plugin` registers."""
+    reasoning_parser: str | None = None
+    """How the model marks thoughts, which answers then have apart: a name of vLLM's, `nemotron_v3` for Nemotron 3, or one that
+    `reasoning_parser_plugin` registers; null = they stay in the text."""
+
+
+@traced
+@dataclass
 class VllmConfig:
     tensor_parallel_size: int = 1
     """TP of an engine, within one node."""
@@ -61,6 +73,13 @@ class VllmConfig:
     """No CUDA graphs. Must be true on hosts without GPUs."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """How vLLM reads the engine's first weights. `dummy` is refused: the first refit must find them right."""
+    expose_http_server: bool = False
+    """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md."""
+    http_server_serving_chat_kwargs: ServingChatConfig = field(default_factory=ServingChatConfig)
+    tool_parser_plugin: str | None = None
+    """A Python file or module that registers a parser of tool calls with vLLM."""
+    reasoning_parser_plugin: str | None = None
+    """A Python file or module that registers a parser of thoughts with vLLM."""
 
 
 @traced
@@ -92,6 +111,10 @@ class GenerationConfig:
     mean of its environment, then by the prompt's own length. See the metric `rollout/engine_idle_fraction`."""
     num_cpu_engines: int = 1
     """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
+    port_range_low: int = 3000
+    """HTTP servers of engines listen at a free port from here to below `port_range_high`."""
+    port_range_high: int = 4999
+    """One past the last port of HTTP servers of engines."""
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mrl import env
 from mrl.envs.pool import RewardPool
 from mrl.envs.worker import RewardFunction
 
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 
 
-def build_environment(name: str, config: EnvConfig) -> RewardPool:
+def build_environment(name: str, config: EnvConfig, *, endpoints: Path | None = None) -> RewardPool:
     """The environment of this name, started: a built-in one, one of `env.own.functions`, or one of an installed package.
+
+    `endpoints` is the file with the addresses of the engines, if they have any; the user's own functions find it.
 
     Raises:
         RuntimeError: its children do not start, because the user's function cannot be imported for example.
@@ -46,7 +50,9 @@ def build_environment(name: str, config: EnvConfig) -> RewardPool:
             return _pool("mrl.envs.workplace_assistant:make", options, num_workers=tools.num_workers, timeout_s=tools.timeout_s)
     own = config.own
     # A user's module is found where Python finds it here: Ray gives its processes the driver's folders.
-    function = RewardFunction("mrl.envs.own:make", {"function": own.functions.get(name, name)}, tuple(os.path.abspath(p) for p in sys.path))
+    folders = tuple(os.path.abspath(p) for p in sys.path)
+    variables = {} if endpoints is None else {env.MRL_ENDPOINTS.name: str(endpoints)}
+    function = RewardFunction("mrl.envs.own:make", {"function": own.functions.get(name, name)}, folders, variables)
     return RewardPool(function, num_workers=own.num_workers, timeout_s=own.timeout_s)
 
 

@@ -35,6 +35,8 @@ class RewardFunction:
     """The factory's arguments, as JSON knows them."""
     search_path: tuple[str, ...] = ()
     """Folders from which a user's own modules may be imported."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the child beside those that every child has."""
 
     def __str__(self) -> str:
         return str(self.options.get("function", self.factory))
@@ -67,7 +69,7 @@ class Worker:
                 pass_fds=[child_socket.fileno()],
                 start_new_session=True,
                 cwd="/",
-                env={"PYTHONPATH": search_path, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
+                env={"PYTHONPATH": search_path, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", **function.variables},
             )
 
     def fileno(self) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from vllm import EngineArgs, LLMEngine, RequestOutput
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -23,6 +24,7 @@ from mrl.capacity.phases import Phase
 from mrl.config.schema_generation import GenerationConfig
 from mrl.refit.pull import VerifyReport
 from mrl.rollout import sampler
+from mrl.rollout.callers import Callers, Question
 from mrl.rollout.messages import WorkerRefit
 from mrl.types import Rollout, RolloutRequest
 
@@ -56,7 +58,7 @@ class Engine:
         A call of its workers (all that moves, compares or lists weights) hangs when it takes longer than `worker_timeout_s`.
         With `keeps_routes` its rollouts tell which experts their tokens went through. With `keeps_kv_cache` requests that a new weight
         version finds running go on with the keys, values and states of the old one; else they compute them anew. `tokenizer` is the
-        folder of the tokenizer in whose text stop strings are looked for, if requests have any.
+        folder of the tokenizer in whose text stop strings are looked for, if requests have any; `callers` ask in its text, too.
         """
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
@@ -65,6 +67,8 @@ class Engine:
             engine_arguments(model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer)
         )
         self._keeps_kv_cache = keeps_kv_cache
+        self.callers = Callers()
+        """Requests of other threads, which steps take in and answer beside the rollouts."""
         self._requests: dict[str, RolloutRequest] = {}
         self._came_at: dict[str, tuple[int | None, int]] = {}
         """Weight version and number of refits when each unfinished request came."""
@@ -83,6 +87,11 @@ class Engine:
         self.weight_version: int | None = None
         self.num_steps = 0
         self.num_tokens = 0
+
+    @property
+    def llm(self) -> LLMEngine:
+        """vLLM's engine, for those who read its configuration."""
+        return self._llm
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -104,16 +113,19 @@ class Engine:
         if twice or len({request.request_id for request in requests}) < len(requests):
             raise ValueError(f"requests were added twice: {sorted(twice) or 'within one call'}; a request id may be unfinished only once")
         parameters = [sampler.sampling_params(request, max_model_len=self._max_model_len) for request in requests]
-        # What requests of older weights have cached is for them alone.
-        salt = str(self.weight_version) if self._keeps_kv_cache else None
         for request, params in zip(requests, parameters, strict=True):
             self._requests[request.request_id] = request
             self._came_at[request.request_id] = (self.weight_version, self._num_refits)
-            prompt = tokens_input(request.context_ids, cache_salt=salt)
+            prompt = tokens_input(request.context_ids, cache_salt=self._cache_salt)
             self._vllm_ids[request.request_id] = self._llm.add_request(request.request_id, prompt, params)
 
+    @property
+    def can_sample(self) -> bool:
+        """Whether weights of a known version and the KV cache are there: not before the first refit, in one, or while memory is lent."""
+        return self.weight_version is not None and not self._is_refitting and self._phase in (None, "generate")
+
     def step(self) -> list[Rollout]:
-        """Runs one forward pass over the running requests; the rollouts that it finished.
+        """Runs one forward pass over the running requests; the rollouts that it finished. Callers get their answers.
 
         Raises:
             RuntimeError: no refit has been completed yet, or one is under way.
@@ -121,10 +133,12 @@ class Engine:
         if self.weight_version is None or self._is_refitting:
             state = "is being refitted" if self._is_refitting else "has not been refitted yet"
             raise RuntimeError(f"the engine {state}: it must not sample before set_weight_version")
+        self._take_questions(self.weight_version)
         answers = []
         for answer in self._llm.step():
             assert isinstance(answer, RequestOutput) and answer.finished
-            answers.append(answer)
+            if not self.callers.answer(answer, num_refits=self._num_refits):
+                answers.append(answer)
         finished = []
         for answer, routes in zip(answers, self._take_routes(answers), strict=True):
             request = self._requests.pop(answer.request_id)
@@ -216,8 +230,8 @@ class Engine:
             return
         wanted = {tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"}
         if self._awake - wanted:
-            # Level 1 keeps the values of the weights on the host, level 2 drops them.
-            self._llm.sleep(level=1 if "weights" in wanted else 2)
+            # Level 1 keeps the values of the weights on the host, level 2 drops them. Callers get their answers when the cache is back.
+            self._llm.sleep(level=1 if "weights" in wanted else 2, mode="keep" if self.callers.has_asked else "abort")
             self._awake = set()
         if wanted - self._awake:
             self._llm.wake_up(tags=sorted(wanted - self._awake))
@@ -235,6 +249,29 @@ class Engine:
     def shutdown(self) -> None:
         """Ends the engine and its worker processes."""
         self._llm.engine_core.shutdown()
+
+    @property
+    def _cache_salt(self) -> str | None:
+        """What requests of older weights have cached is for them alone."""
+        return str(self.weight_version) if self._keeps_kv_cache else None
+
+    def _take_questions(self, weight_version: int) -> None:
+        for question in self.callers.take():
+            if isinstance(question, Question):
+                self._take_question(question, weight_version)
+            elif self.callers.forget(question):
+                self._llm.abort_request([question])
+
+    def _take_question(self, question: Question, weight_version: int) -> None:
+        prompt = question.prompt
+        if prompt["type"] == "token" and self._cache_salt is not None:
+            prompt["cache_salt"] = self._cache_salt
+        try:
+            self._llm.add_request(question.question_id, prompt, question.params)
+        except (ValueError, VLLMClientError) as error:  # what vLLM says of a request that it does not take
+            question.answer(error)
+        else:
+            self.callers.note(question, weight_version=weight_version, num_refits=self._num_refits)
 
     def _take_routes(self, answers: Sequence[RequestOutput]) -> Sequence[np.ndarray | None]:
         """Routes of finished requests, in order; None for each where none are kept."""

@@ -114,6 +114,7 @@ def _live_run(folder: Path) -> Iterator[LiveRun]:
         *SMALL,
         "policy.generation.num_cpu_engines=2",
         "policy.generation.stop_strings=[never said]",  # engines look for stop strings; requests of tests bring theirs
+        "policy.generation.vllm_cfg.expose_http_server=true",
         "loss_fn.reference_policy_kl_penalty=0.01",
         "policy.refit_buffer_size_gb=0.0002",  # several rounds
         *PASSED_ON,

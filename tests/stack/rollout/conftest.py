@@ -50,7 +50,14 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
             alive.pop().shutdown()
         gc.collect()
 
-    def start(model: int | Path = 0, *, keeps_routes: bool = False, keeps_kv_cache: bool = False, **vllm_cfg: int | str) -> Engine:
+    def start(
+        model: int | Path = 0,
+        *,
+        keeps_routes: bool = False,
+        keeps_kv_cache: bool = False,
+        tokenizer: Path | None = None,
+        **vllm_cfg: int | str,
+    ) -> Engine:
         from mrl.rollout.engine import Engine
 
         stop()
@@ -59,7 +66,15 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         folder = checkpoint(model) if isinstance(model, int) else model
         generation = GenerationConfig(max_new_tokens=16, vllm_cfg=settings)
         alive.append(
-            Engine(str(folder), generation, seed=1, worker_timeout_s=300.0, keeps_routes=keeps_routes, keeps_kv_cache=keeps_kv_cache)
+            Engine(
+                str(folder),
+                generation,
+                seed=1,
+                worker_timeout_s=300.0,
+                keeps_routes=keeps_routes,
+                keeps_kv_cache=keeps_kv_cache,
+                tokenizer=None if tokenizer is None else str(tokenizer),
+            )
         )
         return alive[0]
 

@@ -153,7 +153,15 @@ UNUSED = {
 }
 
 
-@pytest.mark.parametrize(("name", "left_out"), [("grpo_nanov3", set()), ("grpo_math_1B", UNUSED), ("grpo_math_8B", UNUSED)])
+CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+# Environments that are Gym's in NeMo RL get their rollouts without a server.
+SERVER = {
+    "policy.generation.vllm_cfg.expose_http_server",
+    *(f"{CHAT}.{name}" for name in ("enable_auto_tools", "tool_parser", "reasoning_parser")),
+}
+
+
+@pytest.mark.parametrize(("name", "left_out"), [("grpo_nanov3", SERVER), ("grpo_math_1B", UNUSED), ("grpo_math_8B", UNUSED)])
 def test_packaged_configs_mean_what_nemo_rl_s_files_of_their_names_mean(name: str, left_out: set[str]):
     ours, theirs = load_config(packaged_configs() / f"{name}.yaml"), load_config(NEMO_RL / f"{name}.yaml")
     assert {key for key in KEYS.keys() - left_out if value_at(ours, key) != value_at(theirs, key)} == set()
@@ -164,7 +172,7 @@ def test_the_older_form_of_a_file_means_what_the_present_one_means():
     # Said only by the present form; the older multiple of lengths is completed by `PolicyConfig.row_multiple`.
     news = {"policy.make_sequence_length_divisible_by", "policy.sequence_packing.microbatch_order"}
     news |= {f"cluster.master_port_range_{end}" for end in ("low", "high")}
-    news |= {f"policy.generation.port_range_{end}" for end in ("low", "high")}
+    news |= {f"policy.generation.port_range_{end}" for end in ("low", "high")} | {f"{CHAT}.reasoning_parser"}
     assert {key for key in KEYS if value_at(older, key) != value_at(present, key)} - news == set()
     assert older.policy.row_multiple == present.policy.row_multiple
     assert older.data.default.env_name == "nemo_gym"

@@ -1,0 +1,55 @@
+"""The engines' OpenAI-compatible endpoints, for reward functions and programs beside a run."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mrl import env
+
+FILE_NAME = "endpoints.json"
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where the engines of a run listen."""
+
+    base_urls: list[str]
+    """One for each engine, `http://HOST:PORT/v1`."""
+    api_key: str
+    """Good for all of them, and for this run alone."""
+    model: str
+    """What requests may call the model; they may also leave it out."""
+
+    def base_url(self, session_id: str) -> str:
+        """The engine of a session: the same one for all its requests, sessions spread evenly."""
+        return self.base_urls[zlib.crc32(session_id.encode()) % len(self.base_urls)]
+
+
+def read_endpoints(file: str | Path | None = None) -> Endpoints:
+    """The endpoints of a run, from its `endpoints.json`; inside a reward function of the run the file need not be named.
+
+    Read it again after a connection fails: an engine that was started anew has another address.
+
+    Raises:
+        ValueError: there is no file.
+    """
+    found = file or env.MRL_ENDPOINTS.read()
+    if found is None:
+        raise ValueError("no endpoints: set policy.generation.vllm_cfg.expose_http_server=true, or name the run's endpoints.json")
+    try:
+        return Endpoints(**json.loads(Path(found).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"{found} cannot be read: {error}; it is there while the engines of the run are up") from error
+
+
+def write_endpoints(folder: Path, endpoints: Endpoints) -> None:
+    """Writes `endpoints.json` at once, for the eyes of its owner alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f".{FILE_NAME}.new"
+    new.unlink(missing_ok=True)
+    new.touch(mode=0o600)
+    new.write_text(json.dumps(asdict(endpoints), indent=1), encoding="utf-8")
+    new.replace(folder / FILE_NAME)

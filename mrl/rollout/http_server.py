@@ -1,0 +1,128 @@
+"""The OpenAI-compatible server of an engine's process: addresses, routes and keys. `http_handlers` says what the routes do.
+
+It runs in a thread of its own. Requests wait while the engine cannot sample, during a refit or while memory is lent to the trainer.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import socket
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+
+from mrl.config.schema_policy import PolicyConfig
+from mrl.data.prompts import sampling_params
+from mrl.rollout.engine import Engine
+from mrl.rollout.http_engine import HttpEngine
+from mrl.rollout.http_handlers import Handlers, Json
+
+SESSION_HEADER = "X-Session-ID"
+"""Names the session that a request belongs to, as the field `session_id` does."""
+# Agents keep connections open between their turns, while tools work.
+KEEP_ALIVE_S = 120
+
+
+def start_server(engine: Engine, policy: PolicyConfig, *, host: str, api_key: str, wake: Callable[[], None]) -> str:
+    """Starts the server in a thread that lives as long as the process; its base URL, `http://HOST:PORT/v1`.
+
+    `wake` is called from that thread whenever a request has come: it sees to it that the engine is stepped.
+
+    Raises:
+        RuntimeError: no port of the range is free.
+        TypeError: a parser cannot work with the tokenizer.
+    """
+    sampling = sampling_params(policy, engine.llm.get_tokenizer())  # type: ignore[arg-type]  # vLLM's is one of transformers'
+    handlers = Handlers(HttpEngine(engine, sampling, wake=wake), policy, sampling)
+    listener = listen(host, range(policy.generation.port_range_low, policy.generation.port_range_high))
+    config = uvicorn.Config(
+        make_app(engine, handlers, api_key), log_level="warning", access_log=False, log_config=None, timeout_keep_alive=KEEP_ALIVE_S
+    )
+    server = uvicorn.Server(config)
+    threading.Thread(target=server.run, args=([listener],), name="http server", daemon=True).start()
+    return f"http://{host}:{listener.getsockname()[1]}/v1"
+
+
+def listen(host: str, ports: range) -> socket.socket:
+    """A socket that listens at a free port of the range.
+
+    Raises:
+        RuntimeError: all of them are taken.
+    """
+    # Engines of one node that start at the same time would all try the first one.
+    for port in random.sample(ports, len(ports)):
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):
+            listener.bind((host, port))
+            listener.listen(1024)
+            return listener
+        listener.close()
+    raise RuntimeError(
+        f"no free port from {ports.start} to {ports.stop - 1} on {host} (policy.generation.port_range_low and _high); widen the range"
+    )
+
+
+def make_app(engine: Engine, handlers: Handlers, api_key: str) -> FastAPI:
+    """The routes. All but `/health` need the key."""
+    app = FastAPI(openapi_url=None)
+    app.state.args = Namespace(log_error_stack=False)  # vLLM's handlers of errors look there
+    init_exception_handler(app)
+
+    def check_key(request: Request) -> None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), api_key.encode()):
+            raise HTTPException(401, "the API key is missing or wrong; it stands with the addresses in the run's endpoints.json")
+
+    router = APIRouter(dependencies=[Depends(check_key)])
+
+    @router.post("/v1/chat/completions")
+    @with_cancellation
+    async def chat(body: Json, raw_request: Request) -> JSONResponse:
+        return JSONResponse(await handlers.chat(body, session_of(body, raw_request)))
+
+    @router.post("/v1/completions")
+    @with_cancellation
+    async def complete(body: Json, raw_request: Request) -> JSONResponse:
+        return JSONResponse(await handlers.complete(body, session_of(body, raw_request)))
+
+    @router.post("/tokenize")
+    async def tokenize(body: Json) -> JSONResponse:
+        return JSONResponse(await handlers.tokenize(body))
+
+    @router.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        return JSONResponse(await handlers.list_models())
+
+    @router.get("/v1/sessions/{session_id}")
+    async def session(session_id: str) -> JSONResponse:
+        if (turns := handlers.sessions.describe(session_id)) is None:
+            raise HTTPException(404, f"no session {session_id} on this engine: it has none of that name, or forgot it")
+        return JSONResponse({"id": session_id, "turns": turns})
+
+    @router.delete("/v1/sessions/{session_id}")
+    async def forget(session_id: str) -> JSONResponse:
+        handlers.sessions.forget(session_id)
+        return JSONResponse({"id": session_id, "deleted": True})
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        status = "sampling" if engine.can_sample else "waiting"
+        return JSONResponse({"status": status, "weight_version": engine.weight_version})
+
+    app.include_router(router)
+    return app
+
+
+def session_of(body: Json, request: Request) -> str | None:
+    """The session that a request names, if it does."""
+    named = body.get("session_id") or request.headers.get(SESSION_HEADER)
+    return str(named) if named else None

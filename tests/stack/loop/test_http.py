@@ -1,0 +1,100 @@
+"""Requests over HTTP while a run trains: from a reward function in its actor, and from outside, through a refit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mrl.envs.endpoints import Endpoints, read_endpoints
+from mrl.envs.task import Task
+from mrl.store.clock import Clock
+from mrl.train import VALIDATION_EPOCH, train_step
+from mrl.types import RolloutGroup, Verdict
+from tests.stack.loop.conftest import CoinToss, LiveRun
+
+TIMEOUT_S = 120.0
+
+
+def ask(endpoints: Endpoints, base_url: str, prompt: str, seed: int) -> dict:
+    """The answer to a chat of one message."""
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 6, "seed": seed, "return_token_ids": True}
+    headers = {"Authorization": f"Bearer {endpoints.api_key}"}
+    response = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+class Judge(CoinToss):
+    """Asks the model itself about every answer before it tosses its coin."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+        found = read_endpoints(self.file)
+        opinions = [ask(found, found.base_url(task.text), "is it right?", seed=1) for task in tasks]
+        assert all(len(opinion["choices"][0]["token_ids"]) >= 1 for opinion in opinions)
+        return super().score(tasks, gives_up=gives_up)
+
+
+def set_environment(actor, environment: object) -> None:
+    actor.scorer.environments["math"] = environment
+
+
+@pytest.fixture
+def endpoints(live: LiveRun) -> Iterator[Endpoints]:
+    file = live.run.session.engines.log_folder / "endpoints.json"
+    assert file.stat().st_mode & 0o777 == 0o600
+    found = read_endpoints(file)
+    assert len(found.base_urls) == live.run.session.engines.num_engines == 2
+    live.run.session.rewards.apply(set_environment, Judge(file))
+    yield found
+    live.run.session.rewards.apply(set_environment, CoinToss())
+
+
+def test_rewards_and_others_ask_the_engines_while_the_run_trains(live: LiveRun, endpoints: Endpoints):
+    before = live.state.weight_version
+    is_over = threading.Event()
+
+    def ask_on(base_url: str) -> list[int]:
+        versions = []
+        while not is_over.is_set():
+            versions.append(ask(endpoints, base_url, "hello", seed=len(versions))["weight_version"])
+        return versions
+
+    with ThreadPoolExecutor(2) as threads:
+        askers = [threads.submit(ask_on, base_url) for base_url in endpoints.base_urls]
+        train_step(live.run, live.state)
+        after = live.state.weight_version
+        assert [ask(endpoints, base_url, "hello", seed=1)["weight_version"] for base_url in endpoints.base_urls] == [after] * 2
+        is_over.set()
+        for asker in askers:
+            versions = asker.result(timeout=TIMEOUT_S)
+            assert versions == sorted(versions) and {before, after} >= set(versions) and len(versions) > 1
+    assert live.state.metrics["rollout/failed"] == 0
+    assert live.state.metrics["train/token_mult_prob_error"] <= 1.001
+
+
+def texts(groups: Sequence[RolloutGroup]) -> list[list[str]]:
+    return [[verdict.text for verdict in group.verdicts] for group in groups]
+
+
+def test_rollouts_are_the_same_whoever_else_asks(live: LiveRun, endpoints: Endpoints):
+    run = live.run
+    asked = [(VALIDATION_EPOCH, prompt) for prompt in run.data.validation[:4]]
+
+    def sampled() -> list[list[str]]:
+        version = live.state.weight_version
+        return texts(run.supply.sample(asked, run.data.sampling, num_generations=3, weight_version=version, clock=Clock()))
+
+    with ThreadPoolExecutor(8) as threads:
+        others = [threads.submit(ask, endpoints, base_url, f"hello {i}", i) for i in range(8) for base_url in endpoints.base_urls]
+        beside_others = sampled()
+        assert all(other.result(timeout=TIMEOUT_S) for other in others)
+    run.session.rewards.apply(set_environment, CoinToss())
+    assert beside_others == sampled()

@@ -1,0 +1,214 @@
+"""The OpenAI-compatible server in front of a real engine, asked by OpenAI's own client; the engine is stepped by this thread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import httpx
+import openai
+import pytest
+
+from mrl.config.load import load_config
+from mrl.types import Rollout
+from tests.rollouts import StartEngine, differences, random_requests, request, run
+from tests.stack.loop.conftest import write_inputs
+
+if TYPE_CHECKING:
+    from mrl.rollout.engine import Engine
+
+KEY = "the-key-of-this-run"
+TIMEOUT_S = 60.0
+Answer = TypeVar("Answer")
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose byte tokenizer knows the marks of tool calls."""
+    folder = tmp_path_factory.mktemp("http")
+    overrides = write_inputs(folder, num_rows=4)
+    (folder / "overrides.json").write_text(json.dumps(overrides))
+    file = folder / "model" / "tokenizer.json"
+    text = file.read_text()
+    for index, mark in enumerate(("<tool_call>", "</tool_call>")):
+        text = text.replace(f"<|reserved_{index}|>", mark)
+    file.write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: StartEngine, folder: Path) -> Engine:
+    engine = start_engine(folder / "model", tokenizer=folder / "model")
+    engine.set_weight_version(0)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def base_url(engine: Engine, folder: Path) -> str:
+    from mrl.rollout.http_server import start_server
+
+    chat = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+    config = load_config(
+        "grpo_tiny.yaml",
+        [*json.loads((folder / "overrides.json").read_text()), f"{chat}.enable_auto_tools=true", f"{chat}.tool_parser=qwen3_coder"],
+    )
+    return start_server(engine, config.policy, host="127.0.0.1", api_key=KEY, wake=lambda: None)
+
+
+@pytest.fixture
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=base_url, api_key=KEY, max_retries=0, timeout=TIMEOUT_S) as client:
+        yield client
+
+
+def served(engine: Engine, *calls: Callable[[], Answer], beside: dict[str, Rollout] | None = None) -> list[Answer]:
+    """What the calls give back, all made at once, while the engine is stepped; other rollouts are put into `beside`."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        futures = [threads.submit(call) for call in calls]
+        while not all(future.done() for future in futures):
+            if engine.callers.are_waiting or engine.num_unfinished:
+                rollouts = {rollout.request.request_id: rollout for rollout in engine.step()}
+                if beside is not None:
+                    beside.update(rollouts)
+        return [future.result() for future in futures]
+
+
+def completion(client: openai.OpenAI, prompt: list[int], **sampling: object):
+    extra = {"return_token_ids": True, "ignore_eos": True, "stop_token_ids": []}
+    return client.completions.create(model="", prompt=prompt, logprobs=1, extra_body=extra, **sampling)  # type: ignore[call-overload]
+
+
+def test_a_completion_is_the_rollout_of_its_seed(engine: Engine, client: openai.OpenAI):
+    asked = request(range(30, 50))
+    rollout = run(engine, [asked])[asked.request_id]
+    (answer,) = served(engine, lambda: completion(client, list(asked.token_ids), seed=asked.seed, max_tokens=16))
+    (choice,) = answer.choices
+    assert choice.token_ids == rollout.token_ids.tolist()
+    assert choice.logprobs.token_logprobs == rollout.generator_logprobs.tolist()
+    assert (choice.finish_reason, answer.weight_version, answer.num_weight_versions) == ("length", 0, 1)
+
+
+def test_others_change_nothing(engine: Engine, client: openai.OpenAI):
+    """Rollouts and answers have the bits that they have alone, whoever else is sampled, and however."""
+    asked = random_requests(6)
+    alone = run(engine, asked)
+    calls = [lambda i=i: completion(client, [40 + i] * 9, seed=i, max_tokens=12, top_p=0.5 + 0.1 * i, temperature=0.7) for i in range(4)]
+    one_by_one = [served(engine, call)[0] for call in calls]
+    engine.add(asked)
+    beside: dict[str, Rollout] = {}
+    together = served(engine, *calls, beside=beside)
+    beside |= run(engine, [])
+    assert differences(alone, beside) == []
+    assert [answer.choices[0].model_dump() for answer in together] == [answer.choices[0].model_dump() for answer in one_by_one]
+
+
+def test_a_call_of_a_tool_is_parsed(engine: Engine, client: openai.OpenAI):
+    said = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n</function>\n</tool_call>"
+    messages = [{"role": "user", "content": "2+3"}]
+    (answer,) = served(
+        engine,
+        lambda: client.chat.completions.create(
+            model="", messages=messages, tools=[TOOL], extra_body={"structured_outputs": {"choice": [said]}}, max_tokens=200
+        ),
+    )
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": "3"})
+
+
+def test_a_session_goes_on_from_the_tokens_that_were_sampled(engine: Engine, client: openai.OpenAI, base_url: str):
+    session = {"extra_headers": {"X-Session-ID": "s1"}, "extra_body": {"return_token_ids": True}, "model": ""}
+    messages: list = [{"role": "user", "content": "hello"}]
+    (first,) = served(engine, lambda: client.chat.completions.create(messages=messages, max_completion_tokens=8, seed=1, **session))
+    # The bytes of a random model are hardly UTF-8: their text would be other tokens.
+    messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+    (second,) = served(engine, lambda: client.chat.completions.create(messages=messages, max_completion_tokens=8, seed=2, **session))
+    sampled = [*first.prompt_token_ids, *first.choices[0].token_ids]
+    user, assistant, end = 260, 261, 258
+    assert second.prompt_token_ids == [*sampled, end, user, *b"and?", assistant]
+    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {KEY}"}) as plain:
+        turns = plain.get("/sessions/s1").json()["turns"]
+        tokens = plain.post(
+            base_url.removesuffix("/v1") + "/tokenize", json={"messages": messages, "required_prefix_token_ids": sampled}
+        ).json()["tokens"]
+        assert plain.delete("/sessions/s1").json()["deleted"] and plain.get("/sessions/s1").status_code == 404
+    assert tokens == second.prompt_token_ids
+    assert [turn["token_ids"] for turn in turns] == [first.choices[0].token_ids, second.choices[0].token_ids]
+    assert [turn["is_continuation"] for turn in turns] == [False, True]
+    # What the trainer would be told is what sampling alone gives.
+    asked = request(second.prompt_token_ids, max_new_tokens=8, stop_token_ids=(end,))
+    alone = run(engine, [asked.__class__(**{**asked.__dict__, "seed": 2})])[asked.request_id]
+    assert turns[1]["logprobs"] == alone.generator_logprobs.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"stream": True}, openai.BadRequestError, "not streamed"),
+        ({"model": "other"}, openai.NotFoundError, "does not exist"),
+        ({"temperature": 0.5, "extra_headers": {"X-Session-ID": "s2"}}, openai.BadRequestError, "temperature=0.5: sessions are drawn"),
+        ({"n": 2, "extra_body": {"session_id": "s2"}}, openai.BadRequestError, "n=2: sessions"),
+        ({"top_p": 7.0}, openai.BadRequestError, "top_p"),
+        ({"extra_body": {"required_prefix_token_ids": ["a"]}}, openai.BadRequestError, "list of token ids"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, openai.BadRequestError, "context length"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(engine: Engine, client: openai.OpenAI, changes: dict, error: type[Exception], words: str):
+    asked = {"model": "", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4} | changes
+    with pytest.raises(error, match=words):
+        served(engine, lambda: client.chat.completions.create(**asked))
+
+
+def test_nobody_gets_in_without_the_key(engine: Engine, base_url: str):
+    with openai.OpenAI(base_url=base_url, api_key="guessed", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
+            stranger.models.list()
+    assert httpx.get(base_url.removesuffix("/v1") + "/health").json() == {"status": "sampling", "weight_version": 0}
+
+
+def test_several_answers_and_models(engine: Engine, client: openai.OpenAI, folder: Path):
+    assert [model.id for model in client.models.list()] == [str(folder / "model")]
+    messages = [{"role": "user", "content": "hello"}]
+    call = lambda: client.chat.completions.create(model="", messages=messages, n=3, seed=5, max_tokens=6)  # noqa: E731
+    (answer,) = served(engine, call)
+    assert len({choice.message.content for choice in answer.choices}) == 3
+
+
+def test_whoever_hangs_up_is_forgotten(engine: Engine, client: openai.OpenAI):
+    with ThreadPoolExecutor(1) as thread:
+        hasty = client.with_options(timeout=0.3)
+        future = thread.submit(completion, hasty, [40] * 9, max_tokens=100)
+        while not engine.callers.are_waiting:
+            pass
+        engine.step()
+        with pytest.raises(openai.APITimeoutError):
+            future.result()
+    for _ in range(99):
+        if not engine.callers.are_waiting:
+            break
+        engine.step()
+    assert not engine.callers.are_waiting and not engine.llm.has_unfinished_requests()
+
+
+def test_requests_wait_for_the_next_weights(engine: Engine, client: openai.OpenAI):
+    engine.enter("load")  # as before a refit, and as while memory is lent: from here on the engine must not sample
+    assert not engine.can_sample
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(completion, client, [40] * 9, max_tokens=4)
+        while not engine.callers.are_waiting:
+            pass
+        engine.enter("refit")
+        engine.set_weight_version(1)
+        engine.enter("generate")
+        while not future.done():
+            if engine.callers.are_waiting:
+                engine.step()
+        assert future.result().weight_version == 1
