@@ -48,7 +48,8 @@ def _value(text: str, kind: object) -> object:
     if kind in (None, "string"):
         return text
     try:
-        return json.loads(text)
+        # Models write Python's True as well.
+        return json.loads(text.lower() if kind == "boolean" else text)
     except ValueError as error:
         raise ValueError(f"{text!r:.100} is no {kind}") from error
 

@@ -16,6 +16,7 @@ from mrl.config.load import load_config
 from mrl.types import Rollout
 from tests.rollouts import StartEngine, differences, random_requests, request, run
 from tests.stack.loop.conftest import write_inputs
+from tests.stack.rollout.tool_tokenizer import save_tool_tokenizer
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
@@ -35,11 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("http")
     overrides = write_inputs(folder, num_rows=4)
     (folder / "overrides.json").write_text(json.dumps(overrides))
-    file = folder / "model" / "tokenizer.json"
-    text = file.read_text()
-    for index, mark in enumerate(("<tool_call>", "</tool_call>")):
-        text = text.replace(f"<|reserved_{index}|>", mark)
-    file.write_text(text)
+    save_tool_tokenizer(folder / "model")
     return folder
 
 

@@ -1,0 +1,95 @@
+"""`mrl.envs.tool_calls` against vLLM's parser `qwen3_coder`, with which agents over HTTP get their calls."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mrl.envs.tool_calls import ToolCall, tool_calls
+from tests.stack.rollout.tool_tokenizer import save_tool_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TYPES = {"a": "integer", "b": "string", "f": "number", "flag": "boolean", "xs": "array", "o": "object"}
+PROPERTIES = {name: {"type": kind} for name, kind in TYPES.items()}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": PROPERTIES}}},
+    {"type": "function", "function": {"name": "noop", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+def parameter(key: str, value: str) -> str:
+    return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+
+def call(body: str, name: str = "add") -> str:
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(save_tool_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def vllm_s(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, object]]:
+    """Names and arguments as vLLM reads them."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}], "tools": TOOLS})
+    parser = ToolParserManager.get_tool_parser("qwen3_coder")(tokenizer, request.tools)
+    found = parser.extract_tool_calls(text, request).tool_calls
+    return [(one.function.name, json.loads(one.function.arguments)) for one in found]
+
+
+def read(calls: list[ToolCall]) -> list[tuple[str, object]]:
+    return [(one.name, dict(one.arguments)) for one in calls]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no call",
+        call(parameter("a", "2") + parameter("b", "x")),
+        call(parameter("a", "1")) + "\n" + call(parameter("b", "y")),
+        call("", name="noop"),
+        "words before\n" + call(parameter("a", "3")) + " and behind",
+        call(parameter("b", "  two\n lines ")),
+        call(parameter("b", "007")),
+        call(parameter("f", "2.5") + parameter("flag", "True")),
+        call(parameter("xs", '[1, "two"]') + parameter("o", '{"k": null}')),
+        call(parameter("unknown", "5")),
+        call(parameter("a", "5"), name="unknown"),
+        "<tool_call><function=add><parameter=a>4</parameter></function></tool_call>",
+        "<tool_call>\n<function=add>\n" + parameter("a", "4") + "</function>",
+    ],
+)
+def test_both_read_the_same_calls(text: str, tokenizer: PreTrainedTokenizerBase):
+    calls = tool_calls(text, TOOLS)
+    assert [one.error for one in calls] == [""] * len(calls)
+    assert read(calls) == vllm_s(text, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "repaired"),
+    [
+        (call(parameter("a", "two")), "argument a: 'two' is no integer", [("add", {"a": "two"})]),
+        (call(parameter("xs", "[1,")), "argument xs: '[1,' is no array", [("add", {"xs": "[1,"})]),
+        ("<tool_call>\n<function=add>\n" + parameter("a", "4") + "</tool_call>", "not a call", [("add", {"a": 4})]),
+        ("<tool_call>\n<function=add>\n<parameter=a>\n4", "not a call", [("add", {})]),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "not a call", []),
+        (call("words\n" + parameter("a", "4")), "text outside of the parameters", [("add", {"a": 4})]),
+    ],
+)
+def test_what_vllm_repairs_is_an_error_to_environments(
+    text: str, error: str, repaired: list[tuple[str, object]], tokenizer: PreTrainedTokenizerBase
+):
+    """A model is not to learn that broken calls work."""
+    (found,) = tool_calls(text, TOOLS)
+    assert found.error.startswith(error)
+    assert vllm_s(text, tokenizer) == repaired
