@@ -12,6 +12,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -24,6 +25,9 @@ from mrl.data.prompts import sampling_params
 from mrl.rollout.engine import Engine
 from mrl.rollout.http_engine import HttpEngine
 from mrl.rollout.http_handlers import Handlers, Json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SESSION_HEADER = "X-Session-ID"
 """Names the session that a request belongs to, as the field `session_id` does."""
@@ -40,7 +44,8 @@ def start_server(engine: Engine, policy: PolicyConfig, *, host: str, api_key: st
         RuntimeError: no port of the range is free.
         TypeError: a parser cannot work with the tokenizer.
     """
-    sampling = sampling_params(policy, engine.llm.get_tokenizer())  # type: ignore[arg-type]  # vLLM's is one of transformers'
+    # vLLM's is one of transformers'.
+    sampling = sampling_params(policy, cast("PreTrainedTokenizerBase", engine.llm.get_tokenizer()))
     handlers = Handlers(HttpEngine(engine, sampling, wake=wake), policy, sampling)
     listener = listen(host, range(policy.generation.port_range_low, policy.generation.port_range_high))
     config = uvicorn.Config(

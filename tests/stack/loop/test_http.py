@@ -80,6 +80,11 @@ def test_rewards_and_others_ask_the_engines_while_the_run_trains(live: LiveRun, 
     assert live.state.metrics["train/token_mult_prob_error"] <= 1.001
 
 
+def test_the_key_stands_in_one_file_alone(live: LiveRun, endpoints: Endpoints):
+    files = [path for path in live.run.folder.path.rglob("*") if path.is_file()]
+    assert [path.name for path in files if endpoints.api_key.encode() in path.read_bytes()] == ["endpoints.json"]
+
+
 def texts(groups: Sequence[RolloutGroup]) -> list[list[str]]:
     return [[verdict.text for verdict in group.verdicts] for group in groups]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import openai
@@ -77,9 +78,17 @@ def served(engine: Engine, *calls: Callable[[], Answer], beside: dict[str, Rollo
         return [future.result() for future in futures]
 
 
-def completion(client: openai.OpenAI, prompt: list[int], **sampling: object):
+def completion(client: openai.OpenAI, prompt: list[int], **sampling: object) -> Any:
+    """A completion of token ids that stops at none of them."""
+    create: Callable[..., Any] = client.completions.create
     extra = {"return_token_ids": True, "ignore_eos": True, "stop_token_ids": []}
-    return client.completions.create(model="", prompt=prompt, logprobs=1, extra_body=extra, **sampling)  # type: ignore[call-overload]
+    return create(model="", prompt=prompt, logprobs=1, extra_body=extra, **sampling)
+
+
+def chat(client: openai.OpenAI, said: list, **body: object) -> Any:
+    """An answer to messages."""
+    create: Callable[..., Any] = client.chat.completions.create
+    return create(**{"model": "", "messages": said} | body)
 
 
 def test_a_completion_is_the_rollout_of_its_seed(engine: Engine, client: openai.OpenAI):
@@ -111,9 +120,7 @@ def test_a_call_of_a_tool_is_parsed(engine: Engine, client: openai.OpenAI):
     messages = [{"role": "user", "content": "2+3"}]
     (answer,) = served(
         engine,
-        lambda: client.chat.completions.create(
-            model="", messages=messages, tools=[TOOL], extra_body={"structured_outputs": {"choice": [said]}}, max_tokens=200
-        ),
+        lambda: chat(client, messages, tools=[TOOL], extra_body={"structured_outputs": {"choice": [said]}}, max_completion_tokens=200),
     )
     (choice,) = answer.choices
     (call,) = choice.message.tool_calls
@@ -122,12 +129,12 @@ def test_a_call_of_a_tool_is_parsed(engine: Engine, client: openai.OpenAI):
 
 
 def test_a_session_goes_on_from_the_tokens_that_were_sampled(engine: Engine, client: openai.OpenAI, base_url: str):
-    session = {"extra_headers": {"X-Session-ID": "s1"}, "extra_body": {"return_token_ids": True}, "model": ""}
+    session = {"extra_headers": {"X-Session-ID": "s1"}, "extra_body": {"return_token_ids": True}}
     messages: list = [{"role": "user", "content": "hello"}]
-    (first,) = served(engine, lambda: client.chat.completions.create(messages=messages, max_completion_tokens=8, seed=1, **session))
+    (first,) = served(engine, lambda: chat(client, messages, max_completion_tokens=8, seed=1, **session))
     # The bytes of a random model are hardly UTF-8: their text would be other tokens.
     messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
-    (second,) = served(engine, lambda: client.chat.completions.create(messages=messages, max_completion_tokens=8, seed=2, **session))
+    (second,) = served(engine, lambda: chat(client, messages, max_completion_tokens=8, seed=2, **session))
     sampled = [*first.prompt_token_ids, *first.choices[0].token_ids]
     user, assistant, end = 260, 261, 258
     assert second.prompt_token_ids == [*sampled, end, user, *b"and?", assistant]
@@ -141,8 +148,8 @@ def test_a_session_goes_on_from_the_tokens_that_were_sampled(engine: Engine, cli
     assert [turn["token_ids"] for turn in turns] == [first.choices[0].token_ids, second.choices[0].token_ids]
     assert [turn["is_continuation"] for turn in turns] == [False, True]
     # What the trainer would be told is what sampling alone gives.
-    asked = request(second.prompt_token_ids, max_new_tokens=8, stop_token_ids=(end,))
-    alone = run(engine, [asked.__class__(**{**asked.__dict__, "seed": 2})])[asked.request_id]
+    asked = dataclasses.replace(request(second.prompt_token_ids, max_new_tokens=8, stop_token_ids=(end,)), seed=2)
+    alone = run(engine, [asked])[asked.request_id]
     assert turns[1]["logprobs"] == alone.generator_logprobs.tolist()
 
 
@@ -159,9 +166,9 @@ def test_a_session_goes_on_from_the_tokens_that_were_sampled(engine: Engine, cli
     ],
 )
 def test_what_cannot_be_honoured_is_refused(engine: Engine, client: openai.OpenAI, changes: dict, error: type[Exception], words: str):
-    asked = {"model": "", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4} | changes
+    messages = [{"role": "user", "content": "hello"}]
     with pytest.raises(error, match=words):
-        served(engine, lambda: client.chat.completions.create(**asked))
+        served(engine, lambda: chat(client, messages, **{"max_completion_tokens": 4} | changes))
 
 
 def test_nobody_gets_in_without_the_key(engine: Engine, base_url: str):
@@ -173,9 +180,7 @@ def test_nobody_gets_in_without_the_key(engine: Engine, base_url: str):
 
 def test_several_answers_and_models(engine: Engine, client: openai.OpenAI, folder: Path):
     assert [model.id for model in client.models.list()] == [str(folder / "model")]
-    messages = [{"role": "user", "content": "hello"}]
-    call = lambda: client.chat.completions.create(model="", messages=messages, n=3, seed=5, max_tokens=6)  # noqa: E731
-    (answer,) = served(engine, call)
+    (answer,) = served(engine, lambda: chat(client, [{"role": "user", "content": "hello"}], n=3, seed=5, max_completion_tokens=6))
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 
