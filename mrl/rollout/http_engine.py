@@ -38,7 +38,7 @@ class HttpEngine:
     async def generate(
         self, prompt: EngineInput, sampling_params: SamplingParams, request_id: str, *, session_id: str | None = None, **_: object
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the complete answer, which `take_answer` gives with its weight version. Waits as long as the client does.
+        """Yields the complete answer, which `take_answers` gives with its weight version. Waits as long as the client does.
 
         Raises:
             ValueError: vLLM refuses the request, or it is part of a session and would be sampled unlike rollouts.
@@ -51,7 +51,11 @@ class HttpEngine:
             sampling_params.logprobs = 0  # of the drawn token alone
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answered] = loop.create_future()
-        question = Question(uuid.uuid4().hex, prompt, sampling_params, lambda answered: _call(loop, lambda: _settle(future, answered)))
+
+        def answer(answered: Answered | Exception) -> None:
+            loop.call_soon_threadsafe(_settle, future, answered)
+
+        question = Question(uuid.uuid4().hex, prompt, sampling_params, answer)
         self._callers.ask(question)
         self._wake()
         try:
@@ -74,10 +78,6 @@ def logprobs_of(output: RequestOutput) -> list[float]:
     (completion,) = output.outputs
     drawn = zip(completion.token_ids, cast(list, completion.logprobs), strict=True)
     return [float(step[token_id].logprob) for token_id, step in drawn]
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    loop.call_soon_threadsafe(function)
 
 
 def _settle(future: asyncio.Future[Answered], answered: Answered | Exception) -> None:

@@ -94,7 +94,7 @@ class Handlers:
             # vLLM's way to hand over a prompt that has been rendered elsewhere.
             request.kv_transfer_params = {"prompt_token_ids": await self._continued(request, prefix, num_answered)}
         try:
-            response = _checked(await self.chats.create_chat_completion(request), ChatCompletionResponse)
+            response = _successful(await self.chats.create_chat_completion(request), ChatCompletionResponse)
         finally:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
@@ -106,7 +106,7 @@ class Handlers:
         request = CompletionRequest.model_validate(self._checked(body, session_id))
         request.request_id = uuid.uuid4().hex
         try:
-            response = _checked(await self.completions.create_completion(request), CompletionResponse)
+            response = _successful(await self.completions.create_completion(request), CompletionResponse)
         finally:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
@@ -118,9 +118,9 @@ class Handlers:
         plain, prefix = take_prefix(body)
         if "messages" not in plain:
             asked = TokenizeCompletionRequest.model_validate(plain)
-            return _checked(await self.tokenization.create_tokenize(asked, cast(Any, None)), TokenizeResponse).model_dump()
+            return _successful(await self.tokenization.create_tokenize(asked, cast(Any, None)), TokenizeResponse).model_dump()
         chat = TokenizeChatRequest.model_validate(plain)
-        response = _checked(await self.tokenization.create_tokenize(chat, cast(Any, None)), TokenizeResponse)
+        response = _successful(await self.tokenization.create_tokenize(chat, cast(Any, None)), TokenizeResponse)
         if prefix is not None:
             request = ChatCompletionRequest.model_validate(plain)
             num_answered = num_messages_to_answer(cast(list[Mapping[str, object]], request.messages))
@@ -183,7 +183,7 @@ def versions(answers: Sequence[Answered]) -> Json:
     }
 
 
-def _checked(response: object, kind: type[Response]) -> Response:
+def _successful(response: object, kind: type[Response]) -> Response:
     if isinstance(response, ErrorResponse):
         raise HTTPException(response.error.code, response.error.message)
     assert isinstance(response, kind), "answers are not streamed"
