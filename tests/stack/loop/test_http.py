@@ -69,13 +69,15 @@ def test_rewards_and_others_ask_the_engines_while_the_run_trains(live: LiveRun, 
 
     with ThreadPoolExecutor(2) as threads:
         askers = [threads.submit(ask_on, base_url) for base_url in endpoints.base_urls]
-        train_step(live.run, live.state)
-        after = live.state.weight_version
-        assert [ask(endpoints, base_url, "hello", seed=1)["weight_version"] for base_url in endpoints.base_urls] == [after] * 2
-        is_over.set()
+        try:
+            train_step(live.run, live.state)
+            after = [ask(endpoints, base_url, "hello", seed=1)["weight_version"] for base_url in endpoints.base_urls]
+        finally:
+            is_over.set()
+        assert after == [live.state.weight_version] * 2
         for asker in askers:
             versions = asker.result(timeout=TIMEOUT_S)
-            assert versions == sorted(versions) and {before, after} >= set(versions) and len(versions) > 1
+            assert versions == sorted(versions) and {before, live.state.weight_version} >= set(versions) and len(versions) > 1
     assert live.state.metrics["rollout/failed"] == 0
     assert live.state.metrics["train/token_mult_prob_error"] <= 1.001
 
