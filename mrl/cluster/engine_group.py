@@ -78,11 +78,11 @@ class EngineActor:
         self.engine.enter("load")
         self._finished_between: list[Rollout] = []
         self._is_woken = False
-        self._self = ray.get_runtime_context().current_actor
         if not has_server:
             return None
         from mrl.rollout.http_server import start_server
 
+        self._self = ray.get_runtime_context().current_actor
         return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._wake)
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, list[Rollout]]:
