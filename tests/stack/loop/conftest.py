@@ -105,19 +105,20 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     with pytest.MonkeyPatch.context() as patch:
         # Other tests have used the same model, and the cache keeps the files as their ranks read them.
         patch.setenv("MRL_CACHE", str(folder / "cache"))
-        yield from _live_run(folder)
+        yield from live_run(folder)
 
 
-def _live_run(folder: Path) -> Iterator[LiveRun]:
+def live_run(folder: Path, *further: str) -> Iterator[LiveRun]:
+    """The run, with further overrides."""
     overrides = [
         *write_inputs(folder),
         *SMALL,
         "policy.generation.num_cpu_engines=2",
         "policy.generation.stop_strings=[never said]",  # engines look for stop strings; requests of tests bring theirs
-        "policy.generation.vllm_cfg.expose_http_server=true",
         "loss_fn.reference_policy_kl_penalty=0.01",
         "policy.refit_buffer_size_gb=0.0002",  # several rounds
         *PASSED_ON,
+        *further,
     ]
     config = load_config("grpo_tiny.yaml", overrides)
     data = preflight(config)

@@ -1,4 +1,4 @@
-"""Requests over HTTP while a run trains: from a reward function in its actor, and from outside, through a refit."""
+"""Part "async", too: requests over HTTP while a run trains, from a reward function in its actor, and from outside, through a refit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from mrl.envs.task import Task
 from mrl.store.clock import Clock
 from mrl.train import VALIDATION_EPOCH, train_step
 from mrl.types import RolloutGroup, Verdict
-from tests.stack.loop.conftest import CoinToss, LiveRun
+from tests.stack.loop.conftest import CoinToss, LiveRun, live_run
+
+pytestmark = [pytest.mark.long("async"), pytest.mark.timeout(600)]
 
 TIMEOUT_S = 120.0
 
@@ -44,6 +46,15 @@ class Judge(CoinToss):
 
 def set_environment(actor, environment: object) -> None:
     actor.scorer.environments["math"] = environment
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    """A run of its own, whose engines have servers."""
+    folder = tmp_path_factory.mktemp("served")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MRL_CACHE", str(folder / "cache"))
+        yield from live_run(folder, "policy.generation.vllm_cfg.expose_http_server=true")
 
 
 @pytest.fixture
