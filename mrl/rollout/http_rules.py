@@ -87,8 +87,8 @@ def take_prefix(body: Mapping[str, object]) -> tuple[dict[str, object], list[int
         plain = [message for message in messages if isinstance(message, Mapping)]
         with_ids = next((message for message in reversed(plain) if MESSAGE_IDS[0] in message), None)
         if given is None and with_ids is not None:
-            parts = [with_ids.get(name) for name in MESSAGE_IDS]
-            given = [*parts[0], *parts[1]] if all(isinstance(part, list) for part in parts) else parts
+            parts = [part for name in MESSAGE_IDS if isinstance(part := with_ids.get(name), list)]
+            given = [token_id for part in parts for token_id in part] if len(parts) == len(MESSAGE_IDS) else []
         rest["messages"] = [_without_ids(message) for message in messages]
     if given is None:
         return rest, None

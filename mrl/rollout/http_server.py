@@ -5,7 +5,6 @@ It runs in a thread of its own. Requests wait while the engine cannot sample, du
 
 from __future__ import annotations
 
-import random
 import secrets
 import socket
 import threading
@@ -62,8 +61,7 @@ def listen(host: str, ports: range) -> socket.socket:
     Raises:
         RuntimeError: all of them are taken.
     """
-    # Engines of one node that start at the same time would all try the first one.
-    for port in random.sample(ports, len(ports)):
+    for port in ports:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):

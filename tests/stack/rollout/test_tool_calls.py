@@ -11,7 +11,7 @@ from mrl.envs.tool_calls import ToolCall, tool_calls
 from tests.stack.rollout.tool_tokenizer import save_tool_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from vllm.tokenizers import TokenizerLike
 
 TYPES = {"a": "integer", "b": "string", "f": "number", "flag": "boolean", "xs": "array", "o": "object"}
 PROPERTIES = {name: {"type": kind} for name, kind in TYPES.items()}
@@ -30,19 +30,19 @@ def call(body: str, name: str = "add") -> str:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerLike:
+    from vllm.tokenizers import get_tokenizer
 
-    return AutoTokenizer.from_pretrained(save_tool_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    return get_tokenizer(save_tool_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def vllm_s(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, object]]:
+def vllm_s(text: str, tokenizer: TokenizerLike) -> list[tuple[str, object]]:
     """Names and arguments as vLLM reads them."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
     request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}], "tools": TOOLS})
-    parser = ToolParserManager.get_tool_parser("qwen3_coder")(tokenizer, request.tools)
+    parser = ToolParserManager.get_tool_parser("qwen3_coder")(tokenizer, [*(request.tools or ())])
     found = parser.extract_tool_calls(text, request).tool_calls
     return [(one.function.name, json.loads(one.function.arguments)) for one in found]
 
@@ -69,7 +69,7 @@ def read(calls: list[ToolCall]) -> list[tuple[str, object]]:
         "<tool_call>\n<function=add>\n" + parameter("a", "4") + "</function>",
     ],
 )
-def test_both_read_the_same_calls(text: str, tokenizer: PreTrainedTokenizerBase):
+def test_both_read_the_same_calls(text: str, tokenizer: TokenizerLike):
     calls = tool_calls(text, TOOLS)
     assert [one.error for one in calls] == [""] * len(calls)
     assert read(calls) == vllm_s(text, tokenizer)
@@ -86,9 +86,7 @@ def test_both_read_the_same_calls(text: str, tokenizer: PreTrainedTokenizerBase)
         (call("words\n" + parameter("a", "4")), "text outside of the parameters", [("add", {"a": 4})]),
     ],
 )
-def test_what_vllm_repairs_is_an_error_to_environments(
-    text: str, error: str, repaired: list[tuple[str, object]], tokenizer: PreTrainedTokenizerBase
-):
+def test_what_vllm_repairs_is_an_error_to_environments(text: str, error: str, repaired: list[tuple[str, object]], tokenizer: TokenizerLike):
     """A model is not to learn that broken calls work."""
     (found,) = tool_calls(text, TOOLS)
     assert found.error.startswith(error)
