@@ -18,12 +18,13 @@ def probe() -> CudaProbe:
     """What torch can do with the GPUs that it sees."""
     try:
         import torch
+        from torch.cuda import nccl as torch_nccl
     except (ImportError, OSError) as error:
         return CudaProbe(f"torch cannot be imported: {' '.join(str(error).split())}")
     if not torch.cuda.is_available():
         return CudaProbe("torch.cuda.is_available() is False")
     num_gpus = torch.cuda.device_count()
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl = ".".join(map(str, torch_nccl.version()))
     capabilities = {torch.cuda.get_device_capability(index) for index in range(num_gpus)}
     built_for = torch.cuda.get_arch_list()
     unsupported = tuple(f"sm_{major}{minor}" for major, minor in sorted(capabilities) if not runs_on((major, minor), built_for))

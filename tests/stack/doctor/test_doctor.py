@@ -32,6 +32,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, i
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     second = cluster.add_node(num_cpus=1)
+    assert cluster.address is not None
     yield cluster.address, second.all_processes["raylet"][0].process.pid
     cluster.shutdown()
 
