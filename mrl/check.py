@@ -10,14 +10,14 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrl.config.checks import find_problems
-from mrl.config.data import train_datasets, validation_datasets
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.files import find_config
 from mrl.config.load import read_run
 from mrl.config.model import read_model, use_cached_folders
 from mrl.config.redact import start_logging
-from mrl.config.schema import RunConfig
+from mrl.config.rules.checks import find_problems
+from mrl.config.rules.data import train_datasets, validation_datasets
+from mrl.config.schema.run import RunConfig
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from mrl.diagnosis.requirements import read_wanted
 from mrl.diagnosis.software import judge_software
 
 if TYPE_CHECKING:
-    from mrl.config.schema import RunConfig
+    from mrl.config.schema.run import RunConfig
     from mrl.diagnosis.facts import HostFacts
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config import trace
 from mrl.config.files import find_config
 from mrl.config.load import load_run
-from mrl.config.schema import CheckpointingConfig, RunConfig
+from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.start import check_start
 from mrl.store.checkpoints import CheckpointStore

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mrl.config.files import find_config
 from mrl.config.load import load_config
-from mrl.config.schema import ClusterConfig
+from mrl.config.schema.run import ClusterConfig
 from mrl.launchers import kubernetes, lepton, slurm
 from mrl.launchers.join import wait_for_nodes
 

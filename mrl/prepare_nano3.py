@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from conversion.storage.files import sync_file, sync_folder, write_atomic
-from mrl.config.environments import environment_of_agent
+from mrl.config.rules.environments import environment_of_agent
 from mrl.data.fields import Fields, RowError, json_object, text_of
 from mrl.data.files import SUFFIXES
 from mrl.data.gym import gym_conversation

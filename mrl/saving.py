@@ -13,7 +13,7 @@ from typing import cast
 from conversion.storage.manifest import FileRecord
 from mrl.capacity.phases import Phase
 from mrl.cluster.policy_group import PolicyGroup
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.policy.reports import WriteReport
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.run_folder import RunFolder

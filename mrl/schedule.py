@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.config.schema import CheckpointingConfig
+from mrl.config.schema.run import CheckpointingConfig
 
 
 def is_due(step: int, period: int) -> bool:

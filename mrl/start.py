@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from conversion.cache import open_cache
 from mrl import env
-from mrl.config.checks import check_config, find_problems
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.hub import model_folder
 from mrl.config.model import use_cached_folders, use_local_folders
-from mrl.config.schema import RunConfig
+from mrl.config.rules.checks import check_config, find_problems
+from mrl.config.schema.run import RunConfig
 
 
 def check_start(config: RunConfig) -> None:

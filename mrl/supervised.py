@@ -16,9 +16,9 @@ from mrl.cluster.payload import put_batch
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.session import start_policies
 from mrl.config import trace
-from mrl.config.schema import RunConfig
-from mrl.config.schema_algo import GrpoConfig
-from mrl.config.schema_policy import PolicyConfig
+from mrl.config.schema.algo import GrpoConfig
+from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.cost import SequenceCost, sequence_cost
 from mrl.data.example_batch import as_in_validation, batch_examples
 from mrl.data.order import prompts_of_step

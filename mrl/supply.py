@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Protocol
 
 from mrl.algo.filters import has_signal
-from mrl.config.schema import RunConfig
-from mrl.config.schema_generation import GenerationConfig
+from mrl.config.schema.generation import GenerationConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.order import prompts_left
 from mrl.data.prompts import PromptData
 from mrl.store.clock import Clock

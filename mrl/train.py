@@ -29,7 +29,7 @@ from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config import trace
 from mrl.config.files import find_config
 from mrl.config.load import load_run
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.data.reading import write_quarantine

@@ -12,7 +12,7 @@ from mrl.algo.rewards import scale_reward, shaped_rewards
 from mrl.types import RolloutGroup
 
 if TYPE_CHECKING:
-    from mrl.config.schema_algo import GrpoConfig
+    from mrl.config.schema.algo import GrpoConfig
 
 # Rewards are fractions and sums of fractions; closer than this they are equal and differ by rounding.
 MIN_REWARD_SPREAD = 1e-6

@@ -8,7 +8,7 @@ from mrl.algo.advantages import MIN_REWARD_SPREAD
 from mrl.algo.rewards import scaled_rewards
 
 if TYPE_CHECKING:
-    from mrl.config.schema_algo import GrpoConfig
+    from mrl.config.schema.algo import GrpoConfig
     from mrl.types import RolloutGroup
 
 

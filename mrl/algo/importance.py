@@ -16,7 +16,7 @@ from mrl.algo.kl import bounded_exp
 
 if TYPE_CHECKING:
     from mrl.algo.sequences import Segments
-    from mrl.config.schema_algo import LossConfig
+    from mrl.config.schema.algo import LossConfig
 
 
 def importance_weights(log_ratio_T: Tensor, segments: Segments, config: LossConfig) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from mrl.algo.kl import bounded_exp, kl_divergence
 from mrl.algo.sequences import Segments
 
 if TYPE_CHECKING:
-    from mrl.config.schema_algo import GrpoConfig, LossConfig
+    from mrl.config.schema.algo import GrpoConfig, LossConfig
 
 
 def sequence_errors(old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from mrl.algo.kl import MAX_LOG_RATIO, bounded_exp, bounded_ratio, kl_divergence
 from mrl.algo.sequences import Segments
 
 if TYPE_CHECKING:
-    from mrl.config.schema_algo import LossConfig
+    from mrl.config.schema.algo import LossConfig
 
 LOSS = "loss"
 _EXTREME = ("probs_ratio_{}", "probs_ratio_clamped_{}", "{}_seq_mult_prob_error", "{}_seq_mult_prob_error_after_mask", "advantages/{}")

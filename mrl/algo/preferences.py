@@ -13,7 +13,7 @@ from torch import Tensor
 from mrl.algo.losses import LOSS
 
 if TYPE_CHECKING:
-    from mrl.config.schema_supervised import DpoConfig
+    from mrl.config.schema.supervised import DpoConfig
 
 
 def bradley_terry_loss(chosen_B: Tensor, rejected_B: Tensor, *, beta: float = 1.0, num_pairs: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mrl.config.schema_algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
+    from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
     from mrl.types import RolloutGroup, RolloutInfo
 
 

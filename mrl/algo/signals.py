@@ -10,7 +10,7 @@ from mrl.algo.rewards import num_out_of_range, shaped_rewards
 from mrl.types import FixedAdvantage, FlawKind, RolloutGroup, RolloutInfo, TrainSequence, Verdict
 
 if TYPE_CHECKING:
-    from mrl.config.schema_algo import GrpoConfig
+    from mrl.config.schema.algo import GrpoConfig
 
 
 def train_sequences(groups: Sequence[RolloutGroup], config: GrpoConfig) -> tuple[list[TrainSequence], dict[str, float]]:

@@ -26,7 +26,7 @@ from mrl.cluster.units import EngineUnits
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded, fetch, wait_all
 from mrl.config import trace
 from mrl.config.redact import split_secrets
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
 from mrl.rollout.environment import engine_environment
 from mrl.types import Rollout, RolloutInfo, RolloutRequest

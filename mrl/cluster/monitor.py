@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.hosts import HostLog, HostSampler, sample_until
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 
 logger = logging.getLogger(__name__)
 

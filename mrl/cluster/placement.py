@@ -8,7 +8,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.cluster.join import UNIT_RESOURCE
 from mrl.cluster.units import engine_units, find_engine_across_nodes, unit_table
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 
 
 class Placement:

@@ -22,7 +22,7 @@ from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import Background, wait_all
 from mrl.config import trace
 from mrl.config.redact import split_secrets
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, RowSequence, pack_row
 from mrl.types import Batch, TrainSequence
 

@@ -10,7 +10,7 @@ import numpy as np
 from conversion.boxes import Slot
 from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.policy_group import PolicyGroup
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.batch import max_row_tokens
 from mrl.data.bins import first_fit_decreasing
 from mrl.data.packing import RowSequence, pack_row, padded_length

@@ -24,7 +24,7 @@ from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.probe import live_digests
 from mrl.cluster.waiting import ActorLost, wait_all
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.refit.group import GroupAddress
 from mrl.refit.pull import VerifyReport
 from mrl.refit.unit import UnitHandles, handles_of

@@ -17,8 +17,8 @@ from mrl.cluster.payload import PayloadRef, pull
 from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import Background, fetch, wait_all
 from mrl.config import trace
-from mrl.config.environments import NEMO_GYM
-from mrl.config.schema import RunConfig
+from mrl.config.rules.environments import NEMO_GYM
+from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
 from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict

@@ -16,7 +16,7 @@ from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttri
 
 from mrl.cluster.head import join_cluster
 from mrl.cluster.reaper import start_reaper
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 
 logger = logging.getLogger(__name__)
 

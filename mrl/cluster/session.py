@@ -17,7 +17,7 @@ from mrl.cluster.reward_actor import Rewards
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.cluster.runtime import ray_runtime
 from mrl.config import trace
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def engine_units(config: RunConfig) -> tuple[EngineUnits, ...]:
     num_serving = config.num_dedicated_units or config.num_policy_ranks
     first = config.num_units - num_serving
     stride = num_serving // num_engines // tp * tp
-    assert stride >= tp, "mrl.config.layout refuses more engine workers than units"
+    assert stride >= tp, "mrl.config.rules.layout refuses more engine workers than units"
     starts = (first + index * stride for index in range(num_engines))
     return tuple(EngineUnits(index, tuple(range(start, start + tp))) for index, start in enumerate(starts))
 

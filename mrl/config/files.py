@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import mrl
-from mrl.config.dialect_names import RENAMED
+from mrl.config.dialect.names import RENAMED
 from mrl.config.errors import ConfigError
 from mrl.config.secrets import REDACTED
 from mrl.env import SECRET_NAME

@@ -1,6 +1,6 @@
 """YAML files and overrides in, a typed `RunConfig` out, and a report of what was said in other words than ours.
 
-Rules between keys are in `mrl.config.checks`, NeMo RL's words in `mrl.config.dialect`.
+Rules between keys are in `mrl.config.rules.checks`, NeMo RL's words in `mrl.config.dialect.translate`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mrl.config import trace
-from mrl.config.dialect import DIALECT_KEYS, Migration, is_foreign, migrate
-from mrl.config.dialect_data import name_dataset_lists
-from mrl.config.dialect_evaluation import is_evaluation, place_evaluation
+from mrl.config.dialect.data import name_dataset_lists
+from mrl.config.dialect.evaluation import is_evaluation, place_evaluation
+from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate
 from mrl.config.errors import ConfigError
 from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings
-from mrl.config.schema import KEYS, RunConfig, section_of
+from mrl.config.schema.run import KEYS, RunConfig, section_of
 from mrl.config.secrets import note_secrets
 
 Section = TypeVar("Section")

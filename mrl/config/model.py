@@ -10,8 +10,8 @@ from typing import Literal
 
 from conversion.families.registry import FAMILIES, family
 from mrl.config.hub import cached_folder, is_hub_id, is_prepared, model_folder
-from mrl.config.schema import RunConfig
-from mrl.config.schema_policy import PolicyConfig, TokenizerConfig
+from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
+from mrl.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from mrl.config.ranges import spell
-from mrl.config.schema import RunConfig
-from mrl.config.schema_megatron import MegatronConfig
-from mrl.config.schema_policy import PolicyConfig
+from mrl.config.rules.ranges import spell
+from mrl.config.schema.megatron import MegatronConfig
+from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import REDACTED
 from mrl.env import SECRET_NAME
 

@@ -14,7 +14,7 @@ from typing import TextIO
 from omegaconf import OmegaConf
 
 from mrl import env
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import REDACTED, noted_secrets
 
 _URL_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s/:@]*):[^\s/]+@")

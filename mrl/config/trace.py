@@ -21,6 +21,8 @@ _merged: Readers = {}
 _follows: dict[str, frozenset[str]] = {}
 """Keys whose values were made from other keys. Whoever reads one has read the others."""
 
+# A read in the schema, or where its data sets are listed, is a read of whoever called there.
+OWN_MODULES = ("mrl.config.schema", "mrl.config.rules.data", "mrl.config.datasets", __name__)
 # These packages walk all fields of an object; that says nothing about whether the run depends on them.
 _WALKERS = frozenset({"copy", "dataclasses", "omegaconf", "pickle", "pprint", "reprlib"})
 
@@ -46,7 +48,7 @@ def _product_module() -> str:
     What runs as a script is told by its file.
     """
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("mrl.config.schema", "mrl.config.data", __name__)):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(OWN_MODULES):
         if frame.f_code.co_filename == "<string>":  # __repr__, __eq__: compiled from text by dataclasses
             return ""
         frame = frame.f_back
@@ -59,7 +61,7 @@ def _product_module() -> str:
 
 def readers() -> Readers:
     """The keys read so far by this process and by those whose readers were merged, and the keys that their values were made from."""
-    from mrl.config.schema import KEYS
+    from mrl.config.schema.run import KEYS
 
     found: Readers = {key: set(modules) for key, modules in _merged.items()}
     for key, place in KEYS.items():
@@ -95,8 +97,8 @@ def forget_reads() -> None:
 
 def report() -> str:
     """The text of `--trace-config`: keys read and their readers, keys that a check fixes to one value, keys never read; one a line."""
-    from mrl.config.ranges import FIXED
-    from mrl.config.schema import KEYS
+    from mrl.config.rules.ranges import FIXED
+    from mrl.config.schema.run import KEYS
 
     read = readers()
     groups = {

@@ -12,8 +12,8 @@ from mrl.types import Batch, TrainSequence
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mrl.config.schema import RunConfig
-    from mrl.config.schema_policy import PolicyConfig
+    from mrl.config.schema.policy import PolicyConfig
+    from mrl.config.schema.run import RunConfig
 
 
 def make_batches(sequences: Sequence[TrainSequence], config: RunConfig) -> list[Batch]:

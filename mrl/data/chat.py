@@ -17,8 +17,8 @@ from mrl.data.fields import Message, RowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mrl.config.schema_data import DataDefaultConfig, DatasetConfig
-    from mrl.config.schema_policy import TokenizerConfig
+    from mrl.config.schema.data import DataDefaultConfig, DatasetConfig
+    from mrl.config.schema.policy import TokenizerConfig
 
 
 OWN_TEMPLATE = "default"

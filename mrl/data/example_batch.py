@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from mrl.config.schema_policy import DynamicBatchingConfig, SequencePackingConfig
+from mrl.config.schema.policy import DynamicBatchingConfig, SequencePackingConfig
 from mrl.data.batch import plan_batch, plan_metrics
 from mrl.data.packing import padded_length
 from mrl.data.planning import RowPlan
 from mrl.types import Rollout, RolloutRequest, SamplingParams, Turn
 
 if TYPE_CHECKING:
-    from mrl.config.schema_policy import PolicyConfig
+    from mrl.config.schema.policy import PolicyConfig
     from mrl.data.conversations import TokenSequence
     from mrl.data.cost import SequenceCost
     from mrl.data.supervised import Example

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from mrl.config.datasets import known_dataset
 
 if TYPE_CHECKING:
-    from mrl.config.schema_data import DatasetConfig
+    from mrl.config.schema.data import DatasetConfig
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mrl.config.data import key_of
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
-from mrl.config.environments import NEMO_GYM, environment_names, environment_of_agent
+from mrl.config.rules.data import key_of
+from mrl.config.rules.environments import NEMO_GYM, environment_names, environment_of_agent
 from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
@@ -20,9 +20,9 @@ from mrl.types import Prompt, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mrl.config.schema import RunConfig
-    from mrl.config.schema_data import DatasetConfig
-    from mrl.config.schema_policy import PolicyConfig
+    from mrl.config.schema.data import DatasetConfig
+    from mrl.config.schema.policy import PolicyConfig
+    from mrl.config.schema.run import RunConfig
 
 NEED_ANSWER = ("math", "mcqa")
 """Environments that compare with an answer, which every row must have."""

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from conversion.storage.files import write_atomic
-from mrl.config.data import train_datasets, validation_datasets
+from mrl.config.rules.data import train_datasets, validation_datasets
 from mrl.data.fields import Fields, RowError, json_object
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, RecordFile
 
 if TYPE_CHECKING:
-    from mrl.config.schema_data import DataConfig, DatasetConfig
+    from mrl.config.schema.data import DataConfig, DatasetConfig
 
 logger = logging.getLogger(__name__)
 

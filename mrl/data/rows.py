@@ -11,7 +11,7 @@ from mrl.data.fields import Fields, Message, RowError, checked_text, first_key, 
 from mrl.data.gym import gym_conversation
 
 if TYPE_CHECKING:
-    from mrl.config.schema_data import DatasetConfig
+    from mrl.config.schema.data import DatasetConfig
 
 QUESTION_KEYS = ("question", "problem", "prompt", "input")
 ANSWER_KEYS = ("expected_answer", "answer", "output")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mrl.config.data import key_of
+from mrl.config.rules.data import key_of
 from mrl.data.chat import load_chat_format, load_tokenizer, use_chat_template
 from mrl.data.conversations import Conversation, ConversationFormat, TokenSequence, tokenize, with_prompts
 from mrl.data.fields import Fields, RowError, optional_text
@@ -16,8 +16,8 @@ from mrl.data.rows import parse_pair, parse_row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mrl.config.schema import RunConfig
-    from mrl.config.schema_data import DatasetConfig
+    from mrl.config.schema.data import DatasetConfig
+    from mrl.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True)

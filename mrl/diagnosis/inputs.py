@@ -6,12 +6,12 @@ from pathlib import Path
 
 from conversion.storage.files import weight_files
 from mrl import env
-from mrl.config.checkpointing import checkpoint_demand, existing_parent
-from mrl.config.checks import find_problems
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.hub import is_hub_id
 from mrl.config.model import read_model, use_cached_folders
-from mrl.config.schema import RunConfig
+from mrl.config.rules.checkpointing import checkpoint_demand, existing_parent
+from mrl.config.rules.checks import find_problems
+from mrl.config.schema.run import RunConfig
 from mrl.diagnosis.facts import HostFacts
 from mrl.diagnosis.findings import Finding, has_problem
 from mrl.diagnosis.gather import read_disk

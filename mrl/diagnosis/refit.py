@@ -24,7 +24,7 @@ from mrl.cluster.probe import live_digests, sample_everywhere, trainer_logprobs
 from mrl.cluster.refit import RefitReport
 from mrl.cluster.session import placed_units, start_models
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptData
 from mrl.train import preflight
 from mrl.types import Rollout, RolloutRequest, SamplingParams, request_seed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from mrl.config.schema import RunConfig
-from mrl.config.schema_algo import RewardPenaltiesConfig
+from mrl.config.schema.algo import RewardPenaltiesConfig
+from mrl.config.schema.run import RunConfig
 from mrl.envs.tool_calls import tool_calls
 from mrl.types import Flaw, FlawKind, Rollout, Verdict
 

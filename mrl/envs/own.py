@@ -10,7 +10,7 @@ import json
 import numbers
 from collections.abc import Callable, Mapping
 
-from mrl.config.environments import ENTRY_POINT_GROUP
+from mrl.config.rules.environments import ENTRY_POINT_GROUP
 from mrl.envs.task import MASK_SAMPLE, Outcome, Score, Task
 
 TOTALS = ("reward", "score")

@@ -13,7 +13,7 @@ from mrl.envs.pool import RewardPool
 from mrl.envs.worker import RewardFunction
 
 if TYPE_CHECKING:
-    from mrl.config.schema_env import EnvConfig
+    from mrl.config.schema.env import EnvConfig
 
 # What a child may take beyond the time that its function allows a program, before it is the child that hangs.
 GRACE_S = 10.0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from conversion.adapters import Kind
 from conversion.tensors import merged
-from mrl.config.schema_peft import PeftConfig
+from mrl.config.schema.peft import PeftConfig
 
 
 class Factor(nn.Module):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mrl.config.schema_policy import PolicyConfig
+    from mrl.config.schema.policy import PolicyConfig
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from conversion.families.registry import family
 from mrl.policy import compat, parallel
 
 if TYPE_CHECKING:
-    from mrl.config.schema_policy import PolicyConfig
+    from mrl.config.schema.policy import PolicyConfig
 
 
 def freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig) -> None:

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe import moe_utils
 from mrl.policy import compat
 
 if TYPE_CHECKING:
-    from mrl.config.schema_megatron import MegatronConfig, OptimizerConfig
+    from mrl.config.schema.megatron import MegatronConfig, OptimizerConfig
 
 logger = logging.getLogger(__name__)
 

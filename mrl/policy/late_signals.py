@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mrl.algo.late_signals import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
-from mrl.config.schema_algo import GrpoConfig, LossConfig
+from mrl.config.schema.algo import GrpoConfig, LossConfig
 from mrl.policy.step import BatchSize, TrainRow, combine, global_batch_size
 
 

@@ -31,8 +31,8 @@ from mrl.policy.layout_state import CheckpointEntries
 from mrl.refit.unit import live_tensors
 
 if TYPE_CHECKING:
-    from mrl.config.schema_peft import PeftConfig
-    from mrl.config.schema_policy import PolicyConfig
+    from mrl.config.schema.peft import PeftConfig
+    from mrl.config.schema.policy import PolicyConfig
 
 ATTRIBUTE = "adapters"
 """Of a model: its adapters, each under the name of its linear layer."""

@@ -30,8 +30,8 @@ from mrl.policy.recompute import recompute_arguments, recomputed
 from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
 
 if TYPE_CHECKING:
-    from mrl.config.schema_megatron import MegatronConfig
-    from mrl.config.schema_policy import PolicyConfig
+    from mrl.config.schema.megatron import MegatronConfig
+    from mrl.config.schema.policy import PolicyConfig
 
 ModelClass = Literal["mamba", "gpt"]
 

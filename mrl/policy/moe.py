@@ -32,7 +32,7 @@ from mrl.policy import compat
 from mrl.policy.context import local_positions
 
 if TYPE_CHECKING:
-    from mrl.config.schema_megatron import MegatronConfig
+    from mrl.config.schema.megatron import MegatronConfig
 
 
 def routing_arguments(config: MegatronConfig) -> dict[str, object]:

@@ -11,9 +11,9 @@ from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRo
 from mrl.algo.preferences import bradley_terry_loss, dpo_loss
 from mrl.algo.sequences import Segments
 from mrl.algo.sft import nll_loss, perplexity
-from mrl.config.schema import RunConfig
-from mrl.config.schema_algo import LossConfig
-from mrl.config.schema_supervised import DpoConfig
+from mrl.config.schema.algo import LossConfig
+from mrl.config.schema.run import RunConfig
+from mrl.config.schema.supervised import DpoConfig
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.output import token_scores
 from mrl.policy.reward_head import token_rewards

@@ -13,7 +13,7 @@ from mrl.policy.fusions import precision_aware_arguments
 from mrl.policy.model import DTYPES
 
 if TYPE_CHECKING:
-    from mrl.config.schema_megatron import MegatronConfig
+    from mrl.config.schema.megatron import MegatronConfig
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfig) -> MegatronOptimizer:

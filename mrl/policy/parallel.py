@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from mrl.policy import cpu
 
 if TYPE_CHECKING:
-    from mrl.config.schema_megatron import MegatronConfig
+    from mrl.config.schema.megatron import MegatronConfig
 
 
 @dataclass(frozen=True)

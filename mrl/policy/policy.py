@@ -22,7 +22,7 @@ from conversion.storage.safetensors_io import fill_layout
 from conversion.tensors import box_view
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, regroup
 from mrl.policy import checkpoint, compat, parallel
 from mrl.policy.arena import Arena, buffer_views

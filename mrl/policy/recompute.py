@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mrl.policy import compat
 
 if TYPE_CHECKING:
-    from mrl.config.schema_megatron import MegatronConfig
+    from mrl.config.schema.megatron import MegatronConfig
 
 
 def recompute_arguments(config: MegatronConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mrl.algo.balance import balance_metrics
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS
-from mrl.config.schema_megatron import MegatronConfig
+from mrl.config.schema.megatron import MegatronConfig
 from mrl.data.packing import PackedRow
 from mrl.policy.context import join, local_positions
 from mrl.policy.distribution import TokenDistribution

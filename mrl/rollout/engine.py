@@ -21,7 +21,7 @@ from conversion.boxes import Slot
 from conversion.families.registry import family
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
-from mrl.config.schema_generation import GenerationConfig
+from mrl.config.schema.generation import GenerationConfig
 from mrl.refit.pull import VerifyReport
 from mrl.rollout import sampler
 from mrl.rollout.callers import Callers, Question

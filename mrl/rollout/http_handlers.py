@@ -25,7 +25,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
-from mrl.config.schema_policy import PolicyConfig
+from mrl.config.schema.policy import PolicyConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.rollout.callers import Answered
 from mrl.rollout.http_engine import HttpEngine, logprobs_of

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-from mrl.config.schema_policy import PolicyConfig
+from mrl.config.schema.policy import PolicyConfig
 from mrl.data.prompts import sampling_params
 from mrl.rollout.engine import Engine
 from mrl.rollout.http_engine import HttpEngine

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from conversion.storage.files import sha256_file, sync_file, sync_folder, write_atomic
 from conversion.storage.manifest import FileRecord, file_record
-from mrl.config.schema import CheckpointingConfig
+from mrl.config.schema.run import CheckpointingConfig
 from mrl.store.ownership import unowned
 from mrl.types import RunState
 

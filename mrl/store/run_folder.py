@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conversion.storage.files import write_atomic
 from mrl.config.redact import resolved_yaml
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.store.checkpoints import Checkpoint, CheckpointStore
 from mrl.store.console import step_header, step_lines, supervised_lines

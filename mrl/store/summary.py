@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from mrl.algo.pass_at_k import mean_pass_at_k
-from mrl.config.schema_algo import GrpoConfig
+from mrl.config.schema.algo import GrpoConfig
 from mrl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)

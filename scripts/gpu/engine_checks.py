@@ -65,7 +65,7 @@ def sleep(setup: Setup) -> list[Row]:
 
     # Before anything imports vLLM.
     os.environ.update(engine_environment(has_gpu=setup.device == "cuda"))
-    from mrl.config.schema_generation import ColocatedConfig, GenerationConfig, VllmConfig
+    from mrl.config.schema.generation import ColocatedConfig, GenerationConfig, VllmConfig
     from mrl.rollout.engine import Engine
     from tests.rollouts import differences, random_requests
 

@@ -185,7 +185,7 @@ def _scan(
 
 def train(setup: Setup) -> list[Row]:
     """Steps of a policy on one GPU: layers of the 30B model at their real size; on a CPU, small ones."""
-    from mrl.config.schema import RunConfig
+    from mrl.config.schema.run import RunConfig
     from mrl.policy.policy import Policy
     from tests.stack.policy import layout_ranks
     from tests.stack.ranks import _free_port

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mrl.config.schema_policy import SequencePackingConfig
+from mrl.config.schema.policy import SequencePackingConfig
 from tests.long.record import DATA_FOLDER, Row
 from tests.sources import ROOT
 

@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config import trace
 from mrl.config.load import load_config
-from mrl.config.schema import KEYS
+from mrl.config.schema.run import KEYS
 from mrl.data.prompts import load_prompts
 from mrl.envs.registry import build_environment
 from scripts.config_page import DATA, unread_keys

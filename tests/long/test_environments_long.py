@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema_env import BUILT_IN
+from mrl.config.schema.env import BUILT_IN
 from mrl.train import main
 from tests.stack.loop.conftest import SMALL, write_inputs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from mrl.config.dialect import DIALECT_KEYS
-from mrl.config.schema import KEYS
+from mrl.config.dialect.translate import DIALECT_KEYS
+from mrl.config.schema.run import KEYS
 from scripts.config_page import GPU_ONLY
 from scripts.render_docs import DOCS
 

@@ -140,7 +140,7 @@ def test_a_forbidden_import_is_found(module: str, source: str):
     [
         ("mrl.train", "import mrl.cluster.session\nimport mrl.store.ledger"),
         ("mrl.rollout.engine", "import vllm\nWORKER = 'mrl.rollout.worker.Worker'\nfrom mrl.refit.pull import Puller"),
-        ("mrl.config.checks", "from conversion.families import registry\nfrom mrl.env import ENV"),
+        ("mrl.config.rules.checks", "from conversion.families import registry\nfrom mrl.env import ENV"),
         ("mrl.algo.losses", "from . import advantages\nMESSAGE = 'see mrl.policy.step for why'"),
     ],
 )

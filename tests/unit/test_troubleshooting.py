@@ -13,8 +13,8 @@ import pytest
 
 from mrl import doctor
 from mrl.cluster.advice import way_out
-from mrl.config.dialect import DIALECT_KEYS
-from mrl.config.schema import KEYS
+from mrl.config.dialect.translate import DIALECT_KEYS
+from mrl.config.schema.run import KEYS
 from mrl.diagnosis import gather
 from mrl.launchers.join import wait_for_nodes
 from tests.sources import ROOT, python_files

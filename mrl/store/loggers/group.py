@@ -13,8 +13,8 @@ from pathlib import Path
 
 from conversion.storage.files import write_atomic
 from mrl.config.redact import redact
-from mrl.config.schema import RunConfig
-from mrl.config.schema_logger import LoggerConfig
+from mrl.config.schema.logger import LoggerConfig
+from mrl.config.schema.run import RunConfig
 from mrl.store.loggers.names import nemo_rl_names
 from mrl.store.loggers.process import LoggerProcess, close_all
 from mrl.store.loggers.sink import Opening, Sample

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from mrl.config.schema import CheckpointingConfig, RunConfig
-from mrl.config.schema_logger import LoggerConfig, MlflowConfig, SwanlabConfig, TensorboardConfig, WandbConfig
+from mrl.config.schema.logger import LoggerConfig, MlflowConfig, SwanlabConfig, TensorboardConfig, WandbConfig
+from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.store.loggers.group import Loggers
 from mrl.store.loggers.sink import Sample
 

@@ -15,7 +15,7 @@ import pytest
 from mrl import prepare_tokenizer
 from mrl.cluster.session import start_session
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.envs.task import Task
 from mrl.saving import CheckpointSaver
 from mrl.store.clock import Budget

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.config.schema import RunConfig
-from mrl.config.schema_algo import PenaltyTokenIdsConfig, RewardPenaltiesConfig
+from mrl.config.schema.algo import PenaltyTokenIdsConfig, RewardPenaltiesConfig
+from mrl.config.schema.run import RunConfig
 from mrl.envs.inspection import rules_of
 from mrl.train import train_step
 from tests.stack.loop.conftest import LiveRun

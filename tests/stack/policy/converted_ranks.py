@@ -13,7 +13,7 @@ from conversion.boxes import lengths
 from conversion.families.common import MegatronCoords, MegatronParallel
 from conversion.families.registry import family
 from conversion.tensors import box_view
-from mrl.config.schema_megatron import MegatronConfig
+from mrl.config.schema.megatron import MegatronConfig
 from mrl.refit.unit import live_tensors
 from tests.stack.ranks import Rank
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mrl.config.schema_megatron import MegatronConfig, OptimizerConfig
+from mrl.config.schema.megatron import MegatronConfig, OptimizerConfig
 from tests.stack.ranks import Rank
 
 

@@ -16,8 +16,8 @@ from conversion.boxes import Layout, Slot
 from conversion.families.common import MegatronCoords
 from conversion.families.registry import family
 from conversion.tensors import box_view
-from mrl.config.schema_megatron import OptimizerConfig, SchedulerConfig
-from mrl.config.schema_policy import PolicyConfig
+from mrl.config.schema.megatron import OptimizerConfig, SchedulerConfig
+from mrl.config.schema.policy import PolicyConfig
 from mrl.data.packing import PackedRow, padded_length
 from mrl.data.routes import pack_routes
 from tests import routes

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from conversion.boxes import Slot
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import main_shards, open_policy, packed_rows, raw_checksums, set_batch, train
 from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank

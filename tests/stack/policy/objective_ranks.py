@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import Rank
 

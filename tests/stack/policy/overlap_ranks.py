@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import open_policy, raw_checksums, train
 from tests.stack.ranks import Rank
 

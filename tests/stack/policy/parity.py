@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mrl.config.checks import find_problems
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
+from mrl.config.rules.checks import find_problems
+from mrl.config.schema.run import RunConfig
 from mrl.types import Rollout
 from tests import models, routes
 from tests.stack.policy import parity_ranks

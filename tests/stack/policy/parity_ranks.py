@@ -11,7 +11,7 @@ import torch
 
 from conversion.adapters import adapted_layers, adapter_family
 from conversion.families.registry import family
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.batch import plan_batch
 from mrl.data.cost import SequenceCost
 from mrl.data.packing import PackedRow, RowSequence, pack_row

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import open_policy, optimizer_checksum, raw_checksums, set_batch
 from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
-from mrl.config.schema_policy import PolicyConfig
+from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.cost import SequenceCost
 from mrl.data.packing import PackedRow, RowSequence, pack_row, padded_length
 from mrl.data.planning import RowPlan, batch_in_order, pack, repack

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, RowSequence, pack_row
 from mrl.types import Rollout
 from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, open_policy

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import main_shards, message_of, open_policy, raw_checksums, train
 from tests.stack.ranks import Rank
 

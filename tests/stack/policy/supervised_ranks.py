@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.conversations import TokenSequence
 from mrl.data.cost import SequenceCost
 from mrl.data.example_batch import batch_examples

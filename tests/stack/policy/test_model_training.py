@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrl.config.schema_policy import PolicyConfig
+from mrl.config.schema.policy import PolicyConfig
 from tests import models
 from tests.stack.policy import layout_ranks
 from tests.stack.ranks import RankPool

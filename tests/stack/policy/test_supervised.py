@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.conversations import TokenSequence
 from mrl.data.supervised import Example
 from tests import models

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from mrl.config.schema_generation import GenerationConfig, VllmConfig
+from mrl.config.schema.generation import GenerationConfig, VllmConfig
 from mrl.rollout.environment import engine_environment
 from tests import models
 from tests.rollouts import MAX_MODEL_LEN, StartEngine

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
-from mrl.config.schema_generation import GenerationConfig, Precision, VllmConfig
+from mrl.config.schema.generation import GenerationConfig, Precision, VllmConfig
 
 # What vLLM cuts weights by, and groups that have one member in every engine of ours.
 WORKER_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP")

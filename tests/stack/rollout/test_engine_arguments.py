@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from mrl.config.passthrough import FIXED_ENGINE_ARGUMENTS
-from mrl.config.schema_generation import GenerationConfig, VllmConfig
+from mrl.config.schema.generation import GenerationConfig, VllmConfig
 
 
 def config(**vllm_kwargs: object) -> GenerationConfig:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from conversion.families.common import VllmParallel
 from conversion.families.registry import FAMILIES, family
 from conversion.storage.safetensors_io import read_layout
-from mrl.config.schema_generation import Precision
+from mrl.config.schema.generation import Precision
 from tests import models
 from tests.stack.rollout.set_ranks import differences, load
 

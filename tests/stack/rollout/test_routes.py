@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema_generation import GenerationConfig
+from mrl.config.schema.generation import GenerationConfig
 from tests import models, routes
 from tests.rollouts import StartEngine, random_requests, run
 from tests.stack.policy.layouts import transformers_model

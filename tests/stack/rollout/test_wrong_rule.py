@@ -22,7 +22,7 @@ from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.refit import Refit, build_schedule
 from mrl.cluster.units import EngineUnits
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.policy.arena import Arena
 from mrl.refit.errors import RefitError
 from mrl.refit.exchange import Exchange

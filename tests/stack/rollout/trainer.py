@@ -14,7 +14,7 @@ from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
-from mrl.config.schema_generation import Precision
+from mrl.config.schema.generation import Precision
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
 from mrl.rollout.messages import WorkerRefit

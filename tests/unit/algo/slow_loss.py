@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mrl.algo.losses import Denominators, LossRow, policy_loss
-from mrl.config.schema_algo import LossConfig
+from mrl.config.schema.algo import LossConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.algo.advantages import batch_advantages, group_advantages, normalize_over_tokens
-from mrl.config.schema_algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, RewardScalingConfig, RewardShapingConfig
+from mrl.config.schema.algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, RewardScalingConfig, RewardShapingConfig
 from mrl.types import RolloutGroup
 from tests.unit.algo.groups import group
 

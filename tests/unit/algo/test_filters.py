@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mrl.algo.advantages import group_advantages
 from mrl.algo.filters import has_signal
-from mrl.config.schema_algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
+from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
 from tests.unit.algo.groups import group
 
 CONFIG = GrpoConfig()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mrl.algo.kl import kl_divergence
-from mrl.config.schema_algo import LossConfig
+from mrl.config.schema.algo import LossConfig
 from tests.unit.algo.slow_loss import Batch, fast_loss
 
 KINDS = ("k1", "k2", "k3")

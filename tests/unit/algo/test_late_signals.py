@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.algo.late_signals import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
-from mrl.config.schema_algo import AdvantageEstimatorConfig, GrpoConfig, LossConfig
+from mrl.config.schema.algo import AdvantageEstimatorConfig, GrpoConfig, LossConfig
 
 NAN = math.nan
 

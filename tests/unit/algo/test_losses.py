@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mrl.algo.kl import MAX_LOG_RATIO
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, loss_weights, policy_loss
 from mrl.algo.sequences import Segments
-from mrl.config.schema_algo import LossConfig
+from mrl.config.schema.algo import LossConfig
 from tests.unit.algo.slow_loss import Batch, fast_loss, random_batch, slow_loss
 
 CONFIG = LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_min=0.2, ratio_clip_max=0.3, use_importance_sampling_correction=True)

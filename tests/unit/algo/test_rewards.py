@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.algo.rewards import num_out_of_range, scale_reward, scaled_rewards, shape_reward, shaped_rewards
-from mrl.config.schema_algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
+from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
 from tests.unit.algo.groups import group
 
 SCALING = RewardScalingConfig(enabled=True, source_min=-1.0, source_max=3.0, target_min=0.0, target_max=10.0)

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from mrl.algo.signals import train_sequences
-from mrl.config.schema_algo import AdvantageEstimatorConfig, GrpoConfig, RewardScalingConfig, RewardShapingConfig
+from mrl.config.schema.algo import AdvantageEstimatorConfig, GrpoConfig, RewardScalingConfig, RewardShapingConfig
 from mrl.types import FixedAdvantage, Flaw, RolloutGroup
 from tests.unit.algo.groups import group
 

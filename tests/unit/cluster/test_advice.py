@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mrl.cluster.advice import BROKEN_NETWORK, OUT_OF_MEMORY, way_out
-from mrl.config.schema import KEYS
+from mrl.config.schema.run import KEYS
 
 
 @pytest.mark.parametrize(

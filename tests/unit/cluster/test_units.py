@@ -1,7 +1,7 @@
 from mrl.cluster.units import engine_units, find_engine_across_nodes, unit_table
-from mrl.config.schema import ClusterConfig, RunConfig
-from mrl.config.schema_generation import ColocatedConfig, EngineResourcesConfig, GenerationConfig, VllmConfig
-from mrl.config.schema_policy import PolicyConfig
+from mrl.config.schema.generation import ColocatedConfig, EngineResourcesConfig, GenerationConfig, VllmConfig
+from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.run import ClusterConfig, RunConfig
 
 
 def run_config(cluster: ClusterConfig, *, tp: int, colocated: ColocatedConfig, num_cpu_engines: int = 1) -> RunConfig:

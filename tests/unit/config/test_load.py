@@ -6,7 +6,7 @@ import pytest
 from mrl.config.errors import ConfigError
 from mrl.config.files import find_config, packaged_configs
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from tests.sources import ROOT
 
 REQUIRED = "policy: {model_name: m}\ndata: {train: {data_path: d}}\n"

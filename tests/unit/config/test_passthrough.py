@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.checks import find_problems
 from mrl.config.load import load_config
 from mrl.config.passthrough import (
     FIXED_ENGINE_ARGUMENTS,
@@ -11,7 +10,8 @@ from mrl.config.passthrough import (
     RESERVED_VARIABLES,
     arguments_of,
 )
-from mrl.config.schema import KEYS
+from mrl.config.rules.checks import find_problems
+from mrl.config.schema.run import KEYS
 from mrl.rollout.environment import engine_environment
 
 ENGINE = "policy.generation.vllm_kwargs"

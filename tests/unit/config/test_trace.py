@@ -10,11 +10,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from mrl.config import trace
-from mrl.config.checks import find_problems
 from mrl.config.load import load_config
-from mrl.config.ranges import FIXED
 from mrl.config.redact import resolved_yaml
-from mrl.config.schema import KEYS, RunConfig
+from mrl.config.rules.checks import find_problems
+from mrl.config.rules.ranges import FIXED
+from mrl.config.schema.run import KEYS, RunConfig
 
 
 @pytest.fixture(autouse=True)

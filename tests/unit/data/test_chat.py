@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from mrl.config.schema_data import DataDefaultConfig
-from mrl.config.schema_policy import TokenizerConfig
+from mrl.config.schema.data import DataDefaultConfig
+from mrl.config.schema.policy import TokenizerConfig
 from mrl.data.chat import (
     ChatFormat,
     check_chat_template,

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptLimits, load_prompts
 from mrl.prepare_tokenizer import byte_tokenizer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema_data import DataConfig
+from mrl.config.schema.data import DataConfig
 from mrl.data import reading
 from mrl.data.fields import Fields, RowError
 from mrl.data.reading import MAX_ERRORS, Names, NoEnvironment, Reader, Rows, hold_out, joined, read_data, write_quarantine

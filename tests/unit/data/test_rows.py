@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.datasets import DATASETS
-from mrl.config.schema_data import DatasetConfig
+from mrl.config.schema.data import DatasetConfig
 from mrl.data.fields import Fields, RowError
 from mrl.data.rows import Row, parse_pair, parse_row
 

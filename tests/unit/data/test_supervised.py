@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
+from mrl.config.schema.run import RunConfig
 from mrl.data.cost import SequenceCost
 from mrl.data.example_batch import batch_examples
 from mrl.data.packing import RowSequence, pack_row

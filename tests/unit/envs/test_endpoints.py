@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema_env import EnvConfig, OwnEnvConfig
+from mrl.config.schema.env import EnvConfig, OwnEnvConfig
 from mrl.envs.endpoints import FILE_NAME, Endpoints, read_endpoints, write_endpoints
 from mrl.envs.registry import build_environment
 from mrl.envs.task import Task

@@ -4,8 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mrl.config.schema import RunConfig
-from mrl.config.schema_algo import GrpoConfig, PenaltyTokenIdsConfig, RewardPenaltiesConfig
+from mrl.config.schema.algo import GrpoConfig, PenaltyTokenIdsConfig, RewardPenaltiesConfig
+from mrl.config.schema.run import RunConfig
 from mrl.envs.inspection import Remarks, Rules, amend, inspect, rules_of
 from mrl.types import Flaw, Rollout, Turn, Verdict
 from tests.rollouts import request

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.environments import SERVERS, environment_names
-from mrl.config.schema_env import BUILT_IN, EnvConfig, MathEnvConfig, OwnEnvConfig
+from mrl.config.rules.environments import SERVERS, environment_names
+from mrl.config.schema.env import BUILT_IN, EnvConfig, MathEnvConfig, OwnEnvConfig
 from mrl.envs.registry import build_environment
 from mrl.envs.task import Task
 

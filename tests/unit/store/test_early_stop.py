@@ -1,6 +1,6 @@
 import pytest
 
-from mrl.config.schema_algo import GrpoConfig
+from mrl.config.schema.algo import GrpoConfig
 from mrl.store.summary import is_good_enough
 
 TARGET = GrpoConfig(stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.5)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema import RunConfig
-from mrl.config.schema_logger import LoggerConfig
+from mrl.config.schema.logger import LoggerConfig
+from mrl.config.schema.run import RunConfig
 from mrl.store.loggers import group
 from mrl.store.loggers.group import Loggers, check_loggers, settings_by_logger
 from mrl.store.loggers.names import NEMO_RL_NAMES, nemo_rl_names

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema import CheckpointingConfig
+from mrl.config.schema.run import CheckpointingConfig
 from mrl.store import ownership
 from mrl.store.checkpoints import CheckpointStore
 from mrl.store.ledger import Ledger

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema import CheckpointingConfig, LoggerConfig, RunConfig
-from mrl.config.schema_data import DataConfig, TrainDataConfig
-from mrl.config.schema_policy import PolicyConfig, TokenizerConfig
+from mrl.config.schema.data import DataConfig, TrainDataConfig
+from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
+from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
 from mrl.store.run_folder import RunFolder
 
 

@@ -1,0 +1,1 @@
+"""NeMo RL's dialect: what becomes of its keys here."""

@@ -1,0 +1,1 @@
+"""What a config must satisfy before anything starts: ranges, and rules between keys."""

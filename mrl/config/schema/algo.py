@@ -1,0 +1,271 @@
+"""Sections of the algorithm: `grpo`, `loss_fn`, `reward_penalties`. See `mrl.config.schema.run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mrl.config.fields import follows
+from mrl.config.trace import traced
+
+Estimator = Literal["grpo", "gdpo", "reinforce_plus_plus"]
+Truncation = Literal["tis", "icepop", "seq-mask-tis"]
+
+
+@traced
+@dataclass
+class AsyncGrpoConfig:
+    """Rollouts for later steps are generated while a step is trained. `enabled` needs dedicated engines and importance sampling correction.
+
+    Prompts are asked for up to `max_trajectory_age_steps` steps ahead, and a step waits only for its own. A checkpoint holds no rollouts:
+    what was generated and not trained is generated again after a resume. Without `in_flight_weight_updates` and
+    `sample_freshest_first`, a run is a function of config, seed and the steps at which it was resumed, where the engines' arithmetic is
+    batch-invariant (hosts without GPUs); with either, it depends on how fast the machines are.
+    """
+
+    enabled: bool = False
+    """Generate rollouts while the policy is trained, with weights that are up to `max_trajectory_age_steps` steps older."""
+    max_trajectory_age_steps: int = 1
+    """How many steps old a rollout may be when it is trained on, counted from the weights that drew its first token; 0 is synchronous."""
+    max_generation_failures: int = 0
+    """How often in a row an engine that was started again may die before it has finished a rollout; then the run ends, to be resumed."""
+    in_flight_weight_updates: bool = False
+    """Give the engines new weights between two of their steps, and let unfinished rollouts go on with them; false: wait for those first.
+    Each token keeps the logprob that its own weights gave it, so that the correction holds token by token."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Rollouts that go on with new weights compute the keys, values and states of their tokens anew; false: they keep the old ones. Later
+    rollouts never share them. Without `in_flight_weight_updates` nothing is unfinished, and all caches are empty after an update."""
+    sample_freshest_first: bool = False
+    """A step takes the groups that are ready and the freshest; what is older than the limit by then is generated again. false: a step
+    takes its prompts in their order, and waits for the slowest of them."""
+
+    @property
+    def keeps_kv_cache(self) -> bool:
+        """Whether rollouts that go on with new weights keep what they have cached."""
+        return self.max_lag_steps > 0 and self.in_flight_weight_updates and not self.recompute_kv_cache_after_weight_updates
+
+    @property
+    def max_lag_steps(self) -> int:
+        """Steps by which generation may run ahead; 0 is synchronous."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
+
+@traced
+@dataclass
+class AdvantageEstimatorConfig:
+    name: Estimator = "grpo"
+    """How rewards become advantages. grpo: against the other rollouts of the prompt (arXiv:2402.03300; without normalize_rewards it is the
+    RLOO of arXiv:2402.14740 or the Dr. GRPO of arXiv:2503.20783). gdpo: the same for each component of the reward, weighted, then over
+    the batch (arXiv:2601.05242). reinforce_plus_plus: over all tokens of the batch (arXiv:2501.03262)."""
+    normalize_rewards: bool = follows("grpo.normalize_rewards")
+    """Divide advantages by the standard deviation of the group's rewards. Not for reinforce_plus_plus."""
+    use_leave_one_out_baseline: bool = follows("grpo.use_leave_one_out_baseline")
+    """Baseline of a rollout: mean reward of the others of its group; false: of the whole group. Not for reinforce_plus_plus."""
+    minus_baseline: bool = True
+    """For reinforce_plus_plus: subtract the mean reward of the group before the batch is normalised."""
+    reward_weights: list[float] | None = None
+    """For gdpo: weight of each component of the reward, in the alphabetical order of their names; null = 1 each."""
+
+
+@traced
+@dataclass
+class RewardScalingConfig:
+    enabled: bool = False
+    """Map rewards linearly from the source range to the target range; those outside the source range are clamped to it, and counted."""
+    source_min: float = 0.0
+    """Reward that becomes target_min."""
+    source_max: float = 1.0
+    """Reward that becomes target_max."""
+    target_min: float = 0.0
+    """See source_min."""
+    target_max: float = 1.0
+    """See source_max."""
+
+
+@traced
+@dataclass
+class RewardShapingConfig:
+    enabled: bool = False
+    """Lower the rewards of rollouts that are too long, after reward_scaling."""
+    overlong_buffer_length: int | None = None
+    """Tokens over which the penalty of DAPO (arXiv:2503.14476) grows from 0, up to max_response_length."""
+    overlong_buffer_penalty: float | None = None
+    """What a rollout of max_response_length tokens loses; longer ones lose more, in proportion."""
+    max_response_length: int | None = None
+    """Length in tokens at which a rollout loses overlong_buffer_penalty."""
+    stop_properly_penalty_coef: float | None = None
+    """Rewards of rollouts that were cut off are multiplied by this, 0 to 1, instead of the penalty above; null = that penalty."""
+
+
+@traced
+@dataclass
+class GrpoConfig:
+    num_prompts_per_step: int = 32
+    """Prompts per step."""
+    num_generations_per_prompt: int = 16
+    """Rollouts of each prompt: the group whose members are compared with each other. At least 2."""
+    max_num_steps: int = 1_000_000
+    """The run ends after this many steps in all, those before a resume included."""
+    max_num_epochs: int = 1
+    """The run ends after this many passes over the training prompts, those that dynamic sampling leaves out included."""
+    max_rollout_turns: int = 1
+    """Most turns of a rollout: how often the model speaks, if its environment answers. With env.should_use_nemo_gym at least 6, because
+    NeMo Gym's agents count for themselves."""
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of the group's rewards."""
+    use_leave_one_out_baseline: bool = True
+    """Baseline of a rollout: mean reward of the others of its group; false: of the whole group."""
+    adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
+    advantage_clip_low: float | None = None
+    """Advantages below this become this; null = no bound."""
+    advantage_clip_high: float | None = None
+    """Advantages above this become this; null = no bound."""
+    invalid_tool_call_advantage: float | None = None
+    """Advantage of the tokens of a turn with a tool call that cannot be read, for example -5.0; null = that of the rollout."""
+    malformed_thinking_advantage: float | None = None
+    """Advantage of the tokens of a turn whose think tags do not pair, unless its tool call is invalid; null = that of the rollout."""
+    overlong_filtering: bool = False
+    """Leave rollouts that were cut off out of the loss. They still count in the baseline of their group."""
+    reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
+    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
+    seq_logprob_error_threshold: float | None = None
+    """Leave rollouts out of the loss whose mean over tokens of exp(|old - generator logprob|) is above this; null = only measure."""
+    val_period: int = 10
+    """Validate every this many steps; 0 = never."""
+    val_start_at: int = -1
+    """The first step after which `val_period` counts: steps before it are not validated. -1 = no such step."""
+    val_at_start: bool = False
+    """Validate before the first update (step 0)."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    stop_at_validation_metric: str | None = None
+    """The run saves and ends once this metric of a validation, `accuracy` for example, is `stop_at_validation_threshold` or more; null =
+    it goes on."""
+    stop_at_validation_threshold: float | None = None
+    """What `stop_at_validation_metric` has to reach."""
+    max_val_samples: int | None = 256
+    """Validation prompts used, the first ones of the file; null = all."""
+    val_num_generations_per_prompt: int = 1
+    """Rollouts of each validation prompt. `val/accuracy` is their mean reward; from 2 on `val/pass_k` is the share of prompts of which one
+    at least has a reward above 0, and `val/pass_at_1`, `val/pass_at_2`, `val/pass_at_4` ... estimate the same for fewer rollouts."""
+    use_dynamic_sampling: bool = False
+    """Train only on groups whose rewards differ, and ask for further prompts until `num_prompts_per_step` such groups are there
+    (arXiv:2503.14476). `train/reward` is then over all rollouts, `train/filtered_reward` over those trained on. Groups beyond the number
+    are left to the next step: as they are, if they are not older than rollouts may be then, else their prompts are asked again."""
+    dynamic_sampling_max_gen_batches: int = 10
+    """The run ends if so many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
+    batch_multiplier: float = 1.0
+    """Prompts asked for at a time, in multiples of `num_prompts_per_step`; 1 without `use_dynamic_sampling`."""
+    seed: int = 42
+    """Seed of the run: data order, sampling, dropout-free training. Config and seed fix the run bit for bit on CPU."""
+    async_grpo: AsyncGrpoConfig = field(default_factory=AsyncGrpoConfig)
+
+    @property
+    def num_prompts_per_batch(self) -> int:
+        """Prompts asked for at a time."""
+        return int(self.num_prompts_per_step * self.batch_multiplier)
+
+    @property
+    def num_rollouts_per_step(self) -> int:
+        """Rollouts per step, all prompts together."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+
+@traced
+@dataclass
+class LossConfig:
+    reference_policy_kl_penalty: float = 0.01
+    """Weight of the KL term to the frozen starting model; 0 = no reference model is kept."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL (http://joschu.net/blog/kl-approx.html)."""
+    kl_input_clamp_value: float | None = 20.0
+    """Log-ratios of the KL term are clamped to +- this before exp; null = not clamped."""
+    kl_output_clamp_value: float | None = 10.0
+    """KL per token is clamped to +- this; null = not clamped."""
+    ratio_clip_min: float = 0.2
+    """The policy ratio is clipped below at 1 - this."""
+    ratio_clip_max: float = 0.2
+    """The policy ratio is clipped above at 1 + this."""
+    ratio_clip_c: float | None = None
+    """Dual clip (arXiv:1912.09729): where the advantage is negative, the loss is at most -advantage times this, which is above 1;
+    null = not bounded."""
+    disable_ppo_ratio: bool = False
+    """REINFORCE: -advantage * logprob, without ratio and clip."""
+    use_cispo: bool = False
+    """CISPO (arXiv:2506.13585): -advantage * logprob times the clipped ratio, through which no gradient flows."""
+    sequence_level_importance_ratios: bool = False
+    """GSPO (arXiv:2507.18071): one ratio per sequence, the geometric mean over its tokens. Needs token_level_loss=false."""
+    force_on_policy_ratio: bool = False
+    """The ratio is 1 by definition, its gradient that of the logprob, and old logprobs are not computed (unless
+    grpo.seq_logprob_error_threshold asks for them). Right only with one update per rollout."""
+    use_importance_sampling_correction: bool = False
+    """Weight each token by exp(old_logprobs - generator_logprobs), to correct for differences between trainer and generator; with
+    sequence_level_importance_ratios, by the product over the sequence."""
+    truncated_importance_sampling_type: Truncation | None = None
+    """What happens to these weights outside their bounds. tis: held at the bound; icepop: the token is left out; seq-mask-tis: sequences
+    whose geometric mean is outside are left out, the others keep their weights; null = tis, if there is a bound."""
+    truncated_importance_sampling_ratio: float | None = None
+    """Upper bound of these weights; null = no bound."""
+    truncated_importance_sampling_ratio_min: float | None = None
+    """Lower bound of these weights; null = 0."""
+    use_on_policy_kl_approximation: bool = False
+    """Weight the KL term by exp(logprobs - generator_logprobs), because the tokens were drawn from the generator."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL penalty from the rewards of reinforce_plus_plus, token by token, instead of adding it to the loss."""
+    positive_example_nll_weight: float = 0.0
+    """Weight of the negative log-likelihood of rollouts with a reward above 0, averaged over their tokens in the batch
+    (arXiv:2504.05118)."""
+    token_level_loss: bool = True
+    """Mean over the valid tokens of the global batch; false: mean over sequences of each sequence's token mean."""
+    constant_length_normalizer: int | None = None
+    """Divide the sum over each sequence's tokens by this many tokens instead of by its length (Dr. GRPO, arXiv:2503.20783). Needs
+    token_level_loss=false; null = by its length."""
+
+    @property
+    def kl_in_loss(self) -> float:
+        """Weight of the KL term in the loss."""
+        return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """How importance weights are truncated; None = they are not."""
+        if self.truncated_importance_sampling_ratio is None:
+            return None
+        return self.truncated_importance_sampling_type or "tis"
+
+
+@traced
+@dataclass
+class PenaltyTokenIdsConfig:
+    unwanted: list[int] | None = None
+    """Tokens that no rollout may hold; needed by penalize_unwanted_tokens."""
+    think_open: int | None = None
+    """Token that opens a thought; null = the text <think>, of whatever tokens."""
+    think_close: int | None = None
+    """Token that closes a thought; null = the text </think>, of whatever tokens."""
+
+
+@traced
+@dataclass
+class RewardPenaltiesConfig:
+    penalize_duplicated_reasoning: bool = False
+    """Reward 0 where the answer repeats the thought before it word by word."""
+    penalize_empty_final_answer: bool = False
+    """Reward 0 where nothing follows the thought, unless the rollout ends with a tool call."""
+    penalize_unwanted_tokens: bool = False
+    """Reward 0 where a rollout holds one of token_ids.unwanted."""
+    penalize_malformed_think_tag: bool = False
+    """Reward 0 where think tags do not pair: a thought that the prompt opened is closed once, and none is opened."""
+    token_ids: PenaltyTokenIdsConfig | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there is anything to penalise."""
+        return any(
+            (
+                self.penalize_duplicated_reasoning,
+                self.penalize_empty_final_answer,
+                self.penalize_unwanted_tokens,
+                self.penalize_malformed_think_tag,
+            )
+        )

@@ -1,0 +1,172 @@
+"""Section `data`: rows. See `mrl.config.schema.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mrl.config.datasets import known_dataset
+from mrl.config.fields import follows
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class DataDefaultConfig:
+    dataset_name: str | None = None
+    """A data set known by name (`mrl.config.datasets`): where its rows are and what their keys mean. null = the keys of a row tell."""
+    subset: str | None = None
+    """Folder of a data set that is read; null = the data set's own, or all."""
+    split: str | None = None
+    """Split that is read; null = the data set's own, or train."""
+    input_key: str | None = None
+    """Key of the question; null = the first of question, problem, prompt, input."""
+    output_key: str | None = None
+    """Key of the answer; null = the first of expected_answer, answer, output."""
+    prompt_key: str = "prompt"
+    """Key of the prompt, a text or a list of messages, in rows of chosen and rejected replies."""
+    chosen_key: str = "chosen"
+    """Key of the better reply."""
+    rejected_key: str = "rejected"
+    """Key of the worse reply."""
+    chat_key: str = "messages"
+    """Key of the conversation in rows of OpenAI's chat format."""
+    system_key: str | None = None
+    """Key of a system message that stands beside the conversation; null = none."""
+    system_prompt: str | None = None
+    """System message of conversations without one; null = none."""
+    tool_key: str = "tools"
+    """Key of the tools that a conversation may call."""
+    processor: str = "math_data_processor"
+    """How a row becomes a prompt: nemo_gym_data_processor leaves conversations as the rows give them, the others apply the prompt files."""
+    env_name: str = "math"
+    """The environment that scores rollouts of rows that name none; nemo_gym = the one for the row's `agent_ref.name`."""
+    prompt_file: str | None = None
+    """Text file with `{}` in place of the question; null = the question alone."""
+    system_prompt_file: str | None = None
+    """Text file with the system message; null = none."""
+    split_validation_size: float | None = None
+    """Held out of training rows for validation: a share below 1, or a number of rows. null = the data set's own share, mostly 0."""
+    seed: int = 42
+    """Decides which rows are held out."""
+
+
+@dataclass
+class DatasetConfig:
+    """One data set. What it leaves out follows `data.default`."""
+
+    data_path: str | None = None
+    """File (.jsonl, .json, .parquet, .arrow), folder of such files, or Hub id; null = where `dataset_name` is found on the Hub."""
+    dataset_name: str | None = follows("data.default.dataset_name")
+    """A data set known by name; null = the keys of a row tell what they mean."""
+    subset: str | None = follows("data.default.subset")
+    """Folder of the data set that is read."""
+    split: str | None = follows("data.default.split")
+    """Split that is read."""
+    input_key: str | None = follows("data.default.input_key")
+    """Key of the question."""
+    output_key: str | None = follows("data.default.output_key")
+    """Key of the answer."""
+    prompt_key: str = follows("data.default.prompt_key")
+    """Key of the prompt in rows of chosen and rejected replies."""
+    chosen_key: str = follows("data.default.chosen_key")
+    """Key of the better reply."""
+    rejected_key: str = follows("data.default.rejected_key")
+    """Key of the worse reply."""
+    chat_key: str = follows("data.default.chat_key")
+    """Key of the conversation."""
+    system_key: str | None = follows("data.default.system_key")
+    """Key of a system message beside the conversation."""
+    system_prompt: str | None = follows("data.default.system_prompt")
+    """System message of conversations without one."""
+    tool_key: str = follows("data.default.tool_key")
+    """Key of the tools."""
+    processor: str = follows("data.default.processor")
+    """How a row becomes a prompt."""
+    env_name: str = follows("data.default.env_name")
+    """The environment of rows that name none."""
+    prompt_file: str | None = follows("data.default.prompt_file")
+    """Text file around the question."""
+    system_prompt_file: str | None = follows("data.default.system_prompt_file")
+    """Text file with the system message."""
+    repeat: int = 1
+    """How often every row is asked in an epoch."""
+
+    @property
+    def source(self) -> str:
+        """Where the rows are: a path, or an id of the Hub; empty if nothing says."""
+        return self.data_path or known_dataset(self.dataset_name).hub_id or ""
+
+
+@dataclass
+class TrainDatasetConfig(DatasetConfig):
+    """One data set to train on."""
+
+    split_validation_size: float | None = follows("data.default.split_validation_size")
+    """Rows held out for validation."""
+    seed: int = follows("data.default.seed")
+    """Decides which rows are held out."""
+
+    @property
+    def held_out(self) -> float:
+        """Share or number of rows that are held out for validation."""
+        if self.split_validation_size is not None:
+            return self.split_validation_size
+        return known_dataset(self.dataset_name).split_validation_size
+
+
+@traced
+@dataclass
+class TrainDataConfig(TrainDatasetConfig):
+    datasets: list[TrainDatasetConfig] | None = None
+    """Several data sets, read one after the other, in place of the keys beside this one: what a list under `data.train` means."""
+
+
+@traced
+@dataclass
+class ValidationDataConfig(DatasetConfig):
+    datasets: list[DatasetConfig] | None = None
+    """Several data sets, read one after the other, in place of the keys beside this one: what a list under `data.validation` means."""
+
+
+@traced
+@dataclass
+class DataConfig:
+    max_input_seq_length: int | None = None
+    """Longest prompt in tokens; null = what the context leaves beside `max_new_tokens`."""
+    add_bos: bool = True
+    """Put the tokenizer's begin token before a conversation to learn, unless the chat template has; without such a token, nothing."""
+    add_eos: bool = True
+    """Put the tokenizer's end token behind a conversation to learn, unless the chat template has; without such a token, nothing."""
+    add_generation_prompt: bool = False
+    """In a conversation to learn, what the chat template writes before an answer belongs to the question and is not learned."""
+    shuffle: bool = True
+    """Shuffle training rows in each epoch, by the run's seed."""
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """What a row that cannot be used does: refuse the run, or be left out and kept in the run folder's `quarantine`, with its reason."""
+    max_bad_row_share: float = 0.01
+    """Share of a data set's rows that may be skipped; above it the run is refused all the same."""
+    drop_rows_without_environment: bool = False
+    """Leave out rows whose `agent_ref.name` or `env_name` has no environment here, and say which share of the rows that is."""
+    default: DataDefaultConfig = field(default_factory=DataDefaultConfig)
+    train: TrainDataConfig = field(default_factory=TrainDataConfig)
+    validation: ValidationDataConfig | None = None
+    """null = no validation, unless rows of `data.train` are held out."""
+
+    @property
+    def train_sets(self) -> Sequence[TrainDatasetConfig]:
+        """The training data sets, one at least."""
+        return [self.train] if self.train.datasets is None else self.train.datasets
+
+    @property
+    def validation_sets(self) -> Sequence[DatasetConfig]:
+        """The data sets of `data.validation`."""
+        if self.validation is None:
+            return []
+        return [self.validation] if self.validation.datasets is None else self.validation.datasets
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are validation rows: their own, or held out of the training rows."""
+        return bool(self.validation_sets) or any(dataset.held_out for dataset in self.train_sets)

@@ -1,0 +1,120 @@
+"""Section `env`: who scores rollouts. See `mrl.config.schema.run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class MathEnvConfig:
+    num_workers: int = 1
+    """Child processes that score rollouts."""
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
+    """How an answer is compared with the expected one: the last mathematical expression by value, or the text after the last `Answer:`."""
+    timeout_s: float = 2.0
+    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+
+
+@traced
+@dataclass
+class McqaEnvConfig:
+    num_workers: int = 1
+    """Child processes that score rollouts."""
+    timeout_s: float = 2.0
+    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+
+
+@traced
+@dataclass
+class InstructionFollowingEnvConfig:
+    num_workers: int = 1
+    """Child processes that score rollouts."""
+    timeout_s: float = 2.0
+    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+
+
+@traced
+@dataclass
+class StructuredOutputsEnvConfig:
+    num_workers: int = 1
+    """Child processes that score rollouts."""
+    timeout_s: float = 2.0
+    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+
+
+@traced
+@dataclass
+class CodeEnvConfig:
+    num_workers: int = 8
+    """Child processes that score rollouts, one program at a time each; never more than the host has cores."""
+    timeout_s: float = 60.0
+    """Seconds for all tests of one rollout, after which its program has failed. A child that takes 10 s more is killed, and the rollout
+    is masked."""
+    unit_test_timeout_s: float = 10.0
+    """Seconds for one test, after which the program has failed."""
+
+
+@traced
+@dataclass
+class WorkplaceEnvConfig:
+    num_workers: int = 1
+    """Child processes that score rollouts."""
+    timeout_s: float = 5.0
+    """Seconds for one turn; then its child is killed and the rollout is masked."""
+    tables_path: str | None = None
+    """The records that a conversation begins with: a folder with WorkBench's CSV files, which the rows of the Nemotron-3-Nano blend are
+    about, or a JSON file `{"emails": [...], "events": [...], ...}`. A row's own `tables` go before it; null = none but those."""
+
+
+@traced
+@dataclass
+class OwnEnvConfig:
+    functions: dict[str, str] = field(default_factory=dict)
+    """Reward functions of your own, `name: pkg.mod:fn`; rows choose one by `env_name: name`. Functions that installed packages offer in
+    the entry point group `mrl.rewards` need no line here."""
+    num_workers: int = 1
+    """Child processes of each function."""
+    timeout_s: float = 10.0
+    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+
+
+@traced
+@dataclass
+class NemoGymConfig:
+    config_paths: list[str] = field(default_factory=list)
+    """Servers of NeMo Gym, `resources_servers/<name>/...`: rows may use the environments that do what these do. Empty = all. Its
+    `responses_api_models/...` are left out: rollouts come from the run's own engines."""
+
+
+@traced
+@dataclass
+class EnvConfig:
+    math: MathEnvConfig = field(default_factory=MathEnvConfig)
+    mcqa: McqaEnvConfig = field(default_factory=McqaEnvConfig)
+    code: CodeEnvConfig = field(default_factory=CodeEnvConfig)
+    instruction_following: InstructionFollowingEnvConfig = field(default_factory=InstructionFollowingEnvConfig)
+    structured_outputs: StructuredOutputsEnvConfig = field(default_factory=StructuredOutputsEnvConfig)
+    workplace_assistant: WorkplaceEnvConfig = field(default_factory=WorkplaceEnvConfig)
+    own: OwnEnvConfig = field(default_factory=OwnEnvConfig)
+    should_use_nemo_gym: bool = False
+    """Rows are NeMo Gym's and name their environment by `agent_ref`; it runs here, without a server."""
+    nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
+    should_mask_flagged_samples: bool = True
+    """Keep rollouts that their environment flags with `mask_sample` out of the loss; false: train on them."""
+
+    @property
+    def gym_servers(self) -> tuple[str, ...]:
+        """Resource servers of NeMo Gym that the config names; empty without NeMo Gym's rows."""
+        parts = [path.split("/") for path in self.nemo_gym.config_paths] if self.should_use_nemo_gym else []
+        return tuple(folders[1] for folders in parts if folders[0] == "resources_servers" and len(folders) > 1)
+
+
+GYM_TURNS = 6
+"""Turns that NeMo Gym's agent of the workplace assistant takes at most."""
+
+BUILT_IN = ("math", "mcqa", "code", "instruction_following", "structured_outputs", "workplace_assistant")
+"""Environments that come with mrl, each with its section."""

@@ -1,0 +1,122 @@
+"""Section `policy.generation`: the engines and how they sample. See `mrl.config.schema.run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mrl.config.fields import Precision, follows
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class EngineResourcesConfig:
+    gpus_per_node: int | None = None
+    """GPUs taken from the policy for engines alone. Needed if cluster.num_nodes is 1; else whole nodes are taken, and it stays null."""
+    num_nodes: int | None = None
+    """Nodes taken from the policy for engines alone: needed if cluster.num_nodes is above 1."""
+
+
+@traced
+@dataclass
+class ColocatedConfig:
+    enabled: bool = True
+    """Engines share the policy ranks' units; false: engines have units of their own, and both keep their memory in all phases."""
+    resources: EngineResourcesConfig = field(default_factory=EngineResourcesConfig)
+    """Units of the engines if not `enabled`, out of the cluster's GPUs. On hosts without GPUs both stay null: there the engines' units
+    are further processes, `num_cpu_engines` times the engine's TP."""
+
+
+@traced
+@dataclass
+class ServingChatConfig:
+    enable_auto_tools: bool = False
+    """Look for calls of tools in answers to requests that bring tools, by `tool_parser`."""
+    tool_parser: str | None = None
+    """How the model writes calls of tools: a name of vLLM's, `qwen3_coder` for Nemotron 3, or one that `tool_parser_plugin` registers."""
+    reasoning_parser: str | None = None
+    """How the model marks thoughts, which answers then have apart: a name of vLLM's, `nemotron_v3` for Nemotron 3, or one that
+    `reasoning_parser_plugin` registers; null = they stay in the text."""
+
+
+@traced
+@dataclass
+class VllmConfig:
+    tensor_parallel_size: int = 1
+    """TP of an engine, within one node."""
+    pipeline_parallel_size: int = 1
+    """Must be 1."""
+    expert_parallel_size: int = 1
+    """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine."""
+    precision: Precision = follows("policy.precision")
+    """Type of the engine's weights."""
+    kv_cache_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
+    """Type of cached keys and values; auto = `precision`. On hosts without GPUs only auto. Caches in 8 bits have scales, which no refit
+    brings."""
+    logprobs_mode: str = "processed_logprobs"
+    """Logprobs of the distribution that tokens are drawn from, after temperature, top-k and top-p, or of the model's; the trainer compares
+    its own with the former, so that it must be processed_logprobs."""
+    env_vars: dict[str, str] | None = None
+    """Environment variables of the engine processes."""
+    gpu_memory_utilization: float = 0.6
+    """Share of a GPU's memory that the engine may use; hosts without GPUs use `kv_cache_memory_mib`."""
+    kv_cache_memory_mib: int = 64
+    """KV cache of an engine on a host without GPUs, in MiB."""
+    max_model_len: int = follows("policy.max_total_sequence_length")
+    """Longest prompt plus rollout, in tokens."""
+    max_num_seqs: int = 128
+    """Rollouts that an engine samples at the same time."""
+    max_num_batched_tokens: int = 4096
+    """Tokens of one engine step."""
+    enforce_eager: bool = False
+    """No CUDA graphs. Must be true on hosts without GPUs."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """How vLLM reads the engine's first weights. `dummy` is refused: the first refit must find them right."""
+    expose_http_server: bool = False
+    """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md."""
+    http_server_serving_chat_kwargs: ServingChatConfig = field(default_factory=ServingChatConfig)
+    tool_parser_plugin: str | None = None
+    """A Python file or module that registers a parser of tool calls with vLLM."""
+    reasoning_parser_plugin: str | None = None
+    """A Python file or module that registers a parser of thoughts with vLLM."""
+
+
+@traced
+@dataclass
+class GenerationConfig:
+    backend: Literal["vllm"] = "vllm"
+    """The generator."""
+    max_new_tokens: int = 256
+    """Longest rollout in tokens, the stop token included. As much as `vllm_cfg.max_model_len` or more = what the prompt leaves of it."""
+    temperature: float = 1.0
+    """Sampling temperature, above 0."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens whose probabilities add up to this; 1.0 = all. The trainer's logprobs are over the same tokens,
+    except those of the KL penalty."""
+    top_k: int | None = None
+    """Sample among the k likeliest tokens, before `top_p`; null = all. As for `top_p`, the trainer follows."""
+    val_temperature: float = follows("policy.generation.temperature")
+    """Sampling temperature of validation; 0 = the likeliest token."""
+    val_top_p: float = follows("policy.generation.top_p")
+    """`top_p` of validation."""
+    val_top_k: int | None = follows("policy.generation.top_k")
+    """`top_k` of validation."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a rollout; null = the model's end-of-sequence tokens."""
+    stop_strings: list[str] | None = None
+    """Texts that end a rollout with the token that completes one; null = none."""
+    longest_first: bool = True
+    """Ask for the rollouts first that will probably be the longest: as long as those of the same prompt in an earlier epoch, else as the
+    mean of its environment, then by the prompt's own length. See the metric `rollout/engine_idle_fraction`."""
+    num_cpu_engines: int = 1
+    """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
+    port_range_low: int = 3000
+    """HTTP servers of engines listen at a free port from here to below `port_range_high`."""
+    port_range_high: int = 4999
+    """One past the last port of HTTP servers of engines."""
+    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
+    vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs by name, as far as no key of ours and no rule of refits says them; of
+    `compilation_config`, fields by name."""

@@ -1,0 +1,196 @@
+"""Section `policy.megatron_cfg`: parallel sizes, optimizer, learning-rate schedule of the trainer. See `mrl.config.schema.run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from conversion.families.common import MegatronParallel
+from mrl.config.fields import Precision, follows
+from mrl.config.schema.peft import FreezeConfig, PeftConfig
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class OptimizerConfig:
+    optimizer: Literal["adam"] = "adam"
+    """Megatron's optimizer."""
+    lr: float = 5.0e-6
+    """Peak learning rate."""
+    min_lr: float = 5.0e-7
+    """Learning rate at the end of the decay."""
+    weight_decay: float = 0.01
+    """AdamW's decay."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1.0e-8
+    """Added to the root of the second moment."""
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+    clip_grad: float = follows("policy.max_grad_norm")
+    """Global gradient norm above which gradients are scaled down; 0 = never."""
+    use_precision_aware_optimizer: bool = True
+    """Leave main parameters to Transformer Engine's FusedAdam, which reads gradients as they are, without a float32 copy. Checkpoints stay
+    float32. No effect without a GPU, Transformer Engine, `use_distributed_optimizer` and `bf16`."""
+    optimizer_cpu_offload: bool = False
+    """Keep main parameters and moments on the host and update them there, `optimizer_offload_fraction` of them. Needs
+    `use_distributed_optimizer`, `use_precision_aware_optimizer` and `bf16`. No effect without a GPU. If false, both lie on the host only
+    between train steps, and only if engines share the GPUs."""
+    optimizer_offload_fraction: float = 0.0
+    """Share of the parameters that the host updates if `optimizer_cpu_offload`."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Copy gradients and updated parameters while the host updates other parameters, if `optimizer_cpu_offload`."""
+    params_dtype: Precision = "float32"
+    """Type of the optimizer's main parameters."""
+    bf16: bool = follows("equal:${policy.precision},bfloat16")
+    """Weights and activations in bfloat16; must agree with `policy.precision`."""
+    fp16: bool = False
+    """Weights and activations in float16. Not supported: must be false."""
+
+
+@traced
+@dataclass
+class SchedulerConfig:
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    """Shape of the decay from `lr` to `min_lr`."""
+    lr_decay_iters: int | None = None
+    """Steps until `min_lr`; null = grpo.max_num_steps."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warmup."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of the warmup."""
+    start_weight_decay: float = follows("policy.megatron_cfg.optimizer.weight_decay")
+    """Weight decay at the first step."""
+    end_weight_decay: float = follows("policy.megatron_cfg.optimizer.weight_decay")
+    """Weight decay at the last step."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape between the two."""
+
+
+@traced
+@dataclass
+class DdpConfig:
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in float32."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients during the backward pass."""
+    overlap_param_gather: bool = True
+    """Gather updated parameters during the next forward pass; needs `use_distributed_optimizer`."""
+
+
+@traced
+@dataclass
+class SaveConfig:
+    async_save: bool = True
+    """Write checkpoints from a copy in host memory while the next rollouts are generated; false = training waits until they are written."""
+
+
+@traced
+@dataclass
+class MegatronConfig:
+    enabled: bool = True
+    """Train with Megatron-Core, the only backend: must be true."""
+    tensor_model_parallel_size: int = 1
+    """TP: ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: int = 1
+    """PP: stages of consecutive layers."""
+    context_parallel_size: int = 1
+    """CP: ranks that share each sequence, padded to a multiple of 2 x CP tokens; rows are, under SP, to one of 2 x CP x TP."""
+    expert_model_parallel_size: int = 1
+    """EP: ranks over which the experts of a layer are spread."""
+    expert_tensor_parallel_size: int = 1
+    """ETP: ranks that share each expert's matrices."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage; null = as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage; null = as many as the others."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """VPP: parts of each stage, interleaved over the stages to keep them busy; null = 1. Not for hybrid models."""
+    use_gloo_process_groups: bool = False
+    """Build Megatron's further groups for exchange over the hosts' network, which mrl does not need."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    """Which of Transformer Engine's attention kernels to use. No effect without a GPU and Transformer Engine."""
+    env_vars: dict[str, str] | None = None
+    """Environment variables of the processes of policy ranks."""
+    sequence_parallel: bool = False
+    """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
+    defer_fp32_logits: bool = False
+    """Make float32 logits of bfloat16 ones for some tokens at a time; false = for a whole packed row. The values are the same."""
+    use_fused_linear_logprobs: bool = False
+    """The same as policy.logprob_chunk_size, which then stays null, with the number of tokens below."""
+    fused_linear_logprobs_chunk_size: int = 256
+    """Tokens whose logits are in memory at the same time if `use_fused_linear_logprobs`."""
+    empty_unused_memory_level: int = 1
+    """Give memory that the allocator keeps back to the GPU: 1 = after the backward pass of a step, 2 = after its update too, 0 = never.
+    For an engine that shares the GPU it is given back between phases in any case."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: all that `recompute_granularity` names."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """With `activation_checkpointing`: "full" keeps the inputs of layers only, "selective" recomputes parts of layers."""
+    recompute_modules: list[str] | None = None
+    """With "selective": any of core_attn, layernorm, mlp, moe, moe_act, shared_experts; null = core_attn."""
+    freeze_moe_router: bool = True
+    """Do not train the routers' weights."""
+    freeze_config: FreezeConfig = field(default_factory=FreezeConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
+    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"
+    """Type in which routing scores are computed; null = that of the activations."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """Auxiliary loss that draws tokens towards unused experts: of each packed row (so that its value depends on the packing), of each
+    sequence, or of the global batch as far as it has been seen. Padding does not count. Metrics train/moe/*load_balancing_loss."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the auxiliary loss beside the policy's; 1 is its value at perfect balance."""
+    moe_router_enable_expert_bias: bool | None = None
+    """Whether routers add a bias per expert to choose by. The model says so; a value that contradicts it is refused."""
+    moe_router_bias_update_rate: float = 0.0
+    """Step of the expert-bias update after each train step, also of frozen routers; 0 = biases stay."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens travel to their experts; `flex` is DeepEP."""
+    moe_enable_deepep: bool = False
+    """Use DeepEP's kernels, which `moe_token_dispatcher_type=flex` means: must be true with it and false without."""
+    moe_shared_expert_overlap: bool = False
+    """Compute shared experts while tokens travel, on GPUs. Needs the alltoall dispatcher."""
+    track_moe_metrics: bool = True
+    """Report how evenly tokens spread over experts, train/moe/*: mean over the layers, and the worst layer."""
+    moe_per_layer_logging: bool = False
+    """Report the metrics of `track_moe_metrics` for every layer, too."""
+    moe_permute_fusion: bool = True
+    """Order tokens by expert with Transformer Engine's kernel. No effect without a GPU and Transformer Engine."""
+    apply_rope_fusion: bool = True
+    """Apply rotary positions with Transformer Engine's kernel. No effect without a GPU and Transformer Engine."""
+    bias_activation_fusion: bool = True
+    """Compile gate and activation of gated MLPs and experts into one kernel. No effect without a GPU, or with other activations."""
+    use_fused_weighted_squared_relu: bool = False
+    """Compile squared ReLU and the router's weights into one kernel, in the experts of Nemotron models. No effect without a GPU and
+    Transformer Engine."""
+    model_overrides: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of Megatron's TransformerConfig by name, as far as they say how something is computed; what is computed follows
+    from the model's config.json and the other keys of `policy`."""
+    gradient_accumulation_fusion: bool = False
+    """Add weight gradients to their float32 sums within the matrix product. No effect without a GPU and NVIDIA Apex."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    distributed_data_parallel_config: DdpConfig = field(default_factory=DdpConfig)
+    checkpoint: SaveConfig = field(default_factory=SaveConfig)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the dense layers: TP x PP x CP."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def parallel(self) -> MegatronParallel:
+        """The sizes that say which rank holds what, as the conversion tables take them."""
+        return MegatronParallel(
+            tp=self.tensor_model_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size,
+            cp=self.context_parallel_size,
+            num_layers_in_first_pipeline_stage=self.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=self.num_layers_in_last_pipeline_stage,
+            vpp=self.virtual_pipeline_model_parallel_size or 1,
+        )

@@ -1,0 +1,131 @@
+"""Section `policy`: the model, its batches, and the two libraries that run it. See `mrl.config.schema.run`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mrl.config.fields import Precision, follows, required
+from mrl.config.schema.generation import GenerationConfig
+from mrl.config.schema.megatron import MegatronConfig
+from mrl.config.trace import traced
+
+PackingAlgorithm = Literal["balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"]
+
+
+@traced
+@dataclass
+class TokenizerConfig:
+    name: str = follows("policy.model_name")
+    """Folder of the tokenizer, or an id on the Hub."""
+    chat_template: str | None = "default"
+    """default = the tokenizer's own; else a template in Jinja, or the path of a .jinja file; null = messages are joined as they are."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Values for variables of the chat template, such as enable_thinking; null = none."""
+
+
+@traced
+@dataclass
+class SequencePackingConfig:
+    enabled: bool = True
+    """Pack sequences into rows up to a number of tokens. false (and no dynamic batching) = a fixed number of sequences a row, side by
+    side without padding between them: train_micro_batch_size and logprob_batch_size."""
+    train_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
+    """Tokens of a packed row in training. Of pairs of answers (dpo, rm) a row holds as many of each kind."""
+    logprob_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
+    """Tokens of a packed row in logprob passes. Another number than train_mb_tokens gives these passes rows of their own."""
+    algorithm: PackingAlgorithm = "balanced"
+    """How sequences are assigned to rows. balanced: first to data-parallel ranks, so that all have the same tokens and the same work, then
+    to the rows of the rank; the others pack all sequences into rows (docs/performance.md compares them) and deal the rows to the ranks."""
+    microbatch_order: Literal["packer", "largest_first"] = "packer"
+    """Order of the rows of a rank: as the algorithm made them, or by their tokens, most first, so that memory is at its peak at once."""
+    sequence_length_round: int = 64
+    """Row lengths are rounded up to a multiple of this, which bounds the number of different shapes."""
+
+
+@traced
+@dataclass
+class RouterReplayConfig:
+    enabled: bool = False
+    """Train with the experts that the engine chose: its routes come with the rollouts, and the policy's routers follow them in logprob and
+    train passes, weighting the experts by their own scores. Removes the part of the mismatch between trainer and engine that comes from
+    tokens going through other experts. The reference model routes by itself. For models with experts."""
+
+
+@traced
+@dataclass
+class DynamicBatchingConfig:
+    enabled: bool = False
+    """Fill rows with sequences of similar length. Excludes sequence_packing.enabled, which fills them better."""
+    train_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
+    """Tokens of a row in training, every sequence counted as long as the longest beside it."""
+    logprob_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
+    """The same in logprob passes."""
+    sequence_length_round: int = 64
+    """The longest sequence of a row, and the row itself, are rounded up to a multiple of this."""
+
+
+@traced
+@dataclass
+class RewardModelConfig:
+    enabled: bool | None = None
+    """The model has a reward head in place of its output layer. Follows from `algorithm`: null, or true exactly for rm."""
+    reward_model_type: Literal["bradley_terry"] = "bradley_terry"
+    """How rewards become the probability that one answer is preferred to another."""
+
+
+@traced
+@dataclass
+class PolicyConfig:
+    model_name: str = required()
+    """Folder of the starting model in Hugging Face format, or its id on the Hub."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train_global_batch_size: int = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
+    """Sequences per optimizer step; of pairs of answers (dpo, rm) the pairs. In GRPO it divides the rollouts of a step: several updates go
+    through them in their order, by ratios to the policy before the first of them."""
+    train_micro_batch_size: int = 1
+    """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
+    logprob_batch_size: int = follows("policy.train_micro_batch_size")
+    """The same for a row of logprob passes."""
+    logprob_chunk_size: int | None = None
+    """Tokens whose logits are in memory at the same time, in logprob passes and in training: the output layer and its gradient are
+    computed for so many at a time, twice in training. null = the logits of a whole packed row are made once and kept for the gradient.
+    Needs megatron_cfg.defer_fp32_logits."""
+    max_total_sequence_length: int = 512
+    """Longest prompt plus rollout, in tokens."""
+    make_sequence_length_divisible_by: int = follows("policy.megatron_cfg.tensor_model_parallel_size")
+    """Packed rows are padded to a multiple of this; sequence parallelism needs a multiple of TP."""
+    precision: Precision = "float32"
+    """Type of weights and activations."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 = never."""
+    refit_buffer_size_gb: float = 0.25
+    """Exchange buffer of a unit during a refit, in GB (10^9 bytes). Smaller = more rounds."""
+    sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
+    reward_model_cfg: RewardModelConfig = field(default_factory=RewardModelConfig)
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    @property
+    def output_chunk_tokens(self) -> int | None:
+        """Tokens for which the output layer is computed at a time; None = a whole packed row."""
+        megatron = self.megatron_cfg
+        return megatron.fused_linear_logprobs_chunk_size if megatron.use_fused_linear_logprobs else self.logprob_chunk_size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every sequence of a row is padded to a multiple of this many tokens: context parallelism cuts it into 2 * CP chunks."""
+        cp = self.megatron_cfg.context_parallel_size
+        return 1 if cp == 1 else 2 * cp
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are padded to a multiple of this many tokens."""
+        megatron = self.megatron_cfg
+        parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel and megatron.context_parallel_size > 1 else 1
+        fills_rows = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
+        length_round = fills_rows.sequence_length_round if fills_rows.enabled else 1
+        return math.lcm(self.make_sequence_length_divisible_by, length_round, self.sequence_multiple * parts)

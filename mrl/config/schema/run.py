@@ -1,0 +1,225 @@
+"""Every config key: one dataclass per YAML section, names as in NeMo RL. The string below a field is its manual.
+
+Here: the whole run, and the sections that are short; the others have a file each. Defaults stand there and nowhere else.
+A default written `"${...}"` follows another key and is resolved by `mrl.config.load`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal, get_type_hints
+
+from mrl.config.schema.algo import GrpoConfig, LossConfig, RewardPenaltiesConfig
+from mrl.config.schema.data import DataConfig
+from mrl.config.schema.env import GYM_TURNS, EnvConfig
+from mrl.config.schema.evaluation import EvalConfig
+from mrl.config.schema.logger import LoggerConfig
+from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.supervised import DpoConfig, RmConfig, SftConfig
+from mrl.config.trace import traced
+
+
+@traced
+@dataclass
+class CheckpointingConfig:
+    enabled: bool = True
+    """Write checkpoints."""
+    checkpoint_dir: str = "results/grpo"
+    """Folder of the run. A run resumes from the newest complete checkpoint in it."""
+    metric_name: str | None = "val:accuracy"
+    """What ranks checkpoints: `train:<metric>` or `val:<metric>`; null = the newer, the better. A checkpoint without that metric is the
+    worst."""
+    higher_is_better: bool = True
+    """Direction of that metric."""
+    keep_top_k: int | None = 3
+    """How many of the checkpoints of `save_period` are kept, the best ones; null = all. The newest checkpoint is always kept, too."""
+    save_period: int = 10
+    """Save every this many steps, and at the end."""
+    ft_save_period: int | None = None
+    """Save every this many steps, too, against crashes; null = no further checkpoints. Needs `ft_keep_latest_k`."""
+    ft_keep_latest_k: int | None = None
+    """Keep this many of the newest checkpoints, whatever their metric; null = one."""
+    save_optimizer: bool = True
+    """Save optimizer state; without it a run cannot resume exactly."""
+    checkpoint_must_save_by: str | None = None
+    """DD:HH:MM:SS after the start of the Slurm job (SLURM_JOB_START_TIME), or else of the process: the run saves and ends before a step
+    that would, as long as the mean step, end later. null = never."""
+
+    @property
+    def must_save_by_s(self) -> float | None:
+        """`checkpoint_must_save_by` in seconds."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = (int(part) for part in self.checkpoint_must_save_by.split(":"))
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+@traced
+@dataclass
+class ClusterConfig:
+    num_nodes: int = 1
+    """Hosts."""
+    gpus_per_node: int = 0
+    """GPUs of a host; 0 = hosts without GPUs."""
+    master_port_range_low: int | None = None
+    """Policy ranks meet at a free port of the first of them, from here to below `master_port_range_high`; null = any port."""
+    master_port_range_high: int | None = None
+    """End of that range, not itself in it."""
+    cpu_units_per_node: int = 1
+    """Policy ranks per host on hosts without GPUs."""
+
+    @property
+    def master_ports(self) -> range:
+        """The ports at which policy ranks may meet; empty = any."""
+        return range(self.master_port_range_low or 0, self.master_port_range_high or 0)
+
+    @property
+    def units_per_node(self) -> int:
+        """Worker units of a node: its GPUs, or its policy ranks where there are none."""
+        return self.gpus_per_node or self.cpu_units_per_node
+
+    @property
+    def num_units(self) -> int:
+        """Worker units of all nodes. On hosts without GPUs dedicated engines add theirs (`RunConfig.num_units`)."""
+        return self.num_nodes * self.units_per_node
+
+
+@traced
+@dataclass
+class DeadlinesConfig:
+    start_s: float = 300.0
+    """Seconds for all processes to start and hold their weights."""
+    generate_s: float = 600.0
+    """Seconds without a finished rollout after which generation has failed."""
+    reward_s: float = 120.0
+    """Seconds for the rewards still missing when the last rollout of a step is done."""
+    train_s: float = 600.0
+    """Seconds for one logprob pass or train step."""
+    refit_s: float = 300.0
+    """Seconds for one refit."""
+    checkpoint_s: float = 600.0
+    """Seconds to save or load a checkpoint."""
+
+
+@traced
+@dataclass
+class RunConfig:
+    """A whole run. Code takes the narrowest section it needs."""
+
+    algorithm: Literal["grpo", "sft", "dpo", "rm"] = "grpo"
+    """How the policy is trained: by rollouts and their rewards (grpo), on conversations as they are (sft), or on pairs of answers of which
+    one is preferred: to give the preferred ones more probability (dpo), or as a reward model to score them higher (rm). A file that has
+    the section of another algorithm than grpo, and none for grpo, means that one."""
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    rm: RmConfig = field(default_factory=RmConfig)
+    loss_fn: LossConfig = field(default_factory=LossConfig)
+    reward_penalties: RewardPenaltiesConfig = field(default_factory=RewardPenaltiesConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+
+    @property
+    def training(self) -> GrpoConfig | SftConfig | DpoConfig | RmConfig:
+        """The section of the algorithm."""
+        match self.algorithm:
+            case "grpo":
+                return self.grpo
+            case "sft":
+                return self.sft
+            case "dpo":
+                return self.dpo
+            case "rm":
+                return self.rm
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether a row of data is a pair of answers."""
+        return self.algorithm in ("dpo", "rm")
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the loss compares with the starting model."""
+        return self.algorithm == "dpo" or (self.algorithm == "grpo" and self.loss_fn.reference_policy_kl_penalty > 0)
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether the run samples rollouts."""
+        return self.algorithm == "grpo"
+
+    @property
+    def is_memory_shared(self) -> bool:
+        """Whether policy ranks and engines take turns on the same devices."""
+        return self.has_engines and self.policy.generation.colocated.enabled
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a step computes the policy's logprobs before its update."""
+        return self.has_engines and (not self.loss_fn.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None)
+
+    @property
+    def num_dedicated_units(self) -> int:
+        """Worker units that carry an engine worker and no policy rank; 0 where engines are colocated, or there are none."""
+        generation = self.policy.generation
+        if generation.colocated.enabled or not self.has_engines:
+            return 0
+        if self.cluster.gpus_per_node == 0:
+            return generation.num_cpu_engines * generation.vllm_cfg.tensor_parallel_size
+        resources = generation.colocated.resources
+        if self.cluster.num_nodes == 1:
+            return resources.gpus_per_node or 0
+        return (resources.num_nodes or 0) * self.cluster.gpus_per_node
+
+    @property
+    def max_rollout_turns(self) -> int:
+        """Most turns of a rollout."""
+        return max(self.grpo.max_rollout_turns, GYM_TURNS if self.env.should_use_nemo_gym else 1)
+
+    @property
+    def num_policy_ranks(self) -> int:
+        """Worker units that carry a policy rank: the world size of the trainer."""
+        return self.cluster.num_units - (self.num_dedicated_units if self.cluster.gpus_per_node else 0)
+
+    @property
+    def num_units(self) -> int:
+        """Worker units in all."""
+        return self.num_policy_ranks + self.num_dedicated_units
+
+    @property
+    def data_parallel_size(self) -> int:
+        """DP: replicas of the dense layers."""
+        return self.num_policy_ranks // self.policy.megatron_cfg.model_parallel_size
+
+    @property
+    def num_engines(self) -> int:
+        """Engines in all."""
+        if not self.has_engines:
+            return 0
+        if self.cluster.gpus_per_node == 0:
+            return self.policy.generation.num_cpu_engines
+        return (self.num_dedicated_units or self.num_policy_ranks) // self.policy.generation.vllm_cfg.tensor_parallel_size
+
+
+def section_of(hint: object) -> type | None:
+    """The section class of a field's type, through `| None`; None for a plain value."""
+    candidates = getattr(hint, "__args__", (hint,))
+    return next((kind for kind in candidates if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+
+
+def _keys(section: type, prefix: str = "") -> dict[str, tuple[str, str]]:
+    keys: dict[str, tuple[str, str]] = {}
+    for name, hint in get_type_hints(section).items():
+        inner = section_of(hint)
+        keys |= _keys(inner, f"{prefix}{name}.") if inner else {f"{prefix}{name}": (section.__name__, name)}
+    return keys
+
+
+KEYS: dict[str, tuple[str, str]] = _keys(RunConfig)
+"""Every dotted key with its section class and field."""

@@ -1,0 +1,221 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mrl.config.dialect.names import RENAMED
+from mrl.config.dialect.no_effect import NO_EFFECT
+from mrl.config.dialect.refused import REFUSED
+from mrl.config.dialect.torch import TRANSLATED
+from mrl.config.dialect.translate import DIALECT_KEYS, FOREIGN, is_foreign
+from mrl.config.errors import ConfigError
+from mrl.config.files import packaged_configs
+from mrl.config.load import load_config, load_run
+from mrl.config.schema.run import KEYS, RunConfig
+from tests.sources import ROOT
+
+NEMO_RL = ROOT / "tests/data/nemo_rl"
+REQUIRED = "policy: {model_name: m}\ndata: {train: {data_path: d}}\n"
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., RunConfig]:
+    def load(text: str, *overrides: str) -> RunConfig:
+        path = tmp_path / "config.yaml"
+        path.write_text(REQUIRED + text)
+        return load_config(path, overrides)
+
+    return load
+
+
+@pytest.fixture
+def refused(load: Callable[..., RunConfig]) -> Callable[..., str]:
+    def refused(text: str, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load(text, *overrides)
+        return str(caught.value)
+
+    return refused
+
+
+def test_a_key_is_in_the_schema_or_in_one_table():
+    groups = {"the schema": set(KEYS), "RENAMED": set(RENAMED), "TRANSLATED": set(TRANSLATED)}
+    groups |= {"NO_EFFECT": set(NO_EFFECT), "REFUSED": set(REFUSED)}
+    places: dict[str, list[str]] = {}
+    for group, keys in groups.items():
+        for key in keys:
+            places.setdefault(key, []).append(group)
+    assert {key: found for key, found in places.items() if len(found) > 1} == {}
+
+
+def test_every_key_of_nemo_rl_has_a_place():
+    known = KEYS.keys() | DIALECT_KEYS
+
+    def has_place(dotted: str) -> bool:
+        is_section = any(key.startswith(f"{dotted}.") for key in known)
+        below_value = any(dotted.startswith(f"{key}.") for key in KEYS)
+        return dotted in known or is_section or below_value or is_foreign(tuple(dotted.split(".")), 1)
+
+    keys = (NEMO_RL / "keys.txt").read_text().split()
+    assert len(keys) > 383
+    assert [key for key in keys if not has_place(key)] == []
+
+
+def test_whatever_is_refused_says_a_way_out():
+    assert [key for key, entry in FOREIGN.items() if (entry.same is None) == bool(entry.way_out)] == []
+    assert [key for key, entry in FOREIGN.items() if entry.same is not None and not entry.way_out] == []
+
+
+def test_old_names_are_renamed_and_reported(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("policy: {model_name: m}\ndata: {train_jsonl_fpath: a, validation_jsonl_fpath: b}\n")
+    config, migration = load_run(path, ["data.train_jsonl_fpath=c"])
+    assert config.data.validation is not None
+    assert (config.data.train.data_path, config.data.validation.data_path) == ("c", "b")
+    assert sorted(migration.renamed) == [
+        "data.train_jsonl_fpath=c (command line) -> data.train.data_path",
+        "data.validation_jsonl_fpath=b (config.yaml:2) -> data.validation.data_path",
+    ]
+
+
+def test_two_names_with_two_values_are_refused(refused: Callable[..., str], load: Callable[..., RunConfig]):
+    two = "two names of data.train.data_path with two values; keep one of them"
+    assert two in refused("", "data.train_jsonl_fpath=a", "data.train.data_path=b")
+    assert load("", "data.train_jsonl_fpath=a", "data.train.data_path=a").data.train.data_path == "a"
+
+
+def test_two_names_in_one_file_are_refused(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("policy: {model_name: m}\ndata: {train_jsonl_fpath: a, train: {data_path: b}}\n")
+    with pytest.raises(ConfigError, match="data.train_jsonl_fpath=a .* and data.train.data_path=b .*: two names of data.train.data_path"):
+        load_config(path)
+
+
+def test_old_values_are_translated(load: Callable[..., RunConfig]):
+    assert load("checkpointing: {metric_name: val_reward}\n").checkpointing.metric_name == "val:accuracy"
+
+
+def test_no_effect_is_reported_with_the_reason(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text(REQUIRED + "data_plane: {enabled: true}\n")
+    _, migration = load_run(path, ["policy.generation_batch_size=64"])
+    assert migration.sections()["without effect"] == [
+        "data_plane.enabled=true (config.yaml:3): rollouts stay where they were made, and their readers pull them; no service lies between",
+        "policy.generation_batch_size=64 (command line): NeMo RL reads it nowhere, and there is nothing for it to say here",
+    ]
+
+
+def test_behaviour_that_we_do_not_have_is_refused(refused: Callable[..., str], load: Callable[..., RunConfig]):
+    load("", "policy.draft={enabled: false, loss_weight: 0.1}", "policy.megatron_cfg.mtp_num_layers=0")
+    said = refused("", "policy.draft.enabled=true", "policy.megatron_cfg.pipeline_dtype=bfloat16")
+    assert "policy.draft.enabled=true (command line): draft models are not trained; set it to false" in said
+    assert "policy.megatron_cfg.pipeline_dtype=bfloat16 (command line): stages hand on activations as they are; leave it out" in said
+
+
+def test_dtensor_is_translated(load: Callable[..., RunConfig]):
+    policy = load(
+        "",
+        "policy.dtensor_cfg={enabled: true, tensor_parallel_size: 4, context_parallel_size: 2, activation_checkpointing: true}",
+        "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 16, alpha: 8, match_all_linear: false, target_modules: [q_proj,k_proj,v_proj]}",
+        "policy.dtensor_cfg.lora_cfg.lora_A_init=uniform",
+        "policy.megatron_cfg.enabled=false",
+        "policy.megatron_cfg.pipeline_model_parallel_size=2",
+        "policy.precision=bfloat16",
+    ).policy
+    megatron = policy.megatron_cfg
+    assert (megatron.tensor_model_parallel_size, megatron.context_parallel_size, megatron.pipeline_model_parallel_size) == (4, 2, 1)
+    assert megatron.sequence_parallel and megatron.activation_checkpointing and megatron.enabled and megatron.optimizer.bf16
+    assert (megatron.peft.enabled, megatron.peft.dim, megatron.peft.alpha) == (True, 16, 8)
+    assert (megatron.peft.target_modules, megatron.peft.lora_A_init_method) == (["linear_qkv"], "kaiming")
+    assert policy.make_sequence_length_divisible_by == 4
+
+
+def test_a_torch_optimizer_and_its_schedule_are_translated():
+    megatron = load_config(NEMO_RL / "grpo_math_8B.yaml", ["data.train.data_path=d"]).policy.megatron_cfg
+    assert (megatron.optimizer.lr, megatron.optimizer.min_lr, megatron.optimizer.weight_decay) == (3e-7, 3e-7, 0.01)
+    assert (megatron.optimizer.adam_beta1, megatron.optimizer.adam_beta2, megatron.optimizer.adam_eps) == (0.9, 0.999, 1e-8)
+    scheduler = megatron.scheduler
+    assert (scheduler.lr_decay_style, scheduler.lr_warmup_iters, scheduler.lr_warmup_init) == ("constant", 13, pytest.approx(3e-8))
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        ("{name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 90, eta_min: 1.0e-7}}", ("cosine", 100, 1e-7)),
+        ("{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 1.0, end_factor: 0.5, total_iters: 40}}", ("linear", 50, 5e-6)),
+    ],
+)
+def test_decays_are_translated(load: Callable[..., RunConfig], phase: str, expected: tuple[str, int, float]):
+    warmup = "{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 10}}"
+    schedule = f"policy.scheduler=[{warmup}, {phase}, {{milestones: [10]}}]"
+    megatron = load("", "policy.optimizer={name: torch.optim.AdamW, kwargs: {lr: 1e-5}}", schedule).policy.megatron_cfg
+    scheduler = megatron.scheduler
+    assert (scheduler.lr_decay_style, scheduler.lr_decay_iters, megatron.optimizer.min_lr) == expected
+    assert (scheduler.lr_warmup_iters, scheduler.lr_warmup_init) == (10, pytest.approx(1e-6))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.1}}", "torch.optim.SGD is not supported; use torch.optim.AdamW"),
+        ("policy.optimizer.kwargs.betas=[0.9]", "AdamW has two"),
+        (
+            "policy.scheduler={name: torch.optim.lr_scheduler.StepLR, kwargs: {step_size: 5}}",
+            "set it to null and write policy.megatron_cfg.scheduler",
+        ),
+        ("policy.scheduler=[{name: a.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [7]}]", "set it to null and write"),
+        ("policy.dtensor_cfg.lora_cfg.target_modules=[q_proj]", "q_proj: no whole layer of Megatron"),
+        ("policy.dtensor_cfg.lora_cfg.lora_A_init=zeros", "use one of xavier, uniform"),
+        ("policy.dtensor_cfg.tensor_paralel_size=2", "no such key; the nearest is policy.dtensor_cfg.tensor_parallel_size"),
+    ],
+)
+def test_torch_settings_without_a_counterpart_are_refused(refused: Callable[..., str], override: str, said: str):
+    assert said in refused("", override)
+
+
+def test_the_backend_that_is_off_has_no_effect(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text(REQUIRED)
+    overrides = ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.dtensor_cfg.tensor_parallel_size=8"]
+    config, migration = load_run(path, [*overrides, "policy.optimizer.kwargs.lr=1"])
+    assert config.policy.megatron_cfg.tensor_model_parallel_size == 1
+    assert config.policy.megatron_cfg.optimizer.lr == RunConfig().policy.megatron_cfg.optimizer.lr
+    assert (
+        "policy.optimizer.kwargs.lr=1 (command line): policy.megatron_cfg is the backend that is enabled"
+        in migration.sections()["without effect"]
+    )
+
+
+def test_two_backends_are_refused(refused: Callable[..., str]):
+    said = refused("", "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=true")
+    assert "policy.dtensor_cfg.enabled=true (command line): policy.megatron_cfg.enabled is true, too" in said
+
+
+def test_a_key_may_follow_a_key_that_only_nemo_rl_has(load: Callable[..., RunConfig]):
+    policy = load("", "policy.dtensor_cfg.tensor_parallel_size=2", "grpo.seed=${policy.dtensor_cfg.tensor_parallel_size}")
+    assert policy.grpo.seed == 2
+
+
+def test_a_switch_of_vllm_s_compiler_names_it_now(refused: Callable[..., str], load: Callable[..., RunConfig]):
+    compilation = "policy.generation.vllm_kwargs.compilation_config"
+    kwargs = load("", f"++{compilation}.use_inductor=False", f"++{compilation}.backend=eager").policy.generation.vllm_kwargs
+    assert kwargs == {"compilation_config": {"backend": "eager"}}
+    said = refused("", f"++{compilation}.use_inductor=False", f"++{compilation}.backend=inductor")
+    assert "it means backend=eager, and policy.generation.vllm_kwargs.compilation_config.backend=inductor; keep one of them" in said
+
+
+def test_variables_of_dtensor_s_workers_become_megatron_s(load: Callable[..., RunConfig]):
+    assert load("", "policy.dtensor_cfg.env_vars={A_B: x}").policy.megatron_cfg.env_vars == {"A_B": "x"}
+    assert load("", "policy.dtensor_cfg.env_vars={}").policy.megatron_cfg.env_vars is None
+
+
+def test_a_prompt_file_of_nemo_rl_falls_back_to_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(REQUIRED)
+    config, migration = load_run(path, ["data.default.prompt_file=examples/prompts/cot.txt"])
+    packaged = packaged_configs() / "prompts/cot.txt"
+    assert config.data.default.prompt_file == str(packaged)
+    assert packaged.read_text().format("1 + 1 = ?").endswith("1 + 1 = ?\n")
+    assert migration.translated == [f"data.default.prompt_file=examples/prompts/cot.txt (command line) -> {packaged}"]
+    assert load_run(path, ["data.default.prompt_file=prompts/other.txt"])[0].data.default.prompt_file == "prompts/other.txt"

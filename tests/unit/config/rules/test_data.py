@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mrl.config.errors import ConfigError
+from mrl.config.load import load_config
+from mrl.config.rules.checks import find_problems
+
+
+def load(*overrides: str):
+    return load_config("grpo_tiny.yaml", list(overrides))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+BAD = [
+    ("data.train.dataset_name=OpenMath", "data.train.dataset_name=OpenMath: no such data set is known; leave it out, or use one of"),
+    ("data.default.dataset_name=OpenMath", "data.default.dataset_name=OpenMath: no such data set is known"),
+    ("data.train.data_path=null", "data.train.data_path is required and has no default; set it in the config file or as data."),
+    ("data.train.data_path=no/such/file", "data.train.data_path=no/such/file: no such file or folder in "),
+    ("data.default.processor=vlm_hf_data_processor", "data.default.processor=vlm_hf_data_processor: no such processor; use one of"),
+    ("data.validation.processor=mine", "data.validation.processor=mine: no such processor"),
+    ("data.train.env_name=maths", "data.train.env_name=maths: no such environment; use one of math, "),
+    ("data.default.prompt_file=no.txt", "data.default.prompt_file=no.txt: no such file in "),
+    ("data.validation.system_prompt_file=no.txt", "data.validation.system_prompt_file=no.txt: no such file in "),
+    ("data.train.repeat=0", "data.train.repeat=0: out of range"),
+    ("data.train.split_validation_size=-0.1", "data.train.split_validation_size=-0.1: out of range"),
+    ("data.max_bad_row_share=1.5", "data.max_bad_row_share=1.5: out of range"),
+    ("data.train=[]", "data.train=[]: a list of data sets has one at least"),
+    ("data.train=[{data_path: prepared, repeat: 0}]", "data.train.datasets[0].repeat=0: out of range"),
+    ("data.train=[{data_path: prepared}, {dataset_name: x}]", "data.train.datasets[1].dataset_name=x: no such data set is known"),
+    ("data.train=[{data_path: prepared, split_validation_size: -1}]", "data.train.datasets[0].split_validation_size=-1.0: out of range"),
+    ("data.train=[{data_path: prepared, env_name: x}]", "data.train.datasets[0].env_name=x: no such environment"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "problem"), BAD)
+def test_what_is_wrong_with_a_data_set(workplace: Path, override: str, problem: str):
+    found = find_problems(load(override))
+    assert [text for text in found if text.startswith(problem)], found
+    # What two data sets take from data.default is one problem.
+    assert len(set(found)) == len(found)
+
+
+def test_conversations_of_nemo_gym_take_no_prompt_file(workplace: Path):
+    (workplace / "cot.txt").write_text("{}")
+    (problem,) = find_problems(load("data.default.processor=nemo_gym_data_processor", "data.default.prompt_file=cot.txt"))
+    assert problem.startswith("data.default.prompt_file=cot.txt: processor=nemo_gym_data_processor leaves conversations as the rows give")
+
+
+def test_named_data_sets_need_no_path_and_bring_their_validation(workplace: Path):
+    config = load("data.train.data_path=null", "data.train.dataset_name=OpenMathInstruct-2", "data.validation=null")
+    assert find_problems(config) == []
+    assert (config.data.train.source, config.data.train.held_out, config.data.has_validation) == ("nvidia/OpenMathInstruct-2", 0.05, True)
+    config = load("data.train.split_validation_size=0", "data.train.dataset_name=OpenMathInstruct-2", "data.validation=null")
+    assert (config.data.train.source, config.data.has_validation) == ("prepared/tiny/data/train.jsonl", False)
+    assert [
+        problem for problem in find_problems(config) if problem.startswith("checkpointing.metric_name=val:accuracy: there is no validation")
+    ]
+
+
+def test_data_sets_follow_the_default_unless_they_say_otherwise(tmp_path: Path):
+    path = write(
+        tmp_path,
+        "policy: {model_name: m}\ngrpo: {seed: 7}\ndata:\n"
+        "  default: {prompt_file: cot.txt, input_key: q, split: dev}\n"
+        "  train:\n"
+        "    - {data_path: a, prompt_file: null}\n"
+        "    - {dataset_name: DeepScaler, split_validation_size: 0.05, seed: '${grpo.seed}', input_key: p}\n"
+        "  validation: {data_path: b, split: test}\n",
+    )
+    data = load_config(path).data
+    first, second = data.train_sets
+    assert (first.data_path, first.prompt_file, first.input_key, first.split) == ("a", None, "q", "dev")
+    assert (second.source, second.prompt_file, second.input_key, second.seed) == (
+        "agentica-org/DeepScaleR-Preview-Dataset",
+        "cot.txt",
+        "p",
+        7,
+    )
+    (validation,) = data.validation_sets
+    assert (validation.split, validation.prompt_file) == ("test", "cot.txt")
+    # One set in place of the list, by an override.
+    assert [dataset.data_path for dataset in load_config(path, ["data.train={data_path: c}"]).data.train_sets] == ["c"]
+
+
+def test_keys_of_listed_data_sets_are_checked(tmp_path: Path):
+    path = write(tmp_path, "policy: {model_name: m}\ndata:\n  train:\n    - {data_pth: a}\n")
+    with pytest.raises(
+        ConfigError, match=r"data.train.datasets=.*\(config.yaml:3\): Key 'data_pth' not in 'TrainDatasetConfig'. Did you mean: 'data_path'"
+    ):
+        load_config(path)

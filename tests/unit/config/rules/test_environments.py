@@ -1,0 +1,52 @@
+import pytest
+
+from mrl.config.rules.environments import environment_names, environment_of_agent, find_environment_problems
+from mrl.config.schema.algo import GrpoConfig
+from mrl.config.schema.env import BUILT_IN, EnvConfig, NemoGymConfig, OwnEnvConfig
+from mrl.config.schema.run import RunConfig
+
+PATHS = ["responses_api_models/vllm_model/configs/vllm_model_for_training.yaml", "resources_servers/code_gen/configs/code_gen.yaml"]
+
+
+def test_servers_of_nemo_gym_choose_environments():
+    config = EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(config_paths=PATHS))
+    assert environment_names(config) == ("code",)
+    assert find_environment_problems(config, "nemo_gym") == []
+    assert "data.default.env_name=math" in find_environment_problems(config, "math")[0]
+
+
+def test_without_nemo_gym_all_environments_are_there():
+    assert environment_names(EnvConfig(nemo_gym=NemoGymConfig(config_paths=PATHS))) == BUILT_IN
+    assert "use one of math" in find_environment_problems(EnvConfig(), "nemo_gym")[0]
+
+
+def test_agents_of_the_blend():
+    assert environment_of_agent("code_gen_simple_agent") == "code"
+    assert environment_of_agent("math_with_judge_simple_agent") == "math"
+    assert environment_of_agent("browser_simple_agent") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(["resources_servers/browser/a.yaml"])),
+            "does what browser does",
+        ),
+        (EnvConfig(own=OwnEnvConfig(functions={"math": "a:b"})), "built-in environment has that name"),
+        (EnvConfig(own=OwnEnvConfig(functions={"mine": "a.b"})), "must be MODULE:FUNCTION"),
+        (EnvConfig(own=OwnEnvConfig(functions={"mine": "a b:c"})), "must be MODULE:FUNCTION"),
+        (EnvConfig(own=OwnEnvConfig(functions={"mine": "no_such_module:c"})), "there is no module no_such_module; start the run in"),
+    ],
+)
+def test_what_is_wrong_is_told_with_a_way_out(config: EnvConfig, message: str):
+    (problem,) = find_environment_problems(config, "math")
+    assert message in problem
+
+
+def test_agents_of_nemo_gym_take_their_own_number_of_turns():
+    def most_turns(env: EnvConfig, turns: int) -> int:
+        return RunConfig(env=env, grpo=GrpoConfig(max_rollout_turns=turns)).max_rollout_turns
+
+    gym = EnvConfig(should_use_nemo_gym=True)
+    assert (most_turns(EnvConfig(), 1), most_turns(EnvConfig(), 8), most_turns(gym, 1), most_turns(gym, 8)) == (1, 8, 6, 8)

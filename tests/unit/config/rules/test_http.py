@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config, load_run
+from mrl.config.rules.checks import find_problems
+from tests.sources import ROOT
+
+VLLM = "policy.generation.vllm_cfg"
+CHAT = f"{VLLM}.http_server_serving_chat_kwargs"
+SERVED = f"{VLLM}.expose_http_server=true"
+
+
+def problems_of(*overrides: str) -> list[str]:
+    return find_problems(load_config("grpo_tiny.yaml", overrides))
+
+
+def test_parsers_of_vllm(workplace: Path):
+    assert problems_of(SERVED, f"{CHAT}={{enable_auto_tools: true, tool_parser: qwen3_coder, reasoning_parser: nemotron_v3}}") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "start", "part"),
+    [
+        (f"{CHAT}.tool_parser=qwen3_codr", f"{CHAT}.tool_parser=qwen3_codr: ", "nearest is qwen3_coder"),
+        (f"{CHAT}.reasoning_parser=nemotron", f"{CHAT}.reasoning_parser=nemotron: ", "nearest is nemotron_v3"),
+        (f"{CHAT}.enable_auto_tools=true", f"{CHAT}.enable_auto_tools=true: ", "tool_parser"),
+        (f"{VLLM}.tool_parser_plugin=none.py", f"{VLLM}.tool_parser_plugin=none.py: ", "correct the path"),
+        (
+            "policy.generation.port_range_low=4999",
+            "policy.generation.port_range_low=4999: ",
+            "port_range_high=4999",
+        ),
+    ],
+)
+def test_a_server_that_could_not_start(workplace: Path, override: str, start: str, part: str):
+    (problem,) = problems_of(SERVED, override)
+    assert problem.startswith(start) and part in problem
+    assert problems_of(override) == []  # without a server
+
+
+def test_a_plugin_brings_its_own_names(workplace: Path):
+    (workplace / "mine.py").write_text("")
+    assert problems_of(SERVED, f"{VLLM}.tool_parser_plugin=mine.py", f"{CHAT}.tool_parser=mine") == []
+
+
+def test_nemo_rl_s_parser_has_vllm_s_name(workplace: Path):
+    config, migration = load_run(str(ROOT / "tests/data/nemo_rl/grpo_nanov3.yaml"), [])
+    vllm_cfg = config.policy.generation.vllm_cfg
+    chat = vllm_cfg.http_server_serving_chat_kwargs
+    assert (vllm_cfg.expose_http_server, vllm_cfg.reasoning_parser_plugin) == (True, None)
+    assert (chat.enable_auto_tools, chat.tool_parser, chat.reasoning_parser) == (True, "qwen3_coder", "nemotron_v3")
+    assert any("nano_v3" in line and "-> nemotron_v3" in line for line in migration.translated)

@@ -1,0 +1,121 @@
+"""Routing keys: what the model has is accepted, and what would do nothing or something else is refused with a way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.config.rules.checks import find_problems
+
+MEGATRON = "policy.megatron_cfg"
+DECODER = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+QWEN3_MOE = DECODER | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+LLAMA = DECODER | {"model_type": "llama"}
+
+
+def found(*overrides: str) -> list[str]:
+    return find_problems(load_config("grpo_tiny.yaml", [f"{MEGATRON}.{override}" for override in overrides]))
+
+
+def use_model(folder: Path, config: Mapping[str, object]) -> None:
+    (folder / "prepared/tiny/model/config.json").write_text(json.dumps(config))
+
+
+GOOD = [
+    # as grpo_nanov3.yaml has them
+    ["freeze_moe_router=true", "moe_router_dtype=fp32", "moe_router_load_balancing_type=none", "moe_router_bias_update_rate=1e-3",
+     "moe_permute_fusion=true", "moe_per_layer_logging=true", "moe_enable_deepep=false", "moe_token_dispatcher_type=alltoall",
+     "moe_aux_loss_coeff=0.0", "moe_router_enable_expert_bias=true", "track_moe_metrics=true"],
+    ["moe_router_load_balancing_type=seq_aux_loss", "moe_aux_loss_coeff=1e-4"],
+    ["moe_router_dtype=null", "moe_token_dispatcher_type=allgather", "moe_shared_expert_overlap=false"],
+    ["moe_shared_expert_overlap=true"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", GOOD)
+def test_routing_that_the_model_has(workplace: Path, overrides: list[str]):
+    assert found(*overrides) == []
+
+
+def test_defaults_fit_every_model(workplace: Path):
+    for config in (QWEN3_MOE, LLAMA | {"num_key_value_heads": 2}):
+        use_model(workplace, config)
+        assert found("expert_model_parallel_size=1") == []
+
+
+BAD = [
+    # overrides, key=value, part of the way out
+    (["moe_router_enable_expert_bias=false"], "moe_router_enable_expert_bias=false: the model's routers have a bias", "leave it out"),
+    (["moe_aux_loss_coeff=0.01"], "moe_aux_loss_coeff=0.01", "set it to 0"),
+    (["moe_aux_loss_coeff=-1"], "moe_aux_loss_coeff=-1", "at least 0"),
+    (["moe_router_load_balancing_type=aux_loss"], "moe_router_load_balancing_type=aux_loss", "above 0"),
+    (["moe_token_dispatcher_type=flex"], "moe_enable_deepep=false", "set it to true"),
+    (["moe_enable_deepep=true"], "moe_enable_deepep=true", "set it to false"),
+    (["moe_enable_deepep=true", "moe_token_dispatcher_type=flex"], "moe_token_dispatcher_type=flex: DeepEP needs GPUs", "use alltoall"),
+    (["moe_shared_expert_overlap=true", "moe_token_dispatcher_type=allgather"], "moe_shared_expert_overlap=true", "set it to false"),
+    (
+        [
+            "moe_shared_expert_overlap=true",
+            "activation_checkpointing=true",
+            "recompute_granularity=selective",
+            "recompute_modules=[shared_experts]",
+        ],
+        "moe_shared_expert_overlap=true: policy.megatron_cfg.recompute_modules",
+        "set it to false",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "start", "way_out"), BAD)
+def test_routing_that_would_not_be_what_it_says(workplace: Path, overrides: list[str], start: str, way_out: str):
+    (problem,) = found(*overrides)
+    assert problem.startswith(f"{MEGATRON}.{start}") and way_out in problem
+
+
+BAD_WITHOUT = [
+    (QWEN3_MOE, ["moe_router_enable_expert_bias=true"], "moe_router_enable_expert_bias=true: the model's routers have no bias"),
+    (QWEN3_MOE, ["moe_router_bias_update_rate=1e-3"], "moe_router_bias_update_rate=0.001"),
+    (LLAMA, ["moe_router_load_balancing_type=aux_loss", "moe_aux_loss_coeff=0.1"], "moe_router_load_balancing_type=aux_loss"),
+]
+
+
+@pytest.mark.parametrize(("model", "overrides", "start"), BAD_WITHOUT)
+def test_routing_that_a_model_without_it_is_asked_for(workplace: Path, model: dict[str, object], overrides: list[str], start: str):
+    use_model(workplace, model)
+    (problem,) = found("expert_model_parallel_size=1", *overrides)
+    assert problem.startswith(f"{MEGATRON}.{start}")
+
+
+def test_deepep_on_gpus_needs_float32_weights_and_several_ranks(workplace: Path):
+    deepep = ["moe_enable_deepep=true", "moe_token_dispatcher_type=flex"]
+
+    def problems(*overrides: str) -> list[str]:
+        keys = [f"{MEGATRON}.{override}" for override in (*deepep, *overrides)]
+        return find_problems(load_config("grpo_tiny.yaml", [*keys, "cluster.gpus_per_node=8"]))
+
+    assert problems() == []
+    assert "set it to fp32" in problems("moe_router_dtype=fp64")[0]
+    assert "above 1" in problems("expert_model_parallel_size=1")[0]
+
+
+def test_latent_experts_do_not_overlap(workplace: Path):
+    path = workplace / "prepared/tiny/model/config.json"
+    use_model(workplace, json.loads(path.read_text()) | {"moe_latent_size": 32})
+    assert "latent" in found("moe_shared_expert_overlap=true")[0]
