@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +12,7 @@ import pytest
 
 from tests.cluster.jobs import model_and_data
 from tests.cluster.slurm import PACKAGES, SlurmBox, can_install, missing, slurm_box
-from tests.long.record import Row, record
+from tests.long.record import DATA_FOLDER, Row, commit, record
 
 Scenario = Callable[[str, str], AbstractContextManager[None]]
 """Times a `with` block: what happens, what is checked."""
@@ -36,13 +37,16 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmBox]:
 
 @pytest.fixture(scope="session")
 def scenario() -> Scenario:
-    rows: list[Row] = []
+    file = DATA_FOLDER / "cluster.json"
+    # A scenario can be run alone: the others keep what was measured, and of which commit.
+    rows: list[Row] = json.loads(file.read_text())["rows"] if file.exists() else []
 
     @contextmanager
     def timed(what: str, checked: str) -> Iterator[None]:
         since = time.monotonic()
         yield
-        rows.append({"scenario": what, "checked": checked, "seconds": round(time.monotonic() - since)})
+        measured: Row = {"scenario": what, "checked": checked, "seconds": round(time.monotonic() - since), "commit": commit()}
+        rows[:] = [row for row in rows if row["scenario"] != what] + [measured]
         record("cluster", rows)
 
     return timed

@@ -72,7 +72,7 @@ def test_a_run_that_has_saved_is_requeued_on_sites_without_gres(tmp_path: Path):
 
 
 def test_a_job_that_slurm_has_requeued_already_waits_for_its_end(tmp_path: Path):
-    with simulation(tmp_path / "pending", NODES[:1], COMMAND="exit 75", SIMULATED_STATE="PENDING") as job:
+    with simulation(tmp_path / "pending", NODES[:1], COMMAND="exit 75", SIMULATED_STATE="COMPLETING") as job:
         job.wait_for("requeueing job")
         wait_until(lambda: job.record("scontrol") != [], "requeue", timeout_s=30)
         with pytest.raises(subprocess.TimeoutExpired):
