@@ -159,7 +159,7 @@ def test_without_a_config_no_library_is_imported():
 
 def test_without_any_library_the_doctor_says_what_is_missing():
     for arguments, found in (
-        ([], "megatron-core is missing (>=0.16.1,<0.20)"),
+        ([], "isal is missing (>=1.8,<2)"),
         (["grpo_tiny.yaml"], "the config cannot be read: No module named 'omegaconf'"),
     ):
         # -S leaves site-packages out.
