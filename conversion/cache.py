@@ -220,7 +220,8 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
         aside = root / BUILDING / owned_name(key)
         aside.mkdir()
         # Whoever sees itself alone is seen by all who come later. Where new names show late two may build; one publishes.
-        if watch.others_at_work(besides=aside):
+        # Whoever was at work before has published by now, or has died.
+        if watch.others_at_work(besides=aside) or final.exists():
             aside.rmdir()
             time.sleep(random.uniform(0, MAX_BACKOFF_S))
             continue

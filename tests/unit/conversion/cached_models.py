@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -19,6 +20,8 @@ from conversion.storage import output_file
 from conversion.storage.output_file import OutputFile
 from conversion.to_megatron import convert_hf_to_mcore
 from tests.unit.conversion.dense import TINY
+
+TIMEOUT_S = 30.0
 
 
 def save_model(folder: Path, *, seed: int = 0, **overrides: object) -> Path:
@@ -39,14 +42,17 @@ def light_processes() -> ForkServerContext:
     return context
 
 
-def fill(hf: Path, root: Path, log: Path) -> str:
-    """The cached checkpoint of `hf`; every conversion that is begun is a line of `log`."""
+def fill(hf: Path, root: Path, log: Path, *, num_builders: int = 1) -> str:
+    """The cached checkpoint of `hf`; every conversion that is begun is a line of `log`, and waits until so many have begun."""
     # A forked child must not wait for threads that only its parent has.
     torch.set_num_threads(1)
 
     def build(out: Path) -> None:
         with log.open("a") as file:
             file.write(f"{os.getpid()}\n")
+        end = time.monotonic() + TIMEOUT_S
+        while len(log.read_text().splitlines()) < num_builders and time.monotonic() < end:
+            time.sleep(0.01)
         convert_hf_to_mcore(hf, out)
 
     return str(cache.cached_mcore(hf, root, build=build))
@@ -55,7 +61,7 @@ def fill(hf: Path, root: Path, log: Path) -> str:
 def fill_unseeing(hf: Path, root: Path, log: Path) -> str:
     """`fill` on a file system where nobody ever sees that somebody else is at work."""
     cache._Watch.others_at_work = lambda self, *, besides=None: False
-    return fill(hf, root, log)
+    return fill(hf, root, log, num_builders=2)
 
 
 def fill_marking(hf: Path, root: Path, log: Path) -> None:
