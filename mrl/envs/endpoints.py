@@ -31,7 +31,7 @@ class Endpoints:
 def read_endpoints(file: str | Path | None = None) -> Endpoints:
     """The endpoints of a run, from its `endpoints.json`; inside a reward function of the run the file need not be named.
 
-    Read it again after a connection fails: an engine that was started anew has another address.
+    Read it again after a connection fails: an engine that was started anew may have another address.
 
     Raises:
         ValueError: there is no file.
