@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext
@@ -92,6 +94,26 @@ def fill_and_die(hf: Path, root: Path, log: Path) -> None:
 
     OutputFile.end_item = ended
     fill_marking(hf, root, log)
+
+
+def fill_up_to(hf: Path, root: Path, log: Path, last: int | None) -> None:
+    """`fill_marking`, killed by itself at operation `last` on files of the cache. Without one, it puts their number beside `log`."""
+    num_operations = 0
+    main_thread = threading.get_ident()
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal num_operations
+        # The heartbeat's thread works by the clock.
+        if threading.get_ident() != main_thread or not event.startswith(("open", "os.", "shutil.")):
+            return
+        if str(arguments[0]).startswith(str(root)):
+            num_operations += 1
+            if num_operations == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    fill_marking(hf, root, log)
+    log.with_suffix(".operations").write_text(str(num_operations))
 
 
 def fill_until(hf: Path, root: Path, error: BaseException) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 from conversion.storage import owners
 from conversion.storage.owners import ABANDONED_S, heartbeat, is_alive, owned, owned_name, owner_of, this_process
+from tests.unit.conversion.cached_models import light_processes
 
 
 def test_a_name_tells_its_owner_and_no_other_name_does():
@@ -112,7 +112,7 @@ def test_the_heart_beats_on_while_the_file_server_is_away(tmp_path: Path, monkey
 
 
 def test_a_forked_child_is_an_owner_of_its_own():
-    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+    with light_processes().Pool(1) as pool:
         child = pool.apply(this_process)
     assert child.pid != os.getpid()
     assert (child.boot, child.namespace) == (this_process().boot, this_process().namespace)
