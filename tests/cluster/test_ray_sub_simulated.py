@@ -82,6 +82,15 @@ def test_a_job_that_slurm_has_requeued_already_waits_for_its_end(tmp_path: Path)
     assert job.output.splitlines()[-1].endswith("could not be requeued; submit the same command again")
 
 
+@pytest.mark.parametrize(("state", "calls"), [("RUNNING", []), ("COMPLETING", [f"update JobId={JOB_ID} StartTime=now+120"])])
+def test_a_job_that_slurm_ends_to_requeue_it_is_not_started_at_once(tmp_path: Path, state: str, calls: list[str]):
+    with simulation(tmp_path, NODES[:1], COMMAND=f"touch {tmp_path}/begun; sleep 600", SIMULATED_STATE=state) as job:
+        wait_until((tmp_path / "begun").exists, "command", timeout_s=30)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 128 + signal.SIGUSR1
+        assert job.record("scontrol") == calls
+
+
 def test_a_claim_that_is_not_the_partitions_ends_the_job(tmp_path: Path):
     with simulation(tmp_path, NODES, SIMULATED_GRES="gpu:4") as job:
         assert job.end() == 1
