@@ -24,7 +24,6 @@ from tests.stack.loop.conftest import write_inputs
 from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
 
 TIMEOUT_S = 240
-MEGATRON = "policy.megatron_cfg"
 REPLAY = "policy.router_replay.enabled=true"
 
 
@@ -34,14 +33,13 @@ def log_folder_of(printed: str) -> Path:
 
 
 def test_two_engines_at_another_tp_than_the_policy_are_well_with_router_replay_too(tmp_path: Path):
-    layout = [f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false"]
-    engines = ["policy.generation.vllm_cfg.tensor_parallel_size=2", "policy.generation.num_cpu_engines=2"]
-    command = [sys.executable, "-m", "mrl.doctor", "grpo_tiny.yaml", "--refit", *write_inputs(tmp_path), *layout, *engines, REPLAY]
+    layout = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=1", "policy.generation.num_cpu_engines=2"]
+    command = [sys.executable, "-m", "mrl.doctor", "grpo_tiny.yaml", "--refit", *write_inputs(tmp_path), *layout, REPLAY]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     for line in (
-        r"start +ok +4 policy ranks, 2 colocated engines",
+        r"start +ok +2 policy ranks, 2 colocated engines",
         r"refit zero +ok +[\d,]{7,} bytes verified, [\d,]+ bytes of padding, [\d.]+ s with verification, [\d.]+ GB/s",
         r"refit +ok +[\d,]{7,} bytes verified, .*",
         r"new weights +ok +\d{3} tensors, all changed",
