@@ -31,7 +31,6 @@ def train_arguments() -> argparse.ArgumentParser:
     parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
     parser.add_argument(OPTION, action="store_true", help="print the resolved run and what is wrong with it, and start nothing")
-    parser.add_argument("--trace-config", action="store_true", help="print at the end which config keys were read, and which never")
     return parser
 
 

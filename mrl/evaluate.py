@@ -18,7 +18,6 @@ from conversion.to_hf import convert_mcore_to_hf
 from mrl.cluster.head import NoCluster
 from mrl.cluster.session import start_engines
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
-from mrl.config import trace
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
@@ -69,9 +68,6 @@ def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[R
 
             collector.wait(lambda: collector.num_missing(keys) == 0, on_progress=show)
         groups, _ = collector.judge(keys)
-        for part in (collector.engines, collector.rewards):
-            for readers in part.config_readers():
-                trace.merge_readers(readers)
     return groups
 
 
@@ -167,7 +163,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "words", nargs="+", metavar="CONFIG|DIR|a.b=c", help="a config, a run folder, a step_N folder or a model, then overrides"
     )
     parser.add_argument("--config", help="for a folder: the config that says how it is asked (default: that of the run)")
-    parser.add_argument("--trace-config", action="store_true", help="print at the end which config keys were read, and which never")
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     name, *overrides = options.words
@@ -187,8 +182,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ActorLost, DeadlineExceeded, NoCluster) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s", error, log_folder)
         return 1
-    if options.trace_config:
-        logger.info("%s", trace.report())
     return 0
 
 

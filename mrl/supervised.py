@@ -15,7 +15,6 @@ from mrl.cluster.monitor import watch_hosts
 from mrl.cluster.payload import put_batch
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.session import start_policies
-from mrl.config import trace
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
@@ -72,8 +71,6 @@ def train(config: RunConfig, data: SupervisedData, folder: RunFolder, budget: Bu
         run.is_over = budget.is_over
         while state.step < last_step and not run.is_over:
             train_step(run, state)
-        for readers in policies.config_readers():
-            trace.merge_readers(readers)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
     return state.step == last_step or not budget.is_over
 

@@ -26,7 +26,6 @@ from mrl.cluster.head import NoCluster
 from mrl.cluster.monitor import watch_hosts
 from mrl.cluster.session import Session, start_session
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
-from mrl.config import trace
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
@@ -94,7 +93,6 @@ def train(config: RunConfig, data: PromptData, folder: RunFolder, budget: Budget
                 train_step(run, state)
         except Stopped:
             end_early(run, state)
-        session.merge_config_readers()
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
     return state.step == last_step or not budget.is_over
 
@@ -281,8 +279,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ActorLost, DeadlineExceeded, FolderLost, NoCluster) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
         return 1
-    if options.trace_config:
-        logger.info("%s", trace.report())
     if not is_done:
         logger.info("Ended before the last step; the same command resumes")
     return 0 if is_done else ENDED_EARLY

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import json
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 from mrl.config.dialect.entry import Foreign
@@ -19,16 +17,7 @@ from mrl.config.dialect.rules import REWRITTEN
 from mrl.config.dialect.torch import BY_RULE, SAME_VALUE
 from mrl.config.rules.ranges import FIXED, ONLY, RANGES
 from mrl.config.schema.run import KEYS, RunConfig, section_of
-
-DATA = Path(__file__).resolve().parents[1] / "docs" / "data" / "config_reads.json"
-
-_DEVICE = "hosts without GPUs have no such choice"
-GPU_ONLY: dict[str, str] = {
-    "policy.generation.colocated.resources.gpus_per_node": _DEVICE,
-    "policy.generation.colocated.resources.num_nodes": _DEVICE,
-    "policy.generation.vllm_cfg.gpu_memory_utilization": _DEVICE,
-}
-"""Keys that product code reads only where there is a GPU, and why."""
+from scripts.config_readers import key_readers
 
 IN_CONFIG: dict[str, str] = {"env.nemo_gym.config_paths": "mrl.config: they name environments, which are on anyway"}
 """Keys that say what other keys say, and are looked at where the config is read."""
@@ -36,8 +25,7 @@ IN_CONFIG: dict[str, str] = {"env.nemo_gym.config_paths": "mrl.config: they name
 
 def config_tables() -> str:
     """All of docs/config.md below its introduction, as Markdown."""
-    readers = json.loads(DATA.read_text(encoding="utf-8"))["readers"] if DATA.exists() else {}
-    parts = [_section_tables(RunConfig, "", readers)]
+    parts = [_section_tables(RunConfig, "", key_readers())]
     parts.append(_table("Keys with another name", ("NeMo RL", "here"), [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()]))
     values = [(f"`{key}`", f"`{old}`", f"`{new}`") for key, renamed in VALUES.items() for old, new in renamed.items()]
     parts.append(_table("Values with another name", ("key", "NeMo RL", "here"), values))
@@ -51,8 +39,8 @@ def config_tables() -> str:
 
 
 def unread_keys(readers: Mapping[str, object]) -> set[str]:
-    """The keys that no named run has read, less those that a check fixes to one value, and those of `GPU_ONLY` and `IN_CONFIG`."""
-    return KEYS.keys() - readers.keys() - FIXED - GPU_ONLY.keys() - IN_CONFIG.keys()
+    """The keys that no product module reads, less those that a check fixes to one value, and those of `IN_CONFIG`."""
+    return KEYS.keys() - readers.keys() - FIXED - IN_CONFIG.keys()
 
 
 def manuals(section: type) -> dict[str, str]:
@@ -79,7 +67,7 @@ def _section_tables(section: type, prefix: str, readers: Mapping[str, list[str]]
             continue
         read_by = ", ".join(f"`{module}`" for module in readers.get(key, ()))
         if not read_by:
-            read_by = "a check: only one value" if key in FIXED else (GPU_ONLY | IN_CONFIG).get(key, "–")
+            read_by = "a check: only one value" if key in FIXED else IN_CONFIG.get(key, "–")
         values.append((f"`{field.name}`", _type(hints[field.name]), _default(field), _meaning(key, written.get(field.name, "")), read_by))
     title = prefix[:-1] or "The run"
     return _table(title, ("key", "type", "default", "meaning", "read by"), values) + inner if values else inner

@@ -24,7 +24,6 @@ from mrl.cluster.payload import PayloadRef, with_transcripts
 from mrl.cluster.placement import Placement
 from mrl.cluster.units import EngineUnits
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded, fetch, wait_all
-from mrl.config import trace
 from mrl.config.redact import split_secrets
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
@@ -130,10 +129,6 @@ class EngineActor:
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(engine, *arguments)`: tests and diagnostics reach into an engine with it."""
         return function(self.engine, *arguments)
-
-    def config_readers(self) -> trace.Readers:
-        """Configuration keys that this process read."""
-        return trace.readers()
 
 
 def describe(rollout: Rollout) -> RolloutInfo:
@@ -327,12 +322,6 @@ class EngineGroup:
         """`function(engine, *arguments)` on every engine."""
         pending = {name(i): actor.apply.remote(function, *arguments) for i, actor in enumerate(self.actors)}
         return list(wait_all(pending, deadline_s=deadline_s, what="apply").values())
-
-    def config_readers(self) -> list[trace.Readers]:
-        """Configuration keys that each engine read."""
-        pending = {name(i): actor.config_readers.remote() for i, actor in enumerate(self.actors)}
-        readers = wait_all(pending, deadline_s=self.deadlines.start_s, what="config_readers")
-        return list(cast(dict[str, trace.Readers], readers).values())
 
     def _log_file(self, index: int) -> Path:
         return self.log_folder / f"engine-{index}.log"

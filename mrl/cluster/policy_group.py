@@ -20,7 +20,6 @@ from mrl.cluster.model_cache import StartingWeights, check_shared, starting_weig
 from mrl.cluster.payload import pull
 from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import Background, wait_all
-from mrl.config import trace
 from mrl.config.redact import split_secrets
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, RowSequence, pack_row
@@ -97,10 +96,6 @@ class PolicyActor:
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(policy, *arguments)`: tests and diagnostics reach into a rank with it."""
         return function(self.policy, *arguments)
-
-    def config_readers(self) -> trace.Readers:
-        """Configuration keys that this process read."""
-        return trace.readers()
 
 
 def free_port(ports: range) -> int:
@@ -181,11 +176,6 @@ class PolicyGroup:
             for actor, dp_rank in zip(self.actors, self.dp_ranks, strict=True)
         ]
         self._wait(references, "set_batch", self.deadlines.train_s)
-
-    def config_readers(self) -> list[trace.Readers]:
-        """Configuration keys that each rank read."""
-        readers = self._wait([actor.config_readers.remote() for actor in self.actors], "config_readers", self.deadlines.start_s)
-        return cast(list[trace.Readers], readers)
 
     def _wait(self, references: Sequence[ray.ObjectRef], what: str, deadline_s: float) -> list[object]:
         pending = {f"policy rank {rank}": reference for rank, reference in enumerate(references)}

@@ -16,7 +16,6 @@ from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.payload import PayloadRef, pull
 from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import Background, fetch, wait_all
-from mrl.config import trace
 from mrl.config.rules.environments import NEMO_GYM
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
@@ -125,10 +124,6 @@ class RewardActor:
         """`function(self, *arguments)`: tests and diagnostics reach into the actor with it."""
         return function(self, *arguments)
 
-    def config_readers(self) -> trace.Readers:
-        """Configuration keys that this process read."""
-        return trace.readers()
-
 
 class Rewards:
     """The driver's handle on the reward actor: scoring runs while generation goes on, and generation (`beside`) while the driver waits."""
@@ -196,8 +191,3 @@ class Rewards:
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(actor, *arguments)` in the actor's process."""
         return wait_all({NAME: self.actor.apply.remote(function, *arguments)}, deadline_s=self.deadlines.reward_s, what="apply")[NAME]
-
-    def config_readers(self) -> list[trace.Readers]:
-        """Configuration keys that the actor read."""
-        readers = wait_all({NAME: self.actor.config_readers.remote()}, deadline_s=self.deadlines.start_s, what="config_readers")
-        return [cast(trace.Readers, readers[NAME])]

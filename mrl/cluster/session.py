@@ -16,7 +16,6 @@ from mrl.cluster.refit import Refit
 from mrl.cluster.reward_actor import Rewards
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.cluster.runtime import ray_runtime
-from mrl.config import trace
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
 
@@ -38,12 +37,6 @@ class Session:
         if self.engines.are_colocated:
             self.engines.enter(phase, deadline_s=deadline_s)
         self.policies.call("enter", phase, deadline_s=deadline_s)
-
-    def merge_config_readers(self) -> None:
-        """Adds the configuration keys that the actors read to this process's record."""
-        for part in (self.policies, self.engines, self.rewards):
-            for readers in part.config_readers():
-                trace.merge_readers(readers)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from mrl.config import trace
 from mrl.config.dialect.data import name_dataset_lists
 from mrl.config.dialect.evaluation import is_evaluation, place_evaluation
 from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate
@@ -93,7 +92,6 @@ def read_run(
     translated, migration = migrate(known, resolver, refused)
     tree = _typed_tree(known, translated, problems)
     unresolved: dict[Key, str] = {}
-    trace.note_expressions(_expressions(tree))
     config = _build(RunConfig, tree, (), unresolved, problems)
     problems += [f"{describe(key, translated[key])}: {reason}" for key, reason in unresolved.items() if key in translated]
     if not problems:  # a default fails because it follows a key that failed: news only where nothing else is
@@ -247,19 +245,6 @@ def _build(section: type[Section], tree: DictConfig, key: Key, unresolved: dict[
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
             unresolved[place] = f"{_reason(error)}; correct the expression"
     return section(**values)
-
-
-def _expressions(tree: DictConfig) -> dict[str, frozenset[str]]:
-    """The keys that each key's value is made from, for the keys whose value is an expression."""
-    follows: dict[str, frozenset[str]] = {}
-    content = OmegaConf.to_container(tree, resolve=False)
-    for key in KEYS:
-        value: object = content
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if isinstance(value, str):
-            follows[key] = frozenset(_REFERENCE.findall(value)) & KEYS.keys()
-    return {key: others for key, others in follows.items() if others}
 
 
 def _reason(error: Exception) -> str:

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.sources import ROOT
@@ -25,12 +25,8 @@ def record(
     *,
     folder: Path = DATA_FOLDER,
     command: str | None = None,
-    readers: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured.
-
-    `readers` are the modules that read each config key, if it found them.
-    """
+    """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured."""
     data = {
         "part": part,
         "commit": commit(),
@@ -38,7 +34,7 @@ def record(
         "host": host(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": list(rows),
-    } | ({} if readers is None else {"readers": readers})
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{part}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -62,8 +58,3 @@ def host() -> dict[str, str | int]:
 
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-
-
-def two_components(prompt: str, response: str, reference_answer: str) -> dict[str, float]:
-    """A reward function of two parts."""
-    return {"right": float(reference_answer in response), "brief": float(len(response) < 8)}

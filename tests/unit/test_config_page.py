@@ -6,7 +6,6 @@ import re
 
 from mrl.config.dialect.translate import DIALECT_KEYS
 from mrl.config.schema.run import KEYS
-from scripts.config_page import GPU_ONLY
 from scripts.render_docs import DOCS
 
 PAGE = (DOCS / "config.md").read_text()
@@ -23,7 +22,3 @@ def test_every_key_of_the_schema_is_on_the_page():
 
 def test_every_key_of_the_dialect_is_on_the_page():
     assert [key for key in sorted(DIALECT_KEYS) if f"\n| `{key}" not in PAGE] == []
-
-
-def test_keys_that_need_a_gpu_are_keys():
-    assert GPU_ONLY.keys() <= KEYS.keys()

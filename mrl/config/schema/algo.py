@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mrl.config.fields import follows
-from mrl.config.trace import traced
 
 Estimator = Literal["grpo", "gdpo", "reinforce_plus_plus"]
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 
 
-@traced
 @dataclass
 class AsyncGrpoConfig:
     """Rollouts for later steps are generated while a step is trained. `enabled` needs dedicated engines and importance sampling correction.
@@ -50,7 +48,6 @@ class AsyncGrpoConfig:
         return self.max_trajectory_age_steps if self.enabled else 0
 
 
-@traced
 @dataclass
 class AdvantageEstimatorConfig:
     name: Estimator = "grpo"
@@ -67,7 +64,6 @@ class AdvantageEstimatorConfig:
     """For gdpo: weight of each component of the reward, in the alphabetical order of their names; null = 1 each."""
 
 
-@traced
 @dataclass
 class RewardScalingConfig:
     enabled: bool = False
@@ -82,7 +78,6 @@ class RewardScalingConfig:
     """See source_max."""
 
 
-@traced
 @dataclass
 class RewardShapingConfig:
     enabled: bool = False
@@ -97,7 +92,6 @@ class RewardShapingConfig:
     """Rewards of rollouts that were cut off are multiplied by this, 0 to 1, instead of the penalty above; null = that penalty."""
 
 
-@traced
 @dataclass
 class GrpoConfig:
     num_prompts_per_step: int = 32
@@ -171,7 +165,6 @@ class GrpoConfig:
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
 
-@traced
 @dataclass
 class LossConfig:
     reference_policy_kl_penalty: float = 0.01
@@ -234,7 +227,6 @@ class LossConfig:
         return self.truncated_importance_sampling_type or "tis"
 
 
-@traced
 @dataclass
 class PenaltyTokenIdsConfig:
     unwanted: list[int] | None = None
@@ -245,7 +237,6 @@ class PenaltyTokenIdsConfig:
     """Token that closes a thought; null = the text </think>, of whatever tokens."""
 
 
-@traced
 @dataclass
 class RewardPenaltiesConfig:
     penalize_duplicated_reasoning: bool = False

@@ -8,10 +8,8 @@ from typing import Literal
 
 from mrl.config.datasets import known_dataset
 from mrl.config.fields import follows
-from mrl.config.trace import traced
 
 
-@traced
 @dataclass
 class DataDefaultConfig:
     dataset_name: str | None = None
@@ -116,21 +114,18 @@ class TrainDatasetConfig(DatasetConfig):
         return known_dataset(self.dataset_name).split_validation_size
 
 
-@traced
 @dataclass
 class TrainDataConfig(TrainDatasetConfig):
     datasets: list[TrainDatasetConfig] | None = None
     """Several data sets, read one after the other, in place of the keys beside this one: what a list under `data.train` means."""
 
 
-@traced
 @dataclass
 class ValidationDataConfig(DatasetConfig):
     datasets: list[DatasetConfig] | None = None
     """Several data sets, read one after the other, in place of the keys beside this one: what a list under `data.validation` means."""
 
 
-@traced
 @dataclass
 class DataConfig:
     max_input_seq_length: int | None = None

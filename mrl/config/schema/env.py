@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mrl.config.trace import traced
 
-
-@traced
 @dataclass
 class MathEnvConfig:
     num_workers: int = 1
@@ -19,7 +16,6 @@ class MathEnvConfig:
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
 
 
-@traced
 @dataclass
 class McqaEnvConfig:
     num_workers: int = 1
@@ -28,7 +24,6 @@ class McqaEnvConfig:
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
 
 
-@traced
 @dataclass
 class InstructionFollowingEnvConfig:
     num_workers: int = 1
@@ -37,7 +32,6 @@ class InstructionFollowingEnvConfig:
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
 
 
-@traced
 @dataclass
 class StructuredOutputsEnvConfig:
     num_workers: int = 1
@@ -46,7 +40,6 @@ class StructuredOutputsEnvConfig:
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
 
 
-@traced
 @dataclass
 class CodeEnvConfig:
     num_workers: int = 8
@@ -58,7 +51,6 @@ class CodeEnvConfig:
     """Seconds for one test, after which the program has failed."""
 
 
-@traced
 @dataclass
 class WorkplaceEnvConfig:
     num_workers: int = 1
@@ -70,7 +62,6 @@ class WorkplaceEnvConfig:
     about, or a JSON file `{"emails": [...], "events": [...], ...}`. A row's own `tables` go before it; null = none but those."""
 
 
-@traced
 @dataclass
 class OwnEnvConfig:
     functions: dict[str, str] = field(default_factory=dict)
@@ -82,7 +73,6 @@ class OwnEnvConfig:
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
 
 
-@traced
 @dataclass
 class NemoGymConfig:
     config_paths: list[str] = field(default_factory=list)
@@ -90,7 +80,6 @@ class NemoGymConfig:
     `responses_api_models/...` are left out: rollouts come from the run's own engines."""
 
 
-@traced
 @dataclass
 class EnvConfig:
     math: MathEnvConfig = field(default_factory=MathEnvConfig)

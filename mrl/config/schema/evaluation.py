@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.trace import traced
 
-
-@traced
 @dataclass
 class EvalConfig:
     metric: Literal["pass@k", "cons@k"] = "pass@k"

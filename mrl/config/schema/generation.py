@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mrl.config.fields import Precision, follows
-from mrl.config.trace import traced
 
 
-@traced
 @dataclass
 class EngineResourcesConfig:
     gpus_per_node: int | None = None
@@ -18,7 +16,6 @@ class EngineResourcesConfig:
     """Nodes taken from the policy for engines alone: needed if cluster.num_nodes is above 1."""
 
 
-@traced
 @dataclass
 class ColocatedConfig:
     enabled: bool = True
@@ -28,7 +25,6 @@ class ColocatedConfig:
     are further processes, `num_cpu_engines` times the engine's TP."""
 
 
-@traced
 @dataclass
 class ServingChatConfig:
     enable_auto_tools: bool = False
@@ -40,7 +36,6 @@ class ServingChatConfig:
     `reasoning_parser_plugin` registers; null = they stay in the text."""
 
 
-@traced
 @dataclass
 class VllmConfig:
     tensor_parallel_size: int = 1
@@ -82,7 +77,6 @@ class VllmConfig:
     """A Python file or module that registers a parser of thoughts with vLLM."""
 
 
-@traced
 @dataclass
 class GenerationConfig:
     backend: Literal["vllm"] = "vllm"

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mrl.config.fields import follows
-from mrl.config.trace import traced
 
 
-@traced
 @dataclass
 class WandbConfig:
     project: str = "grpo-dev"
@@ -30,7 +28,6 @@ class WandbConfig:
     """Id of the W&B run to continue; null = a new run's, which every resume of the run folder continues."""
 
 
-@traced
 @dataclass
 class SwanlabConfig:
     project: str = "grpo-dev"
@@ -45,14 +42,12 @@ class SwanlabConfig:
     """Id of the SwanLab run to continue; null = a new run's, which every resume of the run folder continues."""
 
 
-@traced
 @dataclass
 class TensorboardConfig:
     log_dir: str | None = None
     """Folder of the event files; null = `tensorboard` in the attempt's own `exp_NNN`."""
 
 
-@traced
 @dataclass
 class MlflowConfig:
     experiment_name: str = "grpo-dev"
@@ -67,7 +62,6 @@ class MlflowConfig:
     """Where a new experiment keeps its texts; null = `mlflow` in the attempt's own `exp_NNN`, or what a server says."""
 
 
-@traced
 @dataclass
 class GpuMonitoringConfig:
     collection_interval: float = 10.0
@@ -76,7 +70,6 @@ class GpuMonitoringConfig:
     """Seconds between two deliveries of samples to the loggers."""
 
 
-@traced
 @dataclass
 class LoggerConfig:
     log_dir: str = follows("checkpointing.checkpoint_dir") + "/logs"

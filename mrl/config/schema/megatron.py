@@ -8,10 +8,8 @@ from typing import Any, Literal
 from conversion.families.common import MegatronParallel
 from mrl.config.fields import Precision, follows
 from mrl.config.schema.peft import FreezeConfig, PeftConfig
-from mrl.config.trace import traced
 
 
-@traced
 @dataclass
 class OptimizerConfig:
     optimizer: Literal["adam"] = "adam"
@@ -51,7 +49,6 @@ class OptimizerConfig:
     """Weights and activations in float16. Not supported: must be false."""
 
 
-@traced
 @dataclass
 class SchedulerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
@@ -70,7 +67,6 @@ class SchedulerConfig:
     """Shape between the two."""
 
 
-@traced
 @dataclass
 class DdpConfig:
     grad_reduce_in_fp32: bool = True
@@ -81,14 +77,12 @@ class DdpConfig:
     """Gather updated parameters during the next forward pass; needs `use_distributed_optimizer`."""
 
 
-@traced
 @dataclass
 class SaveConfig:
     async_save: bool = True
     """Write checkpoints from a copy in host memory while the next rollouts are generated; false = training waits until they are written."""
 
 
-@traced
 @dataclass
 class MegatronConfig:
     enabled: bool = True

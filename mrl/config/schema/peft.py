@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mrl.config.trace import traced
-
 FactorInit = Literal["xavier", "normal", "kaiming", "zero"]
 
 
-@traced
 @dataclass
 class PeftConfig:
     enabled: bool = False
@@ -43,7 +40,6 @@ class PeftConfig:
         return self.alpha / self.dim
 
 
-@traced
 @dataclass
 class FreezeConfig:
     modules: list[str] = field(default_factory=list)

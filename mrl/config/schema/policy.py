@@ -9,12 +9,10 @@ from typing import Any, Literal
 from mrl.config.fields import Precision, follows, required
 from mrl.config.schema.generation import GenerationConfig
 from mrl.config.schema.megatron import MegatronConfig
-from mrl.config.trace import traced
 
 PackingAlgorithm = Literal["balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"]
 
 
-@traced
 @dataclass
 class TokenizerConfig:
     name: str = follows("policy.model_name")
@@ -25,7 +23,6 @@ class TokenizerConfig:
     """Values for variables of the chat template, such as enable_thinking; null = none."""
 
 
-@traced
 @dataclass
 class SequencePackingConfig:
     enabled: bool = True
@@ -44,7 +41,6 @@ class SequencePackingConfig:
     """Row lengths are rounded up to a multiple of this, which bounds the number of different shapes."""
 
 
-@traced
 @dataclass
 class RouterReplayConfig:
     enabled: bool = False
@@ -53,7 +49,6 @@ class RouterReplayConfig:
     tokens going through other experts. The reference model routes by itself. For models with experts."""
 
 
-@traced
 @dataclass
 class DynamicBatchingConfig:
     enabled: bool = False
@@ -66,7 +61,6 @@ class DynamicBatchingConfig:
     """The longest sequence of a row, and the row itself, are rounded up to a multiple of this."""
 
 
-@traced
 @dataclass
 class RewardModelConfig:
     enabled: bool | None = None
@@ -75,7 +69,6 @@ class RewardModelConfig:
     """How rewards become the probability that one answer is preferred to another."""
 
 
-@traced
 @dataclass
 class PolicyConfig:
     model_name: str = required()

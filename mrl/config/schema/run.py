@@ -17,10 +17,8 @@ from mrl.config.schema.evaluation import EvalConfig
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.supervised import DpoConfig, RmConfig, SftConfig
-from mrl.config.trace import traced
 
 
-@traced
 @dataclass
 class CheckpointingConfig:
     enabled: bool = True
@@ -55,7 +53,6 @@ class CheckpointingConfig:
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-@traced
 @dataclass
 class ClusterConfig:
     num_nodes: int = 1
@@ -85,7 +82,6 @@ class ClusterConfig:
         return self.num_nodes * self.units_per_node
 
 
-@traced
 @dataclass
 class DeadlinesConfig:
     start_s: float = 300.0
@@ -102,7 +98,6 @@ class DeadlinesConfig:
     """Seconds to save or load a checkpoint."""
 
 
-@traced
 @dataclass
 class RunConfig:
     """A whole run. Code takes the narrowest section it needs."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config.fields import follows
-from mrl.config.trace import traced
 
 
-@traced
 @dataclass
 class SftConfig:
     max_num_epochs: int = 1
@@ -33,7 +31,6 @@ class SftConfig:
     """Learn the last assistant message of a conversation alone; false = all of them."""
 
 
-@traced
 @dataclass
 class DpoConfig:
     max_num_epochs: int = 1
@@ -66,7 +63,6 @@ class DpoConfig:
     """Weight of the negative log-likelihood of the chosen answers, added to the preference loss."""
 
 
-@traced
 @dataclass
 class RmConfig:
     max_num_epochs: int = 1

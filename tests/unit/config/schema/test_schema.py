@@ -1,12 +1,8 @@
-import ast
-import inspect
-import re
 from typing import get_type_hints
 
-from mrl.config.rules.ranges import FIXED
 from mrl.config.schema.run import KEYS, RunConfig, section_of
-from scripts.config_page import manuals
-from tests.sources import ROOT
+from scripts.config_page import manuals, unread_keys
+from scripts.config_readers import key_readers
 
 
 def sections(section: type = RunConfig) -> list[type]:
@@ -21,16 +17,7 @@ def test_every_key_has_a_manual():
 
 
 def test_every_key_is_read_by_product_code():
-    """By its name, by a property of the schema, as the source of another key's value, or fixed to one value by a check."""
-    files = [path for path in (ROOT / "mrl").rglob("*.py") if "config" not in path.relative_to(ROOT / "mrl").parts]
-    read = {node.attr for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    for section in sections():
-        for member in (found for kind in section.__mro__ for found in vars(kind).values()):
-            if isinstance(member, property) and member.fget is not None:
-                read |= set(re.findall(r"\b\w+", inspect.getsource(member.fget)))
-    sources = "".join(path.read_text() for path in (ROOT / "mrl/config/schema").glob("*.py"))
-    read |= set(re.findall(r"\w+", " ".join(re.findall(r"\bfollows\((.*)\)", sources))))
-    assert {key for key in KEYS if key.rpartition(".")[2] not in read} - FIXED == set()
+    assert unread_keys(key_readers()) == set()
 
 
 def test_sections_can_be_made_by_hand():
