@@ -20,6 +20,7 @@ part() {
 }
 
 report() {
+    "$PYTHON" -m tests.long.stale
     printf '%s\n' "=== Time" "${times[@]}"
     if ((${#failed[@]})); then
         echo "FAILED: ${failed[*]}"

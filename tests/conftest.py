@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.long.record import OUTCOMES, record
+
 EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
 
 skipped: list[str] = []
+passed: list[tuple[str, float]] = []
+"""Node id and seconds."""
 
 
 def unexpected_skips(node_ids: Iterable[str], expected: str) -> list[str]:
@@ -42,6 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         skipped.append(report.nodeid)
+    if report.passed and report.when == "call":
+        passed.append((report.nodeid, report.duration))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -52,6 +58,9 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if unexpected_skips(skipped, EXPECTED_SKIPS.read_text()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    part = session.config.getoption("--long")
+    if part in OUTCOMES and session.exitstatus == pytest.ExitCode.OK:
+        record(part, [{"passed": node_id.rpartition("::")[2], "seconds": round(seconds)} for node_id, seconds in passed])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,23 +1,25 @@
-"""The tiny config on real text: GSM8K problems of up to 991 bytes, read as published, run steps end to end."""
+"""The tiny config on real text: GSM8K problems of up to 991 bytes, read as published, run steps until a signal ends the run."""
 
 from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 
 import pytest
 
 from mrl.prepare import prepare_tiny
-from tests.learn.quickstart import call
+from mrl.store.checkpoints import find_damage
+from mrl.train import ENDED_EARLY
+from tests.faults.attempts import ATTEMPT_TIMEOUT_S, Attempt, is_trained
 from tests.sources import ROOT
 
-TIMEOUT_S = 600.0
 STEPS = 2
 
 
-@pytest.mark.timeout(TIMEOUT_S + 300)
-def test_gsm8k_runs_end_to_end(tmp_path: Path):
+@pytest.mark.timeout(3 * ATTEMPT_TIMEOUT_S)
+def test_gsm8k_runs_until_a_signal_saves_and_ends_it(tmp_path: Path):
     prepare_tiny(ROOT / "prepared" / "tiny", seed=0)
     gsm8k = ROOT / "tests" / "unit" / "data" / "gsm8k"
     longest = max(len(json.loads(line)["question"].encode()) for line in (gsm8k / "long_rows.jsonl").read_text().splitlines())
@@ -31,14 +33,24 @@ def test_gsm8k_runs_end_to_end(tmp_path: Path):
         "data.max_bad_row_share=0.2",
         f"data.validation.data_path={gsm8k / 'rows.jsonl'}",
         f"checkpointing.checkpoint_dir={tmp_path / 'run'}",
-        f"grpo.max_num_steps={STEPS}",
+        # Without the signal nothing would be saved.
+        "checkpointing.save_period=1000",
+        "grpo.max_num_steps=1000",
         "grpo.num_prompts_per_step=4",
         "grpo.num_generations_per_prompt=4",
     ]
-    call(ROOT, "-m", "mrl.train", "grpo_tiny.yaml", *overrides, timeout_s=TIMEOUT_S)
+    with Attempt(tmp_path / "run", overrides, tmp_path / "console.log") as run:
+        run.wait_until(lambda: is_trained(run.run_folder, STEPS), f"train step {STEPS}")
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.finish() == ENDED_EARLY == 75, run.text()
+        assert "the same command resumes" in run.text().splitlines()[-1]
+        run.assert_nothing_survives()
 
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    last_step = int(rows[-1]["step"])
+    assert [row["step"] for row in rows] == list(range(last_step + 1)) and last_step >= STEPS
+    assert [folder.name for folder in (tmp_path / "run").glob("*step_*")] == [f"step_{last_step}"]
+    assert find_damage(tmp_path / "run" / f"step_{last_step}") is None
     for row in rows[1:]:
         assert all(math.isfinite(value) for value in row.values())
         # All four long problems are asked in every step; two more tokens come from the chat template.

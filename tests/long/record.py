@@ -19,6 +19,33 @@ Row = dict[str, str | int | float | None]
 """Column -> value; None where there is nothing to measure."""
 
 
+PATHS: dict[str, tuple[str, ...]] = {
+    "algorithms": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/supply.py", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
+    "async": ("mrl/train.py", "mrl/supply.py", "mrl/cluster", "mrl/rollout"),
+    "cluster": ("scripts/ray.sub", "mrl/cluster", "mrl/store", "mrl/train.py"),
+    "config": ("mrl/config",),
+    "conversion": ("conversion",),
+    "convert": ("conversion",),
+    "environments": ("mrl/envs", "mrl/cluster/reward_actor.py"),
+    "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/supply.py", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
+    "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
+    "nodes": ("scripts/ray_node.sh", "mrl/cluster/head.py", "mrl/cluster/join.py"),
+    "packing": ("mrl/data/packing.py", "mrl/data/bins.py", "mrl/data/cost.py", "mrl/data/planning.py"),
+    "parity": ("mrl/policy", "mrl/algo", "conversion/families"),
+    "parity_steps": ("mrl/policy", "mrl/algo", "conversion/families"),
+    "recompute": ("mrl/policy",),
+    "refit": ("mrl/refit", "mrl/cluster/refit.py", "conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py"),
+    "router_replay": ("mrl/policy/router_replay.py", "mrl/policy/moe.py", "mrl/rollout/routes.py"),
+    "schedule": ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py", "conversion/families"),
+    "supervised": ("mrl/supervised.py", "mrl/algo", "mrl/policy", "configs/sft_tiny.yaml", "configs/dpo_tiny.yaml", "configs/rm_tiny.yaml"),
+    "witness": ("conversion/families", "mrl/refit", "mrl/rollout"),
+}
+"""What each part measures: the product files and folders whose changes make its table old."""
+
+OUTCOMES = ("async", "config", "environments", "nodes")
+"""Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
+
+
 def record(
     part: str,
     rows: Sequence[Row],
@@ -26,10 +53,14 @@ def record(
     folder: Path = DATA_FOLDER,
     command: str | None = None,
 ) -> None:
-    """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured."""
+    """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured.
+
+    The commit is that of the start, when this module was imported; "-dirty" if files outside docs/ differed from it then or do now.
+    """
+    now = commit()
     data = {
         "part": part,
-        "commit": commit(),
+        "commit": STARTED_AT if now == STARTED_AT else STARTED_AT.removesuffix("-dirty") + "-dirty",
         "command": command or f"bash scripts/test.sh --long {part}",
         "host": host(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -58,3 +89,6 @@ def host() -> dict[str, str | int]:
 
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+STARTED_AT = commit()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 from scripts.render_docs import DOCS, parts_of, render_page, render_part
-from tests.long.record import record
+from tests.long.record import OUTCOMES, PATHS, record
+from tests.long.stale import stale_tables
+from tests.sources import ROOT
 
 PAGES = sorted(DOCS.glob("*.md"))
 
@@ -51,3 +54,32 @@ def test_what_a_part_records_can_be_rendered(tmp_path: Path):
     table, _, source = render_part(tmp_path / "speed.json").partition("\n\n")
     assert table == "| seed | minutes |\n| --- | --- |\n| 0 | 1.5 |"
     assert source.startswith(f"Measured {data['date']} at commit `{data['commit']}` by ")
+
+
+def test_every_part_names_the_product_files_that_it_measures():
+    written = {path.stem for path in (DOCS / "data").glob("*.json")} | set(OUTCOMES)
+    assert {part for part in written if not part.startswith("gpu_")} == PATHS.keys()
+    assert [path for paths in PATHS.values() for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_a_table_is_old_once_its_product_files_change(tmp_path: Path):
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "--quiet")
+    (tmp_path / "speed.py").write_text("1")
+    (tmp_path / "other.py").write_text("1")
+    git("add", "speed.py", "other.py")
+    git("commit", "--quiet", "--message", "first")
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "speed.json").write_text(json.dumps({"commit": git("rev-parse", "--short=10", "HEAD")}))
+    paths = {"speed": ("speed.py",)}
+    (tmp_path / "other.py").write_text("2")
+    assert stale_tables(data, tmp_path, paths) == []
+    (tmp_path / "speed.py").write_text("2")
+    (warning,) = stale_tables(data, tmp_path, paths)
+    assert "speed.json" in warning and "1 files" in warning and "(speed.py)" in warning
+    (data / "speed.json").write_text(json.dumps({"commit": "0123456789"}))
+    assert "does not have" in stale_tables(data, tmp_path, paths)[0]

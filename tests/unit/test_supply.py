@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mrl.data.prompts import load_prompts
+from mrl.prepare_tokenizer import byte_tokenizer
 from mrl.store.clock import Clock
 from mrl.store.ledger import Ledger, replay
-from mrl.supply import NoSignal, Supplied, Supply, SupplyPlan, oldest_version
+from mrl.supply import NoSignal, Supplied, Supply, SupplyPlan, oldest_version, open_supply
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RunState, SamplingParams, Verdict
+from tests.unit.data.test_prompts import configured, write
 
 SAMPLING = SamplingParams(1.0, 1.0, None, 8, ())
 NUM_GENERATIONS = 2
@@ -233,6 +236,24 @@ def test_other_prompts_are_sampled_beside_what_is_under_way(ledger: Ledger):
     assert [group.prompt.prompt_id for group in groups] == ["p0", "p1"]
     first = supply.take(RunState(weight_version=1), Clock())
     assert first is not None and names([first]) == [["p0", "p1"]]
+
+
+def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp_path: Path):
+    write(tmp_path / "train.jsonl", [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(8)])
+    write(tmp_path / "validation.jsonl", [{"question": "1+1", "answer": "2"}])
+    byte_tokenizer(4096).save_pretrained(tmp_path / "model")
+    config = configured(tmp_path, "grpo.num_prompts_per_step=2")
+    data = load_prompts(config)
+
+    def steps(name: str, count: int) -> list[list[str]]:
+        """The prompts of the next steps of the run with this ledger, as a process that has just started takes them."""
+        ledger = Ledger(tmp_path / name)
+        supply = open_supply(config, data, Groups(), ledger, last_step=4, on_wait=lambda: None)
+        return names(run(supply, ledger, steps=count, state=RunState(step=len(ledger.state.trained), weight_version=1)))
+
+    whole = steps("unbroken", 4)
+    assert sorted(itertools.chain(*whole)) == [f"train:{number}" for number in range(1, 9)]
+    assert steps("resumed", 1) + steps("resumed", 2) + steps("resumed", 1) == whole
 
 
 @settings(deadline=None, max_examples=40)

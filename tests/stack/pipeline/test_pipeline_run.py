@@ -1,5 +1,5 @@
-"""The whole run as its command, at PP2 x DP2 x EP2 with router replay: from the warm-started model to a resumed checkpoint, and with a
-dedicated engine."""
+"""The whole run as its command, at PP2 x DP2 x EP2 with router replay: from the warm-started model to a checkpoint resumed with
+two engines of TP2, and with a dedicated engine."""
 
 from __future__ import annotations
 
@@ -111,7 +111,11 @@ def test_a_run_over_two_stages_trains_saves_and_resumes(two_steps: Path):
     folder = two_steps
     assert [row["step"] for row in rows(folder)] == [0, 1, 2]
     assert find_damage(folder / "step_2") is None
-    printed = train(folder, "grpo.max_num_steps=3", "grpo.val_at_end=true", *LOGGERS)
+    # Resumed with two engines that each take two ranks' weights.
+    engines = ["policy.generation.vllm_cfg.tensor_parallel_size=2", "policy.generation.num_cpu_engines=2"]
+    printed = train(folder, "grpo.max_num_steps=3", "grpo.val_at_end=true", *LOGGERS, *engines)
+    placed = re.findall(r"^\d +\S+ +(\d) +(\d\.\d)$", printed, re.MULTILINE)
+    assert placed == [("0", "0.0"), ("1", "0.1"), ("2", "1.0"), ("3", "1.1")], printed
     assert re.search(r"^Validation sample 2 of 2 at step 3\nPrompt: ", printed, re.MULTILINE), printed
     check_loggers_files(folder)
     assert "Resuming from" in printed and "(step 2 of 3)" in printed

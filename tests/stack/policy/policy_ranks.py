@@ -276,6 +276,19 @@ def metrics_of_steps(rank: Rank, config: RunConfig, num_steps: int) -> list[dict
         return train(policy, num_steps)
 
 
+def widths_of_output(rank: Rank, config: RunConfig) -> set[int]:
+    """Last sizes of what the output layer returns in a logprob pass and a train step; empty on all but the last stage."""
+    from megatron.core.utils import unwrap_model
+
+    widths: set[int] = set()
+    with open_policy(rank, config) as policy:
+        for chunk in policy._chunks:
+            if (layer := unwrap_model(chunk).output_layer) is not None:
+                layer.register_forward_hook(lambda _, __, output: widths.add(output[0].shape[-1]))
+        train(policy, 1)
+    return widths
+
+
 def step_on_rows(rank: Rank, config: RunConfig, num_rows: int) -> tuple[list[np.ndarray], dict[str, float]]:
     """Logprobs of the first rows of the batch, and metrics of a step on them."""
     with open_policy(rank, config) as policy:

@@ -110,6 +110,21 @@ def test_train_steps_in_chunks_are_those_of_whole_rows(ranks: RankPool, hybrid_f
     assert parts[0]["train/probs_ratio_min"] == parts[0]["train/probs_ratio_max"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "width"),
+    [
+        ([], 384),  # 264 columns, padded to a multiple of 128
+        (["policy.logprob_chunk_size=16", "policy.megatron_cfg.defer_fp32_logits=true"], 64),
+        (["policy.megatron_cfg.use_fused_linear_logprobs=true"], 64),
+    ],
+)
+def test_the_model_returns_hidden_states_where_the_config_asks_for_chunks(
+    ranks: RankPool, hybrid_folder: Path, overrides: list[str], width: int
+):
+    config = policy_ranks.run_config(hybrid_folder, "one", *overrides)
+    assert ranks.run(policy_ranks.widths_of_output, config, world_size=1) == [{width}]
+
+
 def test_train_steps_mask_what_top_p_rules_out(ranks: RankPool, hybrid_folder: Path):
     config = policy_ranks.run_config(hybrid_folder, "one", "policy.generation.top_p=0.7", "loss_fn.reference_policy_kl_penalty=0.1")
     (((first, second), _),) = ranks.run(policy_ranks.off_policy_steps, config, 2, world_size=1)

@@ -7,6 +7,7 @@ from conversion.storage.manifest import file_record
 from mrl.config.schema.run import CheckpointingConfig
 from mrl.store.checkpoints import MANIFEST, MARKER, CheckpointStore, find_damage
 from mrl.types import RunState
+from tests.unit.store.conftest import Synced
 
 
 def store(folder: Path, **settings: object) -> CheckpointStore:
@@ -29,6 +30,22 @@ def test_the_newest_complete_checkpoint_is_found_with_its_state(tmp_path: Path):
     assert newest is not None and newest.step == 2
     assert dataclasses.asdict(newest.state()) == {"step": 2, "weight_version": 0, "metrics": {"val/accuracy": 0.5}}
     assert not list(tmp_path.glob("tmp_*"))
+
+
+def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path: Path, synced: Synced):
+    folder = save(store(tmp_path), 3)
+    files = {path.relative_to(folder): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    folders = {path.relative_to(folder) for path in folder.rglob("*") if path.is_dir()}
+    aside = tmp_path / "tmp_step_3"
+    before = [(path, size) for path, size in synced.calls if path.is_relative_to(aside)]
+    # The manifest and the marker are written under another name first; the marker comes last.
+    sizes = {path.relative_to(aside): size for path, size in before if not path.name.startswith(".")}
+    sealed = [size for path, size in before if path.name.startswith(f".{MANIFEST}") or path.name.startswith(f".{MARKER}")]
+    assert sealed == [files.pop(Path(MANIFEST)), files.pop(Path(MARKER))]
+    assert {path: sizes.get(path) for path in files} == files
+    assert folders <= sizes.keys()
+    assert before[-2][0].name.startswith(f".{MARKER}") and before[-1][0] == aside
+    assert synced.calls[-1][0] == tmp_path
 
 
 def damage_flip(folder: Path) -> None:

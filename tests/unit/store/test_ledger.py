@@ -1,9 +1,11 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mrl.store.ledger import Ledger, replay
+from tests.unit.store.conftest import Synced
 
 
 def test_lineage_survives_a_restart(tmp_path: Path):
@@ -17,6 +19,20 @@ def test_lineage_survives_a_restart(tmp_path: Path):
     again = Ledger(path)
     assert again.state.trained == {1: ((0, "a:1"),), 2: ((0, "a:2"),), 3: ((0, "a:3"),)}
     assert again.state.taken == {(0, "a:4"): 4}
+
+
+def test_an_event_is_on_disk_when_the_call_returns(tmp_path: Path, synced: Synced):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    events: list[Callable[[], None]] = [
+        lambda: ledger.take(1, [(0, "a")]),
+        lambda: ledger.train(1, [(0, "a")]),
+        lambda: ledger.take(2, [(0, "b")]),
+        lambda: ledger.roll_back(1),
+    ]
+    for number, event in enumerate(events, start=1):
+        event()
+        assert len(synced.calls) == number
+        assert synced.calls[-1] == (ledger.path, ledger.path.stat().st_size)
 
 
 def test_rolled_back_steps_are_asked_again(tmp_path: Path):
