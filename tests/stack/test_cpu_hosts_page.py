@@ -1,0 +1,24 @@
+"""docs/cpu_hosts.md names everything that CPU hosts replace, and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+from tests.sources import ROOT
+from tests.stack.ranks import Rank, RankPool
+
+
+def replaced_for_megatron(rank: Rank) -> list[str]:
+    from mrl.policy import cpu
+
+    cpu.install()
+    return list(cpu.REPLACED)
+
+
+def test_the_page_names_what_is_replaced(ranks: RankPool):
+    from mrl.rollout.cpu import REPLACED
+
+    (for_megatron,) = ranks.run(replaced_for_megatron, world_size=1)
+    replaced = {".".join(name.split()[0].split(".")[-2:]) for name in [*for_megatron, *REPLACED]}
+    rows = [line for line in (ROOT / "docs" / "cpu_hosts.md").read_text().splitlines() if line.startswith("| ")]
+    assert {name for row in rows for name in re.findall(r"`([\w.]+)`", row.split("|")[3])} == replaced
