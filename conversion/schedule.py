@@ -6,6 +6,7 @@ Standard library only. `conversion.reshard` makes schedules; `mrl.refit` carries
 from __future__ import annotations
 
 import pickle
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from conversion.boxes import DTYPE_BYTES, Box, Slot, volume
 ALIGNMENT = 64
 """Bytes to which every box in an exchange buffer is aligned: a cache line, and more than any dtype needs."""
 CHECKSUM_BYTES = 8
+
+# Tensors of a line of the log.
+_MAX_NAMED = 6
 
 Link = Literal["unit", "node", "network"]
 """How far a copy goes: out of memory of the worker's own unit, from another unit of its node, from another node."""
@@ -362,6 +366,16 @@ class Schedule:
             f"units, {moved['node']} within nodes, {moved['network']} between nodes, exchange memory {memory:.1f} MiB"
         )
 
+    def casts(self) -> list[str]:
+        """Lines for the log: which tensors the engines keep in another dtype than the trainer, and which of them they round."""
+        names: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for found in self.classes:
+            for copy in (copy for lane in (found.local, *found.lanes) for copy in lane.copies()):
+                source = next(iter(copy.holders.values())).dtype
+                if source != copy.dtype:
+                    names[source, copy.dtype].add(re.sub(r"\d+", "*", copy.target.name, count=1))
+        return [_cast_line(source, target, sorted(kinds)) for (source, target), kinds in sorted(names.items())]
+
     @cached_property
     def _targets_of(self) -> dict[int, list[int]]:
         found = defaultdict(list)
@@ -397,3 +411,9 @@ class Schedule:
     def _local(self, assignment: Assignment) -> LocalCopies:
         own = self.source_class.get(assignment.unit, -1)
         return LocalCopies(self.classes[assignment.class_index].local, own, assignment.checksums_base)
+
+
+def _cast_line(source: str, target: str, kinds: list[str]) -> str:
+    named = ", ".join(kinds[:_MAX_NAMED]) + (f" and {len(kinds) - _MAX_NAMED} more" if len(kinds) > _MAX_NAMED else "")
+    verb = "round to" if DTYPE_BYTES[target] < DTYPE_BYTES[source] else "keep as"
+    return f"Engines {verb} {target} what the trainer holds as {source}: {named}"

@@ -111,11 +111,18 @@ class VllmParallel:
             raise ValueError(f"vllm_cfg.expert_parallel_size={self.ep} must be 1 or tensor_parallel_size={self.tp}")
 
 
+EngineDtypes = tuple[tuple[str, str], ...]
+"""Name and dtype of tensors in the live model of an engine worker."""
+
+# What a refit can cast weights to; anything else would be a quantised weight.
+_CASTABLE = ("float64", "float32", "bfloat16", "float16")
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one tensor of the holders follows from canonical tensors, and what each holder calls it.
 
-    Names are relative to the layer; "{expert}" stands for the local index of an expert. dtypes are fixed ones; None for the model's.
+    Names are relative to the layer; "{expert}" stands for the local index of an expert.
     """
 
     cut: Cut | Experts
@@ -128,8 +135,7 @@ class Rule:
     """Cut under the local specs, where it differs."""
     checkpoint: str | None = None
     dtype: str | None = None
-    """Of the trainer's tensor."""
-    vllm_dtype: str | None = None
+    """Of the trainer's tensor; None for the model's."""
 
 
 @dataclass(frozen=True)
@@ -193,9 +199,13 @@ class Family:
         """Every parameter and persistent buffer of one rank's live model, by chunk and name there (layers counted within the chunk)."""
         return _megatron_layout(self, _key(hf_config), parallel, coords, dtype, flavour)
 
-    def vllm_layout(self, hf_config: HfConfig, parallel: VllmParallel, worker: int, dtype: str) -> Layout:
-        """Every parameter and persistent buffer of one worker of an engine."""
-        return _vllm_layout(self, _key(hf_config), parallel, worker, dtype)
+    def vllm_layout(self, hf_config: HfConfig, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes = ()) -> Layout:
+        """Every parameter and persistent buffer of one worker of an engine.
+
+        vLLM chooses the dtype of some tensors by the GPU on which it runs. `live` is what the worker says of its own model; tensors that it
+        does not name are of `dtype`.
+        """
+        return _vllm_layout(self, _key(hf_config), parallel, worker, dtype, live)
 
     def torch_dist_layout(
         self, hf_config: HfConfig, dtype: str, padded_vocabulary: int | None = None, *, stacked_layers: bool = False
@@ -247,16 +257,21 @@ def _megatron_layout(
 
 
 @lru_cache(maxsize=_NUM_LAYOUTS)
-def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker: int, dtype: str) -> Layout:
+def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes) -> Layout:
     if family.vllm_layers is None:
         raise ValueError(f"config.json: model_type={json.loads(config_key).get('model_type')!r} is converted only; it has no vLLM layout")
     dense = Shard(parallel.tp, worker, "vllm_cfg.tensor_parallel_size")
     experts = dense if parallel.ep == 1 else Shard(1, 0)
     placement = Shard(parallel.ep, worker if parallel.ep > 1 else 0, "vllm_cfg.expert_parallel_size")
+    for name, found in live:
+        if found not in _CASTABLE:
+            raise ValueError(f"{name} is {found} in the engine, to which a refit casts no weights; use an engine without quantisation")
+    dtypes = dict(live)
     layout: Layout = {}
     for layer, rule in _model(family, config_key).all():
         cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(dense)
-        layout[Slot(_name(family.vllm_layers, layer, rule.vllm))] = _slot(cutout, rule.vllm_dtype or dtype)
+        name = _name(family.vllm_layers, layer, rule.vllm)
+        layout[Slot(name)] = _slot(cutout, dtypes.get(name, dtype))
     return layout
 
 

@@ -143,7 +143,7 @@ def _mamba(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
         _same("mixer.in_proj.weight", Sections(tensor("in_proj.weight", inner + channels + heads, sizes.hidden), sections)),
         _same("mixer.conv1d.weight", Sections(tensor("conv1d.weight", channels, 1, sizes.conv_kernel), conv_sections)),
         _same("mixer.conv1d.bias", Sections(tensor("conv1d.bias", channels), conv_sections)),
-        Rule(Column(tensor("A_log", heads), transform="neg_exp"), "mixer.A_log", "mixer.A", vllm_dtype="float32"),
+        Rule(Column(tensor("A_log", heads), transform="neg_exp"), "mixer.A_log", "mixer.A"),
         _same("mixer.D", Column(tensor("D", heads))),
         _same("mixer.dt_bias", Column(tensor("dt_bias", heads))),
         _same("mixer.norm.weight", Column(tensor("norm.weight", inner))),
@@ -172,8 +172,8 @@ def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
     bias = Canonical(prefix + "mixer.gate.e_score_correction_bias", (sizes.num_experts,))
     return (
         _norm(prefix, sizes, "pre_mlp_layernorm.weight"),
-        Rule(Replicated(gate), "mlp.router.weight", "mixer.gate.weight", vllm_dtype="float32"),
-        Rule(Replicated(bias), "mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", dtype="float32", vllm_dtype="float32"),
+        Rule(Replicated(gate), "mlp.router.weight", "mixer.gate.weight"),
+        Rule(Replicated(bias), "mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", dtype="float32"),
         _experts(prefix, sizes, "up_proj", "linear_fc1", "w13_weight"),
         _experts(prefix, sizes, "down_proj", "linear_fc2", "w2_weight"),
         *_dense(f"{prefix}mixer.shared_experts.", sizes.hidden, sizes.shared_expert, "mlp.shared_experts.", "mixer.shared_experts."),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from conversion.boxes import Slot
-from conversion.families.common import Flavour, MegatronCoords, MegatronParallel, VllmParallel
+from conversion.families.common import EngineDtypes, Flavour, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import ScheduleError, reshard
 from conversion.schedule import Schedule
@@ -71,8 +71,10 @@ class Refit:
         self.units = placement.engines
         self.num_exchanges = 0
         self.weight_version = 0
-        self.schedule = build_schedule(config, placement, policies)
+        self.schedule = build_schedule(config, placement, policies, engines)
         logger.info("Refit schedule: %s", self.schedule.summary)
+        for line in self.schedule.casts():
+            logger.info("%s", line)
         num_ranks = len(self.schedule.source_class)
         self.dedicated = [engine.engine_index for engine in self.units if engine.units[0] >= num_ranks]
         self._handles: dict[int, UnitHandles] = {}
@@ -232,8 +234,11 @@ class _Witness:
                 check_unchanged(worker_before, worker_after)
 
 
-def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGroup) -> Schedule:
-    """The schedule from all policy ranks to all engine workers. A worker is named by its unit; one of its number is a policy rank's too."""
+def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup) -> Schedule:
+    """The schedule from all policy ranks to all engine workers. A worker is named by its unit; one of its number is a policy rank's too.
+
+    Tables say which boxes a worker has; of which dtype, its live model says.
+    """
     hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
     found = family(hf_config)
     keys = policies.call("layout_arguments", deadline_s=config.deadlines.start_s)
@@ -242,8 +247,12 @@ def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGrou
     layouts = {place: found.megatron_layout(hf_config, *place) for place in set(places)}
     vllm_cfg = config.policy.generation.vllm_cfg
     parallel = VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size)
-    workers = [found.vllm_layout(hf_config, parallel, worker, vllm_cfg.precision) for worker in range(parallel.tp)]
-    targets = {unit: workers[worker] for engine in placement.engines for worker, unit in enumerate(engine.units)}
+    live = cast(dict[int, list[EngineDtypes]], engines.call("tensor_dtypes", deadline_s=config.deadlines.start_s))
+    targets = {
+        unit: found.vllm_layout(hf_config, parallel, worker, vllm_cfg.precision, live[engine.engine_index][worker])
+        for engine in placement.engines
+        for worker, unit in enumerate(engine.units)
+    }
     size_gb = config.policy.refit_buffer_size_gb
     try:
         return reshard(

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from conversion.boxes import Slot
+from conversion.families.common import EngineDtypes
 from conversion.families.registry import family
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
@@ -165,6 +166,10 @@ class Engine:
     def live_digest(self) -> list[dict[Slot, int]]:
         """Per worker: checksum of every parameter and persistent buffer of the live model."""
         return self._workers("live_digest")
+
+    def tensor_dtypes(self) -> list[EngineDtypes]:
+        """Per worker: name and dtype of every parameter and persistent buffer of the live model."""
+        return self._workers("tensor_dtypes")
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Hands each worker its part of the schedule, in the order of TP ranks.

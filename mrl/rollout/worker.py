@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from conversion.boxes import Slot
+from conversion.families.common import EngineDtypes
 from mrl.refit.errors import RefitError
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup
@@ -49,6 +50,10 @@ class RefitWorker:
     def live_digest(self) -> dict[Slot, int]:
         """Checksum of each live tensor."""
         return digest(engine_tensors(self.get_model()))
+
+    def tensor_dtypes(self) -> EngineDtypes:
+        """Name and dtype of each live tensor. vLLM chooses some by the GPU's capability: gates of nemotron_h are bfloat16 on 9.0."""
+        return dtypes_of(engine_tensors(self.get_model()))
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Maps the memory of its unit's trainer rank, or takes a seat in the exchange, and prepares this worker's copies; see `Puller`.
@@ -125,6 +130,11 @@ def engine_tensors(model: nn.Module) -> dict[Slot, Tensor]:
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent and not _is_constant(name)}
     return {Slot(name): tensor for name, tensor in tensors.items()}
+
+
+def dtypes_of(tensors: Mapping[Slot, Tensor]) -> EngineDtypes:
+    """What `Family.vllm_layout` has to know of live tensors."""
+    return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
 
 def check_tensors(model: nn.Module) -> None:

@@ -19,6 +19,31 @@ from mrl.config.schema.generation import GenerationConfig, Precision, VllmConfig
 WORKER_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP")
 SINGLE_GROUPS = ("_PP", "_DP", "_PCP", "_DCP")
 
+# Eight workers can cut these heads and groups. Two key heads, so that workers share one; ten experts, which eight do not divide.
+HEADS: dict[str, object] = dict(num_attention_heads=8, num_key_value_heads=2)
+HYBRID = HEADS | dict(hybrid_override_pattern="ME*-", num_hidden_layers=4, n_groups=8)
+TWO_LAYERS = HEADS | dict(num_hidden_layers=2)
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "nemotron_h": ("nemotron_h", HYBRID | dict(n_routed_experts=10)),
+    "nemotron_h, one group, as many key heads": ("nemotron_h", HYBRID | dict(n_groups=1, num_key_value_heads=8)),
+    "nemotron_h, latent experts": ("nemotron_h", HYBRID | dict(moe_latent_size=32)),
+    "qwen2": ("qwen2", TWO_LAYERS | dict(hidden_size=256)),
+    "qwen2, tied": ("qwen2", TWO_LAYERS | dict(hidden_size=256, tie_word_embeddings=True)),
+    "qwen3": ("qwen3", TWO_LAYERS | dict(tie_word_embeddings=False)),
+    "qwen3, tied": ("qwen3", TWO_LAYERS | dict(tie_word_embeddings=True)),
+    "qwen3_moe": ("qwen3_moe", TWO_LAYERS | dict(num_experts=10)),
+    "qwen3_moe, a dense layer": ("qwen3_moe", TWO_LAYERS | dict(num_key_value_heads=1, mlp_only_layers=[0])),
+    "llama": ("llama", TWO_LAYERS),
+    "mixtral": ("mixtral", TWO_LAYERS | dict(num_local_experts=10)),
+}
+WITH_EXPERTS = ("mixtral", "nemotron_h", "qwen3_moe")
+
+
+def layouts(model_type: str) -> list[VllmParallel]:
+    """Those of an engine of up to eight workers, cut by tensors and, where a family has them, by experts."""
+    experts = [VllmParallel(tp=size, ep=size) for size in (2, 4, 8) if model_type in WITH_EXPERTS]
+    return [VllmParallel(tp=size) for size in (1, 2, 4, 8)] + experts
+
 
 def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precision = "float32") -> dict[Slot, Tensor]:
     """Parameters and persistent buffers after vLLM's class was built for this worker and vLLM's loader has read the checkpoint.
@@ -38,7 +63,7 @@ def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precis
     )
     config = engine_arguments(str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg), seed=0).create_engine_config()
     loader, device = get_model_loader(config.load_config), torch.device("cpu")
-    with _set_ranks(worker, parallel.tp), set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), device:
+    with set_ranks(worker, parallel.tp), set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), device:
         model = initialize_model(vllm_config=config)
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
@@ -60,7 +85,8 @@ def differences(live: dict[Slot, Tensor], expected: dict[Slot, Tensor]) -> list[
 
 
 @contextmanager
-def _set_ranks(worker: int, size: int) -> Iterator[None]:
+def set_ranks(worker: int, size: int) -> Iterator[None]:
+    """vLLM takes this process for one worker of an engine of `size`, inside the `with` block."""
     from vllm.distributed import parallel_state
 
     with pytest.MonkeyPatch.context() as patch:

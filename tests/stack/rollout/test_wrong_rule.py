@@ -87,7 +87,12 @@ class Here:
 def refit_between(folder: Path, engine: Engine) -> Refit:
     """The run's own refit, between one rank and one engine of this process."""
     engine.enter("load")
-    return Refit(*one_unit(folder), cast(EngineGroup, Here(engine, lambda value: {0: value})))
+    return Refit(*one_unit(folder), engines_of(engine))
+
+
+def engines_of(engine: object) -> EngineGroup:
+    """The group of one engine."""
+    return cast(EngineGroup, Here(engine, lambda value: {0: value}))
 
 
 def one_unit(folder: Path) -> tuple[RunConfig, Placement, PolicyGroup]:
@@ -126,7 +131,8 @@ def test_a_wrong_but_consistent_rule_is_caught_before_sampling(
 
 
 def test_with_grouped_queries_the_schedule_refuses_it(checkpoint: Callable[[int], Path], swap_query_and_key: Callable[[], None]) -> None:
-    build_schedule(*one_unit(checkpoint(0)))
+    engines = engines_of(SimpleNamespace(tensor_dtypes=lambda: [()]))
+    build_schedule(*one_unit(checkpoint(0)), engines)
     swap_query_and_key()
     with pytest.raises(ScheduleError, match="qkv_proj.weight"):
-        build_schedule(*one_unit(checkpoint(0)))
+        build_schedule(*one_unit(checkpoint(0)), engines)

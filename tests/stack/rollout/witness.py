@@ -14,10 +14,10 @@ from mrl.types import RolloutRequest
 from tests import models
 from tests.parity import Parity, hf_scores
 from tests.rollouts import StartEngine, differences, run
+from tests.stack.rollout.set_ranks import WITH_EXPERTS
 from tests.stack.rollout.trainer import SINGLE, Trainer, expected_tensors, refit
 
 GENERATING = tuple(name for name, found in FAMILIES.items() if found.vllm_layers)
-WITH_EXPERTS = ("mixtral", "nemotron_h", "qwen3_moe")
 TP2, EP2 = VllmParallel(tp=2), VllmParallel(tp=2, ep=2)
 MATRIX = [(name, layout) for name in GENERATING for layout in (SINGLE, TP2, EP2) if layout.ep == 1 or name in WITH_EXPERTS]
 """Every family with every layout of engines that two cores can run."""

@@ -139,6 +139,29 @@ def test_dtypes_and_transforms_travel_with_the_copy():
     assert schedule.copied_bytes(0) == 128
 
 
+def test_casts_are_told_by_kind_of_tensor_and_roundings_by_another_word():
+    def layout(*dtypes: str) -> Layout:
+        slots = {f"layers.{index}.{name}": name + str(index) for index in range(2) for name in ("gate", "A", "norm")}
+        return {
+            Slot(slot): SlotLayout((8, 4), dtypes["gate A norm".split().index(name[:-1])], (Piece(name, rows(0, 8), rows(0, 8)),))
+            for slot, name in slots.items()
+        }
+
+    def casts(source: Layout, target: Layout) -> list[str]:
+        return reshard({0: source}, {0: target}, unit_of={0: 0}, buffer_bytes=1024).casts()
+
+    assert casts(layout("float32", "bfloat16", "bfloat16"), layout("bfloat16", "float32", "bfloat16")) == [
+        "Engines keep as float32 what the trainer holds as bfloat16: layers.*.A",
+        "Engines round to bfloat16 what the trainer holds as float32: layers.*.gate",
+    ]
+    assert casts(layout("float32", "float32", "float32"), layout("float32", "float32", "float32")) == []
+    many: Layout = {
+        Slot(f"{index}.{'abcdefghi'[index]}"): SlotLayout((1,), "float32", (Piece(str(index), ((0, 1),), ((0, 1),)),)) for index in range(9)
+    }
+    narrow: Layout = {slot: SlotLayout((1,), "bfloat16", content.pieces) for slot, content in many.items()}
+    assert casts(many, narrow) == ["Engines round to bfloat16 what the trainer holds as float32: *.a, *.b, *.c, *.d, *.e, *.f and 3 more"]
+
+
 def test_padding_is_listed_and_counts_as_covered():
     target = holder(("a", rows(0, 8), rows(0, 8)), shape=(10, 4), padding=(rows(8, 10),))
     schedule = reshard(HALVES, {0: target}, unit_of={0: 0}, buffer_bytes=1024)

@@ -116,9 +116,15 @@ def test_virtual_stages_are_refused():
 def test_fixed_dtypes_in_a_bfloat16_run():
     megatron = FAMILY.megatron_layout(TINY, MegatronParallel(), MegatronCoords(), "bfloat16")
     assert {slot.name.split(".")[-1] for slot, content in megatron.items() if content.dtype == "float32"} == {"expert_bias"}
-    vllm = FAMILY.vllm_layout(TINY, VllmParallel(), 0, "bfloat16")
-    float32 = {slot.name.partition("mixer.")[2] for slot, content in vllm.items() if content.dtype == "float32"}
-    assert float32 == {"A", "gate.weight", "gate.e_score_correction_bias"}
+
+
+def test_an_engine_layout_has_the_dtypes_of_the_live_model():
+    live = (("model.layers.0.mixer.A", "float32"), ("model.layers.1.mixer.gate.weight", "float16"), ("unknown", "float32"))
+    vllm = FAMILY.vllm_layout(TINY, VllmParallel(), 0, "bfloat16", live)
+    assert {slot.name: content.dtype for slot, content in vllm.items() if content.dtype != "bfloat16"} == dict(live[:2])
+    assert FAMILY.vllm_layout(TINY, VllmParallel(), 0, "bfloat16", (*live,)) is vllm
+    with pytest.raises(ValueError, match="gate.weight is float8_e4m3fn in the engine"):
+        FAMILY.vllm_layout(TINY, VllmParallel(), 0, "bfloat16", (("model.layers.1.mixer.gate.weight", "float8_e4m3fn"),))
 
 
 def test_vllm_keeps_minus_exp_of_a_log():

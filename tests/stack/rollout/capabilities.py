@@ -1,0 +1,195 @@
+"""vLLM's own model classes as hosts with CUDA build them, on the meta device, through the preparation of a refit.
+
+A process of its own, which takes an empty folder and prints rows of JSON: what vLLM calls its platform holds for the whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
+
+import torch
+from torch import nn
+
+from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
+from mrl.cluster.engine_group import EngineGroup
+from mrl.cluster.placement import Placement
+from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.refit import build_schedule
+from mrl.cluster.units import EngineUnits
+from mrl.config.load import load_config
+from mrl.config.schema.generation import ColocatedConfig, GenerationConfig, VllmConfig
+from mrl.config.schema.run import RunConfig
+from mrl.refit.errors import RefitError
+from mrl.refit.pull import check_coverage
+from mrl.rollout.environment import engine_environment
+from tests import models
+from tests.stack.rollout.set_ranks import CASES, layouts, set_ranks
+
+CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+PUBLISHED = {
+    "nemotron3_nano_30b_a3b": ("nemotron_h", {}),
+    # Its layers are all alike.
+    "qwen3_30b_a3b": ("qwen3_moe", {"num_hidden_layers": 2}),
+}
+"""Of scripts/bench/models, by name: model type, and what is changed."""
+
+
+TINY = ("nemotron_h, latent experts", "qwen2", "qwen3, tied", "qwen3_moe, a dense layer", "llama", "mixtral")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on GPUs of one capability, in one layout of the engine."""
+
+    case: str
+    capability: tuple[int, int]
+    tp: int
+    ep: int
+    fault: str
+    """What the preparation of a refit finds fault with; empty where it goes through."""
+    casts: list[str]
+    """What the log of a run says of dtypes that differ from the trainer's, which are bfloat16."""
+    expert_backends: list[str]
+
+
+def become_cuda() -> Callable[[tuple[int, int]], None]:
+    """From here on vLLM takes this host for one with GPUs. Returns what sets their compute capability.
+
+    Imported as on this host: modules of vLLM ask for compiled kernels when they are imported on CUDA. Replaced besides the platform: the
+    kernels and streams that constructors look up, none of which runs here, and a line of the log that reads values.
+    """
+    os.environ.update(engine_environment(has_gpu=True))
+    import vllm.v1.worker.gpu_model_runner  # noqa: F401
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe, trtllm_bf16_moe
+    from vllm.model_executor.layers.fused_moe.runner import shared_experts
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    class Pretended(CudaPlatformBase):
+        capability = DeviceCapability(9, 0)
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return cls.capability
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return f"a GPU of capability {cls.capability.as_version_str()}"
+
+    def set_capability(capability: tuple[int, int]) -> None:
+        Pretended.capability = DeviceCapability(*capability)
+
+    current_platform.__class__ = Pretended
+    torch.ops._C.relu_squared = None
+    shared_experts.aux_stream = lambda: None
+    # vLLM for CUDA brings FlashInfer, whose experts reorder weights.
+    flashinfer_cutlass_moe.has_flashinfer_cutlass_fused_moe = trtllm_bf16_moe.has_flashinfer_trtllm_fused_moe = lambda: True
+    setattr(ExpertMapManager, "get_compressed_map_string", lambda self: "")  # noqa: B010  a method is no plain attribute for pyright
+    return set_capability
+
+
+def worker_models(folder: Path, parallel: VllmParallel, workers: Sequence[int]) -> list[nn.Module]:
+    """What vLLM builds for these workers of an engine, with mrl's arguments."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from mrl.rollout.engine import engine_arguments
+
+    # Colocated engines sleep, by an allocator that CPU hosts lack.
+    generation = GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_config(parallel), colocated=ColocatedConfig(enabled=False))
+    config = engine_arguments(str(folder), generation, seed=0).create_engine_config()
+    built = []
+    for worker in workers:
+        # It remembers the layers of one model.
+        config.compilation_config.static_forward_context.clear()
+        with set_ranks(worker, parallel.tp), set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+            built.append(initialize_model(vllm_config=config))
+    return built
+
+
+def row(case: str, capability: tuple[int, int], folder: Path, parallel: VllmParallel, workers: Sequence[int]) -> Row:
+    """Prepares a refit of one engine from one trainer rank, as far as memory plays no part."""
+    from mrl.rollout.worker import RefitWorker, engine_tensors
+
+    built = dict(zip(workers, worker_models(folder, parallel, workers), strict=True))
+    refit_workers = []
+    for index in range(parallel.tp):
+        refit_workers.append(RefitWorker())
+        refit_workers[-1].get_model = lambda index=index: built.get(index, built[0])
+    engines = SimpleNamespace(call=lambda method, deadline_s: {0: [getattr(worker, method)() for worker in refit_workers]})
+    place = (MegatronParallel(), MegatronCoords(), "bfloat16", "te")
+    policies = SimpleNamespace(call=lambda method, deadline_s: [place])
+    units = EngineUnits(0, tuple(range(parallel.tp)))
+    placement = SimpleNamespace(engines=(units,), node_of=dict.fromkeys(units.units, 0))
+    schedule = build_schedule(
+        run_config(folder, parallel), cast(Placement, placement), cast(PolicyGroup, policies), cast(EngineGroup, engines)
+    )
+    fault = ""
+    for index, model in built.items():
+        part = schedule.worker_part(index)
+        try:
+            check_coverage(engine_tensors(model), [pull for pulls in part.all_pulls() for pull in pulls], part.padding)
+        except RefitError as error:
+            fault = f"worker {index}: {error}"
+    methods = [getattr(module, "quant_method", None) for module in built[0].modules()]
+    backends = {method.unquantized_backend.name for method in methods if hasattr(method, "unquantized_backend")}
+    return Row(case, capability, parallel.tp, parallel.ep, fault, schedule.casts(), sorted(backends))
+
+
+@cache
+def tiny_run() -> RunConfig:
+    """Any run's configuration."""
+    return load_config("grpo_tiny.yaml", ["policy.model_name=of/each/case"])
+
+
+def run_config(folder: Path, parallel: VllmParallel) -> RunConfig:
+    """What `build_schedule` reads."""
+    run = tiny_run()
+    generation = replace(run.policy.generation, vllm_cfg=vllm_config(parallel))
+    return replace(run, policy=replace(run.policy, model_name=str(folder), generation=generation))
+
+
+def vllm_config(parallel: VllmParallel) -> VllmConfig:
+    """Of a bfloat16 engine."""
+    sizes = dict(tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep)
+    return VllmConfig(precision="bfloat16", max_model_len=256, enforce_eager=True, **sizes)
+
+
+def published(folder: Path, name: str, changed: dict[str, object]) -> Path:
+    """A folder with a published config.json."""
+    folder.mkdir()
+    config = json.loads((Path(__file__).parents[3] / "scripts/bench/models" / f"{name}.config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    return folder
+
+
+def rows(folder: Path) -> Iterator[Row]:
+    """All cases, of each layout the first and the last worker: what those between hold is shaped alike."""
+    set_capability = become_cuda()
+    cases = {name: (published(folder / name, name, changed), model_type) for name, (model_type, changed) in PUBLISHED.items()}
+    for index, name in enumerate(TINY):
+        model_type, sizes = CASES[name]
+        cases[name] = models.save_model(folder / str(index), model_type, **sizes), model_type
+    for capability in CAPABILITIES:
+        set_capability(capability)
+        for name, (model_folder, model_type) in cases.items():
+            for parallel in layouts(model_type):
+                yield row(name, capability, model_folder, parallel, sorted({0, parallel.tp - 1}))
+
+
+if __name__ == "__main__":
+    for found in rows(Path(sys.argv[1])):
+        print(json.dumps(asdict(found)), flush=True)

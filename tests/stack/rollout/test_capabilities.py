@@ -1,0 +1,57 @@
+"""Engines on GPUs that nobody here has: vLLM's own classes, built as for compute capability 8.0, 9.0 and 10.0, can be refitted.
+
+vLLM chooses dtypes of weights, and kernels that reorder them, by the capability.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conversion.families.registry import FAMILIES
+from tests.sources import ROOT
+from tests.stack.rollout.capabilities import CAPABILITIES, PUBLISHED, TINY, Row
+from tests.stack.rollout.set_ranks import CASES, WITH_EXPERTS, layouts
+
+TIMEOUT_S = 300
+MODEL_TYPES = {name: model_type for name, (model_type, _) in PUBLISHED.items()} | {name: CASES[name][0] for name in TINY}
+WIDER = "Engines keep as float32 what the trainer holds as bfloat16: model.layers.*.mixer.A"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    command = [sys.executable, "-m", "tests.stack.rollout.capabilities", str(tmp_path_factory.mktemp("models"))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return [Row(**json.loads(line)) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+def test_refits_can_be_prepared_on_every_capability_in_every_layout(rows: list[Row]) -> None:
+    assert set(MODEL_TYPES.values()) == {name for name, found in FAMILIES.items() if found.vllm_layers}
+    seen = [(row.case, tuple(row.capability), row.tp, row.ep) for row in rows]
+    wanted = [
+        (case, capability, layout.tp, layout.ep)
+        for capability in CAPABILITIES
+        for case, model_type in MODEL_TYPES.items()
+        for layout in layouts(model_type)
+    ]
+    assert sorted(seen) == sorted(wanted)
+    assert [f"{row.case} {row.capability} tp{row.tp} ep{row.ep}: {row.fault}" for row in rows if row.fault] == []
+
+
+def test_dtypes_that_the_capability_decides_are_in_the_log(rows: list[Row]) -> None:
+    # vLLM's GateLinear: float32 where there is no kernel for bfloat16 weights and float32 scores.
+    gates = {(8, 0): [WIDER + ", model.layers.*.mixer.gate.weight"], (9, 0): [WIDER], (10, 0): [WIDER]}
+    for row in rows:
+        is_hybrid = MODEL_TYPES[row.case] == "nemotron_h"
+        assert row.casts == (gates[tuple(row.capability)] if is_hybrid else []), row
+
+
+def test_experts_are_those_that_keep_the_order_of_the_checkpoint(rows: list[Row]) -> None:
+    for row in rows:
+        assert row.expert_backends == (["TRITON"] if MODEL_TYPES[row.case] in WITH_EXPERTS else []), row
