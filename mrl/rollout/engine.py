@@ -234,10 +234,19 @@ class Engine:
         if current_platform.is_cpu() or not self._is_colocated:
             return
         wanted = {tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"}
-        if self._awake - wanted:
-            # Level 1 keeps the values of the weights on the host, level 2 drops them. Callers get their answers when the cache is back.
-            self._llm.sleep(level=1 if "weights" in wanted else 2, mode="keep" if self.callers.has_asked else "abort")
+        # Callers get their answers when the cache is back.
+        mode = "keep" if self.callers.has_asked else "abort"
+        if "weights" in self._awake - wanted:
+            # Level 2 drops the values of the weights, which the next refit writes, and all else with them.
+            self._llm.sleep(level=2, mode=mode)
             self._awake = set()
+        elif self._awake - wanted:
+            # Level 1 would send the weights to the host and back. Level 0 only pauses; then the cache alone goes. vLLM's own
+            # release_kv_cache_memory does the same, but refuses while requests that finished in the last step are on record.
+            self._llm.sleep(level=0, mode=mode)
+            self._llm.reset_prefix_cache(reset_running_requests=True)
+            self._llm.model_executor.discard(("kv_cache",))
+            self._awake = {"weights"}
         if wanted - self._awake:
             self._llm.wake_up(tags=sorted(wanted - self._awake))
         self._awake = wanted

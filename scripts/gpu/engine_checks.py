@@ -81,7 +81,7 @@ def sleep(setup: Setup) -> list[Row]:
         engine.set_weight_version(0)
         row["generate, KV cache wakes: s"] = enter(engine, "generate")
         before, _ = generate(engine, requests)
-        row["checkpoint, weights sleep and wake: s"] = enter(engine, "checkpoint")
+        row["checkpoint, KV cache leaves: s"] = enter(engine, "checkpoint")
         enter(engine, "generate")
         after, taken = generate(engine, requests)
         changed = differences(before, after)
