@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrl.capacity.start_deadline import start_deadline
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.files import find_config
 from mrl.config.load import read_run
@@ -103,6 +104,7 @@ def describe_run(config: RunConfig) -> list[str]:
         if checkpointing.enabled
         else "none",
         "logs": config.logger.log_dir,
+        "deadlines": str(start_deadline(config)),
     }
     return [f"{name:<{WIDTH}}{text}" for name, text in rows.items()]
 

@@ -19,6 +19,7 @@ from typing import cast
 import ray
 
 from mrl.capacity.phases import Phase
+from mrl.capacity.start_deadline import start_deadline
 from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.payload import PayloadRef, with_transcripts
 from mrl.cluster.placement import Placement
@@ -159,7 +160,7 @@ class EngineGroup:
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
         self.config = config
-        self.deadlines = config.deadlines
+        self.start_s = start_deadline(config).seconds
         self.placement = placement
         self.log_folder = log_folder
         self.num_restarts = 0
@@ -190,7 +191,7 @@ class EngineGroup:
     def wait_until_built(self) -> None:
         """Waits for the engines that the constructor started."""
         building, self._building = self._building, {}
-        base_urls = wait_all(building, deadline_s=self.deadlines.start_s, what="start")
+        base_urls = wait_all(building, deadline_s=self.start_s, what="start")
         if not self.config.policy.generation.vllm_cfg.expose_http_server:
             return
         for index in range(self.num_engines):

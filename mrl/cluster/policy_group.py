@@ -15,6 +15,7 @@ import ray
 from conversion.cache import check_entry
 from conversion.storage.canary import answer_canary
 from mrl import env
+from mrl.capacity.start_deadline import start_deadline
 from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.model_cache import StartingWeights, check_shared, starting_weights
 from mrl.cluster.payload import pull
@@ -119,7 +120,7 @@ class PolicyGroup:
     """
 
     def __init__(self, config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> None:
-        self.deadlines = config.deadlines
+        self.start_s, self.train_s = start_deadline(config).seconds, config.deadlines.train_s
         self.beside: Background | None = None
         self.world_size = placement.num_policy_ranks
         actor_class = ray.remote(PolicyActor)
@@ -129,27 +130,27 @@ class PolicyGroup:
             actor_class.options(**options[rank]).remote(log_folder / f"policy-rank-{rank}.log", secrets) for rank in range(self.world_size)
         ]
         first = wait_all(
-            {"policy rank 0": self.actors[0].address.remote(config.cluster.master_ports)}, deadline_s=self.deadlines.start_s, what="start"
+            {"policy rank 0": self.actors[0].address.remote(config.cluster.master_ports)}, deadline_s=self.start_s, what="start"
         )
         self.master = cast(tuple[str, int], first["policy rank 0"])
         root = env.cache_root()
         if root is not None:
-            check_shared(root, self.actors, deadline_s=self.deadlines.start_s)
+            check_shared(root, self.actors, deadline_s=self.start_s)
         building = [actor.build.remote(config, rank, self.world_size, self.master, pad_token_id) for rank, actor in enumerate(self.actors)]
         # The first use of a model converts it here in the driver, while the ranks are being built.
         with starting_weights(Path(config.policy.model_name), root, config.policy.megatron_cfg.parallel) as weights:
-            self.dp_ranks = cast(list[int], self._wait(building, "build of the model", self.deadlines.start_s))
+            self.dp_ranks = cast(list[int], self._wait(building, "build of the model", self.start_s))
             self._load(weights)
 
     def _load(self, weights: StartingWeights) -> None:
         if weights.cached is None:
-            self.call("load_hf", weights.hf, deadline_s=self.deadlines.start_s)
+            self.call("load_hf", weights.hf, deadline_s=self.start_s)
             return
         weights.repair_unless(self._check_cached_model)
-        self.call("load_mcore", weights.cached, deadline_s=self.deadlines.start_s)
+        self.call("load_mcore", weights.cached, deadline_s=self.start_s)
 
     def _check_cached_model(self, folder: Path) -> None:
-        self._wait([actor.check_cached_model.remote(folder) for actor in self.actors], "check of the cached model", self.deadlines.start_s)
+        self._wait([actor.check_cached_model.remote(folder) for actor in self.actors], "check of the cached model", self.start_s)
 
     def call(self, method: str, *arguments: object, deadline_s: float) -> list[object]:
         """`Policy.<method>(*arguments)` on every rank; results by rank."""
@@ -175,7 +176,7 @@ class PolicyGroup:
             actor.set_batch.remote(sequences[dp_rank], batch.rows[dp_rank], batch.logprob_rows[dp_rank], is_further)
             for actor, dp_rank in zip(self.actors, self.dp_ranks, strict=True)
         ]
-        self._wait(references, "set_batch", self.deadlines.train_s)
+        self._wait(references, "set_batch", self.train_s)
 
     def _wait(self, references: Sequence[ray.ObjectRef], what: str, deadline_s: float) -> list[object]:
         pending = {f"policy rank {rank}": reference for rank, reference in enumerate(references)}

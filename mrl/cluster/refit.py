@@ -19,6 +19,7 @@ from conversion.families.common import EngineDtypes, Flavour, MegatronCoords, Me
 from conversion.families.registry import family
 from conversion.reshard import ScheduleError, reshard
 from conversion.schedule import Schedule
+from mrl.capacity.start_deadline import start_deadline
 from mrl.cluster.engine_group import EngineGroup, index_of
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
@@ -241,13 +242,14 @@ def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGrou
     """
     hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
     found = family(hf_config)
-    keys = policies.call("layout_arguments", deadline_s=config.deadlines.start_s)
+    start_s = start_deadline(config).seconds
+    keys = policies.call("layout_arguments", deadline_s=start_s)
     places = cast(list[tuple[MegatronParallel, MegatronCoords, str, Flavour]], keys)
     # Ranks at one place share one layout object, by which the schedule knows them as equal. Each has checked it against its live model.
     layouts = {place: found.megatron_layout(hf_config, *place) for place in set(places)}
     vllm_cfg = config.policy.generation.vllm_cfg
     parallel = VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size)
-    live = cast(dict[int, list[EngineDtypes]], engines.call("tensor_dtypes", deadline_s=config.deadlines.start_s))
+    live = cast(dict[int, list[EngineDtypes]], engines.call("tensor_dtypes", deadline_s=start_s))
     targets = {
         unit: found.vllm_layout(hf_config, parallel, worker, vllm_cfg.precision, live[engine.engine_index][worker])
         for engine in placement.engines

@@ -12,6 +12,7 @@ from typing import cast
 
 import ray
 
+from mrl.capacity.start_deadline import start_deadline
 from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.payload import PayloadRef, pull
 from mrl.cluster.placement import Placement
@@ -65,7 +66,7 @@ class RewardActor:
         self.scorer = Scorer(
             lambda name: build_environment(name, config.env, endpoints=self.endpoints),
             list(names),
-            timeout_s=config.deadlines.start_s,
+            timeout_s=start_deadline(config).seconds,
             masks_flagged=config.env.should_mask_flagged_samples,
             keeps_fresh=self.max_turns > 1,
         )
@@ -129,7 +130,7 @@ class Rewards:
     """The driver's handle on the reward actor: scoring runs while generation goes on, and generation (`beside`) while the driver waits."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
-        self.deadlines = config.deadlines
+        self.start_s, self.reward_s = start_deadline(config).seconds, config.deadlines.reward_s
         actor_class = ray.remote(RewardActor).options(**placement.options(0, {}))
         self.actor = actor_class.remote(config, log_folder / "rewards.log")
         self._ready = self.actor.ready.remote()
@@ -147,7 +148,7 @@ class Rewards:
 
     def wait_until_built(self) -> None:
         """Waits for the actor and its environments."""
-        wait_all({NAME: self._ready}, deadline_s=self.deadlines.start_s, what="start")
+        wait_all({NAME: self._ready}, deadline_s=self.start_s, what="start")
 
     def submit(self, infos: list[RolloutInfo], prompts: list[Prompt]) -> None:
         """Starts scoring; does not wait."""
@@ -185,9 +186,9 @@ class Rewards:
         # The actor takes calls in order, so that the last one is answered last.
         pending: dict[str, ray.ObjectRef] = {f"{NAME}, batch {index}": reference for index, reference in enumerate(submitted)}
         pending[NAME] = self.actor.collect.remote()
-        answers = wait_all(pending, deadline_s=self.deadlines.reward_s, what="rewards", beside=self.beside)
+        answers = wait_all(pending, deadline_s=self.reward_s, what="rewards", beside=self.beside)
         return cast(tuple[Mapping[str, Verdict], float], answers[NAME])
 
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """`function(actor, *arguments)` in the actor's process."""
-        return wait_all({NAME: self.actor.apply.remote(function, *arguments)}, deadline_s=self.deadlines.reward_s, what="apply")[NAME]
+        return wait_all({NAME: self.actor.apply.remote(function, *arguments)}, deadline_s=self.reward_s, what="apply")[NAME]

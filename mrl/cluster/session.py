@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.capacity.phases import Phase
+from mrl.capacity.start_deadline import start_deadline
 from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
@@ -103,7 +104,9 @@ def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -
 def placed_units(config: RunConfig) -> Iterator[Placement]:
     """Ray, and a place for every worker unit, inside the `with` block."""
     with ray_runtime(config):
-        placement = Placement(config, timeout_s=config.deadlines.start_s)
+        deadline = start_deadline(config)
+        logger.info("%s", deadline)
+        placement = Placement(config, timeout_s=deadline.seconds)
         for line in placement.table():
             logger.info("%s", line)
         yield placement

@@ -84,8 +84,9 @@ class ClusterConfig:
 
 @dataclass
 class DeadlinesConfig:
-    start_s: float = 300.0
-    """Seconds for all processes to start and hold their weights."""
+    start_s: float | None = None
+    """Seconds for all processes to start and hold their weights; null = by the size of the weights, as `--check` says: 300 s for a small
+    model on CPU hosts, half an hour for 60 GB on GPUs."""
     generate_s: float = 600.0
     """Seconds without a finished rollout after which generation has failed."""
     reward_s: float = 120.0
