@@ -189,10 +189,10 @@ class EngineGroup:
         return sum(len(requests) for requests in self._unfinished)
 
     def wait_until_built(self) -> None:
-        """Waits for the engines that the constructor started."""
+        """Waits for the engines that were started and have not been waited for."""
         building, self._building = self._building, {}
         base_urls = wait_all(building, deadline_s=self.start_s, what="start")
-        if not self.config.policy.generation.vllm_cfg.expose_http_server:
+        if not building or not self.config.policy.generation.vllm_cfg.expose_http_server:
             return
         for index in range(self.num_engines):
             self._base_urls[index] = str(base_urls.get(name(index), self._base_urls[index]))
@@ -303,12 +303,12 @@ class EngineGroup:
         return self.call_each(method, {i: arguments for i in (range(self.num_engines) if only is None else only)}, deadline_s=deadline_s)
 
     def enter(self, phase: Phase, *, deadline_s: float) -> None:
-        """Brings every engine into `phase`. One that has died meanwhile is left for the next refit, which starts it again."""
-        for index in range(self.num_engines):
-            try:
-                self.call("enter", phase, deadline_s=deadline_s, only=[index])
-            except ActorLost as lost:
-                logger.warning("%s; it is started again at the next refit", lost)
+        """Brings all engines into `phase` at once. One that has died meanwhile is left for the next refit, which starts it again."""
+        lost: list[ActorLost] = []
+        pending = self.start_each("enter", {index: (phase,) for index in range(self.num_engines)})
+        wait_all(pending, deadline_s=deadline_s, what="enter", lost=lost)
+        for loss in lost:
+            logger.warning("%s; it is started again at the next refit", loss)
 
     def call_each(self, method: str, arguments: dict[int, tuple[object, ...]], *, deadline_s: float) -> dict[int, object]:
         """`Engine.<method>` with arguments of its own for each engine; results by engine index."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from typing import cast
+
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.cluster.join import UNIT_RESOURCE
-from mrl.cluster.units import engine_units, find_engine_across_nodes, unit_table
+from mrl.cluster.units import engine_units, find_engine_across_nodes, share_of_cores, unit_table
+from mrl.cluster.waiting import wait_all
 from mrl.config.schema.run import RunConfig
 
 
@@ -45,19 +49,26 @@ class Placement:
                 f"units {engine.units} of engine {engine.engine_index} came to lie on several nodes, but an engine fits into one; "
                 "check that every node offers the same number of units"
             )
+        self._num_cores = self._count_cores(timeout_s) if config.cluster.gpus_per_node else {}
 
     @property
     def num_dedicated_units(self) -> int:
         """Units with an engine worker and no policy rank."""
         return self.num_units - self.num_policy_ranks
 
+    def num_threads(self, unit: int) -> int:
+        """CPU threads of the policy rank on `unit`, for optimizer steps and copies in host memory; see `share_of_cores`.
+
+        One on hosts without GPUs, where results must not depend on how a sum is split.
+        """
+        return share_of_cores(unit, self.node_of, self._num_cores) if self._num_cores else 1
+
     def options(self, unit: int, environment: dict[str, str]) -> dict[str, object]:
         """Options of an actor on `unit`. Actors take no Ray resources of their own and see all devices: the device index is ours."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[unit])
         return {
             "num_cpus": 0,
             "num_gpus": 0,
-            "scheduling_strategy": strategy,
+            "scheduling_strategy": self._strategy(unit),
             "max_restarts": 0,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **environment}},
         }
@@ -65,3 +76,18 @@ class Placement:
     def table(self) -> list[str]:
         """One line per unit, see `mrl.cluster.units.unit_table`."""
         return unit_table(self._hosts, self.num_policy_ranks, self.engines)
+
+    def _strategy(self, unit: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[unit])
+
+    def _count_cores(self, timeout_s: float) -> dict[int, int]:
+        """By node, the cores that Slurm or a container leaves to the processes which Ray starts there."""
+        task = ray.remote(usable_cores)
+        units = {node: unit for unit, node in self.node_of.items()}
+        pending = {node: task.options(num_cpus=0, scheduling_strategy=self._strategy(unit)).remote() for node, unit in units.items()}
+        return cast(dict[int, int], wait_all(pending, deadline_s=timeout_s, what="count of the cores of nodes"))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))

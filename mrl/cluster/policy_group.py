@@ -125,7 +125,10 @@ class PolicyGroup:
         self.world_size = placement.num_policy_ranks
         actor_class = ray.remote(PolicyActor)
         given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {})
-        options = [placement.options(rank, POLICY_ENVIRONMENT | given) for rank in range(self.world_size)]
+        options = [
+            placement.options(rank, POLICY_ENVIRONMENT | {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
+            for rank in range(self.world_size)
+        ]
         self.actors = [
             actor_class.options(**options[rank]).remote(log_folder / f"policy-rank-{rank}.log", secrets) for rank in range(self.world_size)
         ]

@@ -117,6 +117,8 @@ class Refit:
         while True:
             try:
                 if died is not None:
+                    # vLLM starts only where gpu_memory_utilization of a GPU is free. The policy holds weights alone there by now: an engine
+                    # is missed while rollouts are collected, or below, behind the policy's entry into the refit.
                     restarted.add(died)
                     self.engines.restart(died)
                     self._prepare_again(died)

@@ -128,6 +128,9 @@ def start_models(config: RunConfig, placement: Placement, *, pad_token_id: int, 
         ScheduleError, RuntimeError: see `Refit`.
     """
     engines = EngineGroup(config, placement, log_folder=log_folder)
+    if config.is_memory_shared and config.cluster.gpus_per_node:
+        # vLLM sizes its KV cache by the free memory of the whole GPU, so nobody else may take any; then the cache leaves.
+        engines.wait_until_built()
     policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
     engines.wait_until_built()
     logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_units, placement.num_units)

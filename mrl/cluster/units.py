@@ -48,6 +48,12 @@ def unit_table(hosts: Sequence[str], num_policy_ranks: int, engines: Sequence[En
     return lines
 
 
+def share_of_cores(unit: int, node_of: Mapping[int, int], num_cores: Mapping[int, int]) -> int:
+    """Cores of a unit's node for each of its units, at least 1; `num_cores` by node."""
+    node = node_of[unit]
+    return max(1, num_cores[node] // sum(other == node for other in node_of.values()))
+
+
 def find_engine_across_nodes(node_of: Mapping[int, int], engines: Sequence[EngineUnits]) -> EngineUnits | None:
     """An engine whose workers would be on several nodes; None if there is none."""
     return next((engine for engine in engines if len({node_of[unit] for unit in engine.units}) > 1), None)

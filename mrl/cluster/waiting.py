@@ -43,10 +43,17 @@ class Background(Protocol):
         ...
 
 
-def wait_all(pending: Mapping[Key, ray.ObjectRef], *, deadline_s: float, what: str, beside: Background | None = None) -> dict[Key, object]:
+def wait_all(
+    pending: Mapping[Key, ray.ObjectRef],
+    *,
+    deadline_s: float,
+    what: str,
+    beside: Background | None = None,
+    lost: list[ActorLost] | None = None,
+) -> dict[Key, object]:
     """Results by key. Raises soon after one fails: `ActorLost`, `DeadlineExceeded`, or the actor's own error with its key in front.
 
-    `beside` goes on meanwhile.
+    `beside` goes on meanwhile. With `lost` an actor that died has no result: its `ActorLost` goes there, and the wait goes on.
     """
     keys = {reference: key for key, reference in pending.items()}
     results: dict[Key, object] = {}
@@ -64,11 +71,14 @@ def wait_all(pending: Mapping[Key, ray.ObjectRef], *, deadline_s: float, what: s
         try:
             results[key] = fetch(ready[0], key=key, what=what)
         except (RuntimeError, ValueError) as error:
+            if lost is not None and isinstance(error, ActorLost):
+                lost.append(error)
+                continue
             cause = first_cause(keys, error, what=what)
             if cause is error:
                 raise
             raise cause from error
-    return {key: results[key] for key in pending}
+    return {key: results[key] for key in pending if key in results}
 
 
 def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:

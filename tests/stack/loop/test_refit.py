@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conversion.boxes import Slot
+from mrl.capacity.phases import PHASES, Phase
 from mrl.cluster.probe import live_digests
 from mrl.cluster.refit import Refit
 from mrl.cluster.waiting import DeadlineExceeded
@@ -247,3 +248,28 @@ def test_an_engine_that_dies_before_refit_zero_has_looked_at_it_is_started_again
     report = session.refit.zero()
     assert session.engines.num_restarts == num_restarts + 1
     assert report.verified_bytes == refit(live.run, live.state)["refit/verified_bytes"] > 0
+
+
+@pytest.mark.timeout(240)
+def test_an_engine_starts_while_the_policy_holds_nothing_but_weights(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
+    engines, policies = live.run.session.engines, live.run.session.policies
+    found: list[Phase] = []
+    restart, call = engines.restart, policies.call
+
+    def restart_and_look(index: int) -> None:
+        found.extend(live.on_ranks(lambda policy: policy._phase))
+        restart(index)
+
+    def call_and_kill(method: str, *arguments: object, deadline_s: float) -> list[object]:
+        if method == "train_step":
+            monkeypatch.setattr(policies, "call", call)
+            os.kill(live.on_engines(process_id)[1], signal.SIGKILL)
+        return call(method, *arguments, deadline_s=deadline_s)
+
+    monkeypatch.setattr(engines, "restart", restart_and_look)
+    monkeypatch.setattr(policies, "call", call_and_kill)
+    # One dies while it samples, one while the policy trains.
+    os.kill(live.on_engines(process_id)[0], signal.SIGKILL)
+    train_step(live.run, live.state)
+    assert len(found) == 2 * policies.world_size
+    assert {(PHASES[phase].gradients, PHASES[phase].optimizer, PHASES[phase].activations) for phase in found} == {("none", "host", "none")}

@@ -1,4 +1,4 @@
-from mrl.cluster.units import engine_units, find_engine_across_nodes, unit_table
+from mrl.cluster.units import engine_units, find_engine_across_nodes, share_of_cores, unit_table
 from mrl.config.schema.generation import ColocatedConfig, EngineResourcesConfig, GenerationConfig, VllmConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import ClusterConfig, RunConfig
@@ -54,3 +54,9 @@ def test_the_table_has_a_line_for_every_unit():
         "2     host-b  -     0.0",
         "3     host-b  -     0.1",
     ]
+
+
+def test_units_share_the_cores_of_their_own_node():
+    node_of = dict.fromkeys(range(8), 0) | {8: 1, 9: 1}
+    assert [share_of_cores(unit, node_of, {0: 224, 1: 3}) for unit in (0, 7, 8, 9)] == [28, 28, 1, 1]
+    assert share_of_cores(0, node_of, {0: 4, 1: 3}) == 1

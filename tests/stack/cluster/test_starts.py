@@ -1,0 +1,121 @@
+"""How a run starts: what waits for what, how many threads a rank gets, and engines that enter a phase together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import cast
+
+import pytest
+import ray
+
+from mrl.capacity.phases import Phase
+from mrl.cluster import session
+from mrl.cluster.engine_group import EngineGroup
+from mrl.cluster.placement import Placement
+from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.session import placed_units, start_models
+from mrl.config.load import load_config
+from tests.stack.loop.conftest import SMALL, write_inputs
+
+DEADLINE_S = 60.0
+# Longer than it takes the driver to call all engines.
+SLEEP_S = 1.0
+
+
+class StandIn:
+    """A group of actors, of which only the order of its calls counts."""
+
+    world_size = 1
+
+    def __init__(self, calls: list[str], name: str) -> None:
+        self.calls = calls
+        self.calls.append(f"start {name}")
+
+    def wait_until_built(self) -> None:
+        self.calls.append("engines are built")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "order"),
+    [
+        (["cluster.gpus_per_node=2"], ["start engines", "engines are built", "start policy", "engines are built"]),
+        (["cluster.gpus_per_node=0"], ["start engines", "start policy", "engines are built"]),
+        (
+            ["cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false"],
+            ["start engines", "start policy", "engines are built"],
+        ),
+    ],
+)
+def test_engines_measure_a_shared_gpu_before_the_policy_is_there(overrides: list[str], order: list[str], monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+    monkeypatch.setattr(session, "EngineGroup", lambda *_, **__: StandIn(calls, "engines"))
+    monkeypatch.setattr(session, "PolicyGroup", lambda *_, **__: StandIn(calls, "policy"))
+    monkeypatch.setattr(session, "Refit", lambda *_: None)
+    placement = Placement.__new__(Placement)
+    placement.num_units = placement.num_policy_ranks = 1
+    start_models(load_config("grpo_tiny.yaml", overrides), placement, pad_token_id=0, log_folder=Path("logs"))
+    assert calls == order
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_path: Path):
+    # To Ray a GPU is a number; the rank computes on the CPU.
+    one_rank = ["tensor_model_parallel_size=1", "expert_model_parallel_size=1", "sequence_parallel=false"]
+    sizes = ["cluster.gpus_per_node=1", *(f"policy.megatron_cfg.{size}" for size in one_rank)]
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
+    cores = os.sched_getaffinity(0)
+    with placed_units(config) as placement:
+        policies = PolicyGroup(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
+        assert policies.apply(num_threads, deadline_s=DEADLINE_S) == [str(len(cores))]
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with placed_units(config) as placement:
+            assert placement.num_threads(0) == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def num_threads(policy) -> str:
+    return os.environ["OMP_NUM_THREADS"]
+
+
+@pytest.mark.timeout(240)
+def test_engines_enter_a_phase_together_and_without_those_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    sizes = ["cluster.cpu_units_per_node=3", "policy.generation.num_cpu_engines=3"]
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
+    with placed_units(config) as placement:
+        engines = EngineGroup(config, placement, log_folder=tmp_path / "logs")
+        engines.wait_until_built()
+        pids = cast(list[int], engines.apply(enter_slowly, deadline_s=DEADLINE_S))
+        engines.enter("refit", deadline_s=DEADLINE_S)
+        times = [entered(engines, index) for index in range(3)]
+        # All on one host, and so by one clock.
+        assert max(begin for begin, _, _ in times) < min(end for _, end, _ in times)
+        os.kill(pids[0], signal.SIGKILL)
+        with caplog.at_level(logging.WARNING):
+            engines.enter("generate", deadline_s=DEADLINE_S)
+        assert [entered(engines, index)[2] for index in (1, 2)] == ["generate", "generate"]
+        assert [record.getMessage().partition(" during")[0] for record in caplog.records] == ["engine 0 died"]
+
+
+def enter_slowly(engine) -> int:
+    """From here on the engine takes its time to enter a phase, and remembers when it did."""
+    enter = engine.enter
+
+    def slowly(phase: Phase) -> None:
+        begin = time.monotonic()
+        time.sleep(SLEEP_S)
+        enter(phase)
+        engine.entered = (begin, time.monotonic(), phase)
+
+    engine.enter = slowly
+    return os.getpid()
+
+
+def entered(engines: EngineGroup, index: int) -> tuple[float, float, Phase]:
+    """When the engine began to enter its last phase and when it was there, and which one it was."""
+    return ray.get(engines.actors[index].apply.remote(lambda engine: engine.entered), timeout=DEADLINE_S)
