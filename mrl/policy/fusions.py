@@ -31,6 +31,9 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
     """Megatron's arguments of that name: true where the config asks for a fusion that serves this model and works on this host.
 
     `from_model` are the family's transformer arguments. All are false on hosts without a GPU.
+
+    Raises:
+        RuntimeError: a probe has broken the CUDA context.
     """
     activation, is_gated = from_model["activation_func"], bool(from_model.get("gated_linear_unit"))
     wanted = {
@@ -49,7 +52,11 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
         "apply_rope_fusion": _rope_fault,
         "gradient_accumulation_fusion": _weight_gradient_fault,
     }
-    return {key: is_wanted and (key not in probes or _works(key, probes[key])) for key, is_wanted in wanted.items()}
+    defaults = type(config).__dataclass_fields__
+    return {
+        key: is_wanted and (key not in probes or _works(key, probes[key], is_default=bool(defaults[key].default)))
+        for key, is_wanted in wanted.items()
+    }
 
 
 def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
@@ -61,16 +68,35 @@ def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
     """
     wanted = config.use_precision_aware_optimizer and config.use_distributed_optimizer and config.bf16
     is_here = torch.cuda.is_available()
-    is_on = wanted and is_here and (config.optimizer_cpu_offload or _works("optimizer.use_precision_aware_optimizer", _fused_adam_fault))
+    key = "optimizer.use_precision_aware_optimizer"
+    is_on = wanted and is_here and (config.optimizer_cpu_offload or _works(key, _fused_adam_fault, is_default=True))
     return {"use_precision_aware_optimizer": is_on, "store_param_remainders": False}
 
 
 @cache
-def _works(key: str, fault_of: Callable[[], str | None]) -> bool:
-    """Whether there is no fault; one is logged, once per process."""
-    fault = fault_of()
+def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) -> bool:
+    """Whether a probe finds no fault; one is logged, once per process, and so is a probe that raises.
+
+    Raises:
+        RuntimeError: the probe has left this process's CUDA context broken, so the plain path would fail too.
+    """
+    setting = f"policy.megatron_cfg.{key}"
+    try:
+        fault = fault_of()
+    except Exception as error:
+        fault = f"its probe raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        try:
+            # CUDA returns an error that has broken the context (an illegal access, a device-side assert) from every later call. Others,
+            # such as a kernel that was not built for this GPU, are returned once.
+            torch.cuda.synchronize()
+        except RuntimeError as broken:
+            raise RuntimeError(
+                f"{setting}=true: {fault}. This broke the process's CUDA context, and without a new process no GPU call can work; "
+                f"set {setting}=false, or repair the library that the kernel comes from"
+            ) from broken
     if fault is not None:
-        logger.warning("policy.megatron_cfg.%s=true has no effect on this host: %s", key, fault)
+        origin = "which is the default" if is_default else "which this config asks for"
+        logger.warning("%s=true, %s, has no effect on this host: %s", setting, origin, fault)
     return fault is None
 
 

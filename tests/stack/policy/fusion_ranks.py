@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,48 @@ def faults(rank: Rank) -> dict[str, str | None]:
     found["no permute"] = fusions._permute_fault()
     found["no adam"] = fusions._fused_adam_fault()
     return found
+
+
+def raising(rank: Rank) -> tuple[dict[str, bool], bool, list[str], str]:
+    """Kernels that raise, on a host that claims a GPU.
+
+    What Megatron is handed of fusions and of the optimizer, the warnings, and the error of a kernel that breaks the CUDA context.
+    """
+    from mrl.policy import compat, cpu, fusions
+
+    cpu.install()
+
+    def fail(*arguments: object, **settings: object) -> None:
+        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nSearch for it\n")
+
+    def stay_broken() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    kernels = types.SimpleNamespace(wgrad_gemm_accum_fp32=fail, wgrad_gemm_accum_fp16=fail)
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    fusions.logger.addHandler(handler)
+    config = MegatronConfig(gradient_accumulation_fusion=True)
+    from_model = dict(activation_func="silu", gated_linear_unit=True, num_moe_experts=8)
+    with (
+        replaced(torch.cuda, is_available=lambda: True),
+        replaced(compat, HAVE_TE=True),
+        replaced(fusions.layers, fused_weight_gradient_mlp_cuda=kernels, _grad_accum_fusion_available=True),
+        replaced(fusions.rope_utils, fused_apply_rotary_pos_emb_thd=fail),
+        replaced(fusions.moe_utils, HAVE_TE=True, fused_permute_with_probs=fail),
+    ):
+        found = fusions.fusion_arguments(config, from_model)
+        # Transformer Engine claims to be there, and cannot be imported.
+        optimizer = fusions.precision_aware_arguments(OptimizerConfig(bf16=True, use_precision_aware_optimizer=True))
+        fusions._works.cache_clear()
+        with replaced(torch.cuda, synchronize=stay_broken):
+            try:
+                fusions.fusion_arguments(config, from_model)
+                broken = ""
+            except RuntimeError as error:
+                broken = str(error)
+    return found, optimizer["use_precision_aware_optimizer"], warnings, broken
 
 
 def arguments(rank: Rank, from_model: dict[str, object]) -> tuple[dict[str, bool], dict[str, bool]]:

@@ -21,6 +21,23 @@ def test_probes_call_the_kernels(ranks: RankPool):
     assert all("Transformer Engine" in faults[name] for name in ("no rope", "no permute", "no adam"))
 
 
+def test_a_probe_that_raises_is_a_fault_unless_it_breaks_the_gpu(ranks: RankPool):
+    ((fusions, is_precision_aware, warnings, broken),) = ranks.run(fusion_ranks.raising, world_size=1)
+    assert {key for key, is_on in fusions.items() if is_on} == {"bias_activation_fusion"} and not is_precision_aware
+    cause = "AcceleratorError: CUDA error: no kernel image is available for execution on the device"
+    for key, origin, reason in (
+        ("moe_permute_fusion", "is the default", cause),
+        ("apply_rope_fusion", "is the default", cause),
+        ("gradient_accumulation_fusion", "this config asks for", cause),
+        ("optimizer.use_precision_aware_optimizer", "is the default", "ModuleNotFoundError: No module named 'transformer_engine'"),
+    ):
+        expected = f"policy.megatron_cfg.{key}=true, which {origin}, has no effect on this host: its probe raised {reason}"
+        assert expected in warnings
+    assert len(warnings) == 4
+    assert broken.startswith("policy.megatron_cfg.moe_permute_fusion=true: its probe raised AcceleratorError")
+    assert "broke the process's CUDA context" in broken and "set policy.megatron_cfg.moe_permute_fusion=false" in broken
+
+
 @pytest.mark.long("parity")
 def test_without_a_gpu_all_fusions_are_off(ranks: RankPool):
     from_model = dict(activation_func="squared_relu", gated_linear_unit=False, num_moe_experts=8)
