@@ -26,9 +26,9 @@ Link = Literal["unit", "node", "network"]
 """How far a copy goes: out of memory of the worker's own unit, from another unit of its node, from another node."""
 
 
-def align(num_bytes: int) -> int:
-    """`num_bytes` rounded up to the alignment."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def align(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """`num_bytes` rounded up to a multiple of `alignment`."""
+    return -(-num_bytes // alignment) * alignment
 
 
 class Holding(NamedTuple):

@@ -17,6 +17,10 @@ from mrl.refit.unit import ArenaHandle, ArenaRow
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
+ALIGNMENT = 256
+"""Bytes to which every storage is aligned. Megatron starts each bucket of its buffers at a multiple of them: with less, cuBLAS may pick an
+algorithm that does not fit the address (megatron/core/distributed/param_and_grad_buffer.py). CUDA's own allocations are aligned so, too."""
+
 
 class Arena:
     """Owns the memory of a rank's weights.
@@ -102,7 +106,7 @@ def _place(tensors: Iterable[Tensor]) -> tuple[dict[int, tuple[torch.UntypedStor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in offsets:
             offsets[storage.data_ptr()] = (storage, end)
-            end = align(end + storage.nbytes())
+            end = align(end + storage.nbytes(), ALIGNMENT)
     return offsets, end
 
 

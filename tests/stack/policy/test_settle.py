@@ -104,3 +104,12 @@ def test_a_flipped_byte_in_the_copy_of_a_tied_embedding_is_named(ranks: RankPool
 def test_a_tensor_without_a_conversion_is_an_error(ranks: RankPool, folder: Path):
     (message,) = ranks.run(policy_ranks.settle_with_unknown_buffer, policy_ranks.run_config(folder, "one"), world_size=1)
     assert "conversion table lacks: scale" in message
+
+
+@pytest.mark.parametrize("precision", [[], BF16], ids=["fp32", "bf16"])
+def test_the_arena_keeps_the_alignment_of_megatrons_buckets(ranks: RankPool, folder: Path, precision: list[str]):
+    (places,) = ranks.run(policy_ranks.bucket_places, policy_ranks.run_config(folder, "one", *precision), world_size=1)
+    # One buffer of the experts and one of the rest, at least.
+    assert sum(in_buffer == 0 for _, _, in_buffer, _ in places) >= 2
+    for _, by_megatron, in_buffer, address in places:
+        assert in_buffer == by_megatron and address % 256 == 0
