@@ -52,6 +52,11 @@ RAY_ADDRESS = Variable("RAY_ADDRESS", "Head of the launcher's Ray cluster, which
 NCCL_SOCKET_IFNAME = Variable("NCCL_SOCKET_IFNAME", "Interfaces of NCCL, used by the library; mrl.doctor says whether there is such a one.")
 GLOO_SOCKET_IFNAME = Variable("GLOO_SOCKET_IFNAME", "Interface of Gloo, used by torch; without it the address of the host's name counts.")
 FI_PROVIDER = Variable("FI_PROVIDER", "Fabric of libfabric (`efa`), used by the library; mrl.doctor says whether there are devices for it.")
+PYTORCH_ALLOC_CONF = Variable(
+    "PYTORCH_ALLOC_CONF",
+    "Options of torch's allocator. Policy ranks and engines on GPUs get those of the driver, with `expandable_segments` on and off.",
+)
+PYTORCH_CUDA_ALLOC_CONF = Variable("PYTORCH_CUDA_ALLOC_CONF", "The older name of PYTORCH_ALLOC_CONF, which counts if that is not set.")
 
 VARIABLES: tuple[Variable, ...] = (
     HF_TOKEN,
@@ -70,6 +75,8 @@ VARIABLES: tuple[Variable, ...] = (
     NCCL_SOCKET_IFNAME,
     GLOO_SOCKET_IFNAME,
     FI_PROVIDER,
+    PYTORCH_ALLOC_CONF,
+    PYTORCH_CUDA_ALLOC_CONF,
 )
 
 SECRET_NAME = re.compile(

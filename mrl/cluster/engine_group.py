@@ -20,6 +20,7 @@ import ray
 
 from mrl.capacity.phases import Phase
 from mrl.capacity.start_deadline import start_deadline
+from mrl.cluster.environment import engine_variables
 from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.payload import PayloadRef, with_transcripts
 from mrl.cluster.placement import Placement
@@ -28,7 +29,6 @@ from mrl.cluster.waiting import ActorLost, DeadlineExceeded, fetch, wait_all
 from mrl.config.redact import split_secrets
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
-from mrl.rollout.environment import engine_environment
 from mrl.types import Rollout, RolloutInfo, RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -328,9 +328,8 @@ class EngineGroup:
         return self.log_folder / f"engine-{index}.log"
 
     def _start(self, units: EngineUnits):  # the handle type is private to Ray
-        own = engine_environment(has_gpu=self.config.cluster.gpus_per_node > 0)
         given, hidden = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {})
-        options = self.placement.options(units.units[0], own | given)
+        options = self.placement.options(units.units[0], engine_variables(self.config, given))
         actor = ray.remote(EngineActor).options(**options).remote(self._log_file(units.engine_index), hidden)
         devices = units.device_ids(self.config.cluster.gpus_per_node)
         self._building[name(units.engine_index)] = actor.build.remote(self.config, devices, self._api_key)

@@ -16,6 +16,7 @@ from conversion.cache import check_entry
 from conversion.storage.canary import answer_canary
 from mrl import env
 from mrl.capacity.start_deadline import start_deadline
+from mrl.cluster.environment import policy_variables
 from mrl.cluster.lifetime import start_actor_process
 from mrl.cluster.model_cache import StartingWeights, check_shared, starting_weights
 from mrl.cluster.payload import pull
@@ -27,9 +28,6 @@ from mrl.data.packing import PackedRow, RowSequence, pack_row
 from mrl.types import Batch, TrainSequence
 
 logger = logging.getLogger(__name__)
-
-# Megatron orders its communication behind its compute by queueing both on one hardware queue; it asks for this with TP or SP on GPUs.
-POLICY_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
@@ -126,7 +124,7 @@ class PolicyGroup:
         actor_class = ray.remote(PolicyActor)
         given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {})
         options = [
-            placement.options(rank, POLICY_ENVIRONMENT | {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
+            placement.options(rank, policy_variables(config, {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given))
             for rank in range(self.world_size)
         ]
         self.actors = [

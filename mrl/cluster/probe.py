@@ -9,6 +9,7 @@ import numpy as np
 
 from conversion.boxes import Slot
 from mrl.cluster.engine_group import EngineGroup
+from mrl.cluster.environment import engine_variables, policy_variables
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import max_row_tokens
@@ -17,6 +18,7 @@ from mrl.data.packing import RowSequence, pack_row, padded_length
 from mrl.types import Rollout, RolloutRequest
 
 if TYPE_CHECKING:
+    from mrl.policy.policy import Policy
     from mrl.rollout.engine import Engine
 
 
@@ -50,9 +52,29 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
     return [found[index] for index in range(len(rollouts))]
 
 
+def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
+    """By library, how a run in float32 multiplies: as float32 (`ieee`), or as TF32, for which the bounds of float32 do not hold.
+
+    Measured on the policy ranks; Triton does in both kinds of processes what its variable says.
+    """
+    measured = cast(list[dict[str, str]], policies.apply(_float32_products, deadline_s=config.deadlines.train_s))
+    found = {library: " and ".join(sorted({rank[library] for rank in measured})) for library in measured[0]}
+    if config.cluster.gpus_per_node:
+        policy, engine = config.policy.megatron_cfg.env_vars or {}, config.policy.generation.vllm_cfg.env_vars or {}
+        variables = (policy_variables(config, policy), engine_variables(config, engine))
+        found["Triton"] = " and ".join(sorted({chosen.get("TRITON_F32_DEFAULT", "TF32") for chosen in variables}))
+    return ", ".join(f"{library} {precision}" for library, precision in found.items())
+
+
 def live_digests(engines: EngineGroup, *, deadline_s: float, only: Sequence[int] | None = None) -> dict[int, list[dict[Slot, int]]]:
     """Checksums of every live tensor of every worker of the engines (all, or `only` these), by engine index."""
     return cast(dict[int, list[dict[Slot, int]]], engines.call("live_digest", deadline_s=deadline_s, only=only))
+
+
+def _float32_products(policy: Policy) -> dict[str, str]:
+    from mrl.policy.precision import float32_products
+
+    return float32_products()
 
 
 def _sample(engine: Engine, requests: list[RolloutRequest]) -> list[Rollout]:

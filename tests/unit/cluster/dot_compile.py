@@ -1,0 +1,23 @@
+"""`python -m tests.unit.cluster.dot_compile`: how Triton multiplies float32 in this environment, for three generations of GPUs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+@triton.jit
+def _multiply(left, right, product, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(product + places, tl.dot(tl.load(left + places), tl.load(right + places)))
+
+
+if __name__ == "__main__":
+    for capability in (80, 90, 100):
+        source = ASTSource(
+            _multiply, {**dict.fromkeys(("left", "right", "product"), "*fp32"), "SIZE": "constexpr"}, constexprs={"SIZE": 64}
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        print("tf32" if "tf32" in compiled.asm["ptx"] else "float32")

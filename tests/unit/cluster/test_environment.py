@@ -1,0 +1,86 @@
+"""Policy ranks and engines start with the allocator and the precision that each of them needs; the user has the last word."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mrl.cluster.environment import FULL_FLOAT32, engine_variables, policy_variables
+from mrl.config.schema.run import ClusterConfig, RunConfig
+from tests.sources import ROOT
+
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.fixture(autouse=True)
+def bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def run_config(*, gpus_per_node: int = 8, policy: str = "bfloat16", engine: str = "bfloat16") -> RunConfig:
+    config = RunConfig(cluster=ClusterConfig(gpus_per_node=gpus_per_node))
+    config.policy.precision = policy
+    config.policy.generation.vllm_cfg.precision = engine
+    return config
+
+
+def allocators(variables: dict[str, str]) -> set[str | None]:
+    return {variables.get(name) for name in NAMES}
+
+
+def test_only_policy_ranks_use_expandable_segments():
+    config = run_config()
+    assert allocators(policy_variables(config, {})) == {"expandable_segments:True"}
+    assert allocators(engine_variables(config, {})) == {"expandable_segments:False"}
+    on_cpu = run_config(gpus_per_node=0)
+    assert allocators(policy_variables(on_cpu, {})) == allocators(engine_variables(on_cpu, {})) == {None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_engines_do_not_inherit_expandable_segments(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str):
+    inherited = f"expandable_segments:True,max_split_size_mb:{100 + len(name)}"
+    monkeypatch.setenv(name, inherited)
+    rest = inherited.removeprefix("expandable_segments:True,")
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert allocators(engine_variables(run_config(), {})) == {f"{rest},expandable_segments:False"}
+    assert allocators(policy_variables(run_config(), {})) == {f"{rest},expandable_segments:True"}
+    (message,) = (record.getMessage() for record in caplog.records if "engines get" in record.getMessage())
+    assert inherited in message and "cannot use them" in message
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", ["", "backend:cudaMallocAsync"])
+def test_the_configs_own_settings_win_over_ours_and_the_shells(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
+    for other in NAMES:
+        monkeypatch.setenv(other, "expandable_segments:True")
+    given = {name: value, "CUDA_DEVICE_MAX_CONNECTIONS": "8", "VLLM_LOGGING_LEVEL": "INFO"}
+    for variables in (policy_variables, engine_variables):
+        found = variables(run_config(), given)
+        assert allocators(found) == {value} and given.items() <= found.items()
+
+
+def test_float32_on_gpus_is_not_tf32():
+    mixed = run_config(policy="float32")
+    assert FULL_FLOAT32.items() <= policy_variables(mixed, {}).items()
+    assert not FULL_FLOAT32.keys() & engine_variables(mixed, {}).keys()
+    assert FULL_FLOAT32.items() <= engine_variables(run_config(engine="float32"), {}).items()
+    assert not FULL_FLOAT32.keys() & policy_variables(run_config(), {}).keys()
+    on_cpu = run_config(gpus_per_node=0, policy="float32", engine="float32")
+    assert not FULL_FLOAT32.keys() & (policy_variables(on_cpu, {}).keys() | engine_variables(on_cpu, {}).keys())
+    chosen = policy_variables(mixed, {"TRITON_F32_DEFAULT": "tf32"})
+    assert chosen["TRITON_F32_DEFAULT"] == "tf32" and chosen["NVIDIA_TF32_OVERRIDE"] == "0"
+
+
+@pytest.mark.parametrize(("variables", "products"), [({}, "tf32"), (FULL_FLOAT32, "float32")], ids=["Triton's default", "ours"])
+def test_triton_multiplies_float32_as_the_environment_says(variables: dict[str, str], products: str):
+    shell = {name: value for name, value in os.environ.items() if name not in FULL_FLOAT32}
+    command = [sys.executable, "-m", "tests.unit.cluster.dot_compile"]
+    done = subprocess.run(command, cwd=ROOT, env=shell | variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [products] * 3
