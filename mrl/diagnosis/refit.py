@@ -20,7 +20,7 @@ import torch
 from conversion.boxes import Slot
 from mrl.algo.losses import token_metrics
 from mrl.cluster.policy_group import PolicyGroup
-from mrl.cluster.probe import live_digests, sample_everywhere, trainer_logprobs
+from mrl.cluster.probe import float32_products, live_digests, sample_everywhere, trainer_logprobs
 from mrl.cluster.refit import RefitReport
 from mrl.cluster.session import placed_units, start_models
 from mrl.config.load import load_config
@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 NUM_PROMPTS = 32
 # Enough for any difference to show; a config's own limit may be 49,152.
 MAX_NEW_TOKENS = 128
-# A token beyond this is off; a router choice may flip from rounding alone, at far fewer than this share of the tokens.
+# A token beyond this is off; a router choice may flip from rounding alone, at far fewer than this share of the tokens. GPUs keep it where
+# they multiply float32, as `FULL_FLOAT32` of mrl.cluster.environment has them do: in TF32 (factors rounded so on a CPU) the logprobs of the
+# tests' tiny models move by 3e-4 to 5e-4 on average, 96 to 97 % of them beyond this.
 FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
 MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
 # Where both go through the same experts.
@@ -78,7 +80,8 @@ CHANGED = Check(
 LOGPROBS = Check(
     "logprobs",
     "trainer and engine compute the same model: tokens sampled by the engine have the same log-probability in both",
-    "the weights are equal, so the computations differ. Look for what the upgrade changed in kernels, norms, rotary embedding or routing; "
+    "the weights are equal, so the computations differ. In float32, if the line `start` says TF32, find out which library or env_vars "
+    "ask for it. Otherwise look for what the upgrade changed in kernels, norms, rotary embedding or routing; "
     "tests/stack/policy/test_layouts.py and tests/stack/rollout/test_parity.py tell which side has moved",
 )
 
@@ -108,7 +111,10 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Findi
             placement = processes.enter_context(placed_units(config))
             policies, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
             kind = "dedicated" if placement.num_dedicated_units else "colocated"
-            findings.append(Finding(START, True, f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"))
+            numbers = f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"
+            if config.policy.precision == "float32":
+                numbers += f"; products of float32: {float32_products(policies, config)}"
+            findings.append(Finding(START, True, numbers))
         with stage(findings, ZERO):
             findings.append(Finding(ZERO, True, refit_numbers(refit.zero())))
         with stage(findings, REFIT):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.config.schema.megatron import MegatronConfig, OptimizerConfig
 from tests.stack.ranks import Rank
@@ -112,6 +113,27 @@ def raising(rank: Rank) -> tuple[dict[str, bool], bool, list[str], str]:
             except RuntimeError as error:
                 broken = str(error)
     return found, optimizer["use_precision_aware_optimizer"], warnings, broken
+
+
+class Tf32(TorchDispatchMode):
+    """Rounds the factors of float32 matrix products to the 10 bits that TF32 keeps."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), settings=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and arguments[0].dtype == torch.float32:
+            arguments = [((factor.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32) for factor in arguments]
+        return function(*arguments, **(settings or {}))
+
+
+def products(rank: Rank) -> tuple[dict[str, str], dict[str, str]]:
+    """How float32 is multiplied here, as measured: as it is, and with products of TF32."""
+    from mrl.policy import cpu
+
+    cpu.install()
+    from mrl.policy.precision import float32_products
+
+    exact = float32_products()
+    with Tf32():
+        return exact, float32_products()
 
 
 def arguments(rank: Rank, from_model: dict[str, object]) -> tuple[dict[str, bool], dict[str, bool]]:

@@ -144,7 +144,7 @@ def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
 
 
 def bucket_places(rank: Rank, config: RunConfig) -> list[tuple[str, int, int, int]]:
-    """Of each bucket of Megatron's parameter buffers: dtype, bytes from the start of its buffer by Megatron's and by real count, address."""
+    """Of each bucket of Megatron's parameter buffers: dtype, bytes into its buffer by Megatron's and by real count, address."""
     places = []
     with open_policy(rank, config) as policy:
         for chunk in policy._chunks:

@@ -38,6 +38,10 @@ def test_a_probe_that_raises_is_a_fault_unless_it_breaks_the_gpu(ranks: RankPool
     assert "broke the process's CUDA context" in broken and "set policy.megatron_cfg.moe_permute_fusion=false" in broken
 
 
+def test_products_of_tf32_are_told_from_those_of_float32(ranks: RankPool):
+    assert ranks.run(fusion_ranks.products, world_size=1) == [({"torch": "float32"}, {"torch": "TF32"})]
+
+
 @pytest.mark.long("parity")
 def test_without_a_gpu_all_fusions_are_off(ranks: RankPool):
     from_model = dict(activation_func="squared_relu", gated_linear_unit=False, num_moe_experts=8)
@@ -59,7 +63,12 @@ def test_the_check_of_mamba_kernels_finds_wrong_ones():
     def without_resets(*arguments, seq_idx, **settings):
         return mamba_split_conv1d_scan_combined(*arguments, seq_idx=seq_idx * 0, **settings)
 
+    def of_tf32(*arguments, **settings):
+        with fusion_ranks.Tf32():
+            return mamba_split_conv1d_scan_combined(*arguments, **settings)
+
     rows = policy_checks.compare_scans(CPU, mamba_split_conv1d_scan_combined)
     assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
-    with pytest.raises(policy_checks.Missed, match="relative errors"):
-        policy_checks.compare_scans(CPU, without_resets)
+    for wrong in (without_resets, of_tf32):
+        with pytest.raises(policy_checks.Missed, match="relative errors in torch.float32"):
+            policy_checks.compare_scans(CPU, wrong)
