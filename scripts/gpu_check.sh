@@ -3,7 +3,8 @@
 #   a: a bare machine with one GPU, Python and torch: refits through CUDA IPC, Triton kernels, Megatron-Core and Mamba kernels where importable.
 #      Libraries that are missing can be carried: pip install --no-deps --target DIR megatron-core==0.16.1 einops safetensors; PYTHONPATH=DIR
 #   b: an installation with mrl[gpu]: parity of trainer and engine, sleep and wake, speed of sampling and training.
-#   PYTHON=python3 scripts/gpu_check.sh a|b [--model HF_FOLDER] [--only CHECK] [--gigabytes N] [--out FOLDER]
+#   first: both tiers on one GPU in ten minutes, what fails soonest and costs least first; later checks run whatever the earlier ones say.
+#   PYTHON=python3 scripts/gpu_check.sh first|a|b [--model HF_FOLDER] [--only CHECK] [--gigabytes N] [--out FOLDER]
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-python3}"
@@ -13,8 +14,16 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 PYTHONDON
 cd "$ROOT"
 
 nvidia-smi --list-gpus
-if [[ "$TIER" == a && $# == 0 ]] && "$PYTHON" -c "import pytest"; then
-    "$PYTHON" -m pytest -p no:cacheprovider tests/gpu
+# What the doctor asks engine and trainer about.
+[[ "$TIER" == a || -d prepared/tiny/model ]] || "$PYTHON" -m mrl.prepare tiny
+status=0
+if [[ "$TIER" == first ]]; then
+    # A process each: none leaves memory or settings behind. Transformer Engine says which attention it takes.
+    for check in ipc kernels moving mamba doctor sleep train refit policy; do
+        NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 "$PYTHON" -m scripts.gpu --only "$check" "$@" || status=1
+    done
+else
+    "$PYTHON" -m scripts.gpu --tier "$TIER" "$@" || status=1
 fi
-"$PYTHON" -m scripts.gpu --tier "$TIER" "$@"
 "$PYTHON" -m scripts.render_docs
+exit "$status"

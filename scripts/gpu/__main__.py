@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=[check.name for check in CHECKS], help="one check")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the checks themselves, at a small size")
     parser.add_argument("--gigabytes", type=float, help="of weights; by default what fits")
-    parser.add_argument("--model", type=Path, help="Hugging Face folder for the engine of tier b")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder for the engine of tier b; by default a small model")
     parser.add_argument("--out", type=Path, default=DATA_FOLDER, help="where results go")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +60,8 @@ def doctor(setup: Setup) -> list[Row]:
 def sleep(setup: Setup) -> list[Row]:
     """An engine's phases in the order of a run, timed; the same requests before and after a sleep that keeps weights give the same tokens.
 
+    Without a model in `setup`, of a small one.
+
     Raises:
         Missed: tokens differ after the sleep.
     """
@@ -69,12 +73,12 @@ def sleep(setup: Setup) -> list[Row]:
     from mrl.rollout.engine import Engine
     from tests.rollouts import differences, random_requests
 
-    assert setup.model is not None, "pass --model, a Hugging Face folder"
     is_gpu = setup.device == "cuda"
     limits = VllmConfig(max_model_len=256, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192, enforce_eager=not is_gpu)
     limits.precision = "bfloat16" if is_gpu else "float32"
     config = GenerationConfig(max_new_tokens=NUM_NEW_TOKENS, vllm_cfg=limits, colocated=ColocatedConfig(enabled=True))
-    engine = Engine(str(setup.model), config, seed=1, worker_timeout_s=300.0)
+    with small_model() if setup.model is None else nullcontext(setup.model) as folder:
+        engine = Engine(str(folder), config, seed=1, worker_timeout_s=300.0)
     requests = random_requests(NUM_REQUESTS if is_gpu else 8, max_new_tokens=NUM_NEW_TOKENS)
     try:
         row: Row = {"load: s": enter(engine, "load"), "refit: s": enter(engine, "refit")}
@@ -91,10 +95,21 @@ def sleep(setup: Setup) -> list[Row]:
         row["refit, weights wake: s"] = enter(engine, "refit")
     finally:
         engine.shutdown()
-    rows = [{"requests": len(requests), "different after sleep": len(changed), **row, **gpu_columns()}]
+    model = "small" if setup.model is None else setup.model.name
+    rows = [{"model": model, "requests": len(requests), "different after sleep": len(changed), **row, **gpu_columns()}]
     if changed:
         raise Missed(f"{len(changed)} of {len(requests)} requests give other tokens after a sleep", rows)
     return rows
+
+
+@contextmanager
+def small_model() -> Iterator[Path]:
+    """Folder of a model with every kind of layer of the 30B model, for which nothing needs to be fetched."""
+    from scripts.bench.shapes import narrowed
+    from scripts.gpu.policy_checks import SMALL, write_model
+
+    with tempfile.TemporaryDirectory() as name:
+        yield write_model(Path(name), {**narrowed(1), **SMALL})
 
 
 def enter(engine: Engine, phase: Phase) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -64,6 +66,7 @@ class Check:
 
 
 CHECKS = (
+    Check("ipc", "a", "scripts.gpu.refit_checks:ipc", "the tests of `tests/gpu`: memory of one GPU that two processes share", ("pytest",)),
     Check("kernels", "a", "scripts.gpu.refit_checks:kernels", "the Triton kernels of the refit do what torch does, on random boxes"),
     Check("moving", "a", "scripts.gpu.refit_checks:moving", "speed of box copies and checksums of one process, against a plain copy"),
     Check("refit", "a", "scripts.gpu.refit_checks:refit", "a refit between two processes through CUDA IPC, against a plain copy"),
@@ -103,6 +106,18 @@ CHECKS = (
         ("megatron", "safetensors", "transformer_engine", "mamba_ssm"),
     ),
 )
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables, inside the `with` block."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def gpu_columns() -> Row:

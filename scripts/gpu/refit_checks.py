@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 from torch import Tensor
 
@@ -12,12 +15,29 @@ from mrl.refit.transforms import Value
 from scripts.bench import refit as bench
 from scripts.bench.shapes import narrowed
 from scripts.gpu.plan import Missed, Row, Setup, gpu_columns, seconds
+from tests.sources import ROOT
 
 NUM_SEEDS = 20
 # What DESIGN asks of a GPU: a refit at 0.7 of a plain copy's speed; with verification, in 2.5 times its time.
 MIN_SPEED, MAX_TIME = 0.7, 2.5
 # By what the hidden size of the 30B model is divided, from large to small.
 DIVISORS = (1, 2, 4, 8, 16, 32, 64, 96)
+
+
+def ipc(setup: Setup) -> list[Row]:
+    """How the tests of tests/gpu ended. They need nothing but torch and pytest, and are all skipped on a CPU.
+
+    Raises:
+        Missed: one of them failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], cwd=ROOT, capture_output=True, text=True
+    )
+    sys.stdout.write(done.stdout)
+    rows: list[Row] = [{"tests": done.stdout.strip().rpartition("\n")[2], **gpu_columns()}]
+    if done.returncode:
+        raise Missed(f"pytest tests/gpu ended with {done.returncode}", rows)
+    return rows
 
 
 def kernels(setup: Setup) -> list[Row]:
