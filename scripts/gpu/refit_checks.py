@@ -30,9 +30,8 @@ def ipc(setup: Setup) -> list[Row]:
     Raises:
         Missed: one of them failed.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     sys.stdout.write(done.stdout)
     rows: list[Row] = [{"tests": done.stdout.strip().rpartition("\n")[2], **gpu_columns()}]
     if done.returncode:

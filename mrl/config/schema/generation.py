@@ -53,7 +53,7 @@ class VllmConfig:
     """Logprobs of the distribution that tokens are drawn from, after temperature, top-k and top-p, or of the model's; the trainer compares
     its own with the former, so that it must be processed_logprobs."""
     env_vars: dict[str, str] | None = None
-    """Environment variables of the engine processes."""
+    """Environment variables of the engine processes. They win over mrl's own, as those of `policy.megatron_cfg.env_vars` do."""
     gpu_memory_utilization: float = 0.6
     """Share of a GPU's memory that the engine may use; hosts without GPUs use `kv_cache_memory_mib`."""
     kv_cache_memory_mib: int = 64

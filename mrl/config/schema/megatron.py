@@ -108,7 +108,8 @@ class MegatronConfig:
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Which of Transformer Engine's attention kernels to use. No effect without a GPU and Transformer Engine."""
     env_vars: dict[str, str] | None = None
-    """Environment variables of the processes of policy ranks."""
+    """Environment variables of the processes of policy ranks. They win over mrl's own: on GPUs the options of torch's allocator
+    (PYTORCH_ALLOC_CONF), and in float32 those that keep libraries from TF32 (NVIDIA_TF32_OVERRIDE, TRITON_F32_DEFAULT)."""
     sequence_parallel: bool = False
     """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
     defer_fp32_logits: bool = False
