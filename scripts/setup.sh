@@ -51,9 +51,8 @@ install_cpu() {
 }
 
 install_gpu() {
-    # Transformer Engine, mamba-ssm and causal-conv1d are compiled against the installed torch: it and the build tools come first.
-    pip_install --constraint "$ROOT/constraints-gpu.txt" torch setuptools wheel ninja packaging hatchling editables
-    pip_install --constraint "$ROOT/constraints-gpu.txt" --no-build-isolation --editable "${ROOT}[gpu,cluster,loggers,dev]"
+    PYTHON="$PYTHON" bash "$ROOT/scripts/install_gpu.sh"
+    pip_install --no-deps --no-build-isolation --editable "$ROOT"
 }
 
 setup() {

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Installs constraints-gpu.txt into the environment of PYTHON [python], in the same steps for scripts/setup.sh and for docker/Dockerfile:
+#   scripts/install_gpu.sh                    all of it
+#   scripts/install_gpu.sh base               torch, and what libraries are compiled with
+#   scripts/install_gpu.sh wheel NAME FOLDER  a wheel of a library that PyPI has only as sources: the project's own from GitHub, else compiled here
+#   scripts/install_gpu.sh rest FOLDER        everything else, with the wheels of FOLDER
+# CUDA_HOME [where nvcc is, or /usr/local/cuda]; MAX_JOBS compilers at once [one for each core and each 8 GB of memory].
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+CONSTRAINTS="$ROOT/constraints-gpu.txt"
+PYTHON="${PYTHON:-python}"
+BUILD=(torch setuptools wheel ninja packaging hatchling editables)
+KERNELS=(transformer-engine-torch causal-conv1d mamba-ssm)
+
+fail() {
+    echo "install_gpu: $*" >&2
+    exit 1
+}
+
+run_pip() {
+    local command=$1
+    shift
+    "$PYTHON" -m pip "$command" --quiet --disable-pip-version-check "$@"
+}
+
+find_cuda() {
+    local nvcc
+    if [[ -z ${CUDA_HOME:-} ]]; then
+        nvcc="$(command -v nvcc || true)"
+        CUDA_HOME="$(dirname "$(dirname "${nvcc:-/usr/local/cuda/bin/nvcc}")")"
+    fi
+    export CUDA_HOME
+}
+
+# Before gigabytes are downloaded: the setup.py of mamba-ssm and of causal-conv1d fails without nvcc, even where a wheel could be had.
+check_host() {
+    local wanted found headers out="or use the image (docs/containers.md)"
+    wanted="$(sed -nE 's/^cuda-toolkit==([0-9]+\.[0-9]+).*/\1/p' "$CONSTRAINTS")"
+    [[ -x $CUDA_HOME/bin/nvcc ]] ||
+        fail "no nvcc in CUDA_HOME=$CUDA_HOME; set CUDA_HOME to a CUDA $wanted toolkit, install one (apt install cuda-toolkit-${wanted/./-} from NVIDIA's repository), $out"
+    found="$("$CUDA_HOME/bin/nvcc" --version | sed -nE 's/.*release ([0-9.]+),.*/\1/p')"
+    [[ ${found%%.*} == "${wanted%%.*}" ]] ||
+        fail "nvcc in CUDA_HOME=$CUDA_HOME is of CUDA $found, but torch is built for $wanted and refuses other major versions; apt install cuda-toolkit-${wanted/./-} and set CUDA_HOME to it, $out"
+    command -v g++ >/dev/null || fail "no g++, which compiles Transformer Engine; apt install g++, $out"
+    headers="$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('include'))")"
+    [[ -f $headers/Python.h ]] || fail "no $headers/Python.h, which extensions of Python are compiled with; apt install ${headers##*/}-dev, $out"
+}
+
+install_base() {
+    check_host
+    echo "Installing torch and the build tools ..."
+    run_pip install --constraint "$CONSTRAINTS" "${BUILD[@]}"
+}
+
+build_wheel() {
+    local name=$1 folder=$2 site memory_gib
+    site="$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('platlib'))")"
+    # Headers of the cuDNN and the NCCL that torch loads; a host may have none, or others.
+    export CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include${CPATH:+:$CPATH}"
+    memory_gib="$(awk '/^MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo)"
+    export MAX_JOBS="${MAX_JOBS:-$(printf '%d\n' "$(nproc)" $((memory_gib < 16 ? 1 : memory_gib / 8)) | sort -n | head -n 1)}"
+    # Without an answer from GitHub, two of them would end with an error rather than compile.
+    if ! "$PYTHON" -c "import urllib.request; urllib.request.urlopen('https://github.com', timeout=10)" 2>/dev/null; then
+        export NVTE_PYTORCH_FORCE_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE
+    fi
+    echo "Getting or compiling $name with at most $MAX_JOBS compilers ..."
+    # pip's cache would give what was compiled against another torch.
+    run_pip wheel --no-cache-dir --constraint "$CONSTRAINTS" --no-build-isolation --no-deps --wheel-dir "$folder" "$name"
+}
+
+install_rest() {
+    echo "Installing everything else of $CONSTRAINTS ..."
+    run_pip install --no-deps --no-build-isolation --find-links "$1" --requirement "$CONSTRAINTS"
+}
+
+find_cuda
+case "${1:-all} $#" in
+    "base 1") install_base ;;
+    "wheel 3") build_wheel "$2" "$3" ;;
+    "rest 2") install_rest "$2" ;;
+    "all 0")
+        install_base
+        WHEELS="$(mktemp -d)"
+        trap 'rm -r "$WHEELS"' EXIT
+        for name in "${KERNELS[@]}"; do build_wheel "$name" "$WHEELS"; done
+        install_rest "$WHEELS"
+        ;;
+    *) fail "usage: install_gpu.sh [base | wheel NAME FOLDER | rest FOLDER]" ;;
+esac
