@@ -24,21 +24,22 @@ run_pip() {
     "$PYTHON" -m pip "$command" --quiet --disable-pip-version-check "$@"
 }
 
+# A wrapper called nvcc on PATH has no headers beside it.
 find_cuda() {
-    local nvcc
-    if [[ -z ${CUDA_HOME:-} ]]; then
-        nvcc="$(command -v nvcc || true)"
-        CUDA_HOME="$(dirname "$(dirname "${nvcc:-/usr/local/cuda/bin/nvcc}")")"
-    fi
-    export CUDA_HOME
+    local home nvcc
+    nvcc="$(command -v nvcc || true)"
+    for home in "$(dirname "$(dirname "$(readlink -f "${nvcc:-/}")")")" /usr/local/cuda; do
+        [[ -n ${CUDA_HOME:-} || ! -f $home/include/cuda_runtime.h ]] || CUDA_HOME=$home
+    done
+    export CUDA_HOME="${CUDA_HOME:-/usr/local/cuda}"
 }
 
 # Before gigabytes are downloaded: the setup.py of mamba-ssm and of causal-conv1d fails without nvcc, even where a wheel could be had.
 check_host() {
     local wanted found headers out="or use the image (docs/containers.md)"
     wanted="$(sed -nE 's/^cuda-toolkit==([0-9]+\.[0-9]+).*/\1/p' "$CONSTRAINTS")"
-    [[ -x $CUDA_HOME/bin/nvcc ]] ||
-        fail "no nvcc in CUDA_HOME=$CUDA_HOME; set CUDA_HOME to a CUDA $wanted toolkit, install one (apt install cuda-toolkit-${wanted/./-} from NVIDIA's repository), $out"
+    [[ -x $CUDA_HOME/bin/nvcc && -f $CUDA_HOME/include/cuda_runtime.h ]] ||
+        fail "no nvcc, or no headers of it, in CUDA_HOME=$CUDA_HOME; set CUDA_HOME to a CUDA $wanted toolkit, install one (apt install cuda-toolkit-${wanted/./-} from NVIDIA's repository), $out"
     found="$("$CUDA_HOME/bin/nvcc" --version | sed -nE 's/.*release ([0-9.]+),.*/\1/p')"
     [[ ${found%%.*} == "${wanted%%.*}" ]] ||
         fail "nvcc in CUDA_HOME=$CUDA_HOME is of CUDA $found, but torch is built for $wanted and refuses other major versions; apt install cuda-toolkit-${wanted/./-} and set CUDA_HOME to it, $out"
@@ -56,8 +57,8 @@ install_base() {
 build_wheel() {
     local name=$1 folder=$2 site memory_gib
     site="$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('platlib'))")"
-    # Headers of the cuDNN and the NCCL that torch loads; a host may have none, or others.
-    export CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include${CPATH:+:$CPATH}"
+    # Behind the toolkit's own headers: those of the cuDNN and the NCCL that torch loads, and of CUDA's libraries where the toolkit has none.
+    export CPLUS_INCLUDE_PATH="$site/nvidia/cu13/include:$site/nvidia/cudnn/include:$site/nvidia/nccl/include"
     memory_gib="$(awk '/^MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo)"
     export MAX_JOBS="${MAX_JOBS:-$(printf '%d\n' "$(nproc)" $((memory_gib < 16 ? 1 : memory_gib / 8)) | sort -n | head -n 1)}"
     # Without an answer from GitHub, two of them would end with an error rather than compile.

@@ -1,0 +1,115 @@
+"""scripts/install_gpu.sh: one set, order and flags for setup.sh and the image, and what a host lacks is said first. pip is recorded, not run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+from tests.unit.launchers.test_docker import FILES
+
+SCRIPT = ROOT / "scripts" / "install_gpu.sh"
+# Answers what the script asks of Python, but writes pip's arguments and the builds that are forced into a file.
+PYTHON = f"""#!/bin/bash
+case "$*" in
+    "-m pip"*) echo "${{@:3}} forced=${{MAMBA_FORCE_BUILD:-}},${{CAUSAL_CONV1D_FORCE_BUILD:-}},${{NVTE_PYTORCH_FORCE_BUILD:-}} $MAX_JOBS" >>"$LOG" ;;
+    *urllib*) exit "$GITHUB" ;;
+    *"get_path('include')"*) echo "$HEADERS" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> dict[str, str]:
+    """Environment of a host that has all that is needed; LOG is what pip was called with."""
+    scripts = {"python": PYTHON, "cuda/bin/nvcc": "#!/bin/bash\necho Cuda compilation tools, release 13.0, V13.0.88\n", "g++": "#!/bin/bash\n"}
+    for name, text in scripts.items():
+        path = tmp_path / "bin" / name if "/" not in name else tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    for tool in ("bash", "dirname", "sed", "awk", "nproc", "sort", "head", "mktemp", "readlink", "rm"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or tool)
+    headers = tmp_path / "python3.11"
+    for header in (headers / "Python.h", tmp_path / "cuda/include/cuda_runtime.h"):
+        header.parent.mkdir()
+        header.touch()
+    named = dict(PATH=tmp_path / "bin", CUDA_HOME=tmp_path / "cuda", HEADERS=headers, LOG=tmp_path / "log", MAX_JOBS=3, GITHUB=0)
+    return {name: str(value) for name, value in named.items()}
+
+
+def install(host: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", SCRIPT, *words], env=host, capture_output=True, text=True, timeout=60)
+
+
+def pip_calls(host: dict[str, str]) -> list[str]:
+    """What pip was called with, the folder of wheels named FOLDER."""
+    log = Path(host["LOG"])
+    return re.sub(r"(--wheel-dir|--find-links) \S+", r"\1 FOLDER", log.read_text()).splitlines() if log.exists() else []
+
+
+def test_the_image_takes_the_steps_of_a_bare_host(host: dict[str, str]):
+    assert 'bash "$ROOT/scripts/install_gpu.sh"\n' in (ROOT / "scripts" / "setup.sh").read_text()
+    assert install(host).returncode == 0
+    bare = pip_calls(host)
+    Path(host["LOG"]).unlink()
+    steps = re.findall(r"bash scripts/install_gpu\.sh ([^&\n]+)", FILES[0].read_text())
+    assert all(install(host, *step.split()).returncode == 0 for step in steps)
+    assert pip_calls(host) == bare
+    quiet, constraint, rest = "--quiet --disable-pip-version-check", f"--constraint {ROOT}/constraints-gpu.txt", " forced=,, 3"
+    wheel = f"wheel {quiet} --no-cache-dir {constraint} --no-build-isolation --no-deps --wheel-dir FOLDER"
+    assert bare == [
+        f"install {quiet} {constraint} torch setuptools wheel ninja packaging hatchling editables{rest}",
+        *(f"{wheel} {name}{rest}" for name in ("transformer-engine-torch", "causal-conv1d", "mamba-ssm")),
+        f"install {quiet} --no-deps --no-build-isolation --find-links FOLDER --requirement {ROOT}/constraints-gpu.txt{rest}",
+    ]
+
+
+def test_without_github_everything_is_compiled(host: dict[str, str]):
+    assert install({**host, "GITHUB": "1"}, "wheel", "mamba-ssm", "/wheels").returncode == 0
+    assert "forced=TRUE,TRUE,TRUE" in pip_calls(host)[0]
+
+
+def test_compilers_are_as_many_as_cores_and_memory_allow(host: dict[str, str]):
+    assert install({**host, "MAX_JOBS": ""}, "wheel", "mamba-ssm", "/wheels").returncode == 0
+    jobs = int(pip_calls(host)[0].split()[-1])
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    assert 1 <= jobs <= min(len(os.sched_getaffinity(0)), max(1, memory_gib / 8))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    {
+        "no toolkit": ("CUDA_HOME", "no nvcc, or no headers of it, in CUDA_HOME=/nowhere; set CUDA_HOME to a CUDA 13.0 toolkit.*cuda-toolkit-13-0.*image"),
+        "another CUDA": ("nvcc", "nvcc in CUDA_HOME=.* is of CUDA 12.8, but torch is built for 13.0.*cuda-toolkit-13-0.*image"),
+        "no compiler": ("g++", "no g.., which compiles Transformer Engine; apt install g..,.*image"),
+        "no headers": ("HEADERS", "no /nowhere/Python.h.*apt install nowhere-dev.*image"),
+    }.values(),
+    ids=lambda value: value.split(";")[0][:12],
+)
+def test_what_a_host_lacks_is_said_before_anything_is_downloaded(host: dict[str, str], tmp_path: Path, fault: str, said: str):
+    if fault in host:
+        host[fault] = "/nowhere"
+    elif fault == "nvcc":
+        (tmp_path / "cuda/bin/nvcc").write_text("#!/bin/bash\necho Cuda compilation tools, release 12.8, V12.8.93\n")
+    else:
+        (tmp_path / "bin" / fault).unlink()
+    done = install(host)
+    assert done.returncode == 1 and re.search(said, done.stderr), done.stderr
+    assert pip_calls(host) == []
+
+
+def test_cuda_is_where_nvcc_has_its_headers(host: dict[str, str], tmp_path: Path):
+    del host["CUDA_HOME"]
+    (tmp_path / "cuda/bin/nvcc").write_text("#!/bin/bash\necho Cuda compilation tools, release 12.8, V12.8.93\n")
+    (tmp_path / "bin/nvcc").symlink_to(tmp_path / "cuda/bin/nvcc")
+    assert f"CUDA_HOME={tmp_path}/cuda is of CUDA 12.8" in install(host).stderr
+    (tmp_path / "cuda/include/cuda_runtime.h").unlink()
+    assert f"CUDA_HOME={tmp_path}/cuda" not in install(host).stderr
