@@ -45,7 +45,7 @@ def _packages(facts: HostFacts, wanted: Wanted, kind: str) -> Finding:
 def _install(kind: str) -> str:
     if kind == "cpu":
         return "pip install --no-deps -r constraints-cpu.txt"
-    return "pip install -c constraints-gpu.txt --no-build-isolation '.[gpu,cluster,loggers]'"
+    return "bash scripts/install_gpu.sh, which installs constraints-gpu.txt"
 
 
 def _pins(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:

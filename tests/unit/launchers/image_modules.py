@@ -1,6 +1,6 @@
-"""Modules of what only the GPU image installs: Apex at the Dockerfile's commit, and packages of constraints-gpu.txt. Recorded in image_modules.json.
+"""Modules of what only GPU hosts install: Apex at the Dockerfile's commit, and packages of constraints-gpu.txt.
 
-To make that file anew, from a clone of https://github.com/NVIDIA/apex and the package index that pip or uv is set to:
+image_modules.json records them. To make it anew, from a clone of https://github.com/NVIDIA/apex and the package index that pip or uv is set to:
 
     python -m tests.unit.launchers.image_modules CLONE
 """
@@ -54,7 +54,7 @@ def python_modules(paths: Collection[str]) -> list[str]:
 
 
 def extensions(source: str) -> dict[str, str]:
-    """Compiled modules of a setup.py by name, each with the variable that its `if has_flag(FLAG, VARIABLE)` wants (empty: it is always built)."""
+    """Compiled modules of a setup.py, each with the variable of its `if has_flag(FLAG, VARIABLE)`, or with an empty string."""
     return dict(_extensions(ast.parse(source), ""))
 
 

@@ -1,4 +1,4 @@
-"""scripts/install_gpu.sh: one set, order and flags for setup.sh and the image, and what a host lacks is said first. pip is recorded, not run."""
+"""scripts/install_gpu.sh: one set, order and flags for setup.sh and the image; what a host lacks is said first. pip is not run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ SCRIPT = ROOT / "scripts" / "install_gpu.sh"
 # Answers what the script asks of Python, but writes pip's arguments and the builds that are forced into a file.
 PYTHON = f"""#!/bin/bash
 case "$*" in
-    "-m pip"*) echo "${{@:3}} forced=${{MAMBA_FORCE_BUILD:-}},${{CAUSAL_CONV1D_FORCE_BUILD:-}},${{NVTE_PYTORCH_FORCE_BUILD:-}} $MAX_JOBS" >>"$LOG" ;;
+    "-m pip"*)
+        forced="${{MAMBA_FORCE_BUILD:-}},${{CAUSAL_CONV1D_FORCE_BUILD:-}},${{NVTE_PYTORCH_FORCE_BUILD:-}}"
+        echo "${{@:3}} forced=$forced $MAX_JOBS" >>"$LOG"
+        ;;
     *urllib*) exit "$GITHUB" ;;
     *"get_path('include')"*) echo "$HEADERS" ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """
+NVCC = "#!/bin/bash\necho Cuda compilation tools, release {0}, V{0}.88\n"
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> dict[str, str]:
     """Environment of a host that has all that is needed; LOG is what pip was called with."""
-    scripts = {"python": PYTHON, "cuda/bin/nvcc": "#!/bin/bash\necho Cuda compilation tools, release 13.0, V13.0.88\n", "g++": "#!/bin/bash\n"}
+    scripts = {"python": PYTHON, "cuda/bin/nvcc": NVCC.format("13.0"), "g++": "#!/bin/bash\n"}
     for name, text in scripts.items():
         path = tmp_path / "bin" / name if "/" not in name else tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +91,7 @@ def test_compilers_are_as_many_as_cores_and_memory_allow(host: dict[str, str]):
 @pytest.mark.parametrize(
     ("fault", "said"),
     {
-        "no toolkit": ("CUDA_HOME", "no nvcc, or no headers of it, in CUDA_HOME=/nowhere; set CUDA_HOME to a CUDA 13.0 toolkit.*cuda-toolkit-13-0.*image"),
+        "no toolkit": ("CUDA_HOME", "no nvcc, or no headers.* CUDA_HOME=/nowhere; .* CUDA 13.0 toolkit.*cuda-toolkit-13-0.*image"),
         "another CUDA": ("nvcc", "nvcc in CUDA_HOME=.* is of CUDA 12.8, but torch is built for 13.0.*cuda-toolkit-13-0.*image"),
         "no compiler": ("g++", "no g.., which compiles Transformer Engine; apt install g..,.*image"),
         "no headers": ("HEADERS", "no /nowhere/Python.h.*apt install nowhere-dev.*image"),
@@ -98,7 +102,7 @@ def test_what_a_host_lacks_is_said_before_anything_is_downloaded(host: dict[str,
     if fault in host:
         host[fault] = "/nowhere"
     elif fault == "nvcc":
-        (tmp_path / "cuda/bin/nvcc").write_text("#!/bin/bash\necho Cuda compilation tools, release 12.8, V12.8.93\n")
+        (tmp_path / "cuda/bin/nvcc").write_text(NVCC.format("12.8"))
     else:
         (tmp_path / "bin" / fault).unlink()
     done = install(host)
@@ -108,7 +112,7 @@ def test_what_a_host_lacks_is_said_before_anything_is_downloaded(host: dict[str,
 
 def test_cuda_is_where_nvcc_has_its_headers(host: dict[str, str], tmp_path: Path):
     del host["CUDA_HOME"]
-    (tmp_path / "cuda/bin/nvcc").write_text("#!/bin/bash\necho Cuda compilation tools, release 12.8, V12.8.93\n")
+    (tmp_path / "cuda/bin/nvcc").write_text(NVCC.format("12.8"))
     (tmp_path / "bin/nvcc").symlink_to(tmp_path / "cuda/bin/nvcc")
     assert f"CUDA_HOME={tmp_path}/cuda is of CUDA 12.8" in install(host).stderr
     (tmp_path / "cuda/include/cuda_runtime.h").unlink()
