@@ -1,6 +1,6 @@
 """Modules of what only GPU hosts install: Apex at the Dockerfile's commit, and packages of constraints-gpu.txt.
 
-image_modules.json records them. To make it anew, from a clone of https://github.com/NVIDIA/apex and the package index that pip or uv is set to:
+image_modules.json records them. After a change of a pin, make it anew from a clone of https://github.com/NVIDIA/apex and the package index:
 
     python -m tests.unit.launchers.image_modules CLONE
 """
