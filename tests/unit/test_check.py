@@ -41,6 +41,7 @@ def test_what_is_missing_on_this_machine_refuses_nothing(said):
     code, output = said("grpo_tiny.yaml")
     assert code == 0
     assert "To be provided: 4" in output and "Refused: 0" in output
+    assert "start deadline 300 s: 300 s for processes; the time to read the weights of prepared/tiny/model is added" in output
 
 
 def test_an_id_of_the_hub_is_not_asked_for(said):
