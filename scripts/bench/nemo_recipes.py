@@ -1,0 +1,225 @@
+"""Which of NeMo RL's own config files `--check` accepts, and what it refuses of the others: docs/data/nemo_recipes.json.
+
+Usage: python -m scripts.bench.nemo_recipes CHECKOUT [--json FILE] [--no-record]
+
+Every YAML file below `examples/` and `research/` of a checkout of NeMo RL that says how to train or to evaluate is checked as it is. What a
+login node lacks (models, data, disks) is to be provided, and refuses nothing. Exit code 1 if a check fails with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+from mrl.config.errors import ConfigError, Unprovided
+from mrl.config.files import Settings, read_settings
+from mrl.config.load import read_run
+from mrl.config.model import use_cached_folders
+from mrl.config.rules.checks import find_problems
+from tests.long.record import Row, record
+
+FOLDERS = ("examples", "research")
+ALGORITHMS = ("ppo", "distillation", "grpo", "sft", "dpo", "rm")
+"""Sections that name the algorithm; PPO's and distillation's files may have others beside theirs."""
+EVALUATION = "evaluation"
+SHOWN = 40
+"""Reasons that are printed."""
+
+# "key=value (file:line): rule; way out", "key=value: rule; way out", and messages without a key.
+_ORIGIN = re.compile(r" \((?:[\w.+-]+\.ya?ml(?::\d+)?|command line|section \w+)[^()]*\): ")
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e-?\d+)?(?!\w)")
+_VALUE = re.compile(r"(?<=\w)=[^\s,;]+")
+_SOUND_OR_IMAGES = re.compile(r"-VL-|omni", re.IGNORECASE)
+
+
+@dataclass
+class Outcome:
+    """What a check says of one file."""
+
+    file: str
+    algorithm: str
+    backend: str
+    """Who trains: megatron, automodel or dtensor; "-" where nobody does."""
+    model: str
+    refused: list[str] = field(default_factory=list)
+    """Distinct reasons, as `reason_of` writes them."""
+    provided: int = 0
+    """Problems that concern this machine only."""
+    failure: str = ""
+    """Traceback."""
+    seconds: float = 0.0
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether Megatron trains a language model here."""
+        return self.backend == "megatron" and self.algorithm != "images or sound"
+
+
+def main() -> int:
+    """Checks every file, prints the tables, and records. Exit code 1 if a check fails with a traceback."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="root of a checkout of NeMo RL")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found of every file here")
+    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
+    arguments = parser.parse_args()
+    checkout: Path = arguments.checkout.resolve()
+    begin = time.perf_counter()
+    outcomes = check_files(checkout)
+    if not outcomes:
+        parser.error(f"{checkout} has no config files below {' or '.join(FOLDERS)}; give the root of a checkout of NeMo RL")
+    print_report(outcomes)
+    print(
+        f"\n{len(outcomes)} files in {time.perf_counter() - begin:.0f} s; the slowest took {max(each.seconds for each in outcomes):.1f} s"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8")
+    if not arguments.no_record:
+        record("nemo_recipes", group_rows(outcomes), command=f"python -m scripts.bench.nemo_recipes CHECKOUT` of `{commit_of(checkout)}")
+    return 1 if any(outcome.failure for outcome in outcomes) else 0
+
+
+def commit_of(checkout: Path) -> str:
+    """Short hash of the checkout's commit; "unknown" in a copy without history."""
+    if not (checkout / ".git").exists():
+        return "unknown"
+    command = ["git", "-C", str(checkout), "rev-parse", "--short=10", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def check_files(checkout: Path) -> list[Outcome]:
+    """What a check says of every file of a checkout, on as many cores as this process may use."""
+    files = [path for folder in FOLDERS for path in sorted((checkout / folder).glob("**/*.yaml"))]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=partial(os.chdir, checkout)) as pool:
+        outcomes = list(pool.map(partial(check_file, checkout), files, chunksize=4))
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def check_file(checkout: Path, path: Path) -> Outcome | None:
+    """What a check says of one file; None if it says neither how to train nor how to evaluate."""
+    settings = read_settings(path)
+    if not {key[0] for key in settings} & {"policy", "generation"}:
+        return None
+    outcome = Outcome(str(path.relative_to(checkout)), algorithm_of(settings), backend_of(settings), model_of(settings))
+    begin = time.perf_counter()
+    try:
+        problems = problems_of(path)
+    except Exception:  # whatever it is, it is what this looks for
+        outcome.failure = traceback.format_exc()
+        problems = []
+    outcome.seconds = time.perf_counter() - begin
+    outcome.provided = sum(isinstance(problem, Unprovided) for problem in problems)
+    outcome.refused = sorted({reason_of(problem) for problem in problems if not isinstance(problem, Unprovided)})
+    return outcome
+
+
+def problems_of(path: Path) -> Sequence[str]:
+    """All that a check says against a file."""
+    try:
+        config, _, problems = read_run(path, to_evaluate=True)
+    except ConfigError as error:
+        return error.problems
+    if config is None:
+        return problems
+    use_cached_folders(config)
+    return [*problems, *find_problems(config)]
+
+
+def reason_of(problem: str) -> str:
+    """A problem as its key and rule, without the values and places that differ from file to file."""
+    origin = _ORIGIN.search(problem)
+    head, rule = (problem[: origin.start()], problem[origin.end() :]) if origin else (problem.split(": ", 1) + [""])[:2]
+    rule = _NUMBER.sub("N", _VALUE.sub("=…", rule.split("; ")[0]))
+    return f"{head.partition('=')[0]}: {rule}"
+
+
+def algorithm_of(settings: Settings) -> str:
+    """What a file trains, and how, as the report groups it."""
+    values = {".".join(key): setting.value for key, setting in settings.items()}
+    processors = [value for name, value in values.items() if name.startswith("data.") and name.endswith("processor")]
+    many_media = any("limit_mm_per_prompt" in key for key in settings) or any(str(value).startswith("vlm") for value in processors)
+    if many_media or _SOUND_OR_IMAGES.search(model_of(settings)):
+        return "images or sound"
+    if ("generation", "model_name") in settings:
+        return EVALUATION
+    sections = {key[0] for key in settings}
+    if any(key[0] == "on_policy_distillation" and len(key) > 1 for key in settings):
+        return "distillation"
+    return next(name for name in ALGORITHMS if name in sections)
+
+
+def backend_of(settings: Settings) -> str:
+    """Who trains."""
+    values = {".".join(key): setting.value for key, setting in settings.items()}
+    if values.get("policy.megatron_cfg.enabled") is True:
+        return "megatron"
+    if not values.get("policy.dtensor_cfg.enabled"):
+        return "-"
+    return "automodel" if values.get("policy.dtensor_cfg._v2") else "dtensor"
+
+
+def model_of(settings: Settings) -> str:
+    """The model's name as written."""
+    return next((str(settings[key].value) for key in (("policy", "model_name"), ("generation", "model_name")) if key in settings), "")
+
+
+def group_rows(outcomes: Sequence[Outcome]) -> list[Row]:
+    """A row per algorithm and backend, one of all language models that Megatron trains, and one of all."""
+    groups = Counter((outcome.algorithm, outcome.backend) for outcome in outcomes)
+    rows = [
+        count_row(*group, [outcome for outcome in outcomes if (outcome.algorithm, outcome.backend) == group])
+        for group in sorted(groups, key=lambda group: (group[1] != "megatron", -groups[group], group))
+    ]
+    rows.append(count_row("all language models", "megatron", [outcome for outcome in outcomes if outcome.is_megatron]))
+    return [*rows, count_row("all", "all", outcomes)]
+
+
+def count_row(algorithm: str, backend: str, outcomes: Sequence[Outcome]) -> Row:
+    """The counts of a group."""
+    accepted = sum(not outcome.refused and not outcome.failure for outcome in outcomes)
+    alone = sum(len(outcome.refused) == 1 for outcome in outcomes)
+    reasons = Counter(reason for outcome in outcomes for reason in outcome.refused).most_common(1)
+    return {
+        "algorithm": algorithm,
+        "trained by": backend,
+        "files": len(outcomes),
+        "accepted": accepted,
+        "refused for one reason": alone,
+        "most frequent reason": f"{reasons[0][0]} ({reasons[0][1]})" if reasons else None,
+    }
+
+
+def print_report(outcomes: Sequence[Outcome]) -> None:
+    """Counts per group, reasons by frequency, what one reason alone refuses, and tracebacks."""
+    for row in group_rows(outcomes):
+        print("{algorithm:<20} {trained by:<10} {files:>4} files {accepted:>4} accepted".format(**row))
+    for title, part in (("all files", outcomes), ("language models that Megatron trains", [each for each in outcomes if each.is_megatron])):
+        reasons = Counter(reason for outcome in part for reason in outcome.refused)
+        alone = Counter(outcome.refused[0] for outcome in part if len(outcome.refused) == 1)
+        print(f"\nReasons in {title}: files, and files that nothing else refuses")
+        for reason, count in reasons.most_common(SHOWN):
+            print(f"{count:>4} {alone[reason]:>4}  {reason}")
+        if len(reasons) > SHOWN:
+            print(f"          and {len(reasons) - SHOWN} more")
+    print("\nRefused for one reason only, language models that Megatron trains:")
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.refused):
+        if outcome.is_megatron and len(outcome.refused) == 1:
+            print(f"  {outcome.refused[0]}\n    {outcome.file}")
+    for outcome in outcomes:
+        if outcome.failure:
+            print(f"\n{outcome.file}\n{outcome.failure}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
