@@ -1,4 +1,4 @@
-"""`python -m mrl.train CONFIG --check`: the resolved run, what became of NeMo RL's keys, and everything that is wrong, in seconds.
+"""`--check` of `python -m mrl.train` and `mrl.evaluate`: the resolved run, what became of NeMo RL's keys, all that is wrong, in seconds.
 
 Nothing here imports torch, Ray, vLLM or Megatron.
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.capacity.start_deadline import start_deadline
-from mrl.config.errors import ConfigError, Unprovided
+from mrl.config.dialect.translate import Migration
+from mrl.config.errors import ConfigError, Unchecked, Unprovided
 from mrl.config.files import find_config
 from mrl.config.load import read_run
 from mrl.config.model import read_model, use_cached_folders
+from mrl.config.partial import NotKnown
 from mrl.config.redact import start_logging
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.data import train_datasets, validation_datasets
 from mrl.config.schema.run import RunConfig
+from mrl.target import find_target
 
 logger = logging.getLogger(__name__)
 
@@ -46,34 +50,88 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line of `python -m mrl.evaluate`; log lines go to standard output from here on."""
+    parser = argparse.ArgumentParser(prog="python -m mrl.evaluate", description="Ask a model held-out prompts and judge its answers.")
+    parser.add_argument(
+        "words", nargs="+", metavar="CONFIG|DIR|a.b=c", help="a config, a run folder, a step_N folder or a model, then overrides"
+    )
+    parser.add_argument("--config", help="for a folder: the config that says how it is asked (default: that of the run)")
+    parser.add_argument(OPTION, action="store_true", help="print the resolved evaluation and what is wrong with it, and start nothing")
+    options = parser.parse_intermixed_args(arguments)
+    start_logging()
+    return options
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """`check_run` of a command line of `python -m mrl.train`."""
     options = parse_arguments(arguments)
     return check_run(options.name, options.words)
 
 
-def check_run(name: str, overrides: Sequence[str]) -> int:
+def check_evaluation(options: argparse.Namespace) -> int:
+    """`check_run` of a parsed command line of `python -m mrl.evaluate`. No checkpoint is exported: the config's model stands for it."""
+    name, *overrides = options.words
+    try:
+        target = find_target(name, options.config)
+    except ValueError as error:
+        logger.error("%s", error)
+        return 2
+    return check_run(target.config, [*target.model_overrides(), *overrides], to_evaluate=True)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check finds."""
+
+    config: RunConfig | None
+    """None if not even the algorithm is known. Values that cannot be read raise NotKnown."""
+    migration: Migration
+    problems: list[str]
+
+    @property
+    def refused(self) -> list[str]:
+        """What is wrong with the config itself."""
+        return [problem for problem in self.problems if not isinstance(problem, Unprovided)]
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Rules that could not be applied, and what they lack."""
+        return [problem for problem in self.problems if isinstance(problem, Unchecked)]
+
+    @property
+    def provided(self) -> list[str]:
+        """What this machine lacks, and no rule needs."""
+        return [problem for problem in self.problems if isinstance(problem, Unprovided) and not isinstance(problem, Unchecked)]
+
+
+def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False) -> Checked:
+    """All that can be said of a config file on this machine without starting anything."""
+    try:
+        config, migration, problems = read_run(name, overrides, to_evaluate=to_evaluate)
+    except ConfigError as error:
+        return Checked(None, Migration(), list(error.problems))
+    if config is None:
+        return Checked(None, migration, problems)
+    use_cached_folders(config)
+    return Checked(config, migration, [*problems, *find_problems(config, to_evaluate=to_evaluate)])
+
+
+def check_run(name: str, overrides: Sequence[str], *, to_evaluate: bool = False) -> int:
     """Prints what the config says and all that is wrong with it. Exit code 0; 2 if something is refused.
 
     Files, models and disks that this machine lacks are listed as to be provided, and are no reason to refuse.
     """
-    try:
-        path = find_config(name)
-        config, migration, problems = read_run(path, overrides)
-    except ConfigError as error:
-        logger.error("%s", error)
-        return 2
-    if config is not None:
-        use_cached_folders(config)
-        problems = [*problems, *find_problems(config)]
-    missing = [problem for problem in problems if isinstance(problem, Unprovided)]
-    refused = [problem for problem in problems if not isinstance(problem, Unprovided)]
-    _log_group(f"Config: {path}", [] if config is None else describe_run(config))
-    for title, lines in migration.sections().items():
+    checked = examine(name, overrides, to_evaluate=to_evaluate)
+    if checked.config is not None:
+        _log_group(f"Config: {find_config(name)}", describe_run(checked.config))
+    for title, lines in checked.migration.sections().items():
         _log_group(f"NeMo RL's keys, {title}: {len(lines)}", lines)
-    _log_group(f"To be provided: {len(missing)}", missing)
-    _log_group(f"Refused: {len(refused)}", refused)
-    return 2 if refused else 0
+    _log_group(f"To be provided: {len(checked.provided)}", checked.provided)
+    _log_group(f"Not checked: {len(checked.unchecked)}", checked.unchecked)
+    limits = ", as far as it could be checked" if checked.unchecked else ""
+    _log_group(f"Refused: {len(checked.refused)}{limits}", checked.refused)
+    return 2 if checked.refused else 0
 
 
 def _log_group(title: str, lines: Sequence[str]) -> None:
@@ -84,29 +142,14 @@ def _log_group(title: str, lines: Sequence[str]) -> None:
 
 def describe_run(config: RunConfig) -> list[str]:
     """The run in a dozen lines: model, layout, batch, lengths, data, optimizer, checkpoints."""
-    policy, training, optimizer = config.policy, config.training, config.policy.megatron_cfg.optimizer
-    scheduler, checkpointing = policy.megatron_cfg.scheduler, config.checkpointing
-    rows = {
-        "algorithm": config.algorithm,
-        "model": _model(config),
-        "units": _units(config),
-        "trainer": _trainer(config),
-        "engines": _engines(config),
-        "batch": _batch(config),
-        "tokens": f"{policy.max_total_sequence_length:,} a sequence{_sampled(config)}; {_rows(config)}",
-        "steps": f"at most {training.max_num_steps:,} (-1 = all), and {training.max_num_epochs:,} epochs;"
-        f" validation every {training.val_period} (0 = never)",
-        "data": _data(config),
-        "optimizer": f"{optimizer.optimizer}, lr {optimizer.lr:g} {scheduler.lr_decay_style} to {optimizer.min_lr:g}"
-        f" after {scheduler.lr_warmup_iters} steps of warmup",
-        "checkpoints": f"{checkpointing.checkpoint_dir}, every {checkpointing.save_period} steps, best {checkpointing.keep_top_k}"
-        f" by {checkpointing.metric_name}"
-        if checkpointing.enabled
-        else "none",
-        "logs": config.logger.log_dir,
-        "deadlines": str(start_deadline(config)),
-    }
-    return [f"{name:<{WIDTH}}{text}" for name, text in rows.items()]
+    return [f"{name:<{WIDTH}}{_or_unknown(text, config)}" for name, text in ROWS.items()]
+
+
+def _or_unknown(text: Callable[[RunConfig], str], config: RunConfig) -> str:
+    try:
+        return text(config)
+    except NotKnown as error:
+        return str(error)
 
 
 def _model(config: RunConfig) -> str:
@@ -171,3 +214,44 @@ def _data(config: RunConfig) -> str:
     validation += [dataset.source for _, dataset in validation_datasets(data)]
     scored = f"; scored by {data.default.env_name}" if config.has_engines else ""
     return f"{train}; held out: {', '.join(validation) or 'none'}{scored}"
+
+
+def _tokens(config: RunConfig) -> str:
+    return f"{config.policy.max_total_sequence_length:,} a sequence{_sampled(config)}; {_rows(config)}"
+
+
+def _steps(config: RunConfig) -> str:
+    training = config.training
+    limits = f"at most {training.max_num_steps:,} (-1 = all), and {training.max_num_epochs:,} epochs"
+    return f"{limits}; validation every {training.val_period} (0 = never)"
+
+
+def _optimizer(config: RunConfig) -> str:
+    optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
+    rate = f"lr {optimizer.lr:g} {scheduler.lr_decay_style} to {optimizer.min_lr:g}"
+    return f"{optimizer.optimizer}, {rate} after {scheduler.lr_warmup_iters} steps of warmup"
+
+
+def _checkpoints(config: RunConfig) -> str:
+    section = config.checkpointing
+    if not section.enabled:
+        return "none"
+    return f"{section.checkpoint_dir}, every {section.save_period} steps, best {section.keep_top_k} by {section.metric_name}"
+
+
+ROWS: dict[str, Callable[[RunConfig], str]] = {
+    "algorithm": lambda config: config.algorithm,
+    "model": _model,
+    "units": _units,
+    "trainer": _trainer,
+    "engines": _engines,
+    "batch": _batch,
+    "tokens": _tokens,
+    "steps": _steps,
+    "data": _data,
+    "optimizer": _optimizer,
+    "checkpoints": _checkpoints,
+    "logs": lambda config: config.logger.log_dir,
+    "deadlines": lambda config: str(start_deadline(config)),
+}
+"""What the report says of a run."""

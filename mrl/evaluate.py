@@ -5,50 +5,42 @@ DIR is a run folder (its newest checkpoint), one of its step_N folders, or a Hug
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
+
+from mrl import check
+
+if __name__ == "__main__" and check.OPTION in sys.argv:
+    # Before the imports below, which take longer than a check and need libraries that a login node may lack.
+    sys.exit(check.check_evaluation(check.parse_evaluation(None)))
+
+import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from conversion.to_hf import convert_mcore_to_hf
 from mrl.cluster.head import NoCluster
 from mrl.cluster.session import start_engines
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
+from mrl.config.errors import ConfigError
 from mrl.config.files import find_config
 from mrl.config.load import load_run
-from mrl.config.schema.run import CheckpointingConfig, RunConfig
+from mrl.config.rules.evaluation import find_evaluation_problems
+from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.start import check_start
-from mrl.store.checkpoints import CheckpointStore
 from mrl.store.console import RolloutProgress
 from mrl.store.evaluations import ALL, scores_by_environment, table_lines, write_results
 from mrl.supply import validation_sampling
+from mrl.target import Target, find_target
 from mrl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-RUN_CONFIG = "config.yaml"
-"""In a run folder."""
 EVALUATION_EPOCH = -1
 WEIGHT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is evaluated."""
-
-    config: str
-    """Config file that says how."""
-    name: str
-    """Of the results."""
-    model: Path | None = None
-    """Hugging Face folder; None = the config's model."""
-    checkpoint: Path | None = None
-    """Checkpoint of a run, to be exported first."""
 
 
 def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[RolloutGroup]:
@@ -71,31 +63,6 @@ def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[R
     return groups
 
 
-def find_target(name: str, config: str | None) -> Target:
-    """What `name` means: a config, or a folder.
-
-    Raises:
-        ValueError: it is a folder of neither kind, or has no checkpoint.
-    """
-    folder = Path(name)
-    if not folder.is_dir():
-        return Target(name, Path(name).stem)
-    if (folder / "config.json").is_file():
-        if config is None:
-            raise ValueError(f"{name} is a model; say with --config which config's data, environments and sampling it is asked with")
-        return Target(config, folder.resolve().name, model=folder.resolve())
-    run = folder if (folder / RUN_CONFIG).is_file() else folder.resolve().parent
-    if not (run / RUN_CONFIG).is_file():
-        raise ValueError(f"{name} is no run folder ({RUN_CONFIG}), none of its checkpoints, and no Hugging Face folder (config.json)")
-    checkpoint = folder
-    if run == folder:
-        newest = CheckpointStore(run, CheckpointingConfig()).newest()
-        if newest is None:
-            raise ValueError(f"{name} has no complete checkpoint yet; give the model's folder instead")
-        checkpoint = newest.folder
-    return Target(config or str(run / RUN_CONFIG), f"{run.resolve().name}-{checkpoint.name}", checkpoint=checkpoint)
-
-
 @contextmanager
 def model_overrides(target: Target) -> Iterator[list[str]]:
     """The overrides that point a config at the target's model, which an export is until the end of the `with` block.
@@ -104,37 +71,26 @@ def model_overrides(target: Target) -> Iterator[list[str]]:
         ValueError: the checkpoint cannot be exported.
     """
     if target.checkpoint is None:
-        model = [] if target.model is None else [f"policy.model_name={target.model}", f"policy.tokenizer.name={target.model}"]
-        yield model
+        yield target.model_overrides()
         return
     # Beside the checkpoint, where every node finds it.
     with tempfile.TemporaryDirectory(dir=target.checkpoint.parent, prefix=".evaluated-") as folder:
         exported = Path(folder) / "model"
         logger.info("Exporting %s", target.checkpoint)
         convert_mcore_to_hf(target.checkpoint, exported)
-        yield [f"policy.model_name={exported.absolute()}", f"policy.tokenizer.name={exported.absolute()}"]
+        yield replace(target, model=exported.absolute()).model_overrides()
 
 
 def preflight(config: RunConfig) -> PromptData:
-    """Everything that can be known to be wrong before a process starts; returns the data. The config then samples, and trains nothing.
+    """Everything that can be known to be wrong before a process starts; returns the data.
 
     Raises:
         ValueError: naming every key, file or row at fault, the rule, and the way out.
     """
-    # Whatever trained the model, it is rollouts that are judged.
-    config.algorithm = "grpo"
-    config.policy.train_global_batch_size = config.grpo.num_rollouts_per_step
-    config.grpo.max_val_samples = None
+    if problems := find_evaluation_problems(config):
+        raise ConfigError(problems)
     check_start(config)
-    data = load_prompts(config)
-    if not data.validation:
-        raise ValueError("data.validation=null: there is nothing to ask; give data.validation.data_path")
-    if config.eval.k_value > config.eval.num_tests_per_prompt:
-        raise ValueError(
-            f"eval.k_value={config.eval.k_value}: eval.num_tests_per_prompt={config.eval.num_tests_per_prompt} answers cannot show what "
-            f"more would; raise eval.num_tests_per_prompt, or lower it"
-        )
-    return data
+    return load_prompts(config)
 
 
 def report(config: RunConfig, name: str, groups: Sequence[RolloutGroup]) -> Path:
@@ -158,13 +114,9 @@ def results_folder(config: RunConfig) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0; 2 with one clear message if the input is at fault; 1 if the attempt failed."""
-    parser = argparse.ArgumentParser(prog="python -m mrl.evaluate", description="Ask a model held-out prompts and judge its answers.")
-    parser.add_argument(
-        "words", nargs="+", metavar="CONFIG|DIR|a.b=c", help="a config, a run folder, a step_N folder or a model, then overrides"
-    )
-    parser.add_argument("--config", help="for a folder: the config that says how it is asked (default: that of the run)")
-    options = parser.parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    options = check.parse_evaluation(arguments)
+    if options.check:
+        return check.check_evaluation(options)
     name, *overrides = options.words
     try:
         target = find_target(name, options.config)

@@ -9,6 +9,10 @@ class Unprovided(str):
     """A problem with what this machine has, not with what the config says: a file, a folder or a disk that is still to be provided."""
 
 
+class Unchecked(Unprovided):
+    """A problem that leaves rules unapplied: a model, or a value of the config, that is not known."""
+
+
 class ConfigError(ValueError):
     """What is wrong with a config: all of it, one problem a line."""
 

@@ -17,10 +17,11 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mrl.config.dialect.data import name_dataset_lists
-from mrl.config.dialect.evaluation import is_evaluation, place_evaluation
+from mrl.config.dialect.evaluation import ask_only, is_evaluation, place_evaluation
 from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate
 from mrl.config.errors import ConfigError
 from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings
+from mrl.config.partial import hide
 from mrl.config.schema.run import KEYS, RunConfig, section_of
 from mrl.config.secrets import note_secrets
 
@@ -30,6 +31,9 @@ Number = int | float
 _hints = functools.cache(get_type_hints)
 
 ALGORITHMS: tuple[str, ...] = get_args(_hints(RunConfig)["algorithm"])
+
+MISSING_ALGORITHMS = {"ppo": "PPO", "distillation": "distillation", "on_policy_distillation": "distillation"}
+"""Section of NeMo RL -> its algorithm."""
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -53,7 +57,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_run(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False) -> tuple[RunConfig, Migration]:
-    """`load_config`, and what became of the keys that NeMo RL has and the schema has not. Its evaluation files are read `to_evaluate`.
+    """`load_config`, and what became of the keys that NeMo RL has and the schema has not. `to_evaluate`, the config only samples.
 
     Raises:
         ConfigError: as `load_config`.
@@ -67,40 +71,83 @@ def load_run(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bo
 def read_run(
     name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False
 ) -> tuple[RunConfig | None, Migration, list[str]]:
-    """`load_run` with the problems told instead of raised; the config is None if they leave values unknown.
+    """`load_run` with the problems told instead of raised. Values that they leave unknown are hidden; no config if that is the algorithm.
 
     Raises:
         ConfigError: a file is missing or unreadable, or says how to evaluate and not how to train.
     """
     settings = read_settings(find_config(name))
     note_secrets((key.rpartition(".")[2], text) for key, _, text in (override.partition("=") for override in overrides))
-    problems = apply_overrides(settings, list(overrides)) + choose_algorithm(settings)
+    problems = apply_overrides(settings, list(overrides))
+    if algorithm_problems := choose_algorithm(settings):
+        return None, Migration(), [*problems, *algorithm_problems]
     if is_evaluation(settings):
         if not to_evaluate:
             raise ConfigError([f"{name} says how to evaluate, and nothing of training; run `python -m mrl.evaluate {name}`"])
         place_evaluation(settings)
+    if to_evaluate:
+        ask_only(settings)
     name_dataset_lists(settings)
     note_secrets((key[-1], setting.value) for key, setting in settings.items())
-    known: Settings = {}
-    for key, setting in settings.items():
-        if (problem := None if is_foreign(key, setting.value) else _misfit(key, setting)) is None:
-            known[key] = setting
-        else:
-            problems.append(f"{describe(key, setting)}: {problem}")
-    resolver = _Resolver(known, problems)
+    known, unknown, unread = _sort_out(settings, problems)
+    resolver = _Resolver(known | unknown, problems)
     refused: list[str] = []
     translated, migration = migrate(known, resolver, refused)
-    tree = _typed_tree(known, translated, problems)
+    tree = _typed_tree(known | unknown, translated, problems, unread)
     unresolved: dict[Key, str] = {}
-    config = _build(RunConfig, tree, (), unresolved, problems)
-    problems += [f"{describe(key, translated[key])}: {reason}" for key, reason in unresolved.items() if key in translated]
+    expressions = _expressions(tree)
+    config = _build(RunConfig, tree, (), unresolved, problems, unread)
+    for key, reason in unresolved.items():
+        if key in translated and not expressions.get(".".join(key), frozenset()) & unread:
+            problems.append(f"{describe(key, translated[key])}: {reason}")
     if not problems:  # a default fails because it follows a key that failed: news only where nothing else is
         problems = [f"{'.'.join(key)}: {reason}" for key, reason in unresolved.items()]
-    return None if problems else config, migration, list(dict.fromkeys([*problems, *refused]))
+    faults = {key: key for key in (*unread, *(".".join(key) for key in unresolved))}
+    while followers := {
+        key: min(others & faults.keys()) for key, others in expressions.items() if key not in faults and others & faults.keys()
+    }:
+        faults |= {key: faults[other] for key, other in followers.items()}
+    return None if "algorithm" in faults else hide(config, faults), migration, list(dict.fromkeys([*problems, *refused]))
+
+
+def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settings, set[str]]:
+    """The settings that are good, those of unknown keys, and the keys whose values are not.
+
+    Tells of every bad value, and once of every unknown section.
+    """
+    known: Settings = {}
+    unknown: Settings = {}
+    unread: set[str] = set()
+    starts: dict[Key, list[Key]] = {}
+    for key, setting in settings.items():
+        if is_foreign(key, setting.value):
+            known[key] = setting
+        elif _is_unknown(key):
+            unknown[key] = setting
+            starts.setdefault(_first_unknown(key), []).append(key)
+        elif (problem := _misfit(key, setting)) is not None:
+            unread.add(".".join(key))
+            problems.append(f"{describe(key, setting)}: {problem}")
+        else:
+            known[key] = setting
+    for start, keys in starts.items():
+        nearest, first = nearest_key(start), settings[keys[0]]
+        hint = f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; docs/config.md lists them"
+        if len(keys) == 1:
+            problems.append(f"{describe(keys[0], first)}: no such key{hint}")
+        else:
+            problems.append(f"{'.'.join(start)} ({first.origin}): no such section, with {len(keys)} keys{hint}")
+    return known, unknown, unread
 
 
 def choose_algorithm(settings: Settings) -> list[str]:
-    """Sets `algorithm`, if nothing sets it, to the one whose section is there; grpo wins. Returns the problem if two others are."""
+    """Sets `algorithm`, if nothing sets it, to the one whose section is there; grpo wins.
+
+    Returns the problem if two others are, or the section of an algorithm that mrl has not.
+    """
+    for key, setting in settings.items():
+        if key[0] in MISSING_ALGORITHMS and setting.value not in (None, {}):
+            return [f"{key[0]} ({setting.origin}): mrl has no {MISSING_ALGORITHMS[key[0]]}; algorithms are {', '.join(ALGORITHMS)}"]
     given = [name for name in ALGORITHMS if any(key[0] == name for key in settings)]
     if not given or ("algorithm",) in settings or "grpo" in given:
         return []
@@ -142,8 +189,8 @@ def _put(plain: dict[Any, Any], key: Key, value: object) -> None:
         plain[key[-1]] = value
 
 
-def _typed_tree(known: Settings, translated: Settings, problems: list[str]) -> DictConfig:
-    """The schema's defaults with the translated settings put over them; one that does not fit is reported and left out.
+def _typed_tree(known: Settings, translated: Settings, problems: list[str], unread: set[str]) -> DictConfig:
+    """The schema's defaults with the translated settings put over them; one that does not fit is reported, left out, and `unread`.
 
     Of the others, those that expressions name stand beside them untyped.
     """
@@ -158,6 +205,7 @@ def _typed_tree(known: Settings, translated: Settings, problems: list[str]) -> D
             OmegaConf.update(tree, ".".join(key), setting.value, force_add=True)
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             if key in translated:
+                unread.add(".".join(key))
                 problems.append(f"{describe(key, setting)}: {_reason(error)}; correct the value")
     return tree
 
@@ -170,13 +218,24 @@ def _defaults() -> DictConfig:
     return OmegaConf.structured(RunConfig)
 
 
+def _is_unknown(key: Key) -> bool:
+    """Whether the schema has no such key, and no value above it."""
+    section: type | None = RunConfig
+    for name in key:
+        if section is None:
+            return False
+        hints = _hints(section)
+        if name not in hints:
+            return True
+        section = section_of(hints[name])
+    return False
+
+
 def _misfit(key: Key, setting: Setting) -> str | None:
-    """Why a setting cannot go into the schema, as far as its key tells and OmegaConf would be too lenient; None if it can."""
+    """Why a setting of a known key cannot go into the schema, where OmegaConf would be too lenient; None if it can."""
     section: type = RunConfig
     for depth, name in enumerate(key):
         hints = _hints(section)
-        if name not in hints:
-            return f"no such key; the nearest is {nearest_key(_first_unknown(key))}"
         inner = section_of(hints[name])
         if inner is None:
             is_mapping = any(getattr(kind, "__origin__", kind) is dict for kind in (hints[name], *get_args(hints[name])))
@@ -204,17 +263,18 @@ def _misfit_value(hint: object, value: object) -> str | None:
     return "must be true or false" if bool in kinds and not fits else None
 
 
-def nearest_key(key: Key) -> str:
-    """The known key that was most likely meant: a sibling spelt alike, the same name elsewhere, or the closest of all."""
+def nearest_key(key: Key) -> str | None:
+    """The known key that was most likely meant: a sibling spelt alike, the same name elsewhere, or one alike; None if none is."""
     *parents, name = key
     prefix = "".join(f"{parent}." for parent in parents)
     known = _known_keys()
     siblings = list(dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)))
     if alike := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return prefix + alike[0]
-    if elsewhere := [other for other in known if name in other.split(".")]:
-        return difflib.get_close_matches(prefix + name, elsewhere, n=1, cutoff=0.0)[0]
-    return difflib.get_close_matches(prefix + name, known, n=1, cutoff=0.0)[0]
+    names = _keys_by_name()
+    # Of all names, and then of the few keys of that name: comparing every whole key takes seconds in a file with many unknown ones.
+    closest = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    return difflib.get_close_matches(prefix + name, names[closest[0]], n=1, cutoff=0.0)[0] if closest else None
 
 
 def _first_unknown(key: Key) -> Key:
@@ -228,23 +288,51 @@ def _known_keys() -> list[str]:
     return [*KEYS, *sorted(DIALECT_KEYS - KEYS.keys())]
 
 
-def _build(section: type[Section], tree: DictConfig, key: Key, unresolved: dict[Key, str], missing: list[str]) -> Section:
-    """The section at `key` as a plain dataclass. What cannot be resolved or is missing is left out and told in the last two arguments."""
+@functools.cache
+def _keys_by_name() -> dict[str, list[str]]:
+    """The known keys that each name is a part of."""
+    names: dict[str, list[str]] = {}
+    for key in _known_keys():
+        for name in dict.fromkeys(key.split(".")):
+            names.setdefault(name, []).append(key)
+    return names
+
+
+def _build(
+    section: type[Section], tree: DictConfig, key: Key, unresolved: dict[Key, str], problems: list[str], unread: set[str]
+) -> Section:
+    """The section at `key` as a plain dataclass. What cannot be resolved or is missing is left out and told in the last three arguments."""
     values: dict[str, object] = {}
     for name, hint in _hints(section).items():
         inner, place = section_of(hint), (*key, name)
         dotted = ".".join(place)
         if inner is not None:
-            values[name] = None if OmegaConf.select(tree, dotted) is None else _build(inner, tree, place, unresolved, missing)
+            values[name] = None if OmegaConf.select(tree, dotted) is None else _build(inner, tree, place, unresolved, problems, unread)
             continue
         try:
             value = OmegaConf.select(tree, dotted, throw_on_missing=True)
             values[name] = OmegaConf.to_object(value) if isinstance(value, Container) else value
         except MissingMandatoryValue:
-            missing.append(f"{dotted} is required and has no default; set it in the config file or as {dotted}=VALUE")
+            if dotted in unread:
+                continue
+            unread.add(dotted)
+            problems.append(f"{dotted} is required and has no default; set it in the config file or as {dotted}=VALUE")
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
             unresolved[place] = f"{_reason(error)}; correct the expression"
     return section(**values)
+
+
+def _expressions(tree: DictConfig) -> dict[str, frozenset[str]]:
+    """The keys that each key's value is made from, for the keys whose value is an expression."""
+    follows: dict[str, frozenset[str]] = {}
+    content = OmegaConf.to_container(tree, resolve=False)
+    for key in KEYS:
+        value: object = content
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, str):
+            follows[key] = frozenset(_REFERENCE.findall(value)) & KEYS.keys()
+    return {key: others for key, others in follows.items() if others}
 
 
 def _reason(error: Exception) -> str:

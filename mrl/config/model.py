@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from conversion.families.registry import FAMILIES, family
 from mrl.config.hub import cached_folder, is_hub_id, is_prepared, model_folder
+from mrl.config.partial import NotKnown
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import RunConfig
 
@@ -51,8 +53,9 @@ def use_local_folders(config: RunConfig) -> None:
 def use_cached_folders(config: RunConfig) -> None:
     """`use_local_folders` as far as the local Hugging Face cache goes; what is not there stays as it is."""
     for _, holder, name in _models(config):
-        if is_hub_id(model := getattr(holder, name)):
-            setattr(holder, name, str(cached_folder(model, with_weights=False) or model))
+        with suppress(NotKnown):
+            if is_hub_id(model := getattr(holder, name)):
+                setattr(holder, name, str(cached_folder(model, with_weights=False) or model))
 
 
 def _models(config: RunConfig) -> list[tuple[str, PolicyConfig | TokenizerConfig, str]]:

@@ -23,11 +23,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mrl.config.errors import ConfigError, Unprovided
+from mrl.check import examine
 from mrl.config.files import Settings, read_settings
-from mrl.config.load import read_run
-from mrl.config.model import use_cached_folders
-from mrl.config.rules.checks import find_problems
 from tests.long.record import Row, record
 
 FOLDERS = ("examples", "research")
@@ -55,8 +52,8 @@ class Outcome:
     model: str
     refused: list[str] = field(default_factory=list)
     """Distinct reasons, as `reason_of` writes them."""
-    provided: int = 0
-    """Problems that concern this machine only."""
+    unchecked: list[str] = field(default_factory=list)
+    """What rules lack that could not be applied."""
     failure: str = ""
     """Traceback."""
     seconds: float = 0.0
@@ -114,26 +111,13 @@ def check_file(checkout: Path, path: Path) -> Outcome | None:
     outcome = Outcome(str(path.relative_to(checkout)), algorithm_of(settings), backend_of(settings), model_of(settings))
     begin = time.perf_counter()
     try:
-        problems = problems_of(path)
+        checked = examine(path, to_evaluate=outcome.algorithm == EVALUATION)
+        outcome.refused = sorted({reason_of(problem) for problem in checked.refused})
+        outcome.unchecked = [reason_of(problem) for problem in checked.unchecked]
     except Exception:  # whatever it is, it is what this looks for
         outcome.failure = traceback.format_exc()
-        problems = []
     outcome.seconds = time.perf_counter() - begin
-    outcome.provided = sum(isinstance(problem, Unprovided) for problem in problems)
-    outcome.refused = sorted({reason_of(problem) for problem in problems if not isinstance(problem, Unprovided)})
     return outcome
-
-
-def problems_of(path: Path) -> Sequence[str]:
-    """All that a check says against a file."""
-    try:
-        config, _, problems = read_run(path, to_evaluate=True)
-    except ConfigError as error:
-        return error.problems
-    if config is None:
-        return problems
-    use_cached_folders(config)
-    return [*problems, *find_problems(config)]
 
 
 def reason_of(problem: str) -> str:

@@ -1,6 +1,48 @@
-"""Property tests try the same examples in every run, and take as long as the machine takes."""
+"""What tests of several folders share. Property tests try the same examples in every run, and take as long as the machine takes."""
 
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+TINY_CONFIG = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "MEM*EME",
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 128,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 4096,
+    "layer_norm_epsilon": 1e-5,
+}
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, made the working directory, with the model and data files that grpo_tiny.yaml names; it passes every check."""
+    model, data = tmp_path / "prepared/tiny/model", tmp_path / "prepared/tiny/data"
+    model.mkdir(parents=True)
+    data.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY_CONFIG))
+    for name in ("train.jsonl", "validation.jsonl", "train_preferences.jsonl", "validation_preferences.jsonl"):
+        (data / name).write_text('{"question": "1+1=", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,16 +1,24 @@
 """`--check` says what a config means here, without a process, a GPU or a network."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mrl import check
+from mrl import check, evaluate
 from mrl.train import main
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"
+
+
+def lines_of(output: str, title: str) -> list[str]:
+    """The lines of the group whose title begins like this."""
+    _, found, rest = output.partition(f"\n{title}")
+    assert found, output
+    return [line.strip() for line in itertools.takewhile(lambda line: line.startswith("  "), rest.splitlines()[1:])]
 
 
 @pytest.fixture
@@ -40,14 +48,111 @@ def test_a_laptop_is_told_what_it_lacks_for_a_cluster_s_config(said):
 def test_what_is_missing_on_this_machine_refuses_nothing(said):
     code, output = said("grpo_tiny.yaml")
     assert code == 0
-    assert "To be provided: 4" in output and "Refused: 0" in output
+    assert "To be provided: 3" in output and "Refused: 0" in output
     assert "start deadline 300 s: 300 s for processes; the time to read the weights of prepared/tiny/model is added" in output
 
 
 def test_an_id_of_the_hub_is_not_asked_for(said):
     code, output = said("grpo_tiny.yaml", "policy.model_name=no-such/model")
     assert code == 0
-    assert "policy.model_name=no-such/model: not in the local Hugging Face cache; it is downloaded at the start" in output
+    assert "(not in the local Hugging Face cache; it is downloaded at the start" in output
+
+
+def test_an_unknown_model_does_not_pass(said):
+    code, output = said("grpo_tiny.yaml", "policy.model_name=no-such/model")
+    unchecked = lines_of(output, "Not checked: 1")
+    assert (
+        code == 0
+        and "policy.model_name=no-such/model: cannot be checked without its config.json: layout of the model, what is trained"
+        in unchecked[0]
+    )
+    assert "Refused: 0, as far as it could be checked" in output
+
+
+def test_a_known_model_is_checked_to_the_end(said, workplace: Path):
+    code, output = said("grpo_tiny.yaml")
+    assert code == 0 and "Not checked: 0\nRefused: 0\n" in output
+
+
+def test_everything_is_said_in_one_pass(said, workplace: Path):
+    """An unknown key, a value of the wrong type, one that is out of range, and layouts that fit neither the cluster nor the model."""
+    config = workplace / "config.yaml"
+    config.write_text(
+        "defaults: grpo_tiny.yaml\ngrpo: {sed: 1, val_at_end: maybe, max_num_steps: 0}\n"
+        "policy: {megatron_cfg: {tensor_model_parallel_size: 4}}\ncluster: {cpu_units_per_node: 6}\n"
+    )
+    code, output = said("config.yaml")
+    refused = lines_of(output, "Refused: 5")
+    starts = ["grpo.sed=1 (config.yaml:2): no such key", "grpo.val_at_end=maybe (config.yaml:2): must be true", "grpo.max_num_steps=0: out"]
+    size = "policy.megatron_cfg.tensor_model_parallel_size=4"
+    starts += [f"{size}: tensor x pipeline x context parallel size = 4 does not divide the 6", f"{size}: does not divide the model's"]
+    assert code == 2 and all(any(line.startswith(start) for line in refused) for start in starts), output
+
+
+def test_rules_without_their_values_are_said_not_guessed(said, workplace: Path):
+    """The layout is right or wrong by a number that cannot be read; its default would fit no cluster of this size."""
+    code, output = said("grpo_tiny.yaml", "policy.megatron_cfg.tensor_model_parallel_size=two", "policy.generation.max_new_tokens=99999")
+    (unchecked,) = lines_of(output, "Not checked: 1")
+    assert unchecked.startswith("policy.megatron_cfg.tensor_model_parallel_size: without its value not checked: ")
+    assert "parallel layout" in unchecked and "layout of the model" in unchecked and "lengths" not in unchecked
+    refused = lines_of(output, "Refused: 2, as far as it could be checked")
+    assert code == 2 and refused[0].startswith("policy.megatron_cfg.tensor_model_parallel_size=two (command line): ")
+    assert refused[1].startswith("policy.generation.max_new_tokens=99999: must be at most")
+    assert "trainer       policy.megatron_cfg.tensor_model_parallel_size is not known" in output
+
+
+def test_what_follows_a_value_that_cannot_be_read_is_not_known_either(said, workplace: Path):
+    """The global batch is num_prompts_per_step x num_generations_per_prompt."""
+    code, output = said("grpo_tiny.yaml", "grpo.num_prompts_per_step=many")
+    assert code == 2 and "Refused: 1," in output
+    assert "grpo.num_prompts_per_step: without its value not checked: batches" in output
+
+
+@pytest.mark.parametrize("section", ["ppo", "distillation", "on_policy_distillation"])
+def test_an_algorithm_that_is_missing_is_one_line(said, section: str):
+    overrides = [f"+{section}.max_num_steps=3", "+value.model_name=x", "+teacher.megatron_cfg.enabled=true", "loss_fn.kl_type=mixed"]
+    code, output = said(str(NEMO_RL / "grpo_math_1B.yaml"), *overrides)
+    (refused,) = lines_of(output, "Refused: 1")
+    assert code == 2 and refused.startswith(f"{section} (command line): mrl has no ")
+    assert len(output.splitlines()) < 6
+
+
+def test_an_unknown_section_is_one_line(said):
+    code, output = said("grpo_tiny.yaml", "+teacher={model_name: x, precision: float32, tokenizer: {name: y}}")
+    (refused,) = lines_of(output, "Refused: 1")
+    assert code == 2 and refused.startswith("teacher (command line): no such section, with 3 keys")
+
+
+EVALUATION = """
+eval: {metric: pass@k, num_tests_per_prompt: 2, k_value: 4}
+generation:
+  model_name: prepared/tiny/model
+  vllm_cfg: {max_model_len: 512, enforce_eager: true}
+  temprature: 0.5
+tokenizer: {name: "${generation.model_name}"}
+data: {dataset_name: prepared/tiny/data/validation.jsonl, processor: math_hf_data_processor}
+env: {math: {num_workers: 0}}
+"""
+
+
+def test_evaluations_are_checked_too(capsys: pytest.CaptureFixture[str], workplace: Path):
+    (workplace / "eval.yaml").write_text(EVALUATION)
+    assert evaluate.main(["eval.yaml", check.OPTION, "grpo.num_prompts_per_step=7", "policy.train_global_batch_size=5"]) == 2
+    refused = lines_of(capsys.readouterr().out, "Refused: 3")
+    assert refused[0].startswith("generation.temprature=0.5 (eval.yaml:6): no such key")
+    assert refused[1].startswith("env.math.num_workers=0: out of range") and refused[2].startswith("eval.k_value=4: ")
+    assert evaluate.main(["eval.yaml", check.OPTION, "~generation.temprature", "eval.k_value=2", "env.math.num_workers=1"]) == 0
+    assert "Refused: 0\n" in capsys.readouterr().out
+
+
+def test_a_model_s_evaluation_is_checked_as_a_config_asks_it(capsys: pytest.CaptureFixture[str], workplace: Path):
+    (workplace / "prepared/tiny/model").rename(workplace / "other")
+    assert evaluate.main(["other", "--config", "grpo_tiny.yaml", check.OPTION]) == 0
+    assert f"model         {workplace / 'other'}" in capsys.readouterr().out
+    assert evaluate.main(["other", check.OPTION]) == 2
+    assert "say with --config" in capsys.readouterr().out
+    assert evaluate.main(["grpo_tiny.yaml", check.OPTION, "policy.model_name=other", "data.validation=null"]) == 2
+    assert "data.validation=null: there is nothing to ask" in capsys.readouterr().out
 
 
 def test_the_report_says_what_became_of_each_key(said):
@@ -66,9 +171,10 @@ def test_the_entry_checks_in_process_too(capsys: pytest.CaptureFixture[str]):
     assert "grpo.sed=1 (command line): no such key; the nearest is grpo.seed" in capsys.readouterr().out
 
 
-def test_a_check_imports_nothing_heavy():
-    script = "import sys, runpy; sys.argv = ['train', 'grpo_tiny.yaml', '--check']\n"
-    script += "try:\n    runpy.run_module('mrl.train', run_name='__main__')\nexcept SystemExit:\n    pass\n"
+@pytest.mark.parametrize("entry", ["train", "evaluate"])
+def test_a_check_imports_nothing_heavy(entry: str):
+    script = f"import sys, runpy; sys.argv = ['{entry}', 'grpo_tiny.yaml', '--check']\n"
+    script += f"try:\n    runpy.run_module('mrl.{entry}', run_name='__main__')\nexcept SystemExit:\n    pass\n"
     script += "print(sorted({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
     finished = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert finished.stdout.splitlines()[-1] == "[]"

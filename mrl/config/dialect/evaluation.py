@@ -10,7 +10,7 @@ import re
 
 from mrl.config.datasets import DATASETS
 from mrl.config.dialect.no_effect import NO_EFFECT
-from mrl.config.files import Settings
+from mrl.config.files import Setting, Settings
 from mrl.config.schema.data import DatasetConfig
 
 SECTIONS = {"generation": "policy.generation", "tokenizer": "policy.tokenizer"}
@@ -34,6 +34,14 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 def is_evaluation(settings: Settings) -> bool:
     """Whether settings are those of such a file."""
     return ("generation", "model_name") in settings
+
+
+def ask_only(settings: Settings) -> None:
+    """Whatever a file says of training, its rollouts are judged, and all held-out prompts are asked; in place."""
+    origin = "python -m mrl.evaluate"
+    settings[("algorithm",)] = Setting("grpo", origin)
+    settings[("grpo", "max_val_samples")] = Setting(None, origin)
+    settings.pop(("policy", "train_global_batch_size"), None)  # by default what a step samples
 
 
 def place_evaluation(settings: Settings) -> None:

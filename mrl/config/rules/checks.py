@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-from mrl.config.errors import ConfigError, Unprovided
+from mrl.config.errors import ConfigError, Unchecked, Unprovided
 from mrl.config.hub import is_hub_id
-from mrl.config.model import read_model
+from mrl.config.model import ModelSizes, read_model
+from mrl.config.partial import NotKnown, hide
 from mrl.config.passthrough import find_passthrough_problems
 from mrl.config.rules.algorithms import find_algorithm_problems
 from mrl.config.rules.checkpointing import existing_parent, find_checkpointing_problems, find_missing_disk
 from mrl.config.rules.data import find_data_problems
 from mrl.config.rules.environments import find_environment_problems
+from mrl.config.rules.evaluation import find_evaluation_problems
 from mrl.config.rules.http import find_server_problems
 from mrl.config.rules.layout import find_cluster_problems, find_layout_problems
 from mrl.config.rules.ranges import find_values_out_of_range, spell
@@ -38,31 +42,33 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(problems)
 
 
-def find_problems(config: RunConfig) -> list[str]:
-    """Every problem of a config, one text each. Rules between numbers are applied once every number is in its range."""
+def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
+    """Every problem of a config, one text each. Rules that need a value which is not known, or out of its range, are named, not applied."""
     out_of_range = find_values_out_of_range(config)
-    problems = out_of_range + _files(config) + find_data_problems(config) + find_checkpointing_problems(config)
-    problems += _early_stop(config) + find_passthrough_problems(config)
-    model, name = None, config.policy.model_name
+    problems, skipped = list(out_of_range.values()), dict[str, list[str]]()
+    config = hide(config, {key: key for key in out_of_range})
+    rules = RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
     try:
-        model = read_model(Path(name))
+        model = read_model(Path(config.policy.model_name))
+        rules |= {name: functools.partial(find, model=model) for name, find in MODEL_RULES.items()}
+    except NotKnown as error:
+        skipped[error.key] = list(MODEL_RULES)
     except ValueError as error:
-        is_here = os.path.exists(os.path.join(name, "config.json"))
-        problem = f"policy.model_name={name}: {_not_cached() if is_hub_id(name) else error}"
-        problems.append(problem if is_here else Unprovided(problem))
-    if out_of_range:
-        return problems
-    problems += _batch(config) + _rows(config.policy) + _optimizer(config) + _logprobs(config.policy) + _ports(config.cluster)
-    problems += find_reward_model_problems(config)
-    if config.has_engines:
-        problems += _lengths(config.policy) + _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0)
-        problems += find_supply_problems(config) + find_algorithm_problems(config) + find_server_problems(config.policy.generation)
-    else:
-        problems += find_supervised_problems(config)
-    if model is not None:
-        problems += find_training_problems(config.policy) + find_recompute_problems(config, model)
-        problems += find_routing_problems(config, model) + find_missing_disk(config, model.num_parameters)
-    return problems + (find_cluster_problems(config) if model is None else find_layout_problems(config, model))
+        problems.append(_unreadable(config.policy.model_name, error))
+    for name, find in rules.items():
+        try:
+            problems += find(config)
+        except NotKnown as error:
+            skipped.setdefault(error.key, []).append(name)
+    problems += [Unchecked(f"{key}: without its value not checked: {', '.join(names)}") for key, names in skipped.items()]
+    return list(dict.fromkeys(problems))  # those of the cluster are among those of the model, too
+
+
+def _unreadable(model: str, error: ValueError) -> str:
+    if os.path.exists(os.path.join(model, "config.json")):
+        return f"policy.model_name={model}: {error}"
+    reason = _not_cached() if is_hub_id(model) else error
+    return Unchecked(f"policy.model_name={model}: cannot be checked without its config.json: {', '.join(MODEL_RULES)} ({reason})")
 
 
 def _problem(key: str, value: object, rule: str, way_out: str) -> str:
@@ -70,8 +76,6 @@ def _problem(key: str, value: object, rule: str, way_out: str) -> str:
 
 
 def _batch(config: RunConfig) -> list[str]:
-    if not config.has_engines:
-        return []  # as many rows as it says
     problems = []
     grpo, batch = config.grpo, config.policy.train_global_batch_size
     rollouts = grpo.num_rollouts_per_step
@@ -234,14 +238,12 @@ def _overlap(megatron: MegatronConfig) -> list[str]:
     return []
 
 
-def _files(config: RunConfig) -> list[str]:
+def _folders(config: RunConfig) -> list[str]:
     problems = []
     tokenizer = config.policy.tokenizer.name
     if not os.path.isdir(tokenizer):
         reason = f"no such folder in {Path.cwd()}; give the folder of the model's tokenizer"
         problems.append(Unprovided(f"policy.tokenizer.name={tokenizer}: {_not_cached() if is_hub_id(tokenizer) else reason}"))
-    if config.has_engines:
-        problems += find_environment_problems(config.env, config.data.default.env_name)
     for key, folder in {
         "checkpointing.checkpoint_dir": config.checkpointing.checkpoint_dir,
         "logger.log_dir": config.logger.log_dir,
@@ -260,3 +262,40 @@ def _cannot_be_written(folder: str) -> str | None:
     if not existing.is_dir():
         return f"{existing} is not a folder"
     return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} may not be written"
+
+
+Rules = dict[str, Callable[[RunConfig], list[str]]]
+"""What a group of rules is about, and what finds their problems."""
+
+RULES: Rules = {
+    "folders": _folders,
+    "data": find_data_problems,
+    "checkpoints": find_checkpointing_problems,
+    "early stop": _early_stop,
+    "arguments of libraries": find_passthrough_problems,
+    "rows": lambda config: _rows(config.policy),
+    "optimizer": _optimizer,
+    "log-probabilities": lambda config: _logprobs(config.policy),
+    "ports": lambda config: _ports(config.cluster),
+    "reward model": find_reward_model_problems,
+    "parallel layout": find_cluster_problems,
+}
+ROLLOUT_RULES: Rules = {
+    "environments": lambda config: find_environment_problems(config.env, config.data.default.env_name),
+    "batches": _batch,
+    "lengths": lambda config: _lengths(config.policy),
+    "engines": lambda config: _engine(config.policy.generation, is_cpu=config.cluster.gpus_per_node == 0),
+    "supply of rollouts": find_supply_problems,
+    "loss and advantages": find_algorithm_problems,
+    "HTTP server": lambda config: find_server_problems(config.policy.generation),
+}
+SUPERVISED_RULES: Rules = {"supervised training": find_supervised_problems}
+MODEL_RULES: dict[str, Callable[[RunConfig, ModelSizes], list[str]]] = {
+    "layout of the model": find_layout_problems,
+    "what is trained": lambda config, model: find_training_problems(config.policy),
+    "recomputing": find_recompute_problems,
+    "routing": find_routing_problems,
+    "room for checkpoints": lambda config, model: find_missing_disk(config, model.num_parameters),
+}
+"""Those that need the model's config.json."""
+EVALUATION_RULES: Rules = {"evaluation": find_evaluation_problems}

@@ -28,7 +28,7 @@ def find_layout_problems(config: RunConfig, model: ModelSizes) -> list[str]:
 
 def find_cluster_problems(config: RunConfig) -> list[str]:
     """The part of `find_layout_problems` that needs no model: what the cluster lacks for the layout."""
-    return _dedicated(config) or _world(config) + _engine_units(config)
+    return _dedicated(config) or _world(config) + (_engine_units(config) if config.has_engines else [])
 
 
 def divides(size: int, total: int) -> bool:

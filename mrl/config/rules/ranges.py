@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
+from mrl.config.partial import NotKnown
 from mrl.config.schema.run import RunConfig
 
 
@@ -247,15 +249,17 @@ def spell(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def find_values_out_of_range(config: RunConfig) -> list[str]:
-    """A problem for every number outside its range, and every value that is not supported."""
-    problems = []
+def find_values_out_of_range(config: RunConfig) -> dict[str, str]:
+    """By key, a problem for every number outside its range, and every value that is not supported; what is not known is passed by."""
+    problems = {}
     for key, allowed in RANGES.items():
-        value = value_at(config, key)
-        if value is not None and value not in allowed:  # type: ignore[operator]  # RANGES names numbers only
-            problems.append(f"{key}={spell(value)}: out of range; use a number that is {allowed}")
+        with suppress(NotKnown):
+            value = value_at(config, key)
+            if value is not None and value not in allowed:  # type: ignore[operator]  # RANGES names numbers only
+                problems[key] = f"{key}={spell(value)}: out of range; use a number that is {allowed}"
     for key, (only, reason) in ONLY.items():
-        value = value_at(config, key)
-        if value != only:
-            problems.append(f"{key}={spell(value)}: {reason}; set {key}={spell(only)}")
+        with suppress(NotKnown):
+            value = value_at(config, key)
+            if value != only:
+                problems[key] = f"{key}={spell(value)}: {reason}; set {key}={spell(only)}"
     return problems
