@@ -1,9 +1,10 @@
-"""Which of NeMo RL's own config files `--check` accepts, and what it refuses of the others: docs/data/nemo_recipes.json.
+"""Which of NeMo RL's own config files `--check` accepts, and why it refuses the others: docs/data/nemo_recipes.json, nemo_reasons.json.
 
 Usage: python -m scripts.bench.nemo_recipes CHECKOUT [--json FILE] [--no-record]
 
 Every YAML file below `examples/` and `research/` of a checkout of NeMo RL that says how to train or to evaluate is checked as it is. What a
-login node lacks (models, data, disks) is to be provided, and refuses nothing. Exit code 1 if a check fails with a traceback.
+login node lacks (models, data, disks) is to be provided, and refuses nothing; of models whose config.json lies in `models/`, the layout is
+checked, too. Exit code 1 if a check fails with a traceback.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -31,8 +34,18 @@ FOLDERS = ("examples", "research")
 ALGORITHMS = ("ppo", "distillation", "grpo", "sft", "dpo", "rm")
 """Sections that name the algorithm; PPO's and distillation's files may have others beside theirs."""
 EVALUATION = "evaluation"
+MEDIA = "images or sound"
 SHOWN = 40
 """Reasons that are printed."""
+RECORDED = 25
+"""Reasons that docs/ shows."""
+_MODELS = Path(__file__).parent / "models"
+MODELS = {
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _MODELS / "nemotron3_nano_30b_a3b.config.json",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _MODELS / "nemotron3_nano_30b_a3b.config.json",
+    "Qwen/Qwen3-30B-A3B": _MODELS / "qwen3_30b_a3b.config.json",
+}
+"""Id on the Hugging Face Hub -> config.json."""
 
 # "key=value (file:line): rule; way out", "key=value: rule; way out", and messages without a key.
 _ORIGIN = re.compile(r" \((?:[\w.+-]+\.ya?ml(?::\d+)?|command line|section \w+)[^()]*\): ")
@@ -61,7 +74,12 @@ class Outcome:
     @property
     def is_megatron(self) -> bool:
         """Whether Megatron trains a language model here."""
-        return self.backend == "megatron" and self.algorithm != "images or sound"
+        return self.backend == "megatron" and self.algorithm != MEDIA
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether nothing is refused."""
+        return not self.refused and not self.failure
 
 
 def main() -> int:
@@ -83,7 +101,9 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8")
     if not arguments.no_record:
-        record("nemo_recipes", group_rows(outcomes), command=f"python -m scripts.bench.nemo_recipes CHECKOUT` of `{commit_of(checkout)}")
+        command = f"python -m scripts.bench.nemo_recipes RL@{commit_of(checkout)}"
+        record("nemo_recipes", group_rows(outcomes), command=command)
+        record("nemo_reasons", reason_rows([outcome for outcome in outcomes if outcome.is_megatron])[:RECORDED], command=command)
     return 1 if any(outcome.failure for outcome in outcomes) else 0
 
 
@@ -98,20 +118,28 @@ def commit_of(checkout: Path) -> str:
 def check_files(checkout: Path) -> list[Outcome]:
     """What a check says of every file of a checkout, on as many cores as this process may use."""
     files = [path for folder in FOLDERS for path in sorted((checkout / folder).glob("**/*.yaml"))]
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=partial(os.chdir, checkout)) as pool:
-        outcomes = list(pool.map(partial(check_file, checkout), files, chunksize=4))
+    with (
+        tempfile.TemporaryDirectory() as models,
+        ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=partial(os.chdir, checkout)) as pool,
+    ):
+        for model, hf_config in MODELS.items():
+            (folder := Path(models, model)).mkdir(parents=True)
+            shutil.copy(hf_config, folder / "config.json")
+        outcomes = list(pool.map(partial(check_file, checkout, Path(models)), files, chunksize=4))
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def check_file(checkout: Path, path: Path) -> Outcome | None:
-    """What a check says of one file; None if it says neither how to train nor how to evaluate."""
+def check_file(checkout: Path, models: Path, path: Path) -> Outcome | None:
+    """What a check says of one file; None if it says neither how to train nor how to evaluate. `models` has folders by their ids."""
     settings = read_settings(path)
     if not {key[0] for key in settings} & {"policy", "generation"}:
         return None
     outcome = Outcome(str(path.relative_to(checkout)), algorithm_of(settings), backend_of(settings), model_of(settings))
+    is_here = outcome.algorithm != EVALUATION and outcome.model in MODELS
     begin = time.perf_counter()
     try:
-        checked = examine(path, to_evaluate=outcome.algorithm == EVALUATION)
+        overrides = [f"policy.model_name={models / outcome.model}"] if is_here else []
+        checked = examine(path, overrides, to_evaluate=outcome.algorithm == EVALUATION)
         outcome.refused = sorted({reason_of(problem) for problem in checked.refused})
         outcome.unchecked = [reason_of(problem) for problem in checked.unchecked]
     except Exception:  # whatever it is, it is what this looks for
@@ -123,9 +151,10 @@ def check_file(checkout: Path, path: Path) -> Outcome | None:
 def reason_of(problem: str) -> str:
     """A problem as its key and rule, without the values and places that differ from file to file."""
     origin = _ORIGIN.search(problem)
-    head, rule = (problem[: origin.start()], problem[origin.end() :]) if origin else (problem.split(": ", 1) + [""])[:2]
-    rule = _NUMBER.sub("N", _VALUE.sub("=…", rule.split("; ")[0]))
-    return f"{head.partition('=')[0]}: {rule}"
+    key = re.split("[=: ]", problem, maxsplit=1)[0]
+    # Without an origin, the rule comes after the first colon, if there is a value before it.
+    rule = problem[origin.end() :] if origin else problem.partition(": ")[2] or problem.removeprefix(f"{key} ")
+    return f"{key}: {_NUMBER.sub('N', _VALUE.sub('=…', rule.split('; ')[0]))}"
 
 
 def algorithm_of(settings: Settings) -> str:
@@ -134,7 +163,7 @@ def algorithm_of(settings: Settings) -> str:
     processors = [value for name, value in values.items() if name.startswith("data.") and name.endswith("processor")]
     many_media = any("limit_mm_per_prompt" in key for key in settings) or any(str(value).startswith("vlm") for value in processors)
     if many_media or _SOUND_OR_IMAGES.search(model_of(settings)):
-        return "images or sound"
+        return MEDIA
     if ("generation", "model_name") in settings:
         return EVALUATION
     sections = {key[0] for key in settings}
@@ -171,17 +200,24 @@ def group_rows(outcomes: Sequence[Outcome]) -> list[Row]:
 
 def count_row(algorithm: str, backend: str, outcomes: Sequence[Outcome]) -> Row:
     """The counts of a group."""
-    accepted = sum(not outcome.refused and not outcome.failure for outcome in outcomes)
-    alone = sum(len(outcome.refused) == 1 for outcome in outcomes)
-    reasons = Counter(reason for outcome in outcomes for reason in outcome.refused).most_common(1)
+    accepted = [outcome for outcome in outcomes if outcome.is_accepted]
+    reasons = reason_rows(outcomes)
     return {
         "algorithm": algorithm,
         "trained by": backend,
         "files": len(outcomes),
-        "accepted": accepted,
-        "refused for one reason": alone,
-        "most frequent reason": f"{reasons[0][0]} ({reasons[0][1]})" if reasons else None,
+        "accepted": len(accepted),
+        "of them against the model's config.json": sum(not outcome.unchecked for outcome in accepted),
+        "refused for one reason": sum(len(outcome.refused) == 1 for outcome in outcomes),
+        "most frequent reason": f"{reasons[0]['reason']} ({reasons[0]['files']})" if reasons else None,
     }
+
+
+def reason_rows(outcomes: Sequence[Outcome]) -> list[Row]:
+    """A row per reason, the most frequent first: how many files have it, and how many have no other."""
+    counts = Counter(reason for outcome in outcomes for reason in outcome.refused)
+    alone = Counter(outcome.refused[0] for outcome in outcomes if len(outcome.refused) == 1)
+    return [{"reason": reason, "files": count, "refused for it alone": alone[reason]} for reason, count in counts.most_common()]
 
 
 def print_report(outcomes: Sequence[Outcome]) -> None:
@@ -189,13 +225,12 @@ def print_report(outcomes: Sequence[Outcome]) -> None:
     for row in group_rows(outcomes):
         print("{algorithm:<20} {trained by:<10} {files:>4} files {accepted:>4} accepted".format(**row))
     for title, part in (("all files", outcomes), ("language models that Megatron trains", [each for each in outcomes if each.is_megatron])):
-        reasons = Counter(reason for outcome in part for reason in outcome.refused)
-        alone = Counter(outcome.refused[0] for outcome in part if len(outcome.refused) == 1)
+        rows = reason_rows(part)
         print(f"\nReasons in {title}: files, and files that nothing else refuses")
-        for reason, count in reasons.most_common(SHOWN):
-            print(f"{count:>4} {alone[reason]:>4}  {reason}")
-        if len(reasons) > SHOWN:
-            print(f"          and {len(reasons) - SHOWN} more")
+        for row in rows[:SHOWN]:
+            print("{files:>4} {refused for it alone:>4}  {reason}".format(**row))
+        if len(rows) > SHOWN:
+            print(f"          and {len(rows) - SHOWN} more")
     print("\nRefused for one reason only, language models that Megatron trains:")
     for outcome in sorted(outcomes, key=lambda outcome: outcome.refused):
         if outcome.is_megatron and len(outcome.refused) == 1:

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.errors import Unchecked
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
 
@@ -67,7 +68,7 @@ BAD = [
 
 @pytest.mark.parametrize(("overrides", "start", "part"), BAD)
 def test_what_does_not_go_together(workplace: Path, overrides: list[str], start: str, part: str):
-    (problem,) = find_problems(load_config("grpo_tiny.yaml", overrides))
+    (problem,) = (found for found in find_problems(load_config("grpo_tiny.yaml", overrides)) if not isinstance(found, Unchecked))
     assert problem.startswith(f"{start}: ") and part in problem
 
 

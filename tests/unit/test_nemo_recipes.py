@@ -1,0 +1,98 @@
+"""The bench over NeMo RL's files counts them by what they are and by what is refused of them."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench import nemo_recipes
+from scripts.bench.nemo_recipes import check_file, check_files, group_rows, reason_of, reason_rows
+from tests.sources import ROOT
+
+NEMO_RL = ROOT / "tests/data/nemo_rl"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with files of every kind."""
+    configs = tmp_path / "examples/configs"
+    configs.mkdir(parents=True)
+    for name in ("grpo_math_1B", "dpo"):
+        shutil.copy(NEMO_RL / f"{name}.yaml", configs)
+    for name, text in {
+        "typo": "grpo: {sed: 1}\npolicy: {megatron_cfg: {enabled: true}, dtensor_cfg: {enabled: false}}\n",
+        "ppo": "ppo: {max_num_steps: 1}\n",
+        "mopd": "on_policy_distillation: {teachers: [a]}\n",
+        "vlm": "policy: {model_name: Qwen/Qwen2.5-VL-3B-Instruct}\n",
+        "cluster": "policy: {model_name: Qwen/Qwen3-30B-A3B}\ncluster: {num_nodes: 0}\n",
+    }.items():
+        (configs / f"{name}.yaml").write_text(f"defaults: grpo_math_1B.yaml\n{text}")
+    (configs / "eval.yaml").write_text(
+        "generation: {model_name: a/b}\ndata: {dataset_name: AIME2024}\neval: {k_value: 2}\ncluster: {gpus_per_node: 1}\n"
+    )
+    (configs / "quantiser.yaml").write_text("quantize: {algorithm: max}\n")
+    return tmp_path
+
+
+def test_files_are_counted_by_what_they_are(checkout: Path):
+    rows = {(row["algorithm"], row["trained by"]): row for row in group_rows(check_files(checkout))}
+    counts = {group: (row["files"], row["accepted"], row["refused for one reason"]) for group, row in rows.items()}
+    assert counts == {
+        ("grpo", "megatron"): (1, 0, 1),
+        ("grpo", "automodel"): (2, 1, 1),
+        ("dpo", "dtensor"): (1, 1, 0),
+        ("ppo", "automodel"): (1, 0, 1),
+        ("distillation", "automodel"): (1, 0, 1),
+        ("images or sound", "automodel"): (1, 1, 0),
+        ("evaluation", "-"): (1, 0, 1),
+        ("all language models", "megatron"): (1, 0, 1),
+        ("all", "all"): (8, 3, 5),
+    }
+    assert rows["grpo", "megatron"]["most frequent reason"] == "grpo.sed: no such key (1)"
+
+
+def test_a_model_that_is_here_is_checked_to_the_end(checkout: Path):
+    outcomes = {Path(outcome.file).stem: outcome for outcome in check_files(checkout)}
+    assert outcomes["cluster"].unchecked == [
+        "cluster.num_nodes: without its value not checked: parallel layout, batches, layout of the model"
+    ]
+    (unchecked,) = outcomes["grpo_math_1B"].unchecked
+    assert unchecked.startswith("policy.model_name: cannot be checked without its config.json")
+
+
+REASONS = {
+    "grpo.sed=1 (a.yaml:4): no such key; the nearest is grpo.seed": "grpo.sed: no such key",
+    "teacher (ppo_1B.v2.yaml:12): no such section, with 41 keys; x": "teacher: no such section, with N keys",
+    "env.url=http://a:80/b (a.yml:1): no such key; x": "env.url: no such key",
+    "a.b=8: does not divide the 4 worker units of c.d=2 nodes; use 1, 2": "a.b: does not divide the N worker units of c.d=… nodes",
+    "a.b is required and has no default; set it": "a.b: is required and has no default",
+}
+
+
+@pytest.mark.parametrize("problem", REASONS)
+def test_a_reason_is_a_problem_without_its_values(problem: str):
+    assert reason_of(problem) == REASONS[problem]
+
+
+def test_a_traceback_is_a_failure(checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(nemo_recipes, "examine", fail)
+    outcome = check_file(checkout, checkout, checkout / "examples/configs/dpo.yaml")
+    assert outcome is not None and "ZeroDivisionError" in outcome.failure and not outcome.is_accepted
+    monkeypatch.setattr(nemo_recipes, "check_files", lambda _: [outcome])
+    monkeypatch.setattr(sys, "argv", ["nemo_recipes", str(checkout), "--no-record", "--json", str(checkout / "found.json")])
+    assert nemo_recipes.main() == 1 and "ZeroDivisionError" in capsys.readouterr().out
+    assert json.loads((checkout / "found.json").read_text())[0]["file"] == "examples/configs/dpo.yaml"
+
+
+def test_reasons_are_counted_by_files(checkout: Path):
+    rows = reason_rows([outcome for outcome in check_files(checkout) if outcome.algorithm in ("grpo", "ppo")])
+    assert {row["reason"]: (row["files"], row["refused for it alone"]) for row in rows} == {
+        "grpo.sed: no such key": (1, 1),
+        "ppo: mrl has no PPO": (1, 1),
+        "cluster.num_nodes: out of range": (1, 1),
+    }
