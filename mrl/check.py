@@ -88,6 +88,8 @@ class Checked:
     """None if not even the algorithm is known. Values that cannot be read raise NotKnown."""
     migration: Migration
     problems: list[str]
+    path: Path | None = None
+    """The file; None if there is none, or it cannot be read."""
 
     @property
     def refused(self) -> list[str]:
@@ -108,13 +110,14 @@ class Checked:
 def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False) -> Checked:
     """All that can be said of a config file on this machine without starting anything."""
     try:
-        config, migration, problems = read_run(name, overrides, to_evaluate=to_evaluate)
+        path = find_config(name)
+        config, migration, problems = read_run(path, overrides, to_evaluate=to_evaluate)
     except ConfigError as error:
         return Checked(None, Migration(), list(error.problems))
-    if config is None:
-        return Checked(None, migration, problems)
-    use_cached_folders(config)
-    return Checked(config, migration, [*problems, *find_problems(config, to_evaluate=to_evaluate)])
+    if config is not None:
+        use_cached_folders(config)
+        problems = [*problems, *find_problems(config, to_evaluate=to_evaluate)]
+    return Checked(config, migration, problems, path)
 
 
 def check_run(name: str, overrides: Sequence[str], *, to_evaluate: bool = False) -> int:
@@ -123,8 +126,8 @@ def check_run(name: str, overrides: Sequence[str], *, to_evaluate: bool = False)
     Files, models and disks that this machine lacks are listed as to be provided, and are no reason to refuse.
     """
     checked = examine(name, overrides, to_evaluate=to_evaluate)
-    if checked.config is not None:
-        _log_group(f"Config: {find_config(name)}", describe_run(checked.config))
+    if checked.path is not None:
+        _log_group(f"Config: {checked.path}", [] if checked.config is None else describe_run(checked.config))
     for title, lines in checked.migration.sections().items():
         _log_group(f"NeMo RL's keys, {title}: {len(lines)}", lines)
     _log_group(f"To be provided: {len(checked.provided)}", checked.provided)
