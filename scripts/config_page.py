@@ -13,7 +13,7 @@ from mrl.config.dialect.entry import Foreign
 from mrl.config.dialect.names import RENAMED, VALUES
 from mrl.config.dialect.no_effect import NO_EFFECT
 from mrl.config.dialect.refused import REFUSED
-from mrl.config.dialect.rules import REWRITTEN
+from mrl.config.dialect.rules import REWRITTEN, REWRITTEN_SECTIONS
 from mrl.config.dialect.torch import BY_RULE, SAME_VALUE
 from mrl.config.rules.ranges import FIXED, ONLY, RANGES
 from mrl.config.schema.run import KEYS, RunConfig, section_of
@@ -31,7 +31,7 @@ def config_tables() -> str:
     parts.append(_table("Values with another name", ("key", "NeMo RL", "here"), values))
     translated = [(f"`{old}`", f"`{new}`: the same value") for old, new in SAME_VALUE.items()]
     translated += [(f"`{old}`", f"`{new}`, by a rule") for old, new in BY_RULE.items()]
-    translated += [(f"`{old}`", "by a rule of `mrl/config/dialect/rules.py`") for old in REWRITTEN]
+    translated += [(f"`{old}`", "by a rule of `mrl/config/dialect/rules.py`") for old in (*REWRITTEN, *REWRITTEN_SECTIONS)]
     parts.append(_table("Keys that are translated", ("NeMo RL", "here"), sorted(translated)))
     parts.append(_foreign("Keys without effect", NO_EFFECT))
     parts.append(_foreign("Keys that are refused", REFUSED))

@@ -39,6 +39,7 @@ KEYS_OF_ENGINE_ARGUMENTS = {
             "load_format",
             "kv_cache_dtype",
             "logprobs_mode",
+            "enable_prefix_caching",
         )
     },
     "enable_return_routed_experts": "policy.router_replay.enabled",
@@ -50,8 +51,12 @@ _WEIGHTS = "refits write the weights as the checkpoint has them, where the check
 _PLACES = "mrl places engines and their workers itself"
 _STEPS = "refits and aborts come between two steps of the engine, which mrl drives"
 _TOKENS = "prompts and rollouts are tokens; the engine sees no text and starts no server"
+LAYOUT_ARGUMENTS: Mapping[str, object] = {"moe_backend": "triton", "expert_placement_strategy": "linear", "enable_eplb": False}
+"""Engine arguments on GPUs under which experts lie as in the checkpoint: other kernels reorder, pad or shuffle them at load time, other
+placements give a worker other experts, EPLB during the run. A config may repeat them."""
+
 FIXED_ENGINE_ARGUMENTS = {
-    **dict.fromkeys(("moe_backend", "expert_placement_strategy", "enable_eplb", "eplb_config"), _ORDER),
+    **dict.fromkeys((*LAYOUT_ARGUMENTS, "eplb_config"), _ORDER),
     **dict.fromkeys(
         (
             "quantization",
@@ -163,6 +168,8 @@ def _vllm_kwargs(policy: PolicyConfig, *, is_cpu: bool) -> list[str]:
             instead = f"{_ENGINE}.kv_cache_memory_mib"
         if instead is not None:
             problems.append(f"{prefix}.{_setting(name, value)}: mrl sets it from {instead}; set that")
+        elif name in LAYOUT_ARGUMENTS and value == LAYOUT_ARGUMENTS[name] and type(value) is type(LAYOUT_ARGUMENTS[name]):
+            continue
         elif name in FIXED_ENGINE_ARGUMENTS:
             problems.append(f"{prefix}.{_setting(name, value)}: {FIXED_ENGINE_ARGUMENTS[name]}; remove the key")
         else:

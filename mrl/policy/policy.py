@@ -118,14 +118,14 @@ class Policy:
     def enter(self, phase: Phase) -> None:
         """Brings gradients and optimizer state where `mrl.capacity.phases` wants them in `phase`. Not collective.
 
-        They stay where they are if engines have GPUs of their own, or there are none: nobody else wants the memory.
+        They stay where they are if engines have GPUs of their own, or there are none, and nobody else wants the memory.
 
         Raises:
             ValueError: no run goes from the current phase to `phase`.
         """
         residency = phases.enter(self._phase, phase)
         self._phase = phase
-        if self._config.is_memory_shared:
+        if self._config.frees_training_memory:
             self._memory.place(residency)
 
     def load_hf(self, folder: Path | str) -> None:

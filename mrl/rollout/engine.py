@@ -22,6 +22,7 @@ from conversion.families.common import EngineDtypes
 from conversion.families.registry import family
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
+from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig
 from mrl.refit.pull import VerifyReport
 from mrl.rollout import sampler
@@ -30,10 +31,6 @@ from mrl.rollout.messages import WorkerRefit
 from mrl.types import Rollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
-
-# A refit writes weights in place, at the rows and columns where the checkpoint has them. Other expert kernels of GPUs reorder, pad or
-# shuffle them at load time; other placements give a worker other experts, EPLB during the run.
-LAYOUT_ARGUMENTS: Mapping[str, object] = {"moe_backend": "triton", "expert_placement_strategy": "linear", "enable_eplb": False}
 
 
 class Engine:
@@ -330,9 +327,6 @@ def engine_arguments(
     """vLLM's arguments for an engine; `vllm_kwargs` of the configuration add to them (`mrl.config.passthrough` says what they may).
 
     Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
-
-    Raises:
-        ValueError: `vllm_kwargs` ask for prefixes whose routes would be missing.
     """
     vllm_cfg = config.vllm_cfg
     arguments: dict[str, object] = {
@@ -360,32 +354,33 @@ def engine_arguments(
         "async_scheduling": False,
         "disable_log_stats": True,
     }
-    arguments |= {**LAYOUT_ARGUMENTS, **_platform_arguments(config)}
-    if keeps_routes:
-        arguments |= _route_arguments(config)
-    arguments |= config.vllm_kwargs
+    arguments["enable_prefix_caching"] = _caches_prefixes(vllm_cfg.enable_prefix_caching, keeps_routes=keeps_routes)
+    arguments["enable_return_routed_experts"] = keeps_routes and not current_platform.is_cpu()
+    # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
+    arguments |= {**_platform_arguments(config), **config.vllm_kwargs, **LAYOUT_ARGUMENTS}
+    if current_platform.is_cpu():
+        # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order.
+        arguments["moe_backend"] = "auto"
     return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
 
 
-def _route_arguments(config: GenerationConfig) -> Mapping[str, object]:
-    # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder knows nothing of tokens that are not computed.
-    caches_prefixes = not current_platform.is_cpu()
-    given = config.vllm_kwargs.get("enable_prefix_caching", caches_prefixes)
-    if given != caches_prefixes:
-        raise ValueError(
-            f"policy.generation.vllm_kwargs.enable_prefix_caching={given}: with policy.router_replay.enabled=true it must be "
-            f"{caches_prefixes} on {current_platform.device_name}, so that the route of every token is known; remove the key"
-        )
-    return {"enable_prefix_caching": True, "enable_return_routed_experts": True} if caches_prefixes else {}
+def _caches_prefixes(wanted: bool | None, *, keeps_routes: bool) -> bool | None:
+    """Whether prompts share the cache of their common prefix; None = as vLLM does for the model."""
+    if keeps_routes:
+        # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder knows nothing of tokens that are not computed.
+        needed = not current_platform.is_cpu()
+        if wanted not in (None, needed):
+            logger.warning(
+                "enable_prefix_caching=%s is not followed: policy.router_replay needs %s here, to know all routes", wanted, needed
+            )
+        return needed
+    # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
+    return False if wanted is None and current_platform.is_cpu() else wanted
 
 
 def _platform_arguments(config: GenerationConfig) -> Mapping[str, object]:
     if current_platform.is_cpu():
         return {
-            # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order.
-            "moe_backend": "auto",
             "kv_cache_memory_bytes": config.vllm_cfg.kv_cache_memory_mib << 20,
-            # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
-            "enable_prefix_caching": False,
         }
     return {"gpu_memory_utilization": config.vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}

@@ -56,12 +56,13 @@ class Handlers:
             ToolParserManager.import_tool_parser(vllm_cfg.tool_parser_plugin)
         if vllm_cfg.reasoning_parser_plugin is not None:
             ReasoningParserManager.import_reasoning_parser(vllm_cfg.reasoning_parser_plugin)
-        template = None if policy.tokenizer.chat_template == OWN_TEMPLATE else template_text(policy.tokenizer.chat_template)
+        template = None if chosen.chat_template == OWN_TEMPLATE else template_text(chosen.chat_template)
+        own_kwargs = chosen.default_chat_template_kwargs
         rendering: dict[str, Any] = {
             "request_logger": None,
             "chat_template": template,
             "chat_template_content_format": "auto",
-            "default_chat_template_kwargs": policy.tokenizer.chat_template_kwargs,
+            "default_chat_template_kwargs": policy.tokenizer.chat_template_kwargs if own_kwargs is None else own_kwargs,
         }
         parsing: dict[str, Any] = {
             "enable_auto_tools": chosen.enable_auto_tools,

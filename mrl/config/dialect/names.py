@@ -18,8 +18,16 @@ RENAMED: dict[str, str] = {
 }
 """Old name -> new name. Both in one file, or both on one command line, are refused unless they are equal."""
 
+_NEVER = {f"{algorithm}.val_period": {-1: 0} for algorithm in ("grpo", "sft", "dpo", "rm")}
+
 VALUES: dict[str, dict[object, object]] = {
+    **_NEVER,
+    # NeMo RL's torch optimizers clip nothing then, as Megatron does at 0.
+    "policy.max_grad_norm": {None: 0.0},
+    "policy.megatron_cfg.optimizer.clip_grad": {None: 0.0},
+    "policy.sequence_packing.algorithm": {"modified_ffd": "modified_first_fit_decreasing"},
     "checkpointing.metric_name": {"val_reward": "val:accuracy", "val_loss": "val:val_loss"},
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.chat_template": {None: "default"},
     # vLLM has NeMo RL's parser under a name of its own.
     "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.reasoning_parser": {"nano_v3": "nemotron_v3"},
     "policy.generation.vllm_cfg.reasoning_parser_plugin": {

@@ -14,6 +14,7 @@ REFUSED: dict[str, Foreign] = {
     "data.use_multiple_dataloader": Foreign(
         "every step draws from all data sets, in proportion to their sizes", _OFF, "set it to false; `repeat` weights a data set"
     ),
+    "grpo.async_grpo": Foreign("null is off", (None,), "set its keys, or null"),
     "grpo.use_best_at_k": Foreign("training on best@k, of an older branch, is not supported", _OFF, "set it to false"),
     "grpo.use_combined_training": Foreign("training on best@k, of an older branch, is not supported", _OFF, "set it to false"),
     "checkpointing.save_consolidated": Foreign(
@@ -28,9 +29,6 @@ REFUSED: dict[str, Foreign] = {
         )
         for key in ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
     },
-    "cluster.segment_size": Foreign(
-        "ranks follow each other node by node as Ray lists them", (None,), "leave it out, and let the scheduler give neighbouring nodes"
-    ),
     "logger.wandb.log_nemo_gym_full_result_tables": Foreign(
         "no Gym server answers; every rollout of a step is in its `train_data_stepN.jsonl`", _OFF, "set it to false"
     ),
@@ -39,9 +37,6 @@ REFUSED: dict[str, Foreign] = {
         ({}, None),
         "edit it in a copy of the model's folder, whose weights may be links",
         is_section=True,
-    ),
-    "policy.offload_optimizer_for_logprob": Foreign(
-        "the optimizer leaves the GPUs outside of train steps wherever engines share them, and stays elsewhere", _OFF, "set it to false"
     ),
     "policy.generation.bad_words": Foreign("engines see tokens, not words", (None, []), "leave it out"),
     **{
@@ -77,11 +72,20 @@ REFUSED: dict[str, Foreign] = {
     ),
     "policy.megatron_cfg.fp8_cfg.enabled": Foreign("training in FP8 is not supported", _OFF, "set it to false"),
     "policy.megatron_cfg.mtp_num_layers": Foreign("multi-token prediction is not trained", (0, None), "set it to 0"),
+    "policy.megatron_cfg.scheduler.override_opt_param_scheduler": Foreign(
+        "a resumed run follows the schedule of its config, and the checkpoint says how many steps were taken",
+        (True, None),
+        "set it to true",
+    ),
     "policy.megatron_cfg.pipeline_dtype": Foreign(
         "stages hand on activations as they are", ("${policy.precision}", None), "leave it out, or set policy.precision"
     ),
     "env.nemo_gym.math_with_judge.resources_servers.math_with_judge.should_use_judge": Foreign(
         "answers are compared by math-verify, not by a model", _OFF, "set it to false"
+    ),
+    "env.nemo_gym.is_trajectory_collection": Foreign("a run trains", _OFF, "set it to false, or sample with `python -m mrl.evaluate`"),
+    "env.nemo_gym.policy_model.responses_api_models.vllm_model.uses_reasoning_parser": Foreign(
+        "thoughts stay in the text of a rollout, where environments find them", _OFF, "set it to false"
     ),
     "on_policy_distillation": Foreign("distillation is not supported", (None,), "set it to null", is_section=True),
 }

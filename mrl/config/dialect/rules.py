@@ -5,6 +5,7 @@ from __future__ import annotations
 from mrl.config.datasets import GYM_PROCESSOR
 from mrl.config.dialect.torch import Translation, ValueOf
 from mrl.config.files import Settings
+from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.environments import NEMO_GYM
 
 COMPILATION = "policy.generation.vllm_kwargs.compilation_config"
@@ -14,8 +15,27 @@ USE_GYM = "env.should_use_nemo_gym"
 GYM_DATA = {"dataset_name": "NemoGymDataset", "processor": GYM_PROCESSOR, "env_name": NEMO_GYM}
 """What NeMo RL's present files say in `data.default` about rows of NeMo Gym."""
 
-REWRITTEN = frozenset([USE_INDUCTOR])
+ENGINE_ARGUMENTS = {
+    f"policy.generation.vllm_kwargs.{name}": key
+    for name, key in KEYS_OF_ENGINE_ARGUMENTS.items()
+    if key == f"policy.generation.vllm_cfg.{name}"
+}
+"""Arguments of vLLM that have a key of the same name and meaning here."""
+
+_GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
+_SERVED = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+TEMPLATE_VARIABLES = {
+    # What NeMo Gym's server in front of the engines adds to every request.
+    f"{_GYM_MODEL}.extra_body.chat_template_kwargs": "policy.tokenizer.chat_template_kwargs",
+    f"{_GYM_MODEL}.chat_template_kwargs": "policy.tokenizer.chat_template_kwargs",
+    f"{_SERVED}.chat_template_kwargs": f"{_SERVED}.default_chat_template_kwargs",
+}
+"""Sections with values for the chat template, and where these are here."""
+
+REWRITTEN = frozenset([USE_INDUCTOR, *ENGINE_ARGUMENTS])
 """Keys that the rules here replace."""
+REWRITTEN_SECTIONS = tuple(TEMPLATE_VARIABLES)
+"""Sections of which the rules here replace every key."""
 
 
 def translate_rest(settings: Settings, value_of: ValueOf) -> Translation:
@@ -23,7 +43,23 @@ def translate_rest(settings: Settings, value_of: ValueOf) -> Translation:
     found = Translation()
     _inductor(settings, value_of, found)
     _gym(settings, value_of, found)
+    for source, target in ENGINE_ARGUMENTS.items():
+        _same(source, target, settings, value_of, found)
+    for section, target in TEMPLATE_VARIABLES.items():
+        for key in map(".".join, settings):
+            if key.startswith(f"{section}."):
+                _same(key, target + key.removeprefix(section), settings, value_of, found)
     return found
+
+
+def _same(source: str, target: str, settings: Settings, value_of: ValueOf, found: Translation) -> None:
+    """Puts the value of `source` at `target`, unless that is set to another one."""
+    setting = settings.get(tuple(source.split(".")))
+    if setting is None:
+        return
+    if tuple(target.split(".")) in settings and value_of(target) != value_of(source):
+        found.refuse(source, setting, f"two names of {target}, which is {value_of(target)}", "keep one of them")
+    found.put(source, setting, target, value_of(source))
 
 
 def _inductor(settings: Settings, value_of: ValueOf, found: Translation) -> None:

@@ -18,6 +18,7 @@ SCHEDULER = "policy.scheduler"
 SAME_VALUE: dict[str, str] = {
     f"{DTENSOR}.tensor_parallel_size": f"{MEGATRON}.tensor_model_parallel_size",
     f"{DTENSOR}.context_parallel_size": f"{MEGATRON}.context_parallel_size",
+    f"{DTENSOR}.expert_parallel_size": f"{MEGATRON}.expert_model_parallel_size",
     f"{DTENSOR}.activation_checkpointing": f"{MEGATRON}.activation_checkpointing",
     f"{DTENSOR}.lora_cfg.enabled": f"{MEGATRON}.peft.enabled",
     f"{DTENSOR}.lora_cfg.dim": f"{MEGATRON}.peft.dim",

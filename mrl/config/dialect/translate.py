@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from mrl.config.dialect.entry import Foreign
 from mrl.config.dialect.names import RENAMED, VALUES
 from mrl.config.dialect.no_effect import NO_EFFECT
 from mrl.config.dialect.refused import REFUSED
-from mrl.config.dialect.rules import REWRITTEN, translate_rest
+from mrl.config.dialect.rules import REWRITTEN, REWRITTEN_SECTIONS, translate_rest
 from mrl.config.dialect.torch import TRANSLATED, TRANSLATED_SECTIONS, translate_torch
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, find_prompt_file
 
@@ -82,7 +82,8 @@ def is_foreign(setting_key: Key, value: object) -> bool:
 def is_translated(key: Key) -> bool:
     """Whether other keys take the place of this one."""
     dotted = ".".join(key)
-    return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in TRANSLATED_SECTIONS))
+    sections = (*TRANSLATED_SECTIONS, *REWRITTEN_SECTIONS)
+    return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in sections))
 
 
 def migrate(settings: Settings, value_of: Callable[[str], object], problems: list[str]) -> tuple[Settings, Migration]:
@@ -108,7 +109,7 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
 
 def _new_value(key: Key, setting: Setting, report: Migration) -> Setting:
     old = setting.value
-    new = VALUES.get(".".join(key), {}).get(old, old) if isinstance(old, str) else old
+    new = VALUES.get(".".join(key), {}).get(old, old) if isinstance(old, Hashable) else old
     if key[0] == "data" and key[-1] in PROMPT_FILES and isinstance(old, str):
         new = find_prompt_file(old)
     if new == old:

@@ -147,9 +147,6 @@ def _rows(policy: PolicyConfig) -> list[str]:
 def _logprobs(policy: PolicyConfig) -> list[str]:
     problems = []
     chunk, megatron = policy.logprob_chunk_size, policy.megatron_cfg
-    if chunk is not None and not megatron.defer_fp32_logits:
-        rule = "logits of a part of a row leave no others to make float32; it needs policy.megatron_cfg.defer_fp32_logits=true"
-        problems.append(_problem("policy.logprob_chunk_size", chunk, rule, "set the latter, or leave this out"))
     if chunk is not None and megatron.use_fused_linear_logprobs:
         rule = (
             "policy.megatron_cfg.use_fused_linear_logprobs=true takes "

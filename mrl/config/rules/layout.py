@@ -51,7 +51,7 @@ def _use(sizes: list[int]) -> str:
 
 
 def _world(config: RunConfig) -> list[str]:
-    megatron, cluster, policy = config.policy.megatron_cfg, config.cluster, config.policy
+    megatron, cluster = config.policy.megatron_cfg, config.cluster
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     units, dense = config.num_policy_ranks, megatron.model_parallel_size
     unit_key = "cluster.gpus_per_node" if cluster.gpus_per_node else "cluster.cpu_units_per_node"
@@ -69,10 +69,6 @@ def _world(config: RunConfig) -> list[str]:
         rule = f"expert x expert tensor x pipeline parallel size = {experts} does not divide the {units} worker units"
         way_out = f"lower one of the sizes, or set {unit_key} to a multiple"
         problems.append(_problem("megatron_cfg.expert_model_parallel_size", megatron.expert_model_parallel_size, rule, way_out))
-    if megatron.sequence_parallel and not divides(tp, policy.make_sequence_length_divisible_by):
-        rule = f"sequence parallelism cuts rows into policy.megatron_cfg.tensor_model_parallel_size={tp} parts"
-        way_out = f"use a multiple of {tp}"
-        problems.append(_problem("make_sequence_length_divisible_by", policy.make_sequence_length_divisible_by, rule, way_out))
     return problems
 
 

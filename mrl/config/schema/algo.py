@@ -176,7 +176,7 @@ class LossConfig:
     kl_output_clamp_value: float | None = 10.0
     """KL per token is clamped to +- this; null = not clamped."""
     ratio_clip_min: float = 0.2
-    """The policy ratio is clipped below at 1 - this."""
+    """The policy ratio is clipped below at 1 - this; 1 or more = not clipped below."""
     ratio_clip_max: float = 0.2
     """The policy ratio is clipped above at 1 + this."""
     ratio_clip_c: float | None = None

@@ -27,6 +27,10 @@ class ColocatedConfig:
 
 @dataclass
 class ServingChatConfig:
+    chat_template: str | None = follows("policy.tokenizer.chat_template")
+    """Template of the conversations that are asked over HTTP, as policy.tokenizer.chat_template."""
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    """Values for its variables, where a request gives no others; null = policy.tokenizer.chat_template_kwargs."""
     enable_auto_tools: bool = False
     """Look for calls of tools in answers to requests that bring tools, by `tool_parser`."""
     tool_parser: str | None = None
@@ -64,6 +68,9 @@ class VllmConfig:
     """Rollouts that an engine samples at the same time."""
     max_num_batched_tokens: int = 4096
     """Tokens of one engine step."""
+    enable_prefix_caching: bool | None = None
+    """Prompts that begin alike share the cache of that beginning, until the next refit; null = as vLLM does for the model, and not on hosts
+    without GPUs. With policy.router_replay it is on with GPUs and off without, whatever this says: only so all routes are known."""
     enforce_eager: bool = False
     """No CUDA graphs. Must be true on hosts without GPUs."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"

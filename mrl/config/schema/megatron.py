@@ -113,7 +113,8 @@ class MegatronConfig:
     sequence_parallel: bool = False
     """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
     defer_fp32_logits: bool = False
-    """Make float32 logits of bfloat16 ones for some tokens at a time; false = for a whole packed row. The values are the same."""
+    """Make float32 logits of bfloat16 ones for some tokens at a time; false = for a whole packed row. The values are the same. Always so
+    where policy.logprob_chunk_size limits the logits themselves."""
     use_fused_linear_logprobs: bool = False
     """The same as policy.logprob_chunk_size, which then stays null, with the number of tokens below."""
     fused_linear_logprobs_chunk_size: int = 256

@@ -83,16 +83,18 @@ class PolicyConfig:
     """The same for a row of logprob passes."""
     logprob_chunk_size: int | None = None
     """Tokens whose logits are in memory at the same time, in logprob passes and in training: the output layer and its gradient are
-    computed for so many at a time, twice in training. null = the logits of a whole packed row are made once and kept for the gradient.
-    Needs megatron_cfg.defer_fp32_logits."""
+    computed for so many at a time, twice in training. null = the logits of a whole packed row are made once and kept for the gradient."""
     max_total_sequence_length: int = 512
     """Longest prompt plus rollout, in tokens."""
     make_sequence_length_divisible_by: int = follows("policy.megatron_cfg.tensor_model_parallel_size")
-    """Packed rows are padded to a multiple of this; sequence parallelism needs a multiple of TP."""
+    """Packed rows are padded to a multiple of this, and of what parallelism needs: of TP, under sequence parallelism."""
     precision: Precision = "float32"
     """Type of weights and activations."""
     max_grad_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0 = never."""
+    offload_optimizer_for_logprob: bool = False
+    """Keep gradients and optimizer off the GPUs outside of train steps where engines have GPUs of their own, too; where they share the
+    policy's, that is always so."""
     refit_buffer_size_gb: float = 0.25
     """Exchange buffer of a unit during a refit, in GB (10^9 bytes). Smaller = more rounds."""
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
@@ -118,7 +120,7 @@ class PolicyConfig:
     def row_multiple(self) -> int:
         """Rows are padded to a multiple of this many tokens."""
         megatron = self.megatron_cfg
-        parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel and megatron.context_parallel_size > 1 else 1
+        parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         fills_rows = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
         length_round = fills_rows.sequence_length_round if fills_rows.enabled else 1
         return math.lcm(self.make_sequence_length_divisible_by, length_round, self.sequence_multiple * parts)

@@ -151,9 +151,9 @@ class RunConfig:
         return self.algorithm == "grpo"
 
     @property
-    def is_memory_shared(self) -> bool:
-        """Whether policy ranks and engines take turns on the same devices."""
-        return self.has_engines and self.policy.generation.colocated.enabled
+    def frees_training_memory(self) -> bool:
+        """Whether gradients and optimizer leave the devices outside of train steps: always where engines share them."""
+        return self.has_engines and (self.policy.generation.colocated.enabled or self.policy.offload_optimizer_for_logprob)
 
     @property
     def needs_old_logprobs(self) -> bool:

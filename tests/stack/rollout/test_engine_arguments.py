@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from mrl.config.passthrough import FIXED_ENGINE_ARGUMENTS
+from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
 
 
@@ -21,7 +22,7 @@ def config(**vllm_kwargs: object) -> GenerationConfig:
 def test_the_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Path]) -> None:
     from vllm import EngineArgs
 
-    from mrl.rollout.engine import LAYOUT_ARGUMENTS, engine_arguments
+    from mrl.rollout.engine import engine_arguments
 
     assert LAYOUT_ARGUMENTS.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = engine_arguments(str(checkpoint(0)), config(), seed=0, device_ids=(2, 3))
@@ -38,8 +39,6 @@ def test_the_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Pat
 def test_triton_experts_keep_the_order_and_others_do_not() -> None:
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-    from mrl.rollout.engine import LAYOUT_ARGUMENTS
-
     def converted(name: object) -> tuple[torch.Tensor, torch.Tensor]:
         backend = unquantized.map_unquantized_backend(name)  # type: ignore[arg-type]  # a name of vLLM's
         moe_config = SimpleNamespace(is_act_and_mul=True)
@@ -50,10 +49,25 @@ def test_triton_experts_keep_the_order_and_others_do_not() -> None:
     assert not torch.equal(converted("flashinfer_cutlass")[0], w13)
 
 
-def test_other_orders_are_refused() -> None:
-    from mrl.rollout.engine import LAYOUT_ARGUMENTS
+def test_a_config_may_repeat_the_layout_of_gpus(checkpoint: Callable[[int], Path]) -> None:
+    """Where there are none, our own experts stay."""
+    from mrl.rollout.engine import engine_arguments
 
-    assert LAYOUT_ARGUMENTS.keys() <= FIXED_ENGINE_ARGUMENTS.keys()
+    assert engine_arguments(str(checkpoint(0)), config(**LAYOUT_ARGUMENTS), seed=0).moe_backend == "auto"
+
+
+def test_the_prefix_cache_is_as_configured(checkpoint: Callable[[int], Path], caplog: pytest.LogCaptureFixture) -> None:
+    from mrl.rollout.engine import engine_arguments
+
+    def cached(wanted: bool | None, **kept: bool) -> bool | None:
+        asked = config()
+        asked.vllm_cfg.enable_prefix_caching = wanted
+        return engine_arguments(str(checkpoint(0)), asked, seed=0, **kept).enable_prefix_caching  # type: ignore[arg-type]  # one flag
+
+    assert [cached(wanted) for wanted in (None, False, True)] == [False, False, True]
+    assert caplog.text == ""
+    assert cached(True, keeps_routes=True) is False, "a cached prefix would have no route here"
+    assert "enable_prefix_caching=True is not followed" in caplog.text
 
 
 def test_further_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Path]) -> None:

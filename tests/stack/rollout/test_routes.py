@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema.generation import GenerationConfig
 from tests import models, routes
 from tests.rollouts import StartEngine, random_requests, run
 from tests.stack.policy.layouts import transformers_model
@@ -37,14 +36,6 @@ def test_routes_are_the_choices_of_transformers(start_engine: StartEngine, check
     assert len(rollouts) == 24 and {rollout.weight_version for rollout in rollouts.values()} == {0, 1}
     assert {rollouts[request_id].weight_version for request_id in dropped} == {1}
     routes.assert_own_routes(transformers_model(checkpoint(0)), rollouts)
-
-
-def test_a_cached_prefix_has_no_route(checkpoint: Callable[[int], Path]):
-    from mrl.rollout.engine import engine_arguments
-
-    config = GenerationConfig(max_new_tokens=16, vllm_kwargs={"enable_prefix_caching": True})
-    with pytest.raises(ValueError, match="enable_prefix_caching=True: with policy.router_replay.enabled=true it must be False"):
-        engine_arguments(str(checkpoint(0)), config, seed=0, keeps_routes=True)
 
 
 @pytest.mark.long("parity")

@@ -69,7 +69,7 @@ def test_dedicated_engines_that_fit(workplace: Path, overrides: list[str], num_p
 
 
 def test_chunks_of_the_output_layer(workplace: Path):
-    chunked = ("policy.logprob_chunk_size=2048", f"{MEGATRON}.defer_fp32_logits=true")
+    chunked = ("policy.logprob_chunk_size=2048",)
     fused = (f"{MEGATRON}.use_fused_linear_logprobs=true", f"{MEGATRON}.fused_linear_logprobs_chunk_size=512")
     for overrides, expected in (((), None), (chunked, 2048), (fused, 512)):
         config = load_config("grpo_tiny.yaml", overrides)
@@ -112,8 +112,7 @@ BAD = [
     (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt=1", "at least 2"),
     (["loss_fn.truncated_importance_sampling_ratio=2", "loss_fn.use_importance_sampling_correction=false"],
      "loss_fn.truncated_importance_sampling_ratio=2", "set it to null"),
-    (["policy.logprob_chunk_size=64"], "policy.logprob_chunk_size=64", "set the latter"),
-    (["policy.logprob_chunk_size=64", f"{MEGATRON}.defer_fp32_logits=true", f"{MEGATRON}.use_fused_linear_logprobs=true"],
+    (["policy.logprob_chunk_size=64", f"{MEGATRON}.use_fused_linear_logprobs=true"],
      "policy.logprob_chunk_size=64", "the one or the other"),
     (["policy.generation.max_new_tokens=1281"], "policy.generation.max_new_tokens=1281", "lower the one or raise the other"),
     ([f"{ENGINE}.max_model_len=1281"], f"{ENGINE}.max_model_len=1281", "leave it out"),
@@ -165,7 +164,6 @@ BAD = [
     ([f"{MEGATRON}.num_layers_in_last_pipeline_stage=3"], f"{MEGATRON}.pipeline_model_parallel_size=1", "set both to null"),
     ([f"{MEGATRON}.sequence_parallel=false"], f"{MEGATRON}.sequence_parallel=false", "set it to true"),
     ([f"{MEGATRON}.tensor_model_parallel_size=1"], f"{MEGATRON}.sequence_parallel=true", "set it to false"),
-    (["policy.make_sequence_length_divisible_by=3"], "policy.make_sequence_length_divisible_by=3", "multiple of 2"),
     (["cluster.cpu_units_per_node=3"], f"{MEGATRON}.tensor_model_parallel_size=2", "cluster.cpu_units_per_node"),
     ([f"{ENGINE}.tensor_parallel_size=4"], f"{ENGINE}.tensor_parallel_size=4", "use 1 or 2"),
     ([f"{ENGINE}.expert_parallel_size=2"], f"{ENGINE}.expert_parallel_size=2", "use one of them"),

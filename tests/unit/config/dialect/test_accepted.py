@@ -1,0 +1,132 @@
+"""What NeMo RL's recipes say beside the schema: each key does what it says there, or is shown to change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mrl.config.dialect.translate import Migration
+from mrl.config.errors import ConfigError
+from mrl.config.load import load_run
+from mrl.config.rules.checks import find_problems
+from mrl.config.rules.ranges import value_at
+from mrl.config.schema.run import RunConfig
+
+ENGINE = "policy.generation.vllm_cfg"
+KWARGS = "policy.generation.vllm_kwargs"
+MEGATRON = "policy.megatron_cfg"
+CHAT = f"{ENGINE}.http_server_serving_chat_kwargs"
+GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
+
+
+@pytest.fixture
+def load(workplace: Path) -> Callable[..., tuple[RunConfig, Migration]]:
+    def load(*overrides: str) -> tuple[RunConfig, Migration]:
+        return load_run("grpo_tiny.yaml", overrides)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        (f"{KWARGS}.max_num_seqs=512", f"{ENGINE}.max_num_seqs", 512),
+        (f"{KWARGS}.max_num_batched_tokens=9000", f"{ENGINE}.max_num_batched_tokens", 9000),
+        (f"{KWARGS}.enable_prefix_caching=true", f"{ENGINE}.enable_prefix_caching", True),
+        (f"{ENGINE}.enable_prefix_caching=false", f"{ENGINE}.enable_prefix_caching", False),
+        ("policy.sequence_packing.algorithm=modified_ffd", "policy.sequence_packing.algorithm", "modified_first_fit_decreasing"),
+        ("policy.max_grad_norm=null", "policy.max_grad_norm", 0.0),
+        ("policy.max_grad_norm=null", f"{MEGATRON}.optimizer.clip_grad", 0.0),
+        ("grpo.val_period=-1", "grpo.val_period", 0),
+        ("grpo.async_grpo=null", "grpo.async_grpo.max_lag_steps", 0),
+        ("loss_fn.ratio_clip_min=1.0", "loss_fn.ratio_clip_min", 1.0),
+        ("policy.dtensor_cfg.expert_parallel_size=4", f"{MEGATRON}.expert_model_parallel_size", 4),
+        ("policy.logprob_chunk_size=64", "policy.output_chunk_tokens", 64),
+        (f"{CHAT}.default_chat_template_kwargs.enable_thinking=false", f"{CHAT}.default_chat_template_kwargs", {"enable_thinking": False}),
+        (f"{CHAT}.chat_template_kwargs.enable_thinking=true", f"{CHAT}.default_chat_template_kwargs", {"enable_thinking": True}),
+        (f"{CHAT}.chat_template=null", f"{CHAT}.chat_template", "default"),
+        (f"{GYM_MODEL}.extra_body.chat_template_kwargs.a=1", "policy.tokenizer.chat_template_kwargs", {"a": 1}),
+        (f"{GYM_MODEL}.chat_template_kwargs.a=1", "policy.tokenizer.chat_template_kwargs", {"a": 1}),
+    ],
+)
+def test_a_value_arrives(load: Callable[..., tuple[RunConfig, Migration]], override: str, key: str, value: object):
+    config, _ = load(override)
+    assert value_at(config, key) == value
+    assert [problem for problem in find_problems(config) if "expert_model" not in problem] == []
+
+
+def test_two_names_of_an_engine_s_argument_must_agree(load: Callable[..., tuple[RunConfig, Migration]]):
+    assert load(f"{KWARGS}.max_num_seqs=64", f"{ENGINE}.max_num_seqs=64")[0].policy.generation.vllm_cfg.max_num_seqs == 64
+    with pytest.raises(ConfigError, match="two names of policy.generation.vllm_cfg.max_num_seqs, which is 32; keep one of them"):
+        load(f"{KWARGS}.max_num_seqs=64", f"{ENGINE}.max_num_seqs=32")
+
+
+WITHOUT_EFFECT = [
+    "cluster.segment_size=8",
+    f"{ENGINE}.skip_tokenizer_init=false",
+    f"{ENGINE}.enable_expert_parallel=true",
+    f"{MEGATRON}.train_iters=100000",
+    f"{MEGATRON}.scheduler.override_opt_param_scheduler=true",
+    "grpo.penalize_invalid_tool_call=true",
+    "grpo.penalize_malformed_thinking=true",
+    "grpo.invalid_tool_call_strategy=mask",
+    "policy.generation.mcore_generation_config.anything.new=1",
+    "env.nemo_gym.is_trajectory_collection=false",
+    f"{GYM_MODEL}.uses_reasoning_parser=false",
+]
+
+
+@pytest.mark.parametrize("override", WITHOUT_EFFECT)
+def test_what_has_no_effect_is_reported(load: Callable[..., tuple[RunConfig, Migration]], override: str):
+    config, migration = load(override)
+    assert config == load()[0]
+    (line,) = migration.sections()["without effect"]
+    assert line.startswith(f"{override} (command line): ")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{MEGATRON}.scheduler.override_opt_param_scheduler=false",
+        "env.nemo_gym.is_trajectory_collection=true",
+        f"{GYM_MODEL}.uses_reasoning_parser=true",
+        "policy.sequence_packing.algorithm=ffd",
+        "grpo.val_period=-2",
+    ],
+)
+def test_values_that_mean_something_else_are_refused(load: Callable[..., tuple[RunConfig, Migration]], override: str):
+    def problems() -> list[str]:
+        try:
+            return find_problems(load(override)[0])
+        except ConfigError as error:
+            return list(error.problems)
+
+    assert any(problem.startswith(override.partition("=")[0]) for problem in problems())
+
+
+def test_rows_fit_sequence_parallelism_whatever_the_multiple(load: Callable[..., tuple[RunConfig, Migration]]):
+    parallel = (f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=true", "cluster.cpu_units_per_node=2")
+    packing = "policy.sequence_packing.sequence_length_round=1"
+    multiples = {}
+    for multiple in (1, 2, 3, 4):
+        config, _ = load(*parallel, packing, f"policy.make_sequence_length_divisible_by={multiple}")
+        assert [problem for problem in find_problems(config) if "divisible" in problem] == []
+        multiples[multiple] = config.policy.row_multiple
+    assert multiples == {1: 2, 2: 2, 3: 6, 4: 4}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "leaves"),
+    [
+        ([], True),
+        (["policy.generation.colocated.enabled=false"], False),
+        (["policy.generation.colocated.enabled=false", "policy.offload_optimizer_for_logprob=true"], True),
+        (["algorithm=sft", "policy.offload_optimizer_for_logprob=true"], False),
+    ],
+)
+def test_the_optimizer_leaves_the_gpus_where_it_is_asked_to(
+    load: Callable[..., tuple[RunConfig, Migration]], overrides: list[str], leaves: bool
+):
+    assert load(*overrides)[0].frees_training_memory is leaves
