@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from conversion.cache import open_cache
 from mrl import env
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.hub import model_folder
 from mrl.config.model import use_cached_folders, use_local_folders
+from mrl.config.overridden import overridden_folder
 from mrl.config.rules.checks import check_config, find_problems
 from mrl.config.schema.run import RunConfig
 
@@ -27,6 +30,10 @@ def check_start(config: RunConfig) -> None:
     check_config(config)
     # A model of the Hub is downloaded once nothing else is wrong.
     model_folder(model)
+    policy = config.policy
+    policy.model_name = str(
+        overridden_folder(Path(policy.model_name), policy.hf_config_overrides, beside=Path(config.checkpointing.checkpoint_dir))
+    )
     root = env.cache_root()
     if root is not None:
         open_cache(root)

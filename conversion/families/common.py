@@ -177,7 +177,8 @@ class Family:
     model: Callable[[HfConfig, int | None], Model]
     """Rules of a config; the second argument is the padded vocabulary size of a checkpoint."""
     megatron_arguments: Callable[[HfConfig], dict[str, dict[str, object]]]
-    """Arguments that follow from config.json, as plain values: "transformer" for TransformerConfig, "model" for the model class."""
+    """Arguments that follow from config.json, as plain values: "transformer" for TransformerConfig, "model" for the model class. A GPTModel
+    also has "attributes", which Megatron reads of a TransformerConfig that has no such fields."""
     model_class: Literal["mamba", "gpt"]
     """MambaModel or GPTModel."""
     vllm_layers: str | None

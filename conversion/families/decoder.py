@@ -25,11 +25,38 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN's scaling of rotary positions (arXiv:2309.00071), as transformers reads it."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    magnitudes: tuple[float, float] | None
+    """`mscale` and `mscale_all_dim`, which count only together; None: the magnitude follows from the factor."""
+    rounds: bool
+
+    def attributes(self) -> dict[str, object]:
+        """What Megatron reads of a TransformerConfig that has no fields for it."""
+        mscale, mscale_all_dim = self.magnitudes or (None, None)
+        return dict(
+            yarn_rotary_scaling_factor=self.factor,
+            yarn_original_max_position_embeddings=self.original_max_positions,
+            yarn_beta_fast=self.beta_fast,
+            yarn_beta_slow=self.beta_slow,
+            yarn_mscale=mscale,
+            yarn_mscale_all_dim=mscale_all_dim,
+            yarn_correction_range_round_to_int=self.rounds,
+        )
+
+
+@dataclass(frozen=True)
 class Rope:
-    """Rotary positions. `llama3_factor` is None without scaling."""
+    """Rotary positions, scaled in one way at most."""
 
     base: float
     llama3_factor: float | None = None
+    yarn: Yarn | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +161,7 @@ def rope_settings(hf_config: HfConfig) -> tuple[float, str, dict[str, object]]:
 
 
 def read_rope(hf_config: HfConfig) -> Rope:
-    """Rotary positions of a family with none but Llama 3's scaling.
+    """Rotary positions of a family with none but Llama 3's scaling or YaRN.
 
     Raises:
         ValueError: another kind, or numbers that Megatron has otherwise.
@@ -142,14 +169,31 @@ def read_rope(hf_config: HfConfig) -> Rope:
     base, kind, given = rope_settings(hf_config)
     if kind == "default":
         return Rope(base)
+    if kind == "yarn":
+        return Rope(base, yarn=_read_yarn(given))
     if kind != "llama3":
-        raise ValueError(f"config.json: rope_type={kind!r} is not supported; only default and llama3 are")
+        raise ValueError(f"config.json: rope_type={kind!r} is not supported; only default, llama3 and yarn are")
     for name, value in _LLAMA3.items():
         if given.get(name) != value:
             raise ValueError(
                 f"config.json: rope scaling {name}={given.get(name)!r} is not supported; Megatron's llama3 scaling only has {value}"
             )
     return Rope(base, positive_number(given, "factor"))
+
+
+def _read_yarn(given: HfConfig) -> Yarn:
+    if given.get("attention_factor") is not None:
+        value = given["attention_factor"]
+        raise ValueError(f"config.json: attention_factor={value!r} is not supported; Megatron takes it from the factor, or from mscale")
+    has_magnitudes = bool(given.get("mscale") and given.get("mscale_all_dim"))
+    return Yarn(
+        factor=positive_number(given, "factor"),
+        original_max_positions=positive_integer(given, "original_max_position_embeddings"),
+        beta_fast=positive_number(given, "beta_fast", 32.0),
+        beta_slow=positive_number(given, "beta_slow", 1.0),
+        magnitudes=(positive_number(given, "mscale"), positive_number(given, "mscale_all_dim")) if has_magnitudes else None,
+        rounds=choice(given, "truncate", default=True),
+    )
 
 
 def build_model(decoder: Decoder, padded_vocabulary: int | None = None) -> Model:
@@ -267,7 +311,9 @@ def _replicated(name: str, *shape: int) -> Replicated:
 
 
 def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dict[str, object]]:
-    """Arguments of TransformerConfig ("transformer") and GPTModel ("model"); plain values. `transformer` are the family's own.
+    """Arguments of TransformerConfig ("transformer") and GPTModel ("model"), and attributes that the former gets ("attributes").
+
+    All are plain values. `transformer` are the family's own.
 
     `activation_func` is a name: "silu" of torch. `vocab_size` is unpadded.
     """
@@ -303,4 +349,7 @@ def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dic
     )
     if decoder.rope.llama3_factor is not None:
         model |= dict(rope_scaling=True, rope_scaling_factor=decoder.rope.llama3_factor)
-    return {"transformer": arguments | transformer, "model": model}
+    attributes: dict[str, object] = {}
+    if decoder.rope.yarn is not None:
+        model["position_embedding_type"], attributes = "yarn", decoder.rope.yarn.attributes()
+    return {"transformer": arguments | transformer, "model": model, "attributes": attributes}

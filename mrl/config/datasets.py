@@ -40,6 +40,7 @@ DATASETS: Mapping[str, KnownDataset] = MappingProxyType(
         "gsm8k": KnownDataset("openai/gsm8k", subset="main"),
         "HelpSteer3": KnownDataset("nvidia/HelpSteer3", subset="preference"),
         "NemoGymDataset": KnownDataset(),
+        "Nemotron-Cascade-2-SFT-Math": KnownDataset("nvidia/Nemotron-Cascade-2-SFT-Data", subset="math", split_validation_size=0.05),
         "OpenMathInstruct-2": KnownDataset("nvidia/OpenMathInstruct-2", split="train_1M", split_validation_size=0.05),
         "OpenR1-Math-220k": KnownDataset("open-r1/OpenR1-Math-220k", subset="default"),
         "PreferenceDataset": KnownDataset(),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from mrl.config.dialect.data import name_dataset_lists
+from mrl.config.dialect.data import name_dataset_lists, use_hf_home
 from mrl.config.dialect.evaluation import ask_only, is_evaluation, place_evaluation
 from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate
 from mrl.config.errors import ConfigError
@@ -88,6 +88,7 @@ def read_run(
     if to_evaluate:
         ask_only(settings)
     name_dataset_lists(settings)
+    use_hf_home(settings)
     note_secrets((key[-1], setting.value) for key, setting in settings.items())
     known, unknown, unread = _sort_out(settings, problems)
     resolver = _Resolver(known | unknown, problems)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from conversion.families.registry import FAMILIES, family
 from mrl.config.hub import cached_folder, is_hub_id, is_prepared, model_folder
+from mrl.config.overridden import overridden_config
 from mrl.config.partial import NotKnown
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import RunConfig
@@ -62,8 +65,8 @@ def _models(config: RunConfig) -> list[tuple[str, PolicyConfig | TokenizerConfig
     return [("policy.model_name", config.policy, "model_name"), ("policy.tokenizer.name", config.policy.tokenizer, "name")]
 
 
-def read_model(folder: Path) -> ModelSizes:
-    """Sizes of the model in a Hugging Face folder, for training.
+def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType({})) -> ModelSizes:
+    """Sizes of the model in a Hugging Face folder, for training, with `overrides` in its config.json.
 
     Raises:
         ValueError: config.json is missing, unreadable, incomplete, or of a model that cannot be trained. Says the way out, not the key.
@@ -78,6 +81,7 @@ def read_model(folder: Path) -> ModelSizes:
         raise ValueError(f"no readable config.json in this folder ({type(error).__name__}); {way_out}") from error
     if not isinstance(hf_config, dict):
         raise ValueError("config.json is not a mapping; give the folder of a Hugging Face model")
+    hf_config = overridden_config(hf_config, overrides)
     found = family(hf_config)
     if not found.can_train:
         trained = sorted(model_type for model_type, known in FAMILIES.items() if known.can_train)

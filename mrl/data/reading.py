@@ -193,7 +193,8 @@ def read_split(
         names = Names()  # never asked together with training rows
     own, more = read_data([reader_of(key, dataset) for key, dataset in validation_datasets(data)], data, names)
     train, held_out = [], []
-    for rows, (_, dataset) in zip(parts, train_sets, strict=True):
+    for all_rows, (_, dataset) in zip(parts, train_sets, strict=True):
+        rows = all_rows.select(draw(len(all_rows), dataset.max_samples, seed=dataset.seed))
         kept, held = hold_out(len(rows), dataset.held_out, seed=dataset.seed)
         train.append(rows.select(kept))
         held_out.append(rows.select(held))
@@ -231,6 +232,11 @@ def hold_out(num_rows: int, size: float, *, seed: int) -> tuple[list[int], list[
         raise ValueError(f"split_validation_size={size:g} holds out all of the {num_rows} rows of a training set; lower it")
     order = epoch_order(num_rows, seed=seed, epoch=0)
     return sorted(order[num_held:].tolist()), sorted(order[:num_held].tolist())
+
+
+def draw(num_rows: int, max_rows: int | None, *, seed: int) -> list[int]:
+    """At most `max_rows` rows, drawn by `seed`, in the order of the file; None = all."""
+    return sorted(epoch_order(num_rows, seed=seed, epoch=0)[:max_rows].tolist())
 
 
 def joined(parts: Sequence[Rows[Example]]) -> Rows[Example]:

@@ -50,6 +50,12 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     model_family = family(hf_config)
     arguments = model_family.megatron_arguments(hf_config)
     transformer_config = _transformer_config(config, arguments["transformer"])
+    attributes = arguments.get("attributes", {})
+    for name, value in attributes.items():
+        setattr(transformer_config, name, value)
+    if attributes:
+        # Transformer Engine's kernels know nothing of the magnitude that YaRN gives the positions of packed rows.
+        transformer_config.apply_rope_fusion = transformer_config.fused_single_qkv_rope = False
     multiple = MEGATRON_VOCABULARY_MULTIPLE * config.megatron_cfg.tensor_model_parallel_size
     model_arguments = dict(arguments["model"])
     padded_vocabulary = -(-int(str(model_arguments.pop("vocab_size"))) // multiple) * multiple

@@ -22,6 +22,8 @@ _NEVER = {f"{algorithm}.val_period": {-1: 0} for algorithm in ("grpo", "sft", "d
 
 VALUES: dict[str, dict[object, object]] = {
     **_NEVER,
+    # The launcher is to give it; no folder has that name.
+    "policy.model_name": {None: "<model>"},
     # NeMo RL's torch optimizers clip nothing then, as Megatron does at 0.
     "policy.max_grad_norm": {None: 0.0},
     "policy.megatron_cfg.optimizer.clip_grad": {None: 0.0},

@@ -32,11 +32,8 @@ REFUSED: dict[str, Foreign] = {
     "logger.wandb.log_nemo_gym_full_result_tables": Foreign(
         "no Gym server answers; every rollout of a step is in its `train_data_stepN.jsonl`", _OFF, "set it to false"
     ),
-    "policy.hf_config_overrides": Foreign(
-        "trainer, engines and conversion read the same config.json",
-        ({}, None),
-        "edit it in a copy of the model's folder, whose weights may be links",
-        is_section=True,
+    "policy.hf_config_overrides.router_aux_loss_coef": Foreign(
+        "Megatron's auxiliary loss has keys of its own", (0, None), "set policy.megatron_cfg.moe_aux_loss_coeff instead"
     ),
     "policy.generation.bad_words": Foreign("engines see tokens, not words", (None, []), "leave it out"),
     **{

@@ -32,7 +32,11 @@ TEMPLATE_VARIABLES = {
 }
 """Sections with values for the chat template, and where these are here."""
 
-REWRITTEN = frozenset([USE_INDUCTOR, *ENGINE_ARGUMENTS])
+VERIFIER = "env.math.verifier_type"
+CHOICES = ("english_multichoice", "multilingual_multichoice")
+"""Verifiers of NeMo RL's `math` that look for the letter of an answer, as `mcqa` does here."""
+
+REWRITTEN = frozenset([USE_INDUCTOR, VERIFIER, *ENGINE_ARGUMENTS])
 """Keys that the rules here replace."""
 REWRITTEN_SECTIONS = tuple(TEMPLATE_VARIABLES)
 """Sections of which the rules here replace every key."""
@@ -43,6 +47,7 @@ def translate_rest(settings: Settings, value_of: ValueOf) -> Translation:
     found = Translation()
     _inductor(settings, value_of, found)
     _gym(settings, value_of, found)
+    _verifier(settings, value_of, found)
     for source, target in ENGINE_ARGUMENTS.items():
         _same(source, target, settings, value_of, found)
     for section, target in TEMPLATE_VARIABLES.items():
@@ -72,6 +77,20 @@ def _inductor(settings: Settings, value_of: ValueOf, found: Translation) -> None
     if written is not None and written.value != backend:
         found.refuse(USE_INDUCTOR, setting, f"it means backend={backend}, and {COMPILATION}.backend={written.value}", "keep one of them")
     found.put(USE_INDUCTOR, setting, f"{COMPILATION}.backend", backend)
+
+
+def _verifier(settings: Settings, value_of: ValueOf, found: Translation) -> None:
+    """One environment of NeMo RL is two here: problems with a value, and questions with a letter."""
+    setting = settings.get(tuple(VERIFIER.split(".")))
+    if setting is None or (kind := value_of(VERIFIER)) in ("math", None):
+        return
+    if kind not in CHOICES:
+        found.refuse(VERIFIER, setting, "no such verifier", f"use one of math, {', '.join(CHOICES)}")
+        return
+    named = {key: other.value for key, other in settings.items() if key[0] == "data" and key[-1] == "env_name"}
+    for key, name in {("data", "default", "env_name"): "math", **named}.items():
+        if name == "math":
+            found.put(VERIFIER, setting, ".".join(key), "mcqa")
 
 
 def _gym(settings: Settings, value_of: ValueOf, found: Translation) -> None:

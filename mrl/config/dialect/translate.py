@@ -119,7 +119,8 @@ def _new_value(key: Key, setting: Setting, report: Migration) -> Setting:
 
 
 def _judge(key: Key, setting: Setting, entry: Foreign, value_of: Callable[[str], object], report: Migration, problems: list[str]) -> None:
-    value = value_of(".".join(key))
+    # What has no effect at any value need not be an expression that can be resolved here.
+    value = setting.value if entry.same is None else value_of(".".join(key))
     same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
     if entry.same is None or value in same:
         report.without_effect.append(WithoutEffect(key, setting, entry.reason))

@@ -11,6 +11,7 @@ from pathlib import Path
 from mrl.config.errors import ConfigError, Unchecked, Unprovided
 from mrl.config.hub import is_hub_id
 from mrl.config.model import ModelSizes, read_model
+from mrl.config.overridden import find_override_problems
 from mrl.config.partial import NotKnown, hide
 from mrl.config.passthrough import find_passthrough_problems
 from mrl.config.rules.algorithms import find_algorithm_problems
@@ -49,7 +50,12 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
     config = hide(config, {key: key for key in out_of_range})
     rules = RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
     try:
-        model = read_model(Path(config.policy.model_name))
+        folder, overrides = Path(config.policy.model_name), config.policy.hf_config_overrides
+        model = read_model(folder)
+        if overrides:
+            wrong = find_override_problems(folder, overrides)
+            problems += wrong
+            model = model if wrong else read_model(folder, overrides)
         rules |= {name: functools.partial(find, model=model) for name, find in MODEL_RULES.items()}
     except NotKnown as error:
         skipped[error.key] = list(MODEL_RULES)

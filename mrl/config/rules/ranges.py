@@ -172,6 +172,7 @@ RANGES: dict[str, Range] = {
     "data.default.split_validation_size": Range(0, 2**31),
     "data.default.seed": COUNT,
     "data.train.repeat": POSITIVE,
+    "data.train.max_samples": POSITIVE,
     "data.train.split_validation_size": Range(0, 2**31),
     "data.train.seed": COUNT,
     "data.validation.repeat": POSITIVE,

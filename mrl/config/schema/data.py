@@ -103,8 +103,10 @@ class TrainDatasetConfig(DatasetConfig):
 
     split_validation_size: float | None = follows("data.default.split_validation_size")
     """Rows held out for validation."""
+    max_samples: int | None = None
+    """Use only so many of the rows, before any are held out; null = all."""
     seed: int = follows("data.default.seed")
-    """Decides which rows are held out."""
+    """Decides which rows are used and held out."""
 
     @property
     def held_out(self) -> float:

@@ -156,7 +156,8 @@ class MegatronConfig:
     moe_permute_fusion: bool = True
     """Order tokens by expert with Transformer Engine's kernel. No effect without a GPU and Transformer Engine."""
     apply_rope_fusion: bool = True
-    """Apply rotary positions with Transformer Engine's kernel. No effect without a GPU and Transformer Engine."""
+    """Apply rotary positions with Transformer Engine's kernel. No effect without a GPU and Transformer Engine, or with YaRN, which the
+    kernel lacks."""
     bias_activation_fusion: bool = True
     """Compile gate and activation of gated MLPs and experts into one kernel. No effect without a GPU, or with other activations."""
     use_fused_weighted_squared_relu: bool = False

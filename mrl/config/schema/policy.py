@@ -73,6 +73,9 @@ class RewardModelConfig:
 class PolicyConfig:
     model_name: str = required()
     """Folder of the starting model in Hugging Face format, or its id on the Hub."""
+    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
+    """Values of the model's config.json that are others in this run, for trainer, engines and what is exported: `rope_scaling` for YaRN,
+    for example, or `max_position_embeddings`. The tensors must stay those of the checkpoint."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: int = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
     """Sequences per optimizer step; of pairs of answers (dpo, rm) the pairs. In GRPO it divides the rollouts of a step: several updates go

@@ -128,6 +128,20 @@ def test_a_call_of_a_tool_is_parsed(engine: Engine, client: openai.OpenAI):
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": "3"})
 
 
+def test_conversations_may_have_a_template_of_their_own(engine: Engine, folder: Path):
+    from mrl.rollout.http_server import start_server
+
+    policy = load_config("grpo_tiny.yaml", json.loads((folder / "overrides.json").read_text())).policy
+    served_chat = policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+    served_chat.chat_template = "{% for message in messages %}{{ message.content }}{{ mark }}{% endfor %}"
+    served_chat.default_chat_template_kwargs = {"mark": "!"}
+    url = start_server(engine, policy, host="127.0.0.1", api_key=KEY, wake=lambda: None).removesuffix("/v1") + "/tokenize"
+    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    for values, expected in (({}, b"hi!"), ({"chat_template_kwargs": {"mark": "?"}}, b"hi?")):
+        answer = httpx.post(url, json=asked | values, headers={"Authorization": f"Bearer {KEY}"})
+        assert answer.json()["tokens"] == list(expected)
+
+
 def test_a_session_goes_on_from_the_tokens_that_were_sampled(engine: Engine, client: openai.OpenAI, base_url: str):
     session = {"extra_headers": {"X-Session-ID": "s1"}, "extra_body": {"return_token_ids": True}}
     messages: list = [{"role": "user", "content": "hello"}]

@@ -134,6 +134,15 @@ def test_dual_clip_by_hand(ratio: float, advantage: float, loss: float, gradient
     assert found[2]["clip_fraction"] == float(gradient == 0.0)
 
 
+@pytest.mark.parametrize("lower", [1.0, 1.5])
+def test_a_ratio_is_not_below_0_and_so_not_clipped_there(lower: float):
+    """NeMo RL's high off-policy recipe of CISPO says 1.0."""
+    loss, gradient, _ = one_token(math.log(0.5), -1.0, replace(CONFIG, ratio_clip_min=lower))
+    assert (loss, gradient) == pytest.approx((0.5, 0.5))
+    _, gradient, metrics = one_token(math.log(0.5), 2.0, replace(CONFIG, use_cispo=True, ratio_clip_min=lower))
+    assert (gradient, metrics["clip_fraction"]) == (pytest.approx(-1.0), 0.0)
+
+
 @pytest.mark.parametrize(("ratio", "weight"), [(2.0, 1.3), (0.5, 0.8), (1.1, 1.1)])
 def test_cispo_keeps_the_gradient_of_clipped_tokens(ratio: float, weight: float):
     loss, gradient, metrics = one_token(math.log(ratio), 2.0, replace(CONFIG, use_cispo=True))

@@ -10,7 +10,7 @@ import pytest
 from mrl.config.schema.data import DataConfig
 from mrl.data import reading
 from mrl.data.fields import Fields, RowError
-from mrl.data.reading import MAX_ERRORS, Names, NoEnvironment, Reader, Rows, hold_out, joined, read_data, write_quarantine
+from mrl.data.reading import MAX_ERRORS, Names, NoEnvironment, Reader, Rows, draw, hold_out, joined, read_data, write_quarantine
 
 GOOD = b'{"value": 1}\n'
 STRICT = DataConfig()
@@ -196,6 +196,9 @@ def test_what_is_held_out_is_a_function_of_the_seed():
     assert hold_out(100, 0.2, seed=1) == hold_out(100, 0.2, seed=1) != hold_out(100, 0.2, seed=2)
     kept, held = hold_out(100, 0.2, seed=1)
     assert sorted(kept + held) == list(range(100)) and len(held) == 20
+    assert draw(5, None, seed=1) == [0, 1, 2, 3, 4]
+    drawn = draw(100, 20, seed=1)
+    assert len(set(drawn)) == 20 and drawn == sorted(drawn) and drawn == draw(100, 20, seed=1) != draw(100, 20, seed=2)
     assert hold_out(3, 0, seed=1) == ([0, 1, 2], [])
     with pytest.raises(ValueError, match="split_validation_size=3 holds out all of the 3 rows"):
         hold_out(3, 3, seed=1)

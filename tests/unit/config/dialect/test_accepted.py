@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.dialect.translate import Migration
-from mrl.config.errors import ConfigError
+from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.load import load_run
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.ranges import value_at
@@ -130,3 +130,34 @@ def test_the_optimizer_leaves_the_gpus_where_it_is_asked_to(
     load: Callable[..., tuple[RunConfig, Migration]], overrides: list[str], leaves: bool
 ):
     assert load(*overrides)[0].frees_training_memory is leaves
+
+
+def test_a_model_that_the_launcher_names_is_still_to_be_provided(load: Callable[..., tuple[RunConfig, Migration]]):
+    problems = find_problems(load("policy.model_name=null")[0])
+    assert [problem for problem in problems if not isinstance(problem, Unprovided)] == []
+    assert any(problem.startswith("policy.model_name=<model>: no readable config.json") for problem in problems)
+
+
+def test_the_home_of_the_hub_has_its_default(load: Callable[..., tuple[RunConfig, Migration]], monkeypatch: pytest.MonkeyPatch):
+    override = "data.train.data_path=${oc.env:HF_HOME}/rows.jsonl"
+    monkeypatch.setenv("HF_HOME", "/home/of/hub")
+    assert load(override)[0].data.train.data_path == "/home/of/hub/rows.jsonl"
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    config, _ = load(override)
+    assert config.data.train.data_path == "/home/me/.cache/huggingface/rows.jsonl"
+    (problem,) = find_problems(config)
+    assert isinstance(problem, Unprovided)
+
+
+def test_what_has_no_effect_may_follow_what_is_not_there(load: Callable[..., tuple[RunConfig, Migration]]):
+    load("env.nemo_gym.uv_venv_dir=${oc.env:NO_SUCH_VARIABLE}/venvs")
+
+
+def test_multiple_choice_is_an_environment_of_its_own(load: Callable[..., tuple[RunConfig, Migration]]):
+    for kind, env_name in (("math", "math"), ("english_multichoice", "mcqa"), ("multilingual_multichoice", "mcqa")):
+        assert load(f"env.math.verifier_type={kind}")[0].data.default.env_name == env_name
+    named = load("env.math.verifier_type=english_multichoice", "data.default.env_name=code", "data.train.env_name=math")[0].data
+    assert (named.default.env_name, named.train.env_name) == ("code", "mcqa")
+    with pytest.raises(ConfigError, match="no such verifier; use one of math, english_multichoice"):
+        load("env.math.verifier_type=oracle")

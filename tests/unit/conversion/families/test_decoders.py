@@ -373,7 +373,8 @@ def test_what_we_do_not_do_is_refused_by_name(model_type: str, key: str, value: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(rope_parameters=YARN | dict(rope_theta=1e4)), "rope_type='yarn' is not supported; only default and llama3"),
+        (dict(rope_parameters=YARN | dict(rope_theta=1e4)), "original_max_position_embeddings=None must be a positive integer"),
+        (dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "rope_type='longrope' is not supported; only default, llama3"),
         (dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), "rope_type='linear' is not supported"),
         (dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "rope_parameters.partial_rotary_factor=0.5"),
         (dict(rope_parameters=None, rope_theta=None), "rope_theta=None must be a positive number"),

@@ -1,0 +1,111 @@
+"""`policy.hf_config_overrides`: one config.json for all who read it, and what may be in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conversion.cache import entry_key
+from mrl.config.load import load_config, load_run
+from mrl.config.overridden import find_override_problems, overridden_config, overridden_folder
+from mrl.config.rules.checks import find_problems
+from mrl.start import check_start
+
+QWEN = dict(
+    model_type="qwen3",
+    vocab_size=264,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+)
+OLDER = QWEN | dict(rope_theta=1e6, rope_scaling=None)
+NEWER = QWEN | dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=2048)
+KEY = "policy.hf_config_overrides"
+DENSE = "policy.megatron_cfg.expert_model_parallel_size=1"
+YARN_OVERRIDES = [DENSE, *(f"{KEY}.rope_scaling.{name}={value}" for name, value in YARN.items())]
+
+
+@pytest.fixture
+def model(workplace: Path) -> Path:
+    """The model of grpo_tiny.yaml, made a qwen3."""
+    folder = workplace / "prepared/tiny/model"
+    (folder / "config.json").write_text(json.dumps(OLDER))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.mark.parametrize("hf_config", [OLDER, NEWER], ids=["older", "newer"])
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_yarn_keeps_the_base_and_lengthens_the_context(hf_config: dict[str, object], name: str):
+    merged = overridden_config(hf_config, {name: YARN})
+    assert merged == QWEN | dict(rope_parameters=YARN | dict(rope_theta=1e6), max_position_embeddings=8192)
+    assert overridden_config(merged, {name: YARN}) == merged
+    assert overridden_config(hf_config, {name: YARN, "max_position_embeddings": 4096})["max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("hf_config", [OLDER, NEWER], ids=["older", "newer"])
+def test_another_base(hf_config: dict[str, object]):
+    assert overridden_config(hf_config, {"rope_theta": 5e5})["rope_parameters"] == dict(rope_type="default", rope_theta=5e5)
+    given = YARN | dict(rope_theta=2e6)
+    assert overridden_config(hf_config, {"rope_scaling": given})["rope_parameters"] == given
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"hidden_size": 128}, "the tensors of the checkpoint are not the model's; override no sizes"),
+        ({"tie_word_embeddings": False}, "the tensors of the checkpoint are not the model's"),
+        ({"resid_pdrop": 0.1}, f"{KEY}.resid_pdrop=0.1: nothing here reads it of this model's config.json; remove it"),
+        ({"rope_scaling": YARN | dict(attention_factor=1.0)}, "attention_factor=1.0 is not supported"),
+        ({"rope_scaling": dict(rope_type="yarn", factor=2.0)}, "original_max_position_embeddings=None must be a positive integer"),
+    ],
+)
+def test_what_may_not_be_overridden(model: Path, overrides: dict[str, object], said: str):
+    (problem,) = find_override_problems(model, overrides)
+    assert problem.startswith(KEY) and said in problem
+
+
+def test_what_a_model_does_not_read_is_refused(workplace: Path):
+    problems = find_problems(load_config("grpo_tiny.yaml", YARN_OVERRIDES))  # nemotron_h has no rotary positions
+    assert any(problem.startswith(f"{KEY}.rope_scaling=") and "nothing here reads it" in problem for problem in problems)
+
+
+def test_the_context_is_that_of_the_overrides(model: Path):
+    long = ["policy.max_total_sequence_length=8192", "policy.sequence_packing.enabled=false"]
+    (problem,) = find_problems(load_config("grpo_tiny.yaml", [*long, DENSE]))
+    assert "max_position_embeddings is 2048" in problem
+    assert find_problems(load_config("grpo_tiny.yaml", [*long, *YARN_OVERRIDES])) == []
+
+
+def test_a_run_starts_from_a_folder_that_differs_in_its_config(model: Path):
+    config = load_config("grpo_tiny.yaml", YARN_OVERRIDES)
+    check_start(config)
+    folder = Path(config.policy.model_name)
+    assert folder.parent == Path(config.checkpointing.checkpoint_dir).absolute()
+    assert json.loads((folder / "config.json").read_text())["rope_parameters"] == YARN | dict(rope_theta=1e6)
+    assert (folder / "model.safetensors").resolve() == (model / "model.safetensors").resolve()
+    assert config.policy.tokenizer.name == "prepared/tiny/model"
+    check_start(config)
+    assert Path(config.policy.model_name) == folder, "what is overridden already stays"
+
+
+def test_equal_overrides_make_one_folder_and_one_entry_of_the_cache(model: Path, tmp_path: Path):
+    folders = [overridden_folder(model, {"rope_scaling": YARN | more}, beside=tmp_path / "run") for more in ({}, {}, {"factor": 2.0})]
+    assert folders[0] == folders[1] != folders[2]
+    assert overridden_folder(model, {"max_position_embeddings": 2048}, beside=tmp_path / "run") == model
+    keys = {entry_key(folder, tmp_path / "cache", dtype=None) for folder in (model, *folders)}
+    assert len(keys) == 3
+
+
+def test_null_and_an_auxiliary_loss_of_0_are_nothing(workplace: Path):
+    for override in (f"{KEY}=null", f"{KEY}={{}}", f"{KEY}.router_aux_loss_coef=0.0"):
+        assert load_run("grpo_tiny.yaml", [override])[0].policy.hf_config_overrides == {}
