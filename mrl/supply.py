@@ -169,7 +169,6 @@ class Supply:
         metrics = age_metrics(groups, weight_version=state.weight_version)
         if plan.max_batches is not None:
             metrics |= {
-                "train/filtered_reward": mean_reward(groups),
                 "train/dynamic_sampling_num_gen_batches": float(num_batches),
                 "train/dynamic_sampling_num_discarded_valid_samples": float(num_discarded),
             }
@@ -297,12 +296,6 @@ def age_metrics(groups: Sequence[RolloutGroup], *, weight_version: int) -> dict[
         "train/max_trajectory_age": float(max(ages)),
         "rollout/mixed_version_fraction": sum(rollout.num_weight_versions > 1 for rollout in rollouts) / len(rollouts),
     }
-
-
-def mean_reward(groups: Sequence[RolloutGroup]) -> float:
-    """Over the valid rollouts; 0 if there are none."""
-    rewards = [verdict.reward for group in groups for verdict in group.verdicts if verdict.is_valid]
-    return sum(rewards) / max(1, len(rewards))
 
 
 def open_supply(

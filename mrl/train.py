@@ -39,7 +39,7 @@ from mrl.store.checkpoints import Checkpoint
 from mrl.store.clock import Budget, Clock, Stopped
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
-from mrl.store.summary import is_good_enough, metrics_of_updates, rollout_metrics, validation_metrics
+from mrl.store.summary import is_good_enough, metrics_of_updates, rollout_metrics, validation_metrics, warn_of_bounded_ratios
 from mrl.supply import NoSignal, Supply, open_supply, validation_sampling
 from mrl.types import Batch, RunState
 
@@ -121,7 +121,7 @@ def train_step(run: Run, state: RunState) -> None:
         end_early(run, state)
         return
     groups, restarts = supplied.groups, run.session.engines.num_restarts
-    metrics = supplied.metrics | rollout_metrics(supplied.sampled, seconds=supplied.seconds, num_engine_restarts=restarts)
+    metrics = supplied.metrics | rollout_metrics(supplied.sampled, config.grpo, seconds=supplied.seconds, num_engine_restarts=restarts)
 
     sequences, signals = train_sequences(groups, config.grpo)
     batches = make_batches(sequences, config)
@@ -164,7 +164,9 @@ def update_policy(run: Run, batches: Sequence[Batch]) -> dict[str, float]:
     run.session.enter("train", deadline_s=deadline_s)
     # Every rank returns the same metrics.
     updates = [cast(dict[str, float], policies.call("train_step", deadline_s=deadline_s)[0]) for _ in batches]
-    return metrics_of_updates(updates) | {"train/num_logprob_passes": float(sum(is_needed.values()))}
+    metrics = metrics_of_updates(updates)
+    warn_of_bounded_ratios(metrics)
+    return metrics | {"train/num_logprob_passes": float(sum(is_needed.values()))}
 
 
 def refit(run: Run, state: RunState) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+Status = Literal["ok", "timeout", "crash", "error", "flagged"]
 FlawKind = Literal["invalid_tool_call", "malformed_thinking"]
 PromptKey = tuple[int, str]
 """(epoch, prompt id): a prompt in one pass over the data. Validation has an epoch of its own."""
@@ -193,7 +194,7 @@ class Verdict:
 
     reward: float
     is_valid: bool
-    status: Literal["ok", "timeout", "crash", "error", "flagged"]
+    status: Status
     extracted: str
     text: str
     """The decoded rollout, for samples in the report."""
@@ -206,6 +207,11 @@ class Verdict:
     """Messages with which the environment answers, if turns are left."""
     reason: str = ""
     """Why the rollout is not valid."""
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether `reward` counts for the baseline of its group: that of a rollout which is masked because it is flagged does too."""
+        return self.is_valid or self.status == "flagged"
 
 
 @dataclass(frozen=True)

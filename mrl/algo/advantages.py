@@ -14,43 +14,61 @@ from mrl.types import RolloutGroup
 if TYPE_CHECKING:
     from mrl.config.schema.algo import GrpoConfig
 
-# Rewards are fractions and sums of fractions; closer than this they are equal and differ by rounding.
-MIN_REWARD_SPREAD = 1e-6
+# What NeMo RL adds to the standard deviation: rewards that are 1e-8 apart differ, and give small advantages.
+STD_EPSILON = 1e-6
+# NeMo RL's floor of the variance of reinforce_plus_plus.
+MIN_VARIANCE = 1e-8
+# Sums of advantages in float64 that are closer than this are equal and differ by rounding.
+ROUNDING = 1e-12
 
 
 def group_advantages(
-    rewards_G: Tensor, is_valid_G: Tensor | None = None, *, normalize: bool, use_leave_one_out_baseline: bool = True
+    rewards_G: Tensor,
+    has_reward_G: Tensor | None = None,
+    *,
+    normalize: bool,
+    use_leave_one_out_baseline: bool = True,
+    normalize_by_whole_group: bool = False,
 ) -> Tensor:
-    """Advantage of each rollout against the others of its prompt, shape [G], float32.
+    """Advantage of each rollout against the others of its prompt, shape [G], float64, from rewards as float32 holds them.
 
-    The baseline of rollout i is the mean of the other rewards (leave-one-out, arXiv:2402.14740), or the mean of all.
-    With `normalize`, divides by the unbiased standard deviation of the group, in float64 and two passes: no advantage exceeds sqrt(G).
-    A group of equal rewards gives zeros. Rollouts that are not valid take no part and get 0, as does a single valid one.
+    The baseline of rollout i is the mean of the other rewards (leave-one-out, arXiv:2402.14740), or the mean of all. With `normalize`,
+    divides by the unbiased standard deviation of the rewards that the baseline is the mean of, plus STD_EPSILON, unless it is 0: this is
+    NeMo RL's. With `normalize_by_whole_group`, by that of all rewards, without epsilon: no advantage exceeds sqrt(G).
+    A group of equal rewards gives zeros. Rollouts without a reward take no part and get 0, as does a single one that has one.
 
     Raises:
         ValueError: G < 2, which leaves no baseline.
     """
     if len(rewards_G) < 2:
         raise ValueError(f"a group of {len(rewards_G)} rollout has no baseline; set grpo.num_generations_per_prompt to 2 or more")
-    advantages_G = torch.zeros(len(rewards_G), dtype=torch.float32)
-    is_valid_G = torch.ones(len(rewards_G), dtype=torch.bool) if is_valid_G is None else is_valid_G
-    rewards = rewards_G[is_valid_G].double()
-    if len(rewards) < 2 or rewards.max() - rewards.min() <= MIN_REWARD_SPREAD:
+    advantages_G = torch.zeros(len(rewards_G), dtype=torch.float64)
+    has_reward_G = torch.ones(len(rewards_G), dtype=torch.bool) if has_reward_G is None else has_reward_G
+    # Sums of as many float32 are exact in float64, so that equal rewards have exactly no deviation from their mean.
+    rewards_N = rewards_G[has_reward_G].float().double()
+    count = len(rewards_N)
+    if count < 2:
         return advantages_G
-    num_valid = len(rewards)
-    deviations = rewards - rewards.mean()
-    # r_i minus the mean of the others is the deviation from the mean of all, times n / (n - 1).
-    advantages = deviations * (num_valid / (num_valid - 1)) if use_leave_one_out_baseline else deviations
+    whole_NN = rewards_N.expand(count, count)
+    compared = whole_NN[~torch.eye(count, dtype=torch.bool)].view(count, -1) if use_leave_one_out_baseline else whole_NN
+    advantages_N = rewards_N - compared.mean(dim=1)
     if normalize:
-        advantages = advantages / (deviations.square().sum() / (num_valid - 1)).sqrt()
-    advantages_G[is_valid_G] = advantages.float()
+        std_N, epsilon = (_std(whole_NN), 0.0) if normalize_by_whole_group else (_std(compared), STD_EPSILON)
+        advantages_N = torch.where(std_N > 0, advantages_N / (std_N + epsilon), advantages_N)
+    advantages_G[has_reward_G] = advantages_N
     return advantages_G
 
 
-def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[list[float]]:
-    """Advantages of every group, in the order of its rollouts, by the estimator of the config; 0 for rollouts that are not valid.
+def _std(values: Tensor) -> Tensor:
+    """Unbiased standard deviation over the last dimension, in two passes; 0 of one value."""
+    deviations = values - values.mean(dim=-1, keepdim=True)
+    return (deviations.square().sum(dim=-1) / max(1, values.shape[-1] - 1)).sqrt()
 
-    Those of reinforce_plus_plus are still to be normalised over the tokens of the batch: `normalize_over_tokens`.
+
+def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[list[float]]:
+    """Advantages of every group of a step, in the order of its rollouts, by the estimator of the config; 0 for those without a reward.
+
+    Those of reinforce_plus_plus are still to be normalised over the tokens of the step: `normalize_over_tokens`.
 
     Raises:
         ValueError: gdpo, and a verdict has less than two components, or another number than there are weights.
@@ -64,11 +82,11 @@ def _grpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
 
 def _gdpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
     """Each component of the reward against the group, weighted and added, then over the batch (arXiv:2601.05242)."""
-    names = sorted({name for group in groups for verdict in group.verdicts if verdict.is_valid for name in verdict.components})
+    names = sorted({name for group in groups for verdict in group.verdicts if verdict.has_reward for name in verdict.components})
     weights = config.adv_estimator.reward_weights or [1.0] * len(names)
     for group in groups:
         for verdict in group.verdicts:
-            if verdict.is_valid and (len(verdict.components) < 2 or sorted(verdict.components) != names):
+            if verdict.has_reward and (len(verdict.components) < 2 or sorted(verdict.components) != names):
                 raise ValueError(
                     f"grpo.adv_estimator.name=gdpo, but a reward for {group.prompt.prompt_id} has the components "
                     f"{sorted(verdict.components)}, others {names}: all need the same two or more; use grpo for rewards without components"
@@ -80,23 +98,23 @@ def _gdpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
         )
     totals = []
     for group in groups:
-        total_G = torch.zeros(len(group.verdicts))
+        total_G = torch.zeros(len(group.verdicts), dtype=torch.float64)
         for name, weight in zip(names, weights, strict=True):
             rewards = [scale_reward(verdict.components.get(name, 0.0), config.reward_scaling) for verdict in group.verdicts]
             total_G += weight * _against_group(group, rewards, config)
         totals.append(total_G)
-    return _over_batch(totals, [_is_valid(group) for group in groups])
+    return _over_batch(totals, [_has_reward(group) for group in groups])
 
 
 def _reinforce_plus_plus(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
     """Rewards, or with `minus_baseline` their distance from the group's mean (arXiv:2501.03262, section 3)."""
     advantages = []
     for group in groups:
-        rewards_G, is_valid_G = torch.tensor(shaped_rewards(group, config), dtype=torch.float64), _is_valid(group)
+        rewards_G, has_reward_G = torch.tensor(shaped_rewards(group, config), dtype=torch.float64), _has_reward(group)
         if config.adv_estimator.minus_baseline:
-            advantages.append(group_advantages(rewards_G, is_valid_G, normalize=False, use_leave_one_out_baseline=False))
+            advantages.append(group_advantages(rewards_G, has_reward_G, normalize=False, use_leave_one_out_baseline=False))
         else:
-            advantages.append(torch.where(is_valid_G, rewards_G, 0.0).float())
+            advantages.append(torch.where(has_reward_G, rewards_G, 0.0))
     return advantages
 
 
@@ -110,33 +128,34 @@ _ESTIMATORS: dict[str, Callable[[Sequence[RolloutGroup], GrpoConfig], list[Tenso
 def _against_group(group: RolloutGroup, rewards: Sequence[float], config: GrpoConfig) -> Tensor:
     return group_advantages(
         torch.tensor(rewards, dtype=torch.float64),
-        _is_valid(group),
+        _has_reward(group),
         normalize=config.adv_estimator.normalize_rewards,
         use_leave_one_out_baseline=config.adv_estimator.use_leave_one_out_baseline,
+        normalize_by_whole_group=config.adv_estimator.normalize_by_whole_group,
     )
 
 
-def _is_valid(group: RolloutGroup) -> Tensor:
-    return torch.tensor([verdict.is_valid for verdict in group.verdicts])
+def _has_reward(group: RolloutGroup) -> Tensor:
+    return torch.tensor([verdict.has_reward for verdict in group.verdicts])
 
 
-def _over_batch(advantages: list[Tensor], is_valid: list[Tensor]) -> list[Tensor]:
-    """Valid ones shifted and scaled to mean 0 and unbiased variance 1 over the batch; 0 if they are all equal."""
-    flat_N = torch.cat([advantages_G[is_valid_G] for advantages_G, is_valid_G in zip(advantages, is_valid, strict=True)]).double()
-    if len(flat_N) < 2 or flat_N.max() - flat_N.min() <= MIN_REWARD_SPREAD:
+def _over_batch(advantages: list[Tensor], has_reward: list[Tensor]) -> list[Tensor]:
+    """Those with a reward shifted and scaled to mean 0 and unbiased variance 1 over the batch; 0 if they are all equal."""
+    flat_N = torch.cat([advantages_G[has_reward_G] for advantages_G, has_reward_G in zip(advantages, has_reward, strict=True)])
+    if len(flat_N) < 2 or flat_N.max() - flat_N.min() <= ROUNDING:
         return [torch.zeros_like(advantages_G) for advantages_G in advantages]
     mean, std = flat_N.mean(), flat_N.std()
     return [
-        torch.where(is_valid_G, (advantages_G.double() - mean) / std, 0.0).float()
-        for advantages_G, is_valid_G in zip(advantages, is_valid, strict=True)
+        torch.where(has_reward_G, (advantages_G - mean) / std, 0.0)
+        for advantages_G, has_reward_G in zip(advantages, has_reward, strict=True)
     ]
 
 
 def normalize_over_tokens(advantages: list[Tensor], masks: list[Tensor], add_over_ranks: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Advantages of rows, float32 [T] each, shifted and scaled to mean 0 and variance 1 over the valid tokens of the global batch.
+    """Advantages of rows, float32 [T] each, shifted and scaled to mean 0 and variance 1 over the valid tokens of a step.
 
-    Two passes in float64; all 0 if they are equal there. `masks` [T] are 1 on valid tokens. `add_over_ranks` adds a tensor over the
-    data-parallel ranks, which all call this (arXiv:2501.03262, eq. 9).
+    Two passes in float64; the variance is at least MIN_VARIANCE. `masks` [T] are 1 on valid tokens. `add_over_ranks` adds a tensor over
+    the data-parallel ranks, which all call this (arXiv:2501.03262, eq. 9).
     """
     values = [advantages_T.double() for advantages_T in advantages]
     device = values[0].device if values else None
@@ -147,5 +166,5 @@ def normalize_over_tokens(advantages: list[Tensor], masks: list[Tensor], add_ove
     count = total([mask_T.sum().double() for mask_T in masks]).clamp(min=1.0)
     mean = total([values_T[mask_T > 0].sum() for values_T, mask_T in zip(values, masks, strict=True)]) / count
     variance = total([(values_T - mean)[mask_T > 0].square().sum() for values_T, mask_T in zip(values, masks, strict=True)]) / count
-    scale = 0.0 if float(variance) <= MIN_REWARD_SPREAD**2 else variance.rsqrt()
+    scale = variance.clamp(min=MIN_VARIANCE).rsqrt()
     return [torch.where(mask_T > 0, (values_T - mean) * scale, 0.0).float() for values_T, mask_T in zip(values, masks, strict=True)]

@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mrl.algo.kl import bounded_exp
+from mrl.algo.kl import correction_weight, ratio
 
 if TYPE_CHECKING:
     from mrl.algo.sequences import Segments
     from mrl.config.schema.algo import LossConfig
 
 
+def log_weights(log_ratio_T: Tensor, segments: Segments, config: LossConfig) -> Tensor:
+    """Log of each token's weight, [T], from log(old / generator); with `sequence_level_importance_ratios` the sum over its sequence."""
+    return segments.spread(segments.sum(log_ratio_T)) if config.sequence_level_importance_ratios else log_ratio_T
+
+
 def importance_weights(log_ratio_T: Tensor, segments: Segments, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Weight of each token, and whether it was outside the bounds, both [T]. `log_ratio_T` is log(old / generator), without gradient.
 
-    One weight per token, or with `sequence_level_importance_ratios` one per sequence, the product over its tokens.
+    One weight per token, or with `sequence_level_importance_ratios` one per sequence, the product over its tokens. A weight that
+    overflows is 0, unless `max_log_ratio` holds it.
     """
-    if config.sequence_level_importance_ratios:
-        weights_T = segments.spread(bounded_exp(segments.sum(log_ratio_T)))
-    else:
-        weights_T = bounded_exp(log_ratio_T)
+    weights_T = correction_weight(log_weights(log_ratio_T, segments, config), config.max_log_ratio)
     if config.truncation is None:
         return weights_T, torch.zeros_like(weights_T, dtype=torch.bool)
     assert config.truncated_importance_sampling_ratio is not None
@@ -48,7 +51,7 @@ def _leave_out_tokens(weights_T: Tensor, log_ratio_T: Tensor, segments: Segments
 
 def _leave_out_sequences(weights_T: Tensor, log_ratio_T: Tensor, segments: Segments, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """Sequence masks by the geometric mean; what is kept keeps its weights."""
-    is_outside_T = segments.spread(_is_outside(bounded_exp(segments.mean(log_ratio_T)), bounds))
+    is_outside_T = segments.spread(_is_outside(ratio(segments.mean(log_ratio_T), None), bounds))
     return weights_T.masked_fill(is_outside_T, 0.0), is_outside_T
 
 

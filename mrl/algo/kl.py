@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-# vLLM and Megatron run different kernels, so log-ratios drift; exp(10) is past any honest update.
-MAX_LOG_RATIO = 10.0
+KlType = Literal["k1", "k2", "k3"]
 
 
-def bounded_ratio(logprobs_T: Tensor, base_logprobs_T: Tensor) -> Tensor:
-    """exp(logprobs - base), the log-ratio held within +-MAX_LOG_RATIO."""
-    return bounded_exp(logprobs_T - base_logprobs_T)
+def ratio(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
+    """exp of log-ratios, held within +-`max_log_ratio` without gradient beyond it; infinite where it overflows and nothing holds it."""
+    return torch.exp(log_ratio_T if max_log_ratio is None else log_ratio_T.clamp(-max_log_ratio, max_log_ratio))
 
 
-def bounded_exp(log_ratio_T: Tensor) -> Tensor:
-    """exp of log-ratios held within +-MAX_LOG_RATIO."""
-    return torch.exp(log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+def correction_weight(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
+    """As `ratio`, but 0 where it overflows, without gradient."""
+    is_lost_T = is_bounded(log_ratio_T, max_log_ratio) & (max_log_ratio is None)
+    return torch.where(is_lost_T, 0.0, ratio(log_ratio_T.masked_fill(is_lost_T, 0.0), max_log_ratio))
+
+
+def is_bounded(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
+    """Where `ratio` is not exp of the log-ratio: held, or overflowed."""
+    if max_log_ratio is None:
+        return log_ratio_T > math.log(torch.finfo(log_ratio_T.dtype).max)
+    return log_ratio_T.abs() > max_log_ratio
 
 
 def kl_divergence(
     logprobs_T: Tensor,
     reference_logprobs_T: Tensor,
     *,
-    kl_type: Literal["k1", "k2", "k3"],
+    kl_type: KlType,
     input_clamp: float | None = None,
     output_clamp: float | None = None,
     sampling_weights_T: Tensor | None = None,

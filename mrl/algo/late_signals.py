@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algo.advantages import normalize_over_tokens
-from mrl.algo.kl import bounded_exp, kl_divergence
+from mrl.algo.kl import kl_divergence
 from mrl.algo.sequences import Segments
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def sequence_errors(old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Mean over each sequence's valid tokens of exp(|old - generator|), [S]; NaN for sequences without a valid token."""
     is_valid_T = loss_mask_T > 0
-    error_T = torch.where(is_valid_T, bounded_exp((old_logprobs_T - generator_logprobs_T).abs()), 0.0)
+    error_T = torch.where(is_valid_T, (old_logprobs_T - generator_logprobs_T).abs().exp(), 0.0)
     segments = Segments.of(cu_seqlens, loss_mask_T)
     return segments.mean(error_T).masked_fill(segments.sum(loss_mask_T) == 0, torch.nan)
 
@@ -69,17 +69,17 @@ def token_advantages(
 ) -> list[Tensor]:
     """The advantage of every token of the rows, float32 [T] each, 0 outside the masks.
 
-    What reinforce_plus_plus still lacks: the KL penalty of each token, and its normalisation over the batch (see
-    `normalize_over_tokens`). Then the bounds of the config, and last the `fixed` values, NaN where there is none.
+    What reinforce_plus_plus still lacks: the KL penalty of each token, and its normalisation over the rows, which are those of a step
+    (see `normalize_over_tokens`). Then the `fixed` values, NaN where there is none, and last the bounds of the config.
     """
     values = [torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(advantages, masks, strict=True)]
     if kl_in_reward is not None:
         values = [advantages_T - kl_T for advantages_T, kl_T in zip(values, kl_in_reward, strict=True)]
     if config.adv_estimator.name == "reinforce_plus_plus":
         values = normalize_over_tokens(values, list(masks), add_over_ranks)
+    values = [torch.where(fixed_T.isnan(), advantages_T, fixed_T) for advantages_T, fixed_T in zip(values, fixed, strict=True)]
     if config.advantage_clip_low is not None or config.advantage_clip_high is not None:
         values = [advantages_T.clamp(config.advantage_clip_low, config.advantage_clip_high) for advantages_T in values]
-    values = [torch.where(fixed_T.isnan(), advantages_T, fixed_T) for advantages_T, fixed_T in zip(values, fixed, strict=True)]
     return [torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(values, masks, strict=True)]
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mrl.algo.importance import importance_weights
-from mrl.algo.kl import MAX_LOG_RATIO, bounded_exp, bounded_ratio, kl_divergence
+from mrl.algo.importance import importance_weights, log_weights
+from mrl.algo.kl import KlType, correction_weight, is_bounded, kl_divergence, ratio
 from mrl.algo.sequences import Segments
 
 if TYPE_CHECKING:
@@ -88,30 +88,38 @@ def policy_loss(
     by default `logprobs_T`, with a reference that is not truncated either. `entropy_T` only becomes a metric.
     """
     tokens = _valid_tokens(logprobs_T, untruncated_logprobs_T, row, config)
-    ratio_T = policy_ratio(tokens, config)
+    log_ratio_T = log_policy_ratio(tokens, config)
+    ratio_T = ratio(log_ratio_T, config.max_log_ratio)
     clipped_ratio_T = ratio_T.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
     token_loss_T, is_clipped_T = OBJECTIVES[objective_name(config)](tokens, ratio_T, clipped_ratio_T, config)
-    importance_T, is_outside_T = importance_weights(tokens.old_logprobs_T - tokens.generator_logprobs_T, tokens.segments, config)
+    drift_T = tokens.old_logprobs_T - tokens.generator_logprobs_T
+    importance_T, is_outside_T = importance_weights(drift_T, tokens.segments, config)
     if config.use_importance_sampling_correction:
         token_loss_T = token_loss_T * importance_T
     kl_T = kl_term(tokens, row.reference_logprobs_T, config)
     token_loss_T = token_loss_T + config.kl_in_loss * kl_T
-    positive_nll = -(tokens.logprobs_T * row.positive_mask_T).sum() / max(counts.num_positive_tokens, 1.0)
-    loss = (loss_weights(row.loss_mask_T, row.cu_seqlens, config, counts) * torch.where(tokens.is_valid_T, token_loss_T, 0.0)).sum()
-    loss = loss + config.positive_example_nll_weight * positive_nll
+    weights_T = loss_weights(row.loss_mask_T, row.cu_seqlens, config, counts)
+    loss = (weights_T * torch.where(tokens.is_valid_T, token_loss_T, 0.0)).sum()
+    positive_nll = torch.zeros_like(loss)
+    if config.positive_example_nll_weight > 0:
+        positive_nll = -(tokens.logprobs_T * row.positive_mask_T).sum() / max(counts.num_positive_tokens, 1.0)
+        loss = loss + config.positive_example_nll_weight * positive_nll
 
     with torch.no_grad():
         per_token = {
-            "kl_penalty": kl_T,
             "probs_ratio_clamped": clipped_ratio_T,
             "clip_fraction": is_clipped_T.float(),
+            "bounded_fraction": _is_far(log_ratio_T, drift_T, tokens.segments, config).float(),
             **({} if entropy_T is None else {"entropy": entropy_T}),
         }
         sums = {name: values_T[tokens.is_valid_T].sum() for name, values_T in per_token.items()}
-        sums |= token_metrics(tokens.logprobs_T, tokens.old_logprobs_T, tokens.generator_logprobs_T, ratio_T, tokens.is_valid_T)
+        sums |= token_metrics(
+            *(values_T[tokens.is_valid_T] for values_T in (tokens.logprobs_T, tokens.old_logprobs_T, tokens.generator_logprobs_T, ratio_T)),
+            kl_type=config.reference_policy_kl_type,
+        )
         sums["outside_truncation_fraction"] = ((row.loss_mask_T > 0) & ~tokens.is_valid_T).float().sum()
         metrics = {name: value / max(counts.num_tokens, 1.0) for name, value in sums.items()}
-        metrics |= {LOSS: loss.detach(), "positive_nll_loss": positive_nll.detach()}
+        metrics |= {LOSS: loss.detach(), "kl_penalty": (weights_T * kl_T).sum(), "positive_nll_loss": positive_nll.detach()}
         metrics |= _extremes("probs_ratio", ratio_T[tokens.is_valid_T])
         metrics |= _extremes("probs_ratio_clamped", clipped_ratio_T[tokens.is_valid_T])
         metrics |= _importance_metrics(importance_T, is_outside_T, tokens.segments, config, counts)
@@ -134,12 +142,15 @@ def _valid_tokens(logprobs_T: Tensor, untruncated_logprobs_T: Tensor | None, row
     )
 
 
-def policy_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
-    """Probability of each token against that before the update; or of its sequence, as the geometric mean over the tokens (GSPO)."""
+def log_policy_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
+    """Log of each token's probability against that before the update; or of its sequence's, the mean over the tokens (GSPO).
+
+    With `force_on_policy_ratio` it is 0 either way, and its gradient the token's own, as in NeMo RL.
+    """
     log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
-    if config.sequence_level_importance_ratios:
-        log_ratio_T = tokens.segments.spread(tokens.segments.mean(log_ratio_T))
-    return bounded_exp(log_ratio_T)
+    if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
+        return tokens.segments.spread(tokens.segments.mean(log_ratio_T))
+    return log_ratio_T
 
 
 def objective_name(config: LossConfig) -> str:
@@ -197,7 +208,7 @@ def kl_term(tokens: Tokens, reference_logprobs_T: Tensor | None, config: LossCon
         kl_type=config.reference_policy_kl_type,
         input_clamp=config.kl_input_clamp_value,
         output_clamp=config.kl_output_clamp_value,
-        sampling_weights_T=bounded_ratio(logprobs_T, drawn_from_T),
+        sampling_weights_T=correction_weight(logprobs_T - drawn_from_T, config.max_log_ratio),
     )
 
 
@@ -213,25 +224,27 @@ def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, config: LossConfig, co
     return in_sequence_T / max(counts.num_sequences, 1.0)
 
 
-def token_metrics(logprobs_T: Tensor, old_T: Tensor, generator_T: Tensor, ratio_T: Tensor, is_valid_T: Tensor) -> dict[str, Tensor]:
-    """Sums over the valid tokens of a row, under NeMo RL's names where it has one."""
-    new, old, generator = logprobs_T[is_valid_T], old_T[is_valid_T], generator_T[is_valid_T]
+def token_metrics(new: Tensor, old: Tensor, generator: Tensor, ratios: Tensor, *, kl_type: KlType) -> dict[str, Tensor]:
+    """Sums over tokens, all of them valid, under NeMo RL's names where it has one. KL by the estimator of the KL penalty, not clamped."""
     drift = old - generator
     mixture = torch.logaddexp(old, generator) - math.log(2)
     return {
-        "gen_kl_error": _k3(generator, old).sum(),
-        "policy_kl_error": _k3(old, generator).sum(),
-        "js_divergence_error": (_k3(mixture, old) + _k3(mixture, generator)).sum() / 2,
-        "token_mult_prob_error": bounded_exp(drift.abs()).sum(),
+        "gen_kl_error": kl_divergence(generator, old, kl_type=kl_type).sum(),
+        "policy_kl_error": kl_divergence(old, generator, kl_type=kl_type).sum(),
+        "js_divergence_error": torch.stack([kl_divergence(mixture, side, kl_type="k3") for side in (old, generator)]).sum() / 2,
+        "token_mult_prob_error": drift.abs().exp().sum(),
         "mean_abs_dlogp": drift.abs().sum(),
-        "probs_ratio": ratio_T[is_valid_T].sum(),
-        "bounded_fraction": (torch.maximum(drift.abs(), (new - old).abs()) > MAX_LOG_RATIO).float().sum(),
-        "approx_entropy": -(bounded_ratio(new, generator) * new).sum(),
+        "probs_ratio": ratios.sum(),
+        "approx_entropy": -((new - generator).exp() * new).sum(),
     }
 
 
-def _k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    return kl_divergence(logprobs, reference_logprobs, kl_type="k3", input_clamp=MAX_LOG_RATIO)
+def _is_far(log_ratio_T: Tensor, drift_T: Tensor, segments: Segments, config: LossConfig) -> Tensor:
+    """Tokens whose ratio or correction weight is not what their logprobs say: held at `max_log_ratio`, or overflowed."""
+    is_far_T = is_bounded(log_ratio_T, config.max_log_ratio)
+    if config.use_importance_sampling_correction:
+        is_far_T = is_far_T | is_bounded(log_weights(drift_T, segments, config), config.max_log_ratio)
+    return is_far_T
 
 
 def _extremes(name: str, values: Tensor) -> dict[str, Tensor]:

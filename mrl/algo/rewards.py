@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
     from mrl.types import RolloutGroup, RolloutInfo
 
@@ -45,8 +47,18 @@ def shaped_rewards(group: RolloutGroup, config: GrpoConfig) -> list[float]:
     return [shape_reward(reward, rollout, config.reward_shaping) for reward, rollout in zip(scaled, group.rollouts, strict=True)]
 
 
+def shaped_rewards_of(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[float]:
+    """Those of all rollouts that have a reward."""
+    return [
+        reward
+        for group in groups
+        for reward, verdict in zip(shaped_rewards(group, config), group.verdicts, strict=True)
+        if verdict.has_reward
+    ]
+
+
 def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
-    """Valid rewards of a group that scaling holds at an end of its source range."""
+    """Rewards of a group that scaling holds at an end of its source range."""
     if not scaling.enabled:
         return 0
-    return sum(verdict.is_valid and not scaling.source_min <= verdict.reward <= scaling.source_max for verdict in group.verdicts)
+    return sum(verdict.has_reward and not scaling.source_min <= verdict.reward <= scaling.source_max for verdict in group.verdicts)

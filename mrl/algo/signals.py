@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mrl.algo.advantages import batch_advantages
-from mrl.algo.rewards import num_out_of_range, shaped_rewards
+from mrl.algo.rewards import num_out_of_range, shaped_rewards, shaped_rewards_of
 from mrl.types import FixedAdvantage, FlawKind, RolloutGroup, RolloutInfo, TrainSequence, Verdict
 
 if TYPE_CHECKING:
@@ -53,20 +53,37 @@ def _fixed_advantages(verdict: Verdict, config: GrpoConfig) -> tuple[FixedAdvant
 def _metrics(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], config: GrpoConfig) -> dict[str, float]:
     judged = [(rollout, verdict) for group in groups for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)]
     metrics = {}
+    if config.use_dynamic_sampling:
+        rewards = shaped_rewards_of(groups, config)
+        metrics["train/filtered_reward"] = sum(rewards) / max(1, len(rewards))
     if config.overlong_filtering:
         num_filtered = sum(verdict.is_valid and _is_filtered(rollout, config) for rollout, verdict in judged)
         metrics["train/num_overlong_filtered"] = float(num_filtered)
-    if config.reward_scaling.enabled or config.reward_shaping.enabled:
-        rewards = [sequence.reward for sequence, (_, verdict) in zip(sequences, judged, strict=True) if verdict.is_valid]
-        metrics["train/shaped_reward"] = sum(rewards) / max(1, len(rewards))
     if config.reward_scaling.enabled:
         metrics["train/num_rewards_out_of_range"] = float(sum(num_out_of_range(group, config.reward_scaling) for group in groups))
-    for kind, name, advantage in (
-        ("invalid_tool_call", "num_invalid_tool_calls", config.invalid_tool_call_advantage),
-        ("malformed_thinking", "num_malformed_thinking", config.malformed_thinking_advantage),
-    ):
-        if advantage is not None:
-            num_flaws = sum(flaw.kind == kind for _, verdict in judged for flaw in verdict.flaws)
-            num_flawed = sum(any(flaw.kind == kind for flaw in verdict.flaws) for _, verdict in judged)
-            metrics |= {f"train/{name}": float(num_flaws), f"train/{kind}_rate": num_flawed / max(1, len(judged))}
-    return metrics
+    return metrics | _flaw_metrics(judged, config)
+
+
+def _flaw_metrics(judged: Sequence[tuple[RolloutInfo, Verdict]], config: GrpoConfig) -> dict[str, float]:
+    """Turns with a fixed advantage, and their shares of all turns. A turn with both flaws counts as an invalid tool call."""
+    if config.invalid_tool_call_advantage is None and config.malformed_thinking_advantage is None:
+        return {}
+    num_invalid = num_malformed = 0
+    for _, verdict in judged:
+        invalid, malformed = (
+            {(flaw.start, flaw.stop) for flaw in verdict.flaws if flaw.kind == kind and advantage is not None}
+            for kind, advantage in (
+                ("invalid_tool_call", config.invalid_tool_call_advantage),
+                ("malformed_thinking", config.malformed_thinking_advantage),
+            )
+        )
+        num_invalid += len(invalid)
+        num_malformed += len(malformed - invalid)
+    num_turns = sum(rollout.num_turns for rollout, _ in judged)
+    return {
+        "train/num_invalid_tool_calls": float(num_invalid),
+        "train/invalid_tool_call_rate": num_invalid / max(1, num_turns),
+        "train/num_malformed_thinking": float(num_malformed),
+        "train/malformed_thinking_rate": num_malformed / max(1, num_turns),
+        "train/num_assistant_messages": float(num_turns),
+    }

@@ -19,6 +19,7 @@ from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import Background, fetch, wait_all
 from mrl.config.rules.environments import NEMO_GYM
 from mrl.config.schema.run import RunConfig
+from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
 from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict
@@ -36,7 +37,6 @@ class RewardActor:
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
         from mrl.data.chat import load_tokenizer, use_chat_template
-        from mrl.data.turns import TurnFormat
 
         self.deadlines = config.deadlines
         self.max_turns = config.max_rollout_turns
@@ -94,26 +94,20 @@ class RewardActor:
             [Answer(info.request_id, prompt.env_name, task) for info, prompt, task in zip(infos, prompts, tasks, strict=True)]
         )
 
-    def decide(self, timeout_s: float) -> tuple[list[tuple[str, bool]], list[Transcript]]:
-        """What has been judged since the last call, waiting up to `timeout_s` for the first: `(request id, whether another turn follows)`.
+    def decide(self, timeout_s: float) -> tuple[list[tuple[str, Ending | None]], list[Transcript]]:
+        """What has been judged since the last call, waiting up to `timeout_s` for the first: `(request id, why no other turn follows)`.
 
-        Then what those turns go on from, in the same order.
+        Then what the turns that follow go on from, in the same order.
         """
-        decisions: list[tuple[str, bool]] = []
+        decisions: list[tuple[str, Ending | None]] = []
         transcripts: list[Transcript] = []
         for request_id, verdict in self.scorer.take_fresh(timeout_s).items():
-            transcript = self._next(self.undecided.pop(request_id), verdict)
-            decisions.append((request_id, transcript is not None))
-            transcripts += [] if transcript is None else [transcript]
+            rollout = self.undecided.pop(request_id)
+            following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
+            if isinstance(following, Transcript):
+                transcripts.append(following)
+            decisions.append((request_id, None if isinstance(following, Transcript) else following))
         return decisions, transcripts
-
-    def _next(self, rollout: Rollout, verdict: Verdict) -> Transcript | None:
-        is_over = not verdict.observation or not verdict.is_valid or rollout.finish_reason != "stop"
-        if is_over or len(rollout.turns) >= self.max_turns:
-            return None
-        transcript = self.format.go_on(rollout, verdict.observation)
-        has_room = len(rollout.request.token_ids) + len(transcript.token_ids) < self.max_model_len
-        return transcript if has_room else None
 
     def collect(self) -> tuple[Mapping[str, Verdict], float]:
         """Verdicts of everything submitted since the last call, by request id, and the seconds that they took, waited for or not."""
@@ -163,8 +157,8 @@ class Rewards:
             self._poll = cast(tuple[ray.ObjectRef, ray.ObjectRef], poll)
         return [] if self._poll is None else [self._poll[0]]
 
-    def take_ready(self) -> list[tuple[str, PayloadRef | None]]:
-        """Decisions on turns since the last call: the request's id, and the `Transcript` that the next turn goes on from, or None.
+    def take_ready(self) -> list[tuple[str, PayloadRef | Ending]]:
+        """Decisions on turns since the last call: the request's id, and the `Transcript` that the next turn goes on from, or why none is.
 
         Does not wait.
 
@@ -175,10 +169,10 @@ class Rewards:
         if self._poll is None or not ray.wait(references, num_returns=1, timeout=0.0)[0]:
             return []
         (reference, payload), self._poll = self._poll, None
-        decisions = cast(list[tuple[str, bool]], fetch(reference, key=NAME, what="turns"))
+        decisions = cast("list[tuple[str, Ending | None]]", fetch(reference, key=NAME, what="turns"))
         self._undecided.difference_update(request_id for request_id, _ in decisions)
         indices = itertools.count()
-        return [(request_id, PayloadRef(payload, next(indices)) if goes_on else None) for request_id, goes_on in decisions]
+        return [(request_id, ending or PayloadRef(payload, next(indices))) for request_id, ending in decisions]
 
     def collect(self) -> tuple[Mapping[str, Verdict], float]:
         """Verdicts of everything submitted since the last call, by request id, and the seconds that they took, waited for or not."""

@@ -15,6 +15,7 @@ from mrl.cluster.payload import PayloadRef
 from mrl.cluster.reward_actor import Rewards
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.data.lengths import LengthHints
+from mrl.data.turns import Ending
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
 
 logger = logging.getLogger(__name__)
@@ -166,15 +167,16 @@ class RolloutCollector:
                     f"{self.rewards.num_undecided} turns wait for their environment"
                 )
 
-    def _decided(self, decisions: Sequence[tuple[str, PayloadRef | None]]) -> None:
-        """Asks for the next turns of rollouts that go on; the others are complete."""
-        for request_id, transcript in decisions:
+    def _decided(self, decisions: Sequence[tuple[str, PayloadRef | Ending]]) -> None:
+        """Asks for the next turns of rollouts that go on; the others are complete, and truncated if a turn would not fit."""
+        for request_id, following in decisions:
             info = self._turns.pop(request_id)
             group = self._groups[info.key]
-            if transcript is None:
-                group.infos[request_id] = info
+            if isinstance(following, PayloadRef):
+                self.engines.submit([dataclasses.replace(group.requests[info.rollout_index], earlier=following)])
             else:
-                self.engines.submit([dataclasses.replace(group.requests[info.rollout_index], earlier=transcript)])
+                is_truncated = following == "out of context"
+                group.infos[request_id] = dataclasses.replace(info, finish_reason="length") if is_truncated else info
 
     def _arrived(self, finished: list[RolloutInfo]) -> None:
         prompts = []

@@ -6,18 +6,20 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 import numpy as np
 
-from mrl.types import Rollout, Transcript
+from mrl.types import Rollout, Transcript, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+Ending = Literal["over", "out of context"]
+"""Why a rollout has no further turn: nothing more is said, or it would not fit. The latter truncates the rollout."""
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens that environments read, although some tokenizers call them special."""
 _ANSWER = "the-answer-stands-here"
@@ -37,6 +39,19 @@ class TurnFormat:
         turns = [rollout.token_ids[turn.start : turn.stop].tolist() for turn in rollout.turns]
         kept = [[token_id for token_id in ids if token_id not in self._hidden_ids] for ids in turns]
         return tuple(self.tokenizer.batch_decode(kept, skip_special_tokens=False))
+
+    def next_turn(self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int) -> Transcript | Ending:
+        """What the next turn goes on from, if the environment answers and both turns and context are left; else why there is none.
+
+        Raises:
+            ValueError: the chat template does not take the environment's messages.
+        """
+        if not verdict.observation or not verdict.is_valid or rollout.finish_reason != "stop":
+            return "over"
+        transcript = self.go_on(rollout, verdict.observation)
+        if len(rollout.request.token_ids) + len(transcript.token_ids) >= max_model_len:
+            return "out of context"
+        return transcript if len(rollout.turns) < max_turns else "over"
 
     def go_on(self, rollout: Rollout, observation: Sequence[Mapping[str, str]]) -> Transcript:
         """The rollout with the environment's messages behind it, and the beginning of the assistant's next turn.

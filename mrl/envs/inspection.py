@@ -92,7 +92,7 @@ def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
 
 def amend(verdict: Verdict, remarks: Remarks) -> Verdict:
     """The verdict with its flaws; reward and its components are 0 if there is a penalty, which becomes a flag."""
-    if remarks.penalties and verdict.is_valid:
+    if remarks.penalties and verdict.has_reward:
         nothing = dict.fromkeys(verdict.components, 0.0)
         verdict = replace(verdict, reward=0.0, components=nothing, flags=(*verdict.flags, *remarks.penalties))
     return replace(verdict, flaws=remarks.flaws)

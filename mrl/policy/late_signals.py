@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,35 @@ from mrl.config.schema.algo import GrpoConfig, LossConfig
 from mrl.policy.step import BatchSize, TrainRow, combine, global_batch_size
 
 
-def finish_signals(rows: list[TrainRow], grpo: GrpoConfig, loss: LossConfig) -> tuple[list[TrainRow], BatchSize, dict[str, float]]:
-    """The rows as the loss wants them, what its sums are divided by, and metrics `train/*`, the last two the same on every rank.
+@dataclass(frozen=True)
+class FinishedBatch:
+    """A batch as the loss wants it."""
 
-    Logprobs are known on the last pipeline stage alone; on the others rows stay as they are. Collective over all ranks.
-    """
-    metrics: dict[str, float] = {}
+    rows: list[TrainRow]
+    """Logprobs are known on the last pipeline stage alone; on the others rows are as they were."""
+    size: BatchSize
+    """What the loss's sums are divided by, the same on every rank."""
+    metrics: dict[str, float]
+    """`train/*`, the same on every rank."""
+
+
+def finish_signals(batches: list[list[TrainRow]], grpo: GrpoConfig, loss: LossConfig) -> list[FinishedBatch]:
+    """This rank's rows of all batches of a step, masked and with the advantages of their tokens. Collective over all ranks."""
+    metrics: list[dict[str, float]] = [{} for _ in batches]
     if parallel_state.is_pipeline_last_stage():
-        if all(item.old_logprobs_T is not None for item in rows):
-            rows, metrics = _without_errors(rows, grpo.seq_logprob_error_threshold)
-        rows = _with_advantages(rows, grpo, loss)
-        metrics |= _advantage_metrics(rows)
+        if all(item.old_logprobs_T is not None for rows in batches for item in rows):
+            masked = [_without_errors(rows, grpo.seq_logprob_error_threshold) for rows in batches]
+            batches, metrics = [rows for rows, _ in masked], [measured for _, measured in masked]
+        finished = iter(_with_advantages([item for rows in batches for item in rows], grpo, loss))
+        batches = [[next(finished) for _ in rows] for rows in batches]
+        metrics = [measured | _advantage_metrics(rows) for measured, rows in zip(metrics, batches, strict=True)]
     # Ranks are ordered with the pipeline outermost, so the last rank is in the last stage.
-    shared = [(global_batch_size([item.row for item in rows]), {f"train/{name}": value for name, value in metrics.items()})]
+    shared = [
+        (global_batch_size([item.row for item in rows]), {f"train/{name}": value for name, value in measured.items()})
+        for rows, measured in zip(batches, metrics, strict=True)
+    ]
     dist.broadcast_object_list(shared, src=dist.get_world_size() - 1)
-    return rows, *shared[0]
+    return [FinishedBatch(rows, *numbers) for rows, numbers in zip(batches, shared, strict=True)]
 
 
 def _without_errors(rows: list[TrainRow], threshold: float | None) -> tuple[list[TrainRow], dict[str, float]]:
@@ -48,6 +62,7 @@ def _without_errors(rows: list[TrainRow], threshold: float | None) -> tuple[list
 
 
 def _with_advantages(rows: list[TrainRow], grpo: GrpoConfig, loss: LossConfig) -> list[TrainRow]:
+    """`rows` are those of a step: what is normalised is normalised over all its updates."""
     kl_in_reward = None
     if loss.use_kl_in_reward:
         kl_in_reward = [

@@ -29,7 +29,7 @@ from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
 from mrl.policy.checkpoint_writer import Writing
 from mrl.policy.distribution import TokenDistribution
-from mrl.policy.late_signals import finish_signals
+from mrl.policy.late_signals import FinishedBatch, finish_signals
 from mrl.policy.lora import attach_adapters
 from mrl.policy.memory import PINNED, TrainingMemory, host_copy, swap
 from mrl.policy.model import build_model, wrap_ddp
@@ -296,19 +296,17 @@ class Policy:
         """
         if self._phase != "train":
             raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('train') comes first")
-        batch = self._take_batch()
-        if self._config.needs_old_logprobs and batch.old_logprobs is None:
+        if self._config.needs_old_logprobs and self._current_batch().old_logprobs is None:
             raise RuntimeError("compute_old_logprobs comes before train_step")
+        finished = self._finished_batch()
+        self._take_batch()
         self._settled = None
-        rows, size, signals = batch.train_rows(self._coordinates.is_last_stage), batch.size, {}
-        if self._config.has_engines:
-            rows, size, signals = finish_signals(rows, self._config.grpo, self._config.loss_fn)
         metrics = train_step(
             self._state.chunks,
             self._state.optimizer,
-            rows,
-            size=size,
-            objective=objective_of(self._config, self._distribution, size),
+            finished.rows,
+            size=finished.size,
+            objective=objective_of(self._config, self._distribution, finished.size),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
@@ -316,7 +314,7 @@ class Policy:
             # As in NeMo RL, the learning rate follows the steps of the run, not the updates of one.
             self._state.scheduler.step(increment=1)
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
-        return metrics | signals | {f"train/{name}": value for name, value in mismatch.items()}
+        return metrics | finished.metrics | {f"train/{name}": value for name, value in mismatch.items()}
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the objective on the batch, which is then used up, the same floats on every rank; trains nothing.
@@ -354,6 +352,19 @@ class Policy:
     def close(self) -> None:
         """Leaves the process groups. Not collective; the policy cannot be used afterwards."""
         parallel.shutdown()
+
+    def _finished_batch(self) -> FinishedBatch:
+        """The batch as the loss wants it. The first of a step finishes those behind it too: some signals are over the whole step."""
+        batch, is_last_stage = self._current_batch(), self._coordinates.is_last_stage
+        if not self._config.has_engines:
+            return FinishedBatch(batch.train_rows(is_last_stage), batch.size, {})
+        if batch.finished is None:
+            batches = [batch, *self._further_batches]
+            rows = [each.train_rows(is_last_stage) for each in batches]
+            for each, finished in zip(batches, finish_signals(rows, self._config.grpo, self._config.loss_fn), strict=True):
+                each.finished = finished
+        assert batch.finished is not None
+        return batch.finished
 
     def _take_batch(self) -> _Batch:
         batch = self._current_batch()
@@ -402,6 +413,7 @@ class _Batch:
     size: BatchSize
     old_logprobs: list[Tensor] | None = None
     reference_logprobs: list[Tensor] | None = None
+    finished: FinishedBatch | None = None
 
     def by_train_row(self, logprobs: list[Tensor]) -> list[Tensor]:
         """From those by row of the logprob passes; none where there are none."""

@@ -36,7 +36,7 @@ def _scores(groups: Sequence[RolloutGroup], k: int) -> Scores:
     votes = [consensus_at_k(extracted(group), mine, k) for group, mine in zip(groups, correct, strict=True)]
     if any(vote is not None for vote in votes):
         scores[f"cons@{k}"] = _mean([vote or 0.0 for vote in votes])
-    scores["reward"] = _mean([verdict.reward if verdict.is_valid else 0.0 for verdict in verdicts])
+    scores["reward"] = _mean([verdict.reward if verdict.has_reward else 0.0 for verdict in verdicts])
     scores["mean_length"] = _mean([float(rollout.num_generated) for group in groups for rollout in group.rollouts])
     scores["failed"] = float(sum(not verdict.is_valid for verdict in verdicts))
     return scores
@@ -44,7 +44,7 @@ def _scores(groups: Sequence[RolloutGroup], k: int) -> Scores:
 
 def is_correct(group: RolloutGroup) -> list[bool]:
     """Whether each answer is right."""
-    return [verdict.is_valid and verdict.reward >= CORRECT_REWARD for verdict in group.verdicts]
+    return [verdict.has_reward and verdict.reward >= CORRECT_REWARD for verdict in group.verdicts]
 
 
 def extracted(group: RolloutGroup) -> list[str]:

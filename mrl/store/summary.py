@@ -10,17 +10,21 @@ from typing import Literal
 import numpy as np
 
 from mrl.algo.pass_at_k import mean_pass_at_k
+from mrl.algo.rewards import shaped_rewards_of
 from mrl.config.schema.algo import GrpoConfig
 from mrl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float, num_engine_restarts: int) -> dict[str, float]:
-    """Rewards over valid rollouts, lengths and rates. `seconds` is the time that generation took, restarts count since the run's start."""
+def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds: float, num_engine_restarts: int) -> dict[str, float]:
+    """Rewards of the rollouts that have one, after scaling and shaping, lengths and rates.
+
+    `seconds` is the time that generation took, restarts count since the run's start.
+    """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = np.array([verdict.reward for verdict in verdicts if verdict.is_valid] or [0.0])
+    rewards = np.array(shaped_rewards_of(groups, grpo) or [0.0])
     lengths = np.array([rollout.num_generated for rollout in rollouts])
     return {
         "train/reward": float(rewards.mean()),
@@ -40,35 +44,35 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float, num_engin
 
 
 def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollout", "val"]) -> dict[str, float]:
-    """Per environment, as `<stage>/<environment>/*`: mean reward of valid rollouts, turns, and how many failed or were flagged, by kind."""
+    """Per environment, as `<stage>/<environment>/*`: mean of the rewards, turns, and how many rollouts failed or were flagged, by kind."""
     metrics: dict[str, float] = {}
     for name in sorted({group.prompt.env_name for group in groups}):
         mine = [group for group in groups if group.prompt.env_name == name]
         verdicts = [verdict for group in mine for verdict in group.verdicts]
-        valid = [verdict for verdict in verdicts if verdict.is_valid]
+        judged = [verdict for verdict in verdicts if verdict.has_reward]
         counts = Counter(verdict.status for verdict in verdicts if not verdict.is_valid)
         counts.update(flag for verdict in verdicts for flag in verdict.flags)
         values = {
-            "reward": float(np.mean([verdict.reward for verdict in valid])) if valid else 0.0,
+            "reward": float(np.mean([verdict.reward for verdict in judged])) if judged else 0.0,
             "num_rollouts": float(len(verdicts)),
             "turns": float(np.mean([rollout.num_turns for group in mine for rollout in group.rollouts])),
-            "failed": float(len(verdicts) - len(valid)),
+            "failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         }
         values |= {kind: float(count) for kind, count in counts.items()}
-        for part in sorted({part for verdict in valid for part in verdict.components}):
-            values[f"reward_{part}"] = float(np.mean([verdict.components.get(part, 0.0) for verdict in valid]))
+        for part in sorted({part for verdict in judged for part in verdict.components}):
+            values[f"reward_{part}"] = float(np.mean([verdict.components.get(part, 0.0) for verdict in judged]))
         metrics |= {f"{stage}/{name}/{quantity}": value for quantity, value in values.items()}
     return metrics
 
 
 def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Mean reward over held-out rollouts, and what the best of several does; an invalid rollout counts as wrong, and is counted."""
+    """Mean reward over held-out rollouts, and what the best of several does; one without a reward counts as wrong, and is counted."""
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    solved = [[verdict.is_valid and verdict.reward > 0 for verdict in group.verdicts] for group in groups]
+    solved = [[verdict.has_reward and verdict.reward > 0 for verdict in group.verdicts] for group in groups]
     num_rollouts = min(map(len, solved))
     fewer = (2**power for power in range(num_rollouts.bit_length()) if 2**power < num_rollouts)
     return {
-        "val/accuracy": float(np.mean([verdict.reward if verdict.is_valid else 0.0 for verdict in verdicts])),
+        "val/accuracy": float(np.mean([verdict.reward if verdict.has_reward else 0.0 for verdict in verdicts])),
         "val/mean_length": float(np.mean([rollout.num_generated for group in groups for rollout in group.rollouts])),
         "val/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "val/num_samples": float(len(verdicts)),
@@ -81,6 +85,18 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of a step from those of its updates: counts (`num_...`) are added up, extremes stay extremes, of all else the mean."""
     return {name: _of_updates(name, [update[name] for update in updates]) for name in updates[0]}
+
+
+def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
+    """Says so if ratios or correction weights of a step are not what the logprobs say."""
+    share = metrics.get("train/bounded_fraction", 0.0)
+    if share > 0:
+        logger.warning(
+            "train/bounded_fraction is %.3g: that share of the tokens has a log-ratio beyond loss_fn.max_log_ratio, or one that overflows, "
+            "and no gradient by it. Policy and generator, or policy and old policy, are far apart: look at train/token_mult_prob_error and "
+            "train/probs_ratio_max, lower the learning rate or the number of updates a step",
+            share,
+        )
 
 
 def _of_updates(name: str, values: Sequence[float]) -> float:

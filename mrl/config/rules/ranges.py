@@ -101,6 +101,7 @@ RANGES: dict[str, Range] = {
     "loss_fn.reference_policy_kl_penalty": NOT_NEGATIVE,
     "loss_fn.kl_input_clamp_value": ABOVE_ZERO,
     "loss_fn.kl_output_clamp_value": ABOVE_ZERO,
+    "loss_fn.max_log_ratio": ABOVE_ZERO,
     "loss_fn.ratio_clip_min": NOT_NEGATIVE,
     "loss_fn.ratio_clip_max": ABOVE_ZERO,
     "loss_fn.ratio_clip_c": Range(1, is_low_open=True),

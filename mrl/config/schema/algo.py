@@ -53,11 +53,14 @@ class AdvantageEstimatorConfig:
     name: Estimator = "grpo"
     """How rewards become advantages. grpo: against the other rollouts of the prompt (arXiv:2402.03300; without normalize_rewards it is the
     RLOO of arXiv:2402.14740 or the Dr. GRPO of arXiv:2503.20783). gdpo: the same for each component of the reward, weighted, then over
-    the batch (arXiv:2601.05242). reinforce_plus_plus: over all tokens of the batch (arXiv:2501.03262)."""
+    the batch (arXiv:2601.05242). reinforce_plus_plus: over all tokens of the step (arXiv:2501.03262)."""
     normalize_rewards: bool = follows("grpo.normalize_rewards")
-    """Divide advantages by the standard deviation of the group's rewards. Not for reinforce_plus_plus."""
+    """Divide advantages by the standard deviation of rewards of the group. Not for reinforce_plus_plus."""
     use_leave_one_out_baseline: bool = follows("grpo.use_leave_one_out_baseline")
     """Baseline of a rollout: mean reward of the others of its group; false: of the whole group. Not for reinforce_plus_plus."""
+    normalize_by_whole_group: bool = False
+    """normalize_rewards divides by the standard deviation of all rewards of the group, which bounds advantages by the square root of its
+    size; false: of those that the baseline is the mean of, and not at all where these are equal, as NeMo RL does."""
     minus_baseline: bool = True
     """For reinforce_plus_plus: subtract the mean reward of the group before the batch is normalised."""
     reward_weights: list[float] | None = None
@@ -106,7 +109,7 @@ class GrpoConfig:
     """Most turns of a rollout: how often the model speaks, if its environment answers. With env.should_use_nemo_gym at least 6, because
     NeMo Gym's agents count for themselves."""
     normalize_rewards: bool = True
-    """Divide advantages by the standard deviation of the group's rewards."""
+    """Divide advantages by the standard deviation of rewards of the group."""
     use_leave_one_out_baseline: bool = True
     """Baseline of a rollout: mean reward of the others of its group; false: of the whole group."""
     adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
@@ -115,7 +118,8 @@ class GrpoConfig:
     advantage_clip_high: float | None = None
     """Advantages above this become this; null = no bound."""
     invalid_tool_call_advantage: float | None = None
-    """Advantage of the tokens of a turn with a tool call that cannot be read, for example -5.0; null = that of the rollout."""
+    """Advantage of the tokens of a turn with a tool call that cannot be read, for example -5.0, within the bounds above; null = that of
+    the rollout."""
     malformed_thinking_advantage: float | None = None
     """Advantage of the tokens of a turn whose think tags do not pair, unless its tool call is invalid; null = that of the rollout."""
     overlong_filtering: bool = False
@@ -182,6 +186,10 @@ class LossConfig:
     ratio_clip_c: float | None = None
     """Dual clip (arXiv:1912.09729): where the advantage is negative, the loss is at most -advantage times this, which is above 1;
     null = not bounded."""
+    max_log_ratio: float | None = None
+    """Hold the log-ratios of the policy to the old one, and of that to the generator, within +- this, 10 for example: a token beyond it
+    has no gradient. null = as in NeMo RL they are what they are, and a correction weight that overflows is 0. `train/bounded_fraction` is
+    the share of tokens that this, or overflow, changes."""
     disable_ppo_ratio: bool = False
     """REINFORCE: -advantage * logprob, without ratio and clip."""
     use_cispo: bool = False

@@ -42,6 +42,21 @@ def two_turns(live: LiveRun) -> Iterator[None]:
     run.session.rewards.apply(set_turns, 1, CoinToss())
 
 
+def set_room(actor, max_model_len: int) -> int:
+    """Returns what it was."""
+    before, actor.max_model_len = actor.max_model_len, max_model_len
+    return before
+
+
+def test_a_rollout_whose_next_turn_does_not_fit_is_truncated(live: LiveRun, two_turns: None):
+    train_step(live.run, live.state)
+    assert live.state.metrics["rollout/truncated_fraction"] < 1.0
+    before = live.run.session.rewards.apply(set_room, 1)
+    train_step(live.run, live.state)
+    live.run.session.rewards.apply(set_room, before)
+    assert live.state.metrics["rollout/math/turns"] == live.state.metrics["rollout/truncated_fraction"] == 1.0
+
+
 def test_both_turns_are_trained_on_and_the_observation_is_not(live: LiveRun, two_turns: None):
     train_step(live.run, live.state)
     metrics = live.state.metrics

@@ -103,6 +103,14 @@ def test_updates_of_a_step_share_old_logprobs_and_learning_rate(ranks: RankPool,
     assert next_step["train/lr"] == pytest.approx(0.55e-3)
 
 
+def test_reinforce_plus_plus_is_normalised_over_all_updates_of_a_step(ranks: RankPool, folder: Path):
+    config = policy_ranks.run_config(folder, "one", "grpo.adv_estimator.name=reinforce_plus_plus")
+    ((_, _, updates, _),) = ranks.run(policy_ranks.two_updates_of_a_step, config, world_size=1)
+    means, counts = ([update[f"train/{name}"] for update in updates] for name in ("advantages/mean", "num_valid_tokens"))
+    assert min(map(abs, means)) > 1e-3
+    assert sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts) == pytest.approx(0.0, abs=1e-6)
+
+
 def test_all_ranks_return_the_same_metrics(ranks: RankPool, folder: Path):
     layout = "pp2 dp2 ep2"
     results = ranks.run(

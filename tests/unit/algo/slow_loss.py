@@ -105,6 +105,8 @@ def slow_loss(batch: Batch, config: LossConfig, logprobs: list[float] | None = N
                 ratio, ratio_here, weight = sequence_ratio, sequence_ratio_here, product
             else:
                 ratio, ratio_here, weight = math.exp(new[t] - old[t]), math.exp(here[t] - old[t]), math.exp(old[t] - generator[t])
+            if config.force_on_policy_ratio:
+                ratio, ratio_here = math.exp(new[t] - here[t]), 1.0
             loss = token_loss(advantages[t], ratio, ratio_here, new[t], config)
             if config.use_importance_sampling_correction:
                 loss *= truncated(weight, geometric, config)

@@ -22,11 +22,47 @@ def test_mean_baseline_by_hand():
     assert advantages.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25])
 
 
-def test_normalized_by_hand():
-    # Deviations +-0.5, unbiased variance 4 * 0.25 / 3.
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), normalize=True)
-    expected = (2 / 3) / math.sqrt(1 / 3)
-    assert advantages.tolist() == pytest.approx([expected, -expected, -expected, expected])
+EPSILON = 1e-6  # NeMo RL's, beside every standard deviation
+
+
+def test_one_right_rollout_of_four_by_hand():
+    """The right one is compared with equal rewards, which have no deviation to divide by; the others with 1, 0 and 0."""
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), normalize=True)
+    wrong = -(1 / 3) / (math.sqrt(((2 / 3) ** 2 + (1 / 3) ** 2 + (1 / 3) ** 2) / 2) + EPSILON)
+    assert advantages.tolist() == pytest.approx([1.0, wrong, wrong, wrong], abs=1e-12)
+
+
+def test_one_right_rollout_of_sixteen_by_hand():
+    # 1/15 in the mean, and a variance of (1 - 1/15) / 14 = 1/15.
+    advantages = group_advantages(torch.tensor([1.0] + [0.0] * 15), normalize=True)
+    assert advantages.tolist() == pytest.approx([1.0] + [-(1 / 15) / (math.sqrt(1 / 15) + EPSILON)] * 15, abs=1e-12)
+
+
+def test_a_pair_is_not_divided():
+    assert group_advantages(torch.tensor([1.0, 0.25]), normalize=True).tolist() == [0.75, -0.75]
+
+
+def test_one_reward_against_equal_ones_that_are_no_binary_fractions():
+    """Their variance as a difference of float32 squares is not 0, and gave an advantage of -2075 (NVIDIA-NeMo/RL#4158)."""
+    rewards = torch.tensor([0.0] + [0.95] * 7)
+    assert group_advantages(rewards, normalize=True)[0] == -float(rewards[1])
+
+
+def test_normalized_by_the_whole_group_by_hand():
+    # Deviations 3/4 and -1/4, unbiased variance (9 + 3) / 16 / 3 = 1/4.
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), normalize=True, normalize_by_whole_group=True)
+    assert advantages.tolist() == pytest.approx([2.0, -2 / 3, -2 / 3, -2 / 3])
+
+
+def test_the_mean_of_all_and_their_deviation_by_hand():
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), normalize=True, use_leave_one_out_baseline=False)
+    assert advantages.tolist() == pytest.approx([0.75 / (0.5 + EPSILON)] + [-0.25 / (0.5 + EPSILON)] * 3, abs=1e-12)
+
+
+def test_rewards_a_hundred_millionth_apart_differ_a_little():
+    # +-0.5e-8 from the mean, and a deviation of 1e-8 / sqrt(2), which the epsilon outweighs.
+    advantages = group_advantages(torch.tensor([0.0, 1e-8]), normalize=True, use_leave_one_out_baseline=False)
+    assert advantages.tolist() == pytest.approx([-0.5e-8 / (1e-8 / math.sqrt(2) + EPSILON), 0.5e-8 / (1e-8 / math.sqrt(2) + EPSILON)])
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 1 / 3, 1e6 + 0.1])
@@ -36,26 +72,36 @@ def test_equal_rewards_give_exactly_zero(reward: float, size: int, normalize: bo
     rewards = torch.full((size,), reward, dtype=torch.float64)
     for baseline in (False, True):
         advantages = group_advantages(rewards, normalize=normalize, use_leave_one_out_baseline=baseline)
-        assert torch.equal(advantages, torch.zeros(size))
+        assert advantages.tolist() == [0.0] * size
 
 
 def test_rewards_that_differ_by_rounding_are_equal():
     rewards = torch.tensor([0.1 + 0.2, 0.3, 0.1 * 3, 0.3], dtype=torch.float64)
-    assert torch.equal(group_advantages(rewards, normalize=True), torch.zeros(4))
+    assert group_advantages(rewards, normalize=True).tolist() == [0.0] * 4
 
 
-def test_invalid_rollouts_take_no_part():
+def test_rollouts_without_a_reward_take_no_part():
     rewards = torch.tensor([1.0, math.nan, 0.0, 0.0])
-    is_valid = torch.tensor([True, False, True, True])
-    advantages = group_advantages(rewards, is_valid, normalize=True)
-    alone = group_advantages(rewards[is_valid], normalize=True)
+    has_reward = torch.tensor([True, False, True, True])
+    advantages = group_advantages(rewards, has_reward, normalize=True)
+    alone = group_advantages(rewards[has_reward], normalize=True)
     assert advantages[1] == 0.0
-    assert torch.equal(advantages[is_valid], alone)
+    assert torch.equal(advantages[has_reward], alone)
 
 
-def test_a_single_valid_rollout_has_no_baseline():
+def test_flagged_rollouts_count_for_the_others():
+    # Against 0 and 0, against 1 and 0; what is flagged has an advantage too, which the loss leaves out.
+    assert batch_advantages([group([1.0, 0.0, 0.0], flagged=[2])], estimator("grpo")) == [[1.0, -0.5, -0.5]]
+    assert batch_advantages([group([2.0, 1.0], flagged=[1])], estimator("reinforce_plus_plus")) == [[0.5, -0.5]]
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.5}, {"a": 0.0, "b": 0.0}]
+    assert batch_advantages([with_components(parts, flagged=(2,))], estimator("gdpo")) == batch_advantages(
+        [with_components(parts)], estimator("gdpo")
+    )
+
+
+def test_a_single_rollout_with_a_reward_has_no_baseline():
     advantages = group_advantages(torch.tensor([1.0, 0.0]), torch.tensor([True, False]), normalize=True)
-    assert torch.equal(advantages, torch.zeros(2))
+    assert advantages.tolist() == [0.0, 0.0]
 
 
 def test_a_group_of_one_is_refused():
@@ -67,12 +113,12 @@ def test_a_group_of_one_is_refused():
 @given(st.lists(st.floats(-3, 3), min_size=2, max_size=16), st.floats(-1, 1))
 def test_advantages_are_bounded_and_sum_to_zero(rewards: list[float], shift: float):
     rewards_G = torch.tensor(rewards, dtype=torch.float64)
-    advantages = group_advantages(rewards_G, normalize=True)
+    advantages = group_advantages(rewards_G, normalize=True, normalize_by_whole_group=True)
     assert advantages.abs().max() <= math.sqrt(len(rewards)) + 1e-5
     assert advantages.sum().abs() < 1e-4
-    if rewards_G.max() - rewards_G.min() > 1e-3:
-        shifted = group_advantages(rewards_G + shift, normalize=True)
-        assert torch.allclose(shifted, advantages, atol=1e-4)
+    if rewards_G.max() - rewards_G.min() > 1e-2:
+        shifted = group_advantages(rewards_G + shift, normalize=True, normalize_by_whole_group=True)
+        assert torch.allclose(shifted, advantages, atol=1e-3)
 
 
 def test_leave_one_out_is_the_mean_of_the_others():
@@ -89,7 +135,10 @@ def test_a_batch_is_its_groups():
     judged = group([1.0, 0.0, 0.0], invalid=[2])
     assert batch_advantages([judged, judged], estimator("grpo")) == [[1.0, -1.0, 0.0]] * 2
     whole = AdvantageEstimatorConfig("grpo", normalize_rewards=True, use_leave_one_out_baseline=False)
-    assert batch_advantages([judged], GrpoConfig(adv_estimator=whole)) == [pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0.0])]
+    half = pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0.0], rel=1e-5)
+    assert batch_advantages([judged], GrpoConfig(adv_estimator=whole)) == [half]
+    bounded = AdvantageEstimatorConfig(normalize_rewards=True, use_leave_one_out_baseline=True, normalize_by_whole_group=True)
+    assert batch_advantages([group([1.0, 0.0])], GrpoConfig(adv_estimator=bounded)) == [pytest.approx([math.sqrt(2), -math.sqrt(2)])]
 
 
 def test_advantages_are_made_of_shaped_rewards():
@@ -98,8 +147,8 @@ def test_advantages_are_made_of_shaped_rewards():
     assert batch_advantages([group([1.0, 1.0], cut_off=[1])], config) == [[2.0, -2.0]]
 
 
-def with_components(components: list[dict[str, float]], *, invalid: tuple[int, ...] = ()) -> RolloutGroup:
-    plain = group([0.0] * len(components), invalid=invalid)
+def with_components(components: list[dict[str, float]], *, invalid: tuple[int, ...] = (), flagged: tuple[int, ...] = ()) -> RolloutGroup:
+    plain = group([0.0] * len(components), invalid=invalid, flagged=flagged)
     return replace(plain, verdicts=tuple(replace(v, components=c) for v, c in zip(plain.verdicts, components, strict=True)))
 
 
@@ -120,7 +169,8 @@ def test_gdpo_normalises_each_component_in_its_group_before_it_adds_them():
     ]
     config = GrpoConfig(adv_estimator=AdvantageEstimatorConfig("gdpo", normalize_rewards=True, use_leave_one_out_baseline=False))
     first, second = batch_advantages(groups, config)
-    assert first == pytest.approx([0.0] * 4, abs=1e-6)
+    # But for the epsilon beside each deviation.
+    assert first == pytest.approx([0.0] * 4, abs=2e-5)
     z = [-1.5, -0.5, 0.5, 1.5]
     std = math.sqrt(sum(x * x for x in z) / 7)
     assert second == pytest.approx([x / std for x in z], rel=1e-5)
@@ -162,8 +212,14 @@ def test_normalised_over_tokens_however_they_are_spread(tokens: list[tuple[float
     valid = [float(v) for v, mask in zip(values, masks, strict=True) if mask]
     mean = sum(valid) / max(1, len(valid))
     std = math.sqrt(sum((v - mean) ** 2 for v in valid) / max(1, len(valid)))
-    slow = [(float(v) - mean) / std if mask and std > 1e-6 else 0.0 for v, mask in zip(values, masks, strict=True)]
+    slow = [(float(v) - mean) / max(std, 1e-4) if mask else 0.0 for v, mask in zip(values, masks, strict=True)]
     assert found.tolist() == pytest.approx(slow, abs=1e-4)
+
+
+def test_tokens_that_hardly_differ_are_not_blown_up():
+    # Their variance is 1e-10, below the floor of 1e-8.
+    (found,) = normalize_over_tokens([torch.tensor([1e-5, -1e-5])], [torch.ones(2)], lambda total: total)
+    assert found.tolist() == pytest.approx([0.1, -0.1])
 
 
 def test_tokens_are_normalised_over_ranks():
@@ -187,7 +243,8 @@ def test_equal_tokens_give_exactly_zero(value: float):
 
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7, 1.0 / 3]), min_size=2, max_size=32), st.booleans())
 def test_non_dyadic_rewards_never_explode(rewards: list[float], leave_one_out: bool):
-    """Variance as a difference of float32 squares gave advantages in the thousands (NVIDIA-NeMo/RL#4158)."""
     rewards_G = torch.tensor(rewards, dtype=torch.float32)
-    advantages = group_advantages(rewards_G, normalize=True, use_leave_one_out_baseline=leave_one_out)
+    advantages = group_advantages(
+        rewards_G, normalize=True, use_leave_one_out_baseline=leave_one_out, normalize_by_whole_group=leave_one_out
+    )
     assert advantages.abs().max() <= math.sqrt(len(rewards)) + 1e-5

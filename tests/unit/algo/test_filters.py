@@ -19,9 +19,16 @@ def test_groups_with_and_without_signal():
         group([0.1 + 0.2, 0.3, 0.1 * 3], name="equal but for rounding"),
         group([1.0, 0.0, 1.0], name="one that differs failed", invalid=[1]),
         group([0.5, 0.5, 0.25], name="mixed too"),
+        group([0.0, 0.0, 1e-8], name="a hundred millionth apart"),
+        group([1.0, 1.0, 0.0], name="one that differs is flagged", flagged=[2]),
         group([1.0, 0.0], name="all failed", invalid=[0, 1]),
     ]
-    assert [judged.prompt.prompt_id for judged in groups if has_signal(judged, CONFIG)] == ["mixed", "mixed too"]
+    assert [judged.prompt.prompt_id for judged in groups if has_signal(judged, CONFIG)] == [
+        "mixed",
+        "mixed too",
+        "a hundred millionth apart",
+        "one that differs is flagged",
+    ]
 
 
 def test_rewards_that_differ_by_length_alone_are_no_signal():

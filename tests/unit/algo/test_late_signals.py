@@ -59,7 +59,8 @@ def advantages_of(config: GrpoConfig, values: list[float], mask: list[float], fi
 def test_bounds_and_fixed_advantages_by_hand():
     config = GrpoConfig(advantage_clip_low=-1.0, advantage_clip_high=2.0)
     values, mask, fixed = [-3.0, 0.5, 7.0, 7.0, NAN], [1.0, 1.0, 1.0, 1.0, 0.0], [NAN, NAN, NAN, -5.0, -5.0]
-    assert advantages_of(config, values, mask, fixed) == [-1.0, 0.5, 2.0, -5.0, 0.0]
+    # As in NeMo RL, the bounds hold for fixed advantages too.
+    assert advantages_of(config, values, mask, fixed) == [-1.0, 0.5, 2.0, -1.0, 0.0]
     assert advantages_of(GrpoConfig(), values, mask, fixed) == [-3.0, 0.5, 7.0, -5.0, 0.0]
 
 

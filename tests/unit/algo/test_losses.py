@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.kl import MAX_LOG_RATIO
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, loss_weights, policy_loss
 from mrl.algo.sequences import Segments
 from mrl.config.schema.algo import LossConfig
@@ -113,14 +112,47 @@ def one_token(log_ratio: float, advantage: float, config: LossConfig) -> tuple[f
         (math.log(2.0), -1.0, 2.0, 2.0),  # bad token that got likelier: never clipped
         (math.log(0.5), -1.0, 0.8, 0.0),  # bad token, already unlikely enough: clipped below at 1 - 0.2
         (math.log(0.5), 1.0, -0.5, -0.5),
-        (25.0, -1.0, math.exp(MAX_LOG_RATIO), 0.0),  # past any honest update: held, and no gradient explodes
+        (25.0, -1.0, math.exp(25.0), math.exp(25.0)),  # however far
     ],
 )
 def test_clipped_surrogate_by_hand(log_ratio: float, advantage: float, loss: float, gradient: float):
     found = one_token(log_ratio, advantage, CONFIG)
     assert found[:2] == pytest.approx((loss, gradient))
-    assert found[2]["clip_fraction"] == float(gradient == 0.0 and log_ratio < 20)
-    assert found[2]["bounded_fraction"] == float(log_ratio > MAX_LOG_RATIO)
+    assert found[2]["clip_fraction"] == float(gradient == 0.0)
+    assert found[2]["bounded_fraction"] == 0.0
+    held = one_token(log_ratio, advantage, replace(CONFIG, max_log_ratio=10.0))
+    assert held[:2] == pytest.approx((math.exp(10.0), 0.0) if log_ratio > 10.0 else (loss, gradient))
+    assert held[2]["bounded_fraction"] == float(log_ratio > 10.0)
+
+
+def test_a_correction_weight_that_overflows_is_0_unless_it_is_held():
+    # Beside one of 2. exp(800) is no float64, and exp(-800) is 0.
+    batch = drifting([math.log(2), 800.0, -800.0, 0.0], [4])
+    loss, gradient, metrics = fast_loss(batch, CONFIG)
+    assert loss == pytest.approx(-(2 + 0 + 0 + 1) / 4)
+    assert gradient.tolist() == pytest.approx([-2 / 4, 0.0, 0.0, -1 / 4])
+    assert metrics["bounded_fraction"] == 1 / 4
+    loss, gradient, metrics = fast_loss(batch, replace(CONFIG, max_log_ratio=3.0))
+    assert gradient.tolist() == pytest.approx([-2 / 4, -math.exp(3) / 4, -math.exp(-3) / 4, -1 / 4])
+    assert metrics["bounded_fraction"] == 2 / 4
+
+
+def test_the_weight_of_a_sequence_overflows_as_a_whole():
+    # 400 + 400 of the first sequence; with tis its weight of 0 is within the bounds, as in NeMo RL.
+    batch = drifting([400.0, 400.0, math.log(3)], [2, 1])
+    config = replace(GSPO, truncated_importance_sampling_ratio=2.0)
+    loss, gradient, metrics = fast_loss(batch, config)
+    assert loss == pytest.approx(-(0 + 2) / 2)
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, -2 / 2])
+    assert (metrics["bounded_fraction"], metrics["is_oob_ratio"]) == pytest.approx((2 / 3, 1 / 3))
+
+
+def test_forced_on_policy_every_token_has_its_own_gradient():
+    # With GSPO's ratio of the sequence both would get the mean of the advantages.
+    zeros, ones = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    batch = Batch([2], zeros - 1, zeros - 1, zeros - 1, zeros - 1, torch.tensor([3.0, -1.0]).double(), ones, [1.0])
+    _, gradient, _ = fast_loss(batch, replace(GSPO, force_on_policy_ratio=True))
+    assert gradient.tolist() == pytest.approx([-1.5, 0.5])
 
 
 @pytest.mark.parametrize(
@@ -267,6 +299,45 @@ def test_drift_metrics_by_hand():
     mixture = ((old.exp() + generator.exp()) / 2).log()
     halves = [torch.exp(p - mixture) - 1 - (p - mixture) for p in (old, generator)]
     assert metrics["js_divergence_error"] == pytest.approx(float((halves[0] + halves[1]).mean() / 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_the_generator", "of_the_policy"),
+    # Drifts of log 2 and -log 4, from the generator to the policy: k1 is their mean, k2 half the mean square, k3 exp(d) - 1 - d.
+    [
+        ("k1", math.log(2) / 2, -math.log(2) / 2),
+        ("k2", 5 * math.log(2) ** 2 / 4, 5 * math.log(2) ** 2 / 4),
+        ("k3", (2 + 1 / 4 - 2 + math.log(2)) / 2, (1 / 2 + 4 - 2 - math.log(2)) / 2),
+    ],
+)
+def test_errors_follow_the_estimator_of_the_kl_by_hand(kind, of_the_generator: float, of_the_policy: float):
+    batch = drifting([math.log(2), -math.log(4)], [2])
+    metrics = fast_loss(batch, replace(CONFIG, reference_policy_kl_type=kind))[2]
+    assert (metrics["gen_kl_error"], metrics["policy_kl_error"]) == pytest.approx((of_the_generator, of_the_policy))
+
+
+def test_errors_are_not_clamped():
+    metrics = fast_loss(drifting([-20.0], [1]), CONFIG)[2]
+    assert metrics["policy_kl_error"] == pytest.approx(math.exp(20.0) - 21.0)
+    assert metrics["token_mult_prob_error"] == pytest.approx(math.exp(20.0))
+
+
+@pytest.mark.parametrize(("token_level_loss", "penalty"), [(True, (8 + 2 + 2) / 3), (False, (8 + (2 + 2) / 2) / 2)])
+def test_the_penalty_is_averaged_as_the_loss_is(token_level_loss: bool, penalty: float):
+    # k2 of a distance of 4 in the first sequence, and twice of 2 in the second.
+    zeros, ones = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    reference = torch.tensor([-4.0, -2.0, 2.0]).double()
+    batch = Batch([1, 2], zeros, zeros, zeros, reference, zeros, ones, [0.0, 0.0])
+    config = replace(KL, reference_policy_kl_type="k2", token_level_loss=token_level_loss)
+    loss, _, metrics = fast_loss(batch, config)
+    assert metrics["kl_penalty"] == pytest.approx(penalty)
+    assert loss == pytest.approx(0.3 * penalty)
+
+
+def test_the_likelihood_of_good_rollouts_is_measured_where_it_is_learned():
+    batch = random_batch(0)
+    assert fast_loss(batch, CONFIG)[2]["positive_nll_loss"] == 0.0
+    assert fast_loss(batch, VARIANTS["positive examples"])[2]["positive_nll_loss"] > 0.0
 
 
 def test_weights_of_tokens_and_sequences():

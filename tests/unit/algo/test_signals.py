@@ -34,23 +34,33 @@ def test_what_rewards_become_is_measured():
     config = replace(PLAIN, reward_scaling=scaling, reward_shaping=shaping)
     sequences, metrics = train_sequences([group([1.0, 7.0, 1.0, 7.0], cut_off=[2], invalid=[3])], config)
     assert [sequence.reward for sequence in sequences] == [2.0, 2.0, 0.0, 2.0]
-    assert metrics == {"train/shaped_reward": 4 / 3, "train/num_rewards_out_of_range": 1.0}
+    assert metrics == {"train/num_rewards_out_of_range": 1.0}
+
+
+def test_the_reward_of_what_dynamic_sampling_chose():
+    shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.0)
+    config = replace(PLAIN, use_dynamic_sampling=True, reward_shaping=shaping)
+    _, metrics = train_sequences([group([1.0, 0.0, 1.0, 9.0], cut_off=[2], invalid=[3])], config)
+    assert metrics == {"train/filtered_reward": 1 / 3}
 
 
 def test_flawed_turns_have_advantages_of_their_own():
-    call, thought = Flaw("invalid_tool_call", 0, 3), Flaw("malformed_thinking", 2, 4)
-    judged = with_flaws(group([1.0, 0.0, 0.0], invalid=[2]), (call, thought), (thought,), (call,))
+    call, thought = Flaw("invalid_tool_call", 0, 3), Flaw("malformed_thinking", 0, 3)
+    other = Flaw("malformed_thinking", 3, 4)
+    judged = with_flaws(group([1.0, 0.0, 0.0], invalid=[2]), (call, thought), (thought, other), (call,))
+    judged = replace(judged, rollouts=tuple(replace(rollout, num_turns=2) for rollout in judged.rollouts))
     both = replace(PLAIN, invalid_tool_call_advantage=-5.0, malformed_thinking_advantage=-2.0)
     sequences, metrics = train_sequences([judged], both)
     # The later one counts where they overlap: the invalid tool call.
-    assert sequences[0].fixed_advantages == (FixedAdvantage(2, 4, -2.0), FixedAdvantage(0, 3, -5.0))
-    assert sequences[1].fixed_advantages == (FixedAdvantage(2, 4, -2.0),)
+    assert sequences[0].fixed_advantages == (FixedAdvantage(0, 3, -2.0), FixedAdvantage(0, 3, -5.0))
+    assert sequences[1].fixed_advantages == (FixedAdvantage(0, 3, -2.0), FixedAdvantage(3, 4, -2.0))
     assert sequences[2].fixed_advantages == ()
     assert metrics == {
         "train/num_invalid_tool_calls": 2.0,
-        "train/invalid_tool_call_rate": 2 / 3,
+        "train/invalid_tool_call_rate": 2 / 6,
         "train/num_malformed_thinking": 2.0,
-        "train/malformed_thinking_rate": 2 / 3,
+        "train/malformed_thinking_rate": 2 / 6,
+        "train/num_assistant_messages": 6.0,
     }
     sequences, metrics = train_sequences([judged], PLAIN)
     assert all(sequence.fixed_advantages == () for sequence in sequences) and metrics == {}

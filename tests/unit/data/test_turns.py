@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mrl.data.turns import TurnFormat, appended
 from mrl.prepare_tokenizer import END_ID, byte_tokenizer
-from mrl.types import Rollout, Transcript, Turn
+from mrl.types import Rollout, Transcript, Turn, Verdict
 from tests.rollouts import request
 
 # Of the kind that Nemotron 3 and Qwen3 have: tools speak as users do, and thoughts of earlier turns are left out of a later prompt.
@@ -54,6 +56,25 @@ def test_what_was_generated_stays_although_the_template_would_write_it_otherwise
     transcript = turns.go_on(spoken(generated, [1]), [{"role": "tool", "content": "7"}])
     tail = "\n<|user|>\n<tool_response>7</tool_response><|end|>\n<|assistant|>\n<think>\n"
     assert transcript.token_ids.tolist() == generated + ids(turns, tail)
+
+
+def test_a_rollout_ends_for_a_reason():
+    turns, rollout = chatml(), spoken([*b"x", END_ID], [1])
+    asked = Verdict(0.0, True, "ok", "", "", observation=({"role": "user", "content": "go"},))
+    transcript = turns.go_on(rollout, asked.observation)
+    room = 1 + len(transcript.token_ids) + 1
+
+    def after(verdict: Verdict = asked, drawn: Rollout = rollout, *, max_turns: int = 2, max_model_len: int = room) -> object:
+        following = turns.next_turn(drawn, verdict, max_turns=max_turns, max_model_len=max_model_len)
+        return following.token_ids.tolist() if isinstance(following, Transcript) else following
+
+    assert after() == transcript.token_ids.tolist()
+    assert after(replace(asked, observation=())) == "over"
+    assert after(replace(asked, is_valid=False)) == "over"
+    assert after(drawn=replace(rollout, finish_reason="length")) == "over"
+    assert after(max_turns=1) == "over"
+    # One token less, and none could be drawn; as in NeMo RL even if no turn were left.
+    assert after(max_model_len=room - 1) == after(max_model_len=room - 1, max_turns=1) == "out of context"
 
 
 def test_a_turn_that_ended_with_a_string_gets_the_mark_of_its_end():

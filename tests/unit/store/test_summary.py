@@ -1,5 +1,11 @@
-from mrl.store.summary import metrics_of_updates, rollout_metrics, validation_metrics
+import logging
+
+import pytest
+
+from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig
+from mrl.store.summary import metrics_of_updates, rollout_metrics, validation_metrics, warn_of_bounded_ratios
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
+from tests.unit.algo import groups
 
 
 def group(env_name: str, *verdicts: Verdict, num_turns: int = 1, num_observed: int = 0) -> RolloutGroup:
@@ -23,7 +29,7 @@ GROUPS = [
 
 
 def test_environments_are_counted_apart():
-    metrics = rollout_metrics(GROUPS, seconds=2.0, num_engine_restarts=0)
+    metrics = rollout_metrics(GROUPS, GrpoConfig(), seconds=2.0, num_engine_restarts=0)
     assert (metrics["rollout/math/reward"], metrics["rollout/tools/reward"]) == (0.75, 1.0)
     assert (metrics["rollout/math/failed"], metrics["rollout/math/timeout"], metrics["rollout/math/crash"]) == (2, 1, 1)
     assert (metrics["rollout/tools/reward_form"], metrics["rollout/tools/reward_state"]) == (1.0, 1.0)
@@ -33,11 +39,11 @@ def test_environments_are_counted_apart():
 
 
 def test_rates_are_of_generated_tokens():
-    assert rollout_metrics(GROUPS, seconds=2.0, num_engine_restarts=0)["rollout/tokens_per_s"] == (6 * 10 + 2 * 6) / 2
+    assert rollout_metrics(GROUPS, GrpoConfig(), seconds=2.0, num_engine_restarts=0)["rollout/tokens_per_s"] == (6 * 10 + 2 * 6) / 2
 
 
 def test_an_environment_where_all_failed_has_no_reward_to_show():
-    metrics = rollout_metrics([group("math", Verdict(0.0, False, "error", "", ""))], seconds=1.0, num_engine_restarts=0)
+    metrics = rollout_metrics([group("math", Verdict(0.0, False, "error", "", ""))], GrpoConfig(), seconds=1.0, num_engine_restarts=0)
     assert (metrics["rollout/math/failed"], metrics["rollout/math/num_rollouts"], metrics["rollout/math/error"]) == (1, 1, 1)
 
 
@@ -52,6 +58,29 @@ def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
     assert metrics["val/pass_k"] == 1.0 and "val/pass_at_4" not in metrics
     assert metrics["val/num_samples"] == 8
     assert not [name for name in validation_metrics([group("math", good(1.0))]) if "pass" in name]
+
+
+def test_flagged_rollouts_have_a_reward_and_failed_ones_have_none():
+    judged = groups.group([1.0, 0.0, 4.0, 9.0], flagged=[2], invalid=[3])
+    metrics = rollout_metrics([judged], GrpoConfig(), seconds=1.0, num_engine_restarts=0)
+    assert metrics["train/reward"] == metrics["rollout/math/reward"] == 5 / 3
+    assert metrics["rollout/failed"] == 2.0 and metrics["rollout/math/flagged"] == 1.0
+    assert validation_metrics([judged])["val/accuracy"] == 5 / 4
+
+
+def test_the_reward_is_what_advantages_are_made_of():
+    scaled = GrpoConfig(reward_scaling=RewardScalingConfig(enabled=True, target_max=4.0))
+    metrics = rollout_metrics([groups.group([1.0, 0.0])], scaled, seconds=1.0, num_engine_restarts=0)
+    assert (metrics["train/reward"], metrics["train/reward_max"], metrics["rollout/math/reward"]) == (2.0, 4.0, 0.5)
+
+
+def test_ratios_that_are_bounded_are_warned_of(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        warn_of_bounded_ratios({"train/bounded_fraction": 0.0})
+        warn_of_bounded_ratios({})
+        assert caplog.text == ""
+        warn_of_bounded_ratios({"train/bounded_fraction": 0.25})
+    assert "train/bounded_fraction is 0.25" in caplog.text and "loss_fn.max_log_ratio" in caplog.text
 
 
 def test_metrics_of_updates_by_hand():
