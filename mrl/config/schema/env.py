@@ -93,7 +93,8 @@ class EnvConfig:
     """Rows are NeMo Gym's and name their environment by `agent_ref`; it runs here, without a server."""
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
     should_mask_flagged_samples: bool = True
-    """Keep rollouts that their environment flags with `mask_sample` out of the loss; false: train on them."""
+    """Keep rollouts that their environment flags with `mask_sample` out of the loss; their rewards count in the baseline of their group.
+    false: train on them."""
 
     @property
     def gym_servers(self) -> tuple[str, ...]:

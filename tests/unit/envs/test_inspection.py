@@ -130,5 +130,7 @@ def test_a_penalty_is_a_reward_of_nothing_and_a_flag():
     assert (amended.reward, amended.components, amended.flags) == (0.0, {"a": 0.0, "b": 0.0}, ("x", "empty_final_answer"))
     assert amended.flaws == flaws and amended.is_valid
     assert amend(verdict, Remarks()) == verdict
+    flagged = amend(replace(verdict, is_valid=False, status="flagged"), Remarks(("empty_final_answer",)))
+    assert (flagged.reward, flagged.is_valid) == (0.0, False)  # which the baseline of its group sees
     failed = Verdict(0.0, False, "timeout", "", "")
     assert amend(failed, Remarks(("empty_final_answer",))) == failed
