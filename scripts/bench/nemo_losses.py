@@ -194,6 +194,14 @@ def compare_errors(nemo: NemoRl, seed: int, threshold: float | None) -> list[tup
     return [("mask", inputs.sample_mask_B * is_kept_S, data["sample_mask"]), *pairs]
 
 
+def empty_inputs(seed: int) -> Inputs:
+    """Batches whose first rollout counts, and has no token."""
+    inputs = random_inputs(seed)
+    token_mask_BS, sample_mask_B = inputs.token_mask_BS.clone(), inputs.sample_mask_B.clone()
+    token_mask_BS[0], sample_mask_B[0] = 0.0, 1.0
+    return replace(inputs, token_mask_BS=token_mask_BS, sample_mask_B=sample_mask_B)
+
+
 def far_inputs(seed: int) -> Inputs:
     """Batches with log-ratios of old policy and generator between -1000 and 1000, where exp overflows beyond 709."""
     draw = torch.Generator().manual_seed(seed)

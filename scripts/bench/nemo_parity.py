@@ -38,7 +38,7 @@ class Case:
     name: str
     compare: Callable[[int], Pairs]
     deviation: str | None = None
-    """What docs/algorithms.md says of the difference; None where there must be none."""
+    """The row of docs/algorithms.md that tells of the difference; None where there must be none."""
 
 
 def cases(nemo: NemoRl) -> Iterator[Case]:
@@ -74,7 +74,7 @@ def advantage_cases(nemo: NemoRl) -> Iterator[Case]:
     yield Case(
         "GRPO, leave one out, std; one reward differs, float32",
         lambda seed: advantages.compare_in_float32(nemo, advantages.spike(seed), grpo),
-        deviation="float32 variance",
+        deviation="Variance of rewards",
     )
     scaled = RewardScalingConfig(enabled=True, source_min=-1.0, source_max=1.0, target_min=0.5, target_max=2.0)
     overlong = RewardShapingConfig(enabled=True, overlong_buffer_length=2, overlong_buffer_penalty=0.7, max_response_length=5)
@@ -112,13 +112,16 @@ def loss_cases(nemo: NemoRl) -> Iterator[Case]:
         # Metrics of log-ratios of 1000 are infinite, or their difference is.
         but = ("gen_kl", "policy_kl", "js_", "token_mult", "sampling_importance_ratio", "approx_entropy")
         yield Case(f"{name}; weights that overflow", compared(name, losses.far_inputs, but=but))
+    yield Case("GRPO clip; an empty response", compared("GRPO clip", losses.empty_inputs))
+    name = "GRPO clip, mean over sequences"
+    yield Case(f"{name}; an empty response", compared(name, losses.empty_inputs), "Mean over sequences")
     for threshold in (None, 1.5):
         yield Case(
             f"errors of sequences, threshold {threshold}", lambda seed, threshold=threshold: losses.compare_errors(nemo, seed, threshold)
         )
     for metric, name, deviation in (
-        ("probs_ratio", "REINFORCE (disable_ppo_ratio)", "`probs_ratio` without a ratio"),
-        ("sampling_importance_ratio", "correction of sequences", "`sampling_importance_ratio` of sequences"),
+        ("probs_ratio", "REINFORCE (disable_ppo_ratio)", "`train/probs_ratio*`"),
+        ("sampling_importance_ratio", "correction of sequences", "`train/sampling_importance_ratio`"),
     ):
 
         def of_metric(seed: int, metric: str = metric, name: str = name) -> Pairs:

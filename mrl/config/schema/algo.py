@@ -123,7 +123,7 @@ class GrpoConfig:
     malformed_thinking_advantage: float | None = None
     """Advantage of the tokens of a turn whose think tags do not pair, unless its tool call is invalid; null = that of the rollout."""
     overlong_filtering: bool = False
-    """Leave rollouts that were cut off out of the loss. They still count in the baseline of their group."""
+    """Leave rollouts that were cut off, or whose next turn did not fit, out of the loss; they count in the baseline of their group."""
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     seq_logprob_error_threshold: float | None = None
