@@ -29,6 +29,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "environments": ("mrl/envs", "mrl/cluster/reward_actor.py"),
     "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/supply.py", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
+    "nemo_parity": ("mrl/algo", "mrl/policy/late_signals.py"),
+    "nemo_recipes": ("mrl/config", "mrl/check.py"),
     "nodes": ("scripts/ray_node.sh", "mrl/cluster/head.py", "mrl/cluster/join.py"),
     "packing": ("mrl/data/packing.py", "mrl/data/bins.py", "mrl/data/cost.py", "mrl/data/planning.py"),
     "parity": ("mrl/policy", "mrl/algo", "conversion/families"),
