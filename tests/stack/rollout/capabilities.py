@@ -33,7 +33,7 @@ from mrl.rollout.environment import engine_environment
 from tests import models
 from tests.stack.rollout.set_ranks import CASES, layouts, set_ranks
 
-CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+CAPABILITIES = ("8.0", "9.0", "10.0")
 PUBLISHED = {
     "nemotron3_nano_30b_a3b": ("nemotron_h", {}),
     # Its layers are all alike.
@@ -50,7 +50,7 @@ class Row:
     """One model on GPUs of one capability, in one layout of the engine."""
 
     case: str
-    capability: tuple[int, int]
+    capability: str
     tp: int
     ep: int
     fault: str
@@ -60,7 +60,7 @@ class Row:
     expert_backends: list[str]
 
 
-def become_cuda() -> Callable[[tuple[int, int]], None]:
+def become_cuda() -> Callable[[str], None]:
     """From here on vLLM takes this host for one with GPUs. Returns what sets their compute capability.
 
     Imported as on this host: modules of vLLM ask for compiled kernels when they are imported on CUDA. Replaced besides the platform: the
@@ -88,11 +88,11 @@ def become_cuda() -> Callable[[tuple[int, int]], None]:
         def get_device_name(cls, device_id: int = 0) -> str:
             return f"a GPU of capability {cls.capability.as_version_str()}"
 
-    def set_capability(capability: tuple[int, int]) -> None:
-        Pretended.capability = DeviceCapability(*capability)
+    def set_capability(capability: str) -> None:
+        Pretended.capability = DeviceCapability(*map(int, capability.split(".")))
 
     current_platform.__class__ = Pretended
-    torch.ops._C.relu_squared = None
+    setattr(torch.ops._C, "relu_squared", None)  # noqa: B010  torch types attributes of namespaces as namespaces
     shared_experts.aux_stream = lambda: None
     # vLLM for CUDA brings FlashInfer, whose experts reorder weights.
     flashinfer_cutlass_moe.has_flashinfer_cutlass_fused_moe = trtllm_bf16_moe.has_flashinfer_trtllm_fused_moe = lambda: True
@@ -120,8 +120,10 @@ def worker_models(folder: Path, parallel: VllmParallel, workers: Sequence[int]) 
     return built
 
 
-def row(case: str, capability: tuple[int, int], folder: Path, parallel: VllmParallel, workers: Sequence[int]) -> Row:
+def row(case: str, capability: str, folder: Path, parallel: VllmParallel, workers: Sequence[int]) -> Row:
     """Prepares a refit of one engine from one trainer rank, as far as memory plays no part."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
     from mrl.rollout.worker import RefitWorker, engine_tensors
 
     built = dict(zip(workers, worker_models(folder, parallel, workers), strict=True))
@@ -145,7 +147,7 @@ def row(case: str, capability: tuple[int, int], folder: Path, parallel: VllmPara
         except RefitError as error:
             fault = f"worker {index}: {error}"
     methods = [getattr(module, "quant_method", None) for module in built[0].modules()]
-    backends = {method.unquantized_backend.name for method in methods if hasattr(method, "unquantized_backend")}
+    backends = {method.unquantized_backend.name for method in methods if isinstance(method, UnquantizedFusedMoEMethod)}
     return Row(case, capability, parallel.tp, parallel.ep, fault, schedule.casts(), sorted(backends))
 
 
@@ -164,8 +166,9 @@ def run_config(folder: Path, parallel: VllmParallel) -> RunConfig:
 
 def vllm_config(parallel: VllmParallel) -> VllmConfig:
     """Of a bfloat16 engine."""
-    sizes = dict(tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep)
-    return VllmConfig(precision="bfloat16", max_model_len=256, enforce_eager=True, **sizes)
+    return VllmConfig(
+        precision="bfloat16", max_model_len=256, enforce_eager=True, tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep
+    )
 
 
 def published(folder: Path, name: str, changed: dict[str, object]) -> Path:
@@ -182,7 +185,7 @@ def rows(folder: Path) -> Iterator[Row]:
     cases = {name: (published(folder / name, name, changed), model_type) for name, (model_type, changed) in PUBLISHED.items()}
     for index, name in enumerate(TINY):
         model_type, sizes = CASES[name]
-        cases[name] = models.save_model(folder / str(index), model_type, **sizes), model_type
+        cases[name] = models.save_model(folder / str(index), model_type, 0, **sizes), model_type
     for capability in CAPABILITIES:
         set_capability(capability)
         for name, (model_folder, model_type) in cases.items():

@@ -140,26 +140,26 @@ def test_dtypes_and_transforms_travel_with_the_copy():
 
 
 def test_casts_are_told_by_kind_of_tensor_and_roundings_by_another_word():
-    def layout(*dtypes: str) -> Layout:
-        slots = {f"layers.{index}.{name}": name + str(index) for index in range(2) for name in ("gate", "A", "norm")}
+    def layout(**dtypes: str) -> Layout:
+        """Two layers of a tensor of each name."""
         return {
-            Slot(slot): SlotLayout((8, 4), dtypes["gate A norm".split().index(name[:-1])], (Piece(name, rows(0, 8), rows(0, 8)),))
-            for slot, name in slots.items()
+            Slot(f"layers.{index}.{name}"): SlotLayout((1,), dtype, (Piece(f"{name}{index}", ((0, 1),), ((0, 1),)),))
+            for index in range(2)
+            for name, dtype in dtypes.items()
         }
 
     def casts(source: Layout, target: Layout) -> list[str]:
         return reshard({0: source}, {0: target}, unit_of={0: 0}, buffer_bytes=1024).casts()
 
-    assert casts(layout("float32", "bfloat16", "bfloat16"), layout("bfloat16", "float32", "bfloat16")) == [
+    trainer = layout(gate="float32", A="bfloat16", norm="bfloat16")
+    assert casts(trainer, trainer) == []
+    assert casts(trainer, layout(gate="bfloat16", A="float32", norm="bfloat16")) == [
         "Engines keep as float32 what the trainer holds as bfloat16: layers.*.A",
         "Engines round to bfloat16 what the trainer holds as float32: layers.*.gate",
     ]
-    assert casts(layout("float32", "float32", "float32"), layout("float32", "float32", "float32")) == []
-    many: Layout = {
-        Slot(f"{index}.{'abcdefghi'[index]}"): SlotLayout((1,), "float32", (Piece(str(index), ((0, 1),), ((0, 1),)),)) for index in range(9)
-    }
-    narrow: Layout = {slot: SlotLayout((1,), "bfloat16", content.pieces) for slot, content in many.items()}
-    assert casts(many, narrow) == ["Engines round to bfloat16 what the trainer holds as float32: *.a, *.b, *.c, *.d, *.e, *.f and 3 more"]
+    many = "Engines round to bfloat16 what the trainer holds as float32: " + ", ".join(f"layers.*.{name}" for name in "abcdef")
+    wide, narrow = (layout(**dict.fromkeys("abcdefghi", dtype)) for dtype in ("float32", "bfloat16"))
+    assert casts(wide, narrow) == [many + " and 3 more"]
 
 
 def test_padding_is_listed_and_counts_as_covered():
