@@ -53,7 +53,8 @@ class RefitWorker:
 
     def tensor_dtypes(self) -> EngineDtypes:
         """Name and dtype of each live tensor. vLLM chooses some by the GPU's capability: gates of nemotron_h are bfloat16 on 9.0."""
-        return dtypes_of(engine_tensors(self.get_model()))
+        tensors = engine_tensors(self.get_model())
+        return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Maps the memory of its unit's trainer rank, or takes a seat in the exchange, and prepares this worker's copies; see `Puller`.
@@ -130,11 +131,6 @@ def engine_tensors(model: nn.Module) -> dict[Slot, Tensor]:
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent and not _is_constant(name)}
     return {Slot(name): tensor for name, tensor in tensors.items()}
-
-
-def dtypes_of(tensors: Mapping[Slot, Tensor]) -> EngineDtypes:
-    """What `Family.vllm_layout` has to know of live tensors."""
-    return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
 
 def check_tensors(model: nn.Module) -> None:
