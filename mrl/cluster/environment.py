@@ -22,7 +22,9 @@ FULL_FLOAT32 = {
     # NVIDIA's containers set it to 1, which makes torch ask for TF32 too.
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
     # tl.dot of float32 is TF32 unless the kernel or this says otherwise; the kernels of mamba_ssm and of vLLM's experts and scans do not.
-    "TRITON_F32_DEFAULT": "ieee",
+    # Three products of TF32 give 21 bits: logprobs of the tests' tiny models move by 2e-6 at most (factors split so on a CPU). `ieee` gives
+    # 23, but not on tensor cores: each of the 23 variants of vLLM's scan takes up to four times as long to compile.
+    "TRITON_F32_DEFAULT": "tf32x3",
 }
 """With these, a process whose precision is float32 multiplies float32 numbers, and not TF32, which keeps 10 of their 23 bits."""
 

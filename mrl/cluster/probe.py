@@ -53,7 +53,7 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
 
 
 def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
-    """By library, how a run in float32 multiplies: as float32 (`ieee`), or as TF32, for which the bounds of float32 do not hold.
+    """By library, how a run in float32 multiplies: as float32 (Triton: tf32x3), or as TF32, for which the bounds of float32 do not hold.
 
     Measured on the policy ranks; Triton does in both kinds of processes what its variable says.
     """
