@@ -36,7 +36,7 @@ def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
     if config.cluster.gpus_per_node:
         # Rows of varying length would leave holes of every size between segments.
         own |= _precision(config.policy.precision) | _allocator(given, expandable_segments=True)
-    return own | given
+    return {**own, **given}
 
 
 def engine_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
@@ -46,7 +46,7 @@ def engine_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
     if has_gpu:
         # Memory that vLLM puts to sleep cannot lie in such segments (https://github.com/pytorch/pytorch/issues/147851).
         own |= _precision(config.policy.generation.vllm_cfg.precision) | _allocator(given, expandable_segments=False)
-    return own | given
+    return {**own, **given}
 
 
 def _precision(precision: str) -> dict[str, str]:

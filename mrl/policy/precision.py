@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mrl.policy.compat import HAVE_TE
+from mrl.policy import compat
 
 
 @torch.no_grad()
@@ -14,7 +14,7 @@ def float32_products() -> dict[str, str]:
     # 15 bits: more than TF32 keeps, fewer than float32 does.
     values, identity = torch.full((256, 256), 1 + 2.0**-15, device=device), torch.eye(256, device=device)
     products = {"torch": values @ identity}
-    if HAVE_TE:
+    if compat.HAVE_TE:
         from transformer_engine.pytorch import Linear
 
         layer = Linear(256, 256, bias=False, params_dtype=torch.float32, device=device)

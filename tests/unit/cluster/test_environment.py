@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from mrl.cluster.environment import FULL_FLOAT32, engine_variables, policy_variables
+from mrl.config.fields import Precision
 from mrl.config.schema.run import ClusterConfig, RunConfig
 from tests.sources import ROOT
 
@@ -22,7 +23,7 @@ def bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run_config(*, gpus_per_node: int = 8, policy: str = "bfloat16", engine: str = "bfloat16") -> RunConfig:
+def run_config(*, gpus_per_node: int = 8, policy: Precision = "bfloat16", engine: Precision = "bfloat16") -> RunConfig:
     config = RunConfig(cluster=ClusterConfig(gpus_per_node=gpus_per_node))
     config.policy.precision = policy
     config.policy.generation.vllm_cfg.precision = engine
