@@ -17,10 +17,11 @@ from mrl.algo.late_signals import kl_penalty, token_advantages
 from mrl.algo.rewards import shaped_rewards
 from mrl.algo.signals import train_sequences
 from mrl.config.schema.algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
-from mrl.types import Flaw, Prompt, RolloutGroup, RolloutInfo, Verdict
+from mrl.types import Flaw, FlawKind, Prompt, RolloutGroup, RolloutInfo, Status, Verdict
 from scripts.bench.nemo_code import NemoRl
 
 PROMPT_LENGTH = 2
+FLAWS: tuple[FlawKind, ...] = ("invalid_tool_call", "malformed_thinking")
 Pairs = list[tuple[str, Tensor, Tensor]]
 """What both compute, by name, ours first."""
 
@@ -89,11 +90,9 @@ def random_batch(seed: int, shares: Shares | None = None, *, components: int = 0
             is_flagged = draw.random() < shares.flagged
             first, second = lengths[index]
             spans = [(0, first), (first + 1, first + 1 + second)]
-            flaws = tuple(
-                Flaw(kind, *span) for kind in ("invalid_tool_call", "malformed_thinking") for span in spans if draw.random() < shares.flawed
-            )
+            flaws = tuple(Flaw(kind, *span) for kind in FLAWS for span in spans if draw.random() < shares.flawed)
             named = {f"part{number}": value for number, value in enumerate(values)} if components else {}
-            status = "flagged" if is_flagged else "ok"
+            status: Status = "flagged" if is_flagged else "ok"
             verdicts.append(Verdict(sum(values), not is_flagged, status, "", "", components=named, flaws=flaws))
         infos = [
             RolloutInfo(
@@ -220,9 +219,14 @@ def _messages(batch: Batch) -> list[list[dict[str, object]]]:
         log: list[dict[str, object]] = [{"role": "user", "token_ids": torch.zeros(PROMPT_LENGTH)}]
         for start, length in ((0, first), (first + 1, second)):
             kinds = {flaw.kind for flaw in verdict.flaws if flaw.start == start}
-            message = {"role": "assistant", "token_ids": torch.zeros(length), "generation_logprobs": torch.zeros(length)}
-            flags = {"is_invalid_tool_call": "invalid_tool_call" in kinds, "has_malformed_thinking": "malformed_thinking" in kinds}
-            log += [message | flags, {"role": "environment", "token_ids": torch.zeros(1)}]
+            message: dict[str, object] = {
+                "role": "assistant",
+                "token_ids": torch.zeros(length),
+                "generation_logprobs": torch.zeros(length),
+                "is_invalid_tool_call": "invalid_tool_call" in kinds,
+                "has_malformed_thinking": "malformed_thinking" in kinds,
+            }
+            log += [message, {"role": "environment", "token_ids": torch.zeros(1)}]
         logs.append(log)
     return logs
 

@@ -30,8 +30,6 @@ DRIVER_FUNCTIONS = (
 class _Stub(ModuleType):
     """Has every name that is asked of it."""
 
-    __path__: list[str] = []
-
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
