@@ -27,13 +27,13 @@ from functools import partial
 from pathlib import Path
 
 from mrl.check import examine
+from mrl.config.dialect.evaluation import is_evaluation
 from mrl.config.files import Settings, read_settings
 from tests.long.record import Row, record
 
 FOLDERS = ("examples", "research")
 ALGORITHMS = ("ppo", "distillation", "grpo", "sft", "dpo", "rm")
 """Sections that name the algorithm; PPO's and distillation's files may have others beside theirs."""
-EVALUATION = "evaluation"
 MEDIA = "images or sound"
 SHOWN = 40
 """Reasons that are printed."""
@@ -135,11 +135,11 @@ def check_file(checkout: Path, models: Path, path: Path) -> Outcome | None:
     if not {key[0] for key in settings} & {"policy", "generation"}:
         return None
     outcome = Outcome(str(path.relative_to(checkout)), algorithm_of(settings), backend_of(settings), model_of(settings))
-    is_here = outcome.algorithm != EVALUATION and outcome.model in MODELS
+    to_evaluate = is_evaluation(settings)
     begin = time.perf_counter()
     try:
-        overrides = [f"policy.model_name={models / outcome.model}"] if is_here else []
-        checked = examine(path, overrides, to_evaluate=outcome.algorithm == EVALUATION)
+        overrides = [f"policy.model_name={models / outcome.model}"] if outcome.model in MODELS and not to_evaluate else []
+        checked = examine(path, overrides, to_evaluate=to_evaluate)
         outcome.refused = sorted({reason_of(problem) for problem in checked.refused})
         outcome.unchecked = [reason_of(problem) for problem in checked.unchecked]
     except Exception:  # whatever it is, it is what this looks for
@@ -164,8 +164,8 @@ def algorithm_of(settings: Settings) -> str:
     many_media = any("limit_mm_per_prompt" in key for key in settings) or any(str(value).startswith("vlm") for value in processors)
     if many_media or _SOUND_OR_IMAGES.search(model_of(settings)):
         return MEDIA
-    if ("generation", "model_name") in settings:
-        return EVALUATION
+    if is_evaluation(settings):
+        return "evaluation"
     sections = {key[0] for key in settings}
     if any(key[0] == "on_policy_distillation" and len(key) > 1 for key in settings):
         return "distillation"
@@ -209,7 +209,7 @@ def count_row(algorithm: str, backend: str, outcomes: Sequence[Outcome]) -> Row:
         "accepted": len(accepted),
         "of them against the model's config.json": sum(not outcome.unchecked for outcome in accepted),
         "refused for one reason": sum(len(outcome.refused) == 1 for outcome in outcomes),
-        "most frequent reason": f"{reasons[0]['reason']} ({reasons[0]['files']})" if reasons else None,
+        "most often refused": f"{str(reasons[0]['reason']).partition(':')[0]} ({reasons[0]['files']})" if reasons else None,
     }
 
 

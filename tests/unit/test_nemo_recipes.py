@@ -50,7 +50,7 @@ def test_files_are_counted_by_what_they_are(checkout: Path):
         ("all language models", "megatron"): (1, 0, 1),
         ("all", "all"): (8, 3, 5),
     }
-    assert rows["grpo", "megatron"]["most frequent reason"] == "grpo.sed: no such key (1)"
+    assert rows["grpo", "megatron"]["most often refused"] == "grpo.sed (1)"
 
 
 def test_a_model_that_is_here_is_checked_to_the_end(checkout: Path):

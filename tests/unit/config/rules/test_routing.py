@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.errors import Unchecked
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
 
@@ -85,8 +86,9 @@ BAD = [
 
 @pytest.mark.parametrize(("overrides", "start", "way_out"), BAD)
 def test_routing_that_would_not_be_what_it_says(workplace: Path, overrides: list[str], start: str, way_out: str):
-    (problem,) = found(*overrides)
+    problem, *others = found(*overrides)
     assert problem.startswith(f"{MEGATRON}.{start}") and way_out in problem
+    assert all(isinstance(other, Unchecked) for other in others)
 
 
 BAD_WITHOUT = [

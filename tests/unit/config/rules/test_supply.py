@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.errors import Unchecked
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
 from mrl.supply import supply_plan, validation_sampling
@@ -36,8 +37,9 @@ def test_lag_is_a_number(workplace: Path):
     ],
 )
 def test_lag_needs_engines_of_its_own_and_the_correction(workplace: Path, overrides: list[str], problem: str):
-    (found,) = problems(*overrides)
+    found, *others = problems(*overrides)
     assert re.search(problem, found), found
+    assert all(isinstance(other, Unchecked) for other in others)
 
 
 def test_kv_caches_are_kept_only_in_flight(workplace: Path):
@@ -61,8 +63,9 @@ def test_kv_caches_are_kept_only_in_flight(workplace: Path):
     ],
 )
 def test_what_cannot_be_supplied_is_refused(workplace: Path, overrides: list[str], problem: str):
-    (found,) = problems(*overrides)
+    found, *others = problems(*overrides)
     assert re.search(problem, found), found
+    assert all(isinstance(other, Unchecked) for other in others)
 
 
 def test_validation_is_sampled_as_training_unless_it_says_otherwise(workplace: Path):
