@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mrl.config.datasets import GYM_PROCESSOR
 from mrl.config.dialect.torch import Translation, ValueOf
-from mrl.config.files import Settings
+from mrl.config.files import COMMAND_LINE, Settings
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.environments import NEMO_GYM
 
@@ -36,6 +36,8 @@ VERIFIER = "env.math.verifier_type"
 CHOICES = ("english_multichoice", "multilingual_multichoice")
 """Verifiers of NeMo RL's `math` that look for the letter of an answer, as `mcqa` does here."""
 
+NORM, CLIP = "policy.max_grad_norm", "policy.megatron_cfg.optimizer.clip_grad"
+
 REWRITTEN = frozenset([USE_INDUCTOR, VERIFIER, *ENGINE_ARGUMENTS])
 """Keys that the rules here replace."""
 REWRITTEN_SECTIONS = tuple(TEMPLATE_VARIABLES)
@@ -48,6 +50,7 @@ def translate_rest(settings: Settings, value_of: ValueOf) -> Translation:
     _inductor(settings, value_of, found)
     _gym(settings, value_of, found)
     _verifier(settings, value_of, found)
+    _clip(settings, value_of, found)
     for source, target in ENGINE_ARGUMENTS.items():
         _same(source, target, settings, value_of, found)
     for section, target in TEMPLATE_VARIABLES.items():
@@ -91,6 +94,15 @@ def _verifier(settings: Settings, value_of: ValueOf, found: Translation) -> None
     for key, name in {("data", "default", "env_name"): "math", **named}.items():
         if name == "math":
             found.put(VERIFIER, setting, ".".join(key), "mcqa")
+
+
+def _clip(settings: Settings, value_of: ValueOf, found: Translation) -> None:
+    """In files that give both, NeMo RL's Megatron reads the optimizer's; who names the other on the command line means that."""
+    clip, norm = settings.get(tuple(CLIP.split("."))), settings.get(tuple(NORM.split(".")))
+    if clip is None or value_of("policy.dtensor_cfg.enabled") is True or (norm is not None and norm.origin == COMMAND_LINE):
+        return
+    if (value := value_of(CLIP) or 0.0) != (value_of(NORM) or 0.0):
+        found.put(CLIP, clip, NORM, value)
 
 
 def _gym(settings: Settings, value_of: ValueOf, found: Translation) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 
+from mrl.config.errors import Unprovided
 from mrl.config.passthrough import Library, arguments_of
 from mrl.config.rules.ranges import spell
 from mrl.config.schema.generation import GenerationConfig
+
+PARSERS_OF_MODELS = {"nemotron_json": "NVIDIA-Nemotron-Nano-9B-v2 and -12B-v2"}
+"""Names that plugins in the repositories of models register, and these models."""
 
 _PREFIX = "policy.generation.vllm_cfg"
 
@@ -38,6 +42,9 @@ def _parser(kind: Library, name: str | None, plugin: str | None) -> list[str]:
     known = arguments_of(kind)
     if name is None or name in known or plugin is not None:
         return []
+    setting = f"{_PREFIX}.http_server_serving_chat_kwargs.{kind}={spell(name)}"
+    if name in PARSERS_OF_MODELS:
+        return [Unprovided(f"{setting}: its file comes with {PARSERS_OF_MODELS[name]}; name the file in {_PREFIX}.{kind}_plugin")]
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
     rule = f"vLLM has no parser of that name, the nearest is {nearest}"
-    return [f"{_PREFIX}.http_server_serving_chat_kwargs.{kind}={spell(name)}: {rule}; correct it, or name its file in {kind}_plugin"]
+    return [f"{setting}: {rule}; correct it, or name its file in {kind}_plugin"]

@@ -39,6 +39,8 @@ def load(workplace: Path) -> Callable[..., tuple[RunConfig, Migration]]:
         ("policy.sequence_packing.algorithm=modified_ffd", "policy.sequence_packing.algorithm", "modified_first_fit_decreasing"),
         ("policy.max_grad_norm=null", "policy.max_grad_norm", 0.0),
         ("policy.max_grad_norm=null", f"{MEGATRON}.optimizer.clip_grad", 0.0),
+        (f"{MEGATRON}.optimizer.clip_grad=0", "policy.max_grad_norm", 0.0),
+        (f"{MEGATRON}.optimizer.clip_grad=null", f"{MEGATRON}.optimizer.clip_grad", 0.0),
         ("grpo.val_period=-1", "grpo.val_period", 0),
         ("grpo.async_grpo=null", "grpo.async_grpo.max_lag_steps", 0),
         ("loss_fn.ratio_clip_min=1.0", "loss_fn.ratio_clip_min", 1.0),

@@ -131,7 +131,7 @@ BAD = [
     ([f"{ENGINE}.load_format=dummy"], f"{ENGINE}.load_format=dummy", "leave it out"),
     (["policy.generation.stop_token_ids=[1,-2]"], "policy.generation.stop_token_ids=[1, -2]", "0 or more"),
     (["policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=false"], f"{MEGATRON}.optimizer.bf16=false", "set it to true"),
-    ([f"{MEGATRON}.optimizer.clip_grad=2.0"], f"{MEGATRON}.optimizer.clip_grad=2.0", "leave it out"),
+    (["policy.max_grad_norm=3.0", f"{MEGATRON}.optimizer.clip_grad=2.0"], f"{MEGATRON}.optimizer.clip_grad=2.0", "leave it out"),
     ([f"{MEGATRON}.optimizer.min_lr=1e-2"], f"{MEGATRON}.optimizer.min_lr=0.01", "lower it"),
     ([f"{MEGATRON}.scheduler.lr_warmup_init=1"], f"{MEGATRON}.scheduler.lr_warmup_init=1.0", "lower it"),
     (

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.errors import Unprovided
 from mrl.config.load import load_config, load_run
 from mrl.config.rules.checks import find_problems
 from tests.sources import ROOT
@@ -53,3 +54,10 @@ def test_nemo_rl_s_parser_has_vllm_s_name(workplace: Path):
     assert (vllm_cfg.expose_http_server, vllm_cfg.reasoning_parser_plugin) == (True, None)
     assert (chat.enable_auto_tools, chat.tool_parser, chat.reasoning_parser) == (True, "qwen3_coder", "nemotron_v3")
     assert any("nano_v3" in line and "-> nemotron_v3" in line for line in migration.translated)
+
+
+def test_a_parser_of_a_model_s_repository_is_to_be_provided(workplace: Path):
+    (problem,) = problems_of(SERVED, f"{CHAT}.tool_parser=nemotron_json")
+    assert isinstance(problem, Unprovided) and f"name the file in {VLLM}.tool_parser_plugin" in problem
+    (workplace / "mine.py").write_text("")
+    assert problems_of(SERVED, f"{VLLM}.tool_parser_plugin=mine.py", f"{CHAT}.tool_parser=nemotron_json") == []
