@@ -82,7 +82,7 @@ FEATURES = [
     Feature("first-fit shuffle, largest row first", _packing(algorithm="first_fit_shuffle", microbatch_order="largest_first")),
     Feature("dynamic batching", {**_packing(enabled=False), "dynamic_batching.enabled": True}),
     Feature("other rows in logprob passes", _packing(logprob_mb_tokens=88)),
-    Feature("logprobs in chunks", {"logprob_chunk_size": 24}),
+    Feature("logprobs in chunks", {"logprob_chunk_size": 24, **_megatron(defer_fp32_logits=True)}),
     Feature("fused linear logprobs", _megatron(use_fused_linear_logprobs=True, fused_linear_logprobs_chunk_size=24)),
     Feature("full recomputation", RECOMPUTE),
     Feature("selective recomputation", {**RECOMPUTE, **_megatron(recompute_granularity="selective")}),
