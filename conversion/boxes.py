@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -99,6 +100,22 @@ def place(box: Box, inside: Box, local: Box) -> Box:
         (start - low + base, stop - low + base) for (start, stop), (low, _), (base, _) in zip(box, inside, local[extra:], strict=True)
     )
     return local[:extra] + moved
+
+
+def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements `start` to `stop` of a tensor, counted row by row, as boxes in this order: 2n - 1 at most in n dimensions."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    low, high = -(-start // row), stop // row
+    if low > high:
+        return [((high, low), *box) for box in range_boxes(shape[1:], start - high * row, stop - high * row)]
+    boxes: list[Box] = [((low - 1, low), *box) for box in range_boxes(shape[1:], start - (low - 1) * row, row)] if start < low * row else []
+    if low < high:
+        boxes.append(((low, high), *full(shape[1:])))
+    return boxes + [((high, high + 1), *box) for box in range_boxes(shape[1:], 0, stop - high * row)]
 
 
 def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:

@@ -5,7 +5,6 @@ Here: what a checkpoint holds. How its bytes get to disk is `mrl.policy.checkpoi
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +15,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
-from mrl.policy import lora, reward_head
+from mrl.policy import lora, reward_head, shares
 from mrl.policy.checkpoint_writer import InProcessStrategy, Writing
+from mrl.policy.optimizer import hybrids, parts
+from mrl.policy.shares import Entries
 
 # NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
 ITERATION_FOLDER = "iter_0000000"
@@ -32,7 +33,7 @@ _ADDED = (f"{lora.ATTRIBUTE}.", f"{reward_head.ATTRIBUTE}.")
 
 # Optimizer state by parameter rather than by shard, the same keys whether or not the model has experts, and keys of its own for each layer.
 _FORMAT = {
-    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_sharding_type": shares.SHARDING_TYPE,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
     "non_homogeneous_layers": True,
@@ -70,10 +71,11 @@ def begin_save(
     folder.mkdir(parents=True, exist_ok=True)
     # No rank may write before rank 0 has looked whether the folder is empty.
     dist.barrier()
-    sharded = _model_state(state)
+    weights, others = _model_state(state)
+    sharded: ShardedStateDict = {"model": shares.written_here(weights), "others": others}
     if save_optimizer:
         sharded |= {
-            "optimizer": _optimizer_state(state, sharded, is_loading=False),
+            "optimizer": _optimizer_state(state, weights),
             "opt_param_scheduler": state.scheduler.state_dict(),
             "rng": _rng_state(),
         }
@@ -110,29 +112,19 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
             f"{folder} was saved with policy.megatron_cfg.peft {common.get('peft')}, and this run has {adapters}: its weights would mean "
             "something else; give the settings that saved it, or start from what `python -m mrl.convert mcore-to-hf` makes of it"
         )
-    has_optimizer = "optimizer" in common
-    sharded = _model_state(state)
+    weights, _ = _model_state(state)
     if is_start:
-        sharded = {key: {name: entry for name, entry in part.items() if not name.startswith(_ADDED)} for key, part in sharded.items()}
-    if has_optimizer:
-        sharded["optimizer"] = _optimizer_state(state, sharded, is_loading=True)
-        if common["parallel"] == parallel_sizes():
-            sharded["rng"] = _rng_state()
-    extra = {key: _take_extra_states(sharded[key]) for key in _model_keys(state)}
-    loaded = dist_checkpointing.load(sharded, str(folder))
-    for chunk, key in zip(state.chunks, _model_keys(state), strict=True):
-        model = unwrap_model(chunk)
-        kept = {name: value for name, value in model.state_dict().items() if is_start and name.startswith(_ADDED)}
-        model.load_state_dict(loaded[key] | extra[key] | kept)
-    if not has_optimizer:
+        weights = {name: entry for name, entry in weights.items() if not name.partition("/")[2].startswith(_ADDED)}
+    shares.read_weights(folder, weights)
+    if "optimizer" not in common:
         state.optimizer.reload_model_params()
         return
-    state.optimizer.load_state_dict(loaded["optimizer"])
+    _load_optimizer(folder, state, weights, common["optimizer"])
     # Megatron adds the steps of the checkpoint to those taken so far.
     state.scheduler.num_steps = 0
-    state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    if "rng" in loaded:
-        _set_rng_state(loaded["rng"])
+    state.scheduler.load_state_dict(common["opt_param_scheduler"])
+    if common["parallel"] == parallel_sizes():
+        _set_rng_state(dist_checkpointing.load({"rng": _rng_state()}, str(folder))["rng"])
 
 
 def parallel_sizes() -> dict[str, int]:
@@ -147,36 +139,52 @@ def parallel_sizes() -> dict[str, int]:
     }
 
 
-def _model_state(state: TrainState) -> ShardedStateDict:
-    return {
-        key: unwrap_model(chunk).sharded_state_dict(metadata=_metadata())
-        for chunk, key in zip(state.chunks, _model_keys(state), strict=True)
-    }
+def _model_state(state: TrainState) -> tuple[Entries, ShardedStateDict]:
+    """Entries of all weights, and those of Transformer Engine's FP8 scales.
 
-
-def _take_extra_states(model_state: ShardedStateDict) -> dict[str, None]:
-    """Removes the entries of Transformer Engine's FP8 scales; in their place modules take None.
-
-    Which modules have such entries depends on versions and on the host, a checkpoint may come from any, and without FP8 they are empty.
+    Which modules have such scales depends on versions and on the host, a checkpoint may come from any, and without FP8 they are empty: no
+    load asks for them.
     """
-    keys = [key for key in model_state if "_extra_state" in key.rpartition(".")[2]]
-    for key in keys:
-        del model_state[key]
-    return dict.fromkeys(keys)
+    weights: Entries = {}
+    others: ShardedStateDict = {}
+    for index, chunk in enumerate(state.chunks):
+        # Files do not show the chunk: their keys count layers over the whole model.
+        for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=_metadata()).items():
+            is_scale = "_extra_state" in name.rpartition(".")[2]
+            (others if is_scale else weights)[f"{index}/{name}"] = entry
+    # A load fills what the entries hold, so it must be the weights themselves.
+    live = {tensor.data_ptr() for chunk in state.chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
+    assert all(entry.data.data_ptr() in live for entry in weights.values())
+    return weights, others
 
 
-def _model_keys(state: TrainState) -> list[str]:
-    """Where each chunk stands in a state dict. Files do not show it: their keys count layers over the whole model."""
-    return [f"model{index}" for index in range(len(state.chunks))]
+def _optimizer_state(state: TrainState, weights: Entries) -> ShardedStateDict:
+    sharded = _distributed(state)
+    if not sharded:
+        # Every replica has all of it, and Megatron lets one of them write it.
+        return state.optimizer.sharded_state_dict(weights, metadata=_metadata())
+    if len(sharded) == 1:
+        return shares.optimizer_state(sharded[0], weights)
+    state.optimizer._synchronize_steps()
+    return {index: shares.optimizer_state(part, weights) for index, part in enumerate(sharded)}
 
 
-def _optimizer_state(state: TrainState, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    # Megatron collects garbage once per optimizer, which takes longer than all the writing; there is none to be found here.
-    gc.freeze()
-    try:
-        return state.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
-    finally:
-        gc.unfreeze()
+def _load_optimizer(folder: Path, state: TrainState, weights: Entries, common: Mapping[str, object]) -> None:
+    """`common` is what the checkpoint holds besides tensors."""
+    sharded = _distributed(state)
+    if not sharded:
+        wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
+        state.optimizer.load_state_dict(dist_checkpointing.load(wanted, str(folder))["optimizer"])
+        return
+    # Makes what there is to fill.
+    state.optimizer.load_state_dict(common)
+    shares.read_optimizer_state(folder, sharded, weights)
+    for hybrid in hybrids(state.optimizer):
+        hybrid._sync_hdo_state_to_sub_optimizers()
+
+
+def _distributed(state: TrainState) -> list[DistributedOptimizer]:
+    return [part for part in parts(state.optimizer) if isinstance(part, DistributedOptimizer)]
 
 
 def _metadata() -> dict[str, object]:

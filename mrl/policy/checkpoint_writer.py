@@ -56,7 +56,12 @@ class InProcessStrategy(AsyncSaveShardedStrategy):
         def local_plan() -> SavePlan:
             planner.set_up_planner(state, writer.storage_meta(), ranks.is_coordinator)
             writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
-            return writer.prepare_local_plan(planner.create_local_plan())
+            plan = planner.create_local_plan()
+            for item in plan.items:
+                if item.tensor_data is not None:
+                    # Some loaders make tensors with the properties in the metadata, and cannot pin them.
+                    item.tensor_data.properties.pin_memory = False
+            return writer.prepare_local_plan(plan)
 
         def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
             plans, found = planner.create_global_plan(plans)

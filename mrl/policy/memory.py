@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 from mrl.capacity.phases import Residency
 from mrl.policy.checkpoint import TrainState
+from mrl.policy.optimizer import hybrids, parts
 
 
 @dataclass(frozen=True)
@@ -110,17 +111,6 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
     tensors = {id(tensor): tensor for part in parts(state.optimizer) for tensor in _tensors_of(part)}
     # A shard without elements has no memory, so that its address says nothing.
     return [tensor for tensor in tensors.values() if tensor.numel() and tensor.untyped_storage().data_ptr() not in weights]
-
-
-def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that a chain is made of (dense layers and experts, by chunk), without those that have no parameters."""
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [part for part in chained if part.optimizer is not None]
-
-
-def hybrids(optimizer: MegatronOptimizer) -> list[HybridDeviceOptimizer]:
-    """Those that update parameters on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload)."""
-    return [part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, HybridDeviceOptimizer)]
 
 
 def _tensors_of(part: MegatronOptimizer) -> Iterator[Tensor]:

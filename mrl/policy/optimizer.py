@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.policy.fusions import precision_aware_arguments
@@ -66,3 +67,14 @@ def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num
         override_opt_param_scheduler=True,
         use_checkpoint_opt_param_scheduler=False,
     )
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that a chain is made of (dense layers and experts, by chunk), without those that have no parameters."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part for part in chained if part.optimizer is not None]
+
+
+def hybrids(optimizer: MegatronOptimizer) -> list[HybridDeviceOptimizer]:
+    """Those that update parameters on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload)."""
+    return [part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, HybridDeviceOptimizer)]

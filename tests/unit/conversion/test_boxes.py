@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conversion.boxes import Box, find_overlap, full, intersect, lengths, place, subtract, tiling_fault, uncovered, volume
+from conversion.boxes import Box, find_overlap, full, intersect, lengths, place, range_boxes, subtract, tiling_fault, uncovered, volume
 from tests.unit.conversion.dense import part
 
 SHAPE = (5, 4, 3)
@@ -65,3 +65,13 @@ def test_lengths_and_volume():
     assert lengths(((1, 4), (2, 3))) == (3, 1)
     assert volume(((1, 4), (2, 3))) == 3
     assert volume(()) == 1
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.integers(0, 256), st.integers(0, 256))
+def test_a_range_of_elements_is_a_few_boxes_in_order(shape: list[int], start: int, stop: int):
+    flat = np.arange(volume(full(shape)))
+    elements = flat.reshape(shape)
+    boxes = range_boxes(shape, min(start, len(flat)), min(stop, len(flat)))
+    found = np.concatenate([part(elements, box).reshape(-1) for box in boxes] or [flat[:0]])
+    assert np.array_equal(found, flat[start:stop])
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
