@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -15,22 +14,7 @@ from torch import Tensor
 from mrl.capacity.phases import Residency
 from mrl.policy.checkpoint import TrainState
 from mrl.policy.optimizer import hybrids, parts
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Memory that optimizer state leaves the device for."""
-
-    empty_like: Callable[[Tensor], Tensor]
-    """New memory for a tensor of this shape and type."""
-    holds: Callable[[Tensor], bool]
-
-
-PINNED = HostMemory(
-    # Torch keeps pinned blocks for the next phase, so they are made once.
-    empty_like=lambda tensor: torch.empty_like(tensor, device="cpu", pin_memory=True),
-    holds=lambda tensor: tensor.device.type == "cpu",
-)
+from mrl.policy.slab import HostMemory, Slab
 
 
 class TrainingMemory:
@@ -40,7 +24,7 @@ class TrainingMemory:
         """`device` is where the model computes; `host` is None where that is the host, so that optimizer state stays."""
         self._state = state
         self._device = device
-        self._host = host
+        self._slab = None if host is None else Slab(host)
         self._is_optimizer_on_device = True
 
     def place(self, residency: Residency) -> None:
@@ -63,11 +47,14 @@ class TrainingMemory:
         self._place_optimizer(is_on_device=self._is_optimizer_on_device)
 
     def _place_optimizer(self, *, is_on_device: bool) -> None:
-        if self._host is None:
+        if self._slab is None:
             return
-        for tensor in optimizer_tensors(self._state):
-            if is_on_device == self._host.holds(tensor):
-                home = torch.empty_like(tensor, device=self._device) if is_on_device else self._host.empty_like(tensor)
+        tensors = optimizer_tensors(self._state)
+        if not is_on_device:
+            self._slab.take_in(tensors)
+        else:
+            for tensor in filter(self._slab.memory.holds, tensors):
+                home = torch.empty_like(tensor, device=self._device)
                 home.copy_(tensor.detach(), non_blocking=True)
                 # The same tensor object: parameter groups, state and Megatron's lists of shards all hold it.
                 tensor.data = home
@@ -84,13 +71,6 @@ class TrainingMemory:
                     copy.grad = None
         for chunk in self._state.chunks:
             chunk.offload_grad_buffers()
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where the tensor is on a GPU."""
-    if not tensor.is_cuda:
-        return tensor.detach().clone()
-    return PINNED.empty_like(tensor.detach()).copy_(tensor.detach())
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from mrl.policy.checkpoint_writer import Writing
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.late_signals import FinishedBatch, finish_signals
 from mrl.policy.lora import attach_adapters
-from mrl.policy.memory import PINNED, TrainingMemory, host_copy, swap
+from mrl.policy.memory import TrainingMemory, swap
 from mrl.policy.model import build_model, wrap_ddp
 from mrl.policy.objectives import objective_of
 from mrl.policy.optimizer import build_optimizer, build_scheduler
@@ -39,6 +39,7 @@ from mrl.policy.perturb import perturb
 from mrl.policy.reports import SettleReport, WriteReport
 from mrl.policy.reward_head import attach_reward_head
 from mrl.policy.router_replay import RouterReplay
+from mrl.policy.slab import PINNED, host_copies
 from mrl.policy.step import BatchSize, TrainRow, check_equal_counts, compute_logprobs, evaluate, global_batch_size, train_step
 from mrl.policy.weights import CopyCheck, rank_tensors
 from mrl.refit.exchange import Exchange
@@ -162,7 +163,11 @@ class Policy:
             }
             # Tied weights are one tensor under two names; swapped twice they would not change.
             changing = dict({id(tensor): (slot, tensor) for slot, tensor in changing.items()}.values())
-            self._reference = {slot: host_copy(tensor) for slot, tensor in changing.items()}
+            if self._reference is None:
+                self._reference = dict(zip(changing, host_copies([tensor.detach() for tensor in changing.values()]), strict=True))
+            else:
+                for slot, tensor in changing.items():
+                    self._reference[slot].copy_(tensor.detach())
 
     def begin_save(self, weights_dir: Path | str) -> None:
         """Begins to write `weights_dir/iter_0000000`, optimizer state included if so configured; in the background if so configured.

@@ -37,9 +37,14 @@ class Walk:
 
 def walk(rank: Rank, config: RunConfig, weights_dir: Path) -> Walk:
     """Two steps with all phases between them, and the second one again from the checkpoint. Shared memory stands for the host's."""
-    from mrl.policy.memory import HostMemory, TrainingMemory
+    from mrl.policy.memory import TrainingMemory
+    from mrl.policy.slab import HostMemory
 
-    shared = HostMemory(empty_like=lambda tensor: torch.empty_like(tensor).share_memory_(), holds=torch.Tensor.is_shared)
+    shared = HostMemory(
+        allocate=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8).share_memory_(),
+        release=lambda block: None,
+        holds=torch.Tensor.is_shared,
+    )
     result = Walk()
     with open_policy(rank, config) as policy:
         policy._memory = TrainingMemory(policy._state, torch.device("cpu"), shared)
