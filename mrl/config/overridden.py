@@ -36,7 +36,7 @@ def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, o
     factor, length, longest = rope.get("factor"), rope.get("original_max_position_embeddings"), merged.get("max_position_embeddings")
     if rope["rope_type"] == "yarn" and "max_position_embeddings" not in overrides:
         if isinstance(factor, int | float) and isinstance(length, int) and isinstance(longest, int):
-            merged["max_position_embeddings"] = max(longest, int(factor * length))
+            merged["max_position_embeddings"] = max(longest, round(factor * length))
     return merged
 
 
