@@ -59,7 +59,7 @@ def test_a_model_that_is_here_is_checked_to_the_end(checkout: Path):
         "cluster.num_nodes: without its value not checked: parallel layout, batches, layout of the model"
     ]
     (unchecked,) = outcomes["grpo_math_1B"].unchecked
-    assert unchecked.startswith("policy.model_name: cannot be checked without its config.json")
+    assert unchecked.startswith("policy.model_name: not in the local Hugging Face cache")
 
 
 REASONS = {

@@ -74,7 +74,7 @@ def _unreadable(model: str, error: ValueError) -> str:
     if os.path.exists(os.path.join(model, "config.json")):
         return f"policy.model_name={model}: {error}"
     reason = _not_cached() if is_hub_id(model) else error
-    return Unchecked(f"policy.model_name={model}: cannot be checked without its config.json: {', '.join(MODEL_RULES)} ({reason})")
+    return Unchecked(f"policy.model_name={model}: {reason}; cannot be checked without its config.json: {', '.join(MODEL_RULES)}")
 
 
 def _problem(key: str, value: object, rule: str, way_out: str) -> str:

@@ -58,4 +58,4 @@ def test_a_config_is_refused_before_the_hub_is_asked(snapshot: Path):
         preflight(config)
     told = str(caught.value)
     assert "policy.generation.max_new_tokens=9999: must be at most" in told
-    assert "policy.model_name=no/model: cannot be checked without its config.json" in told
+    assert "policy.model_name=no/model: not in the local Hugging Face cache" in told
