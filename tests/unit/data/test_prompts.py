@@ -167,6 +167,9 @@ def test_validation_rows_held_out_of_training_rows(config: RunConfig, tmp_path: 
         assert len(data.validation) == num_held
         ids = [prompt.prompt_id for prompt in (*data.train, *data.validation)]
         assert sorted(ids) == [f"train:{line}" for line in range(1, 10)]
+    # Of some of the rows.
+    few = load_prompts(configured(tmp_path, "data.train={max_samples: 5, split_validation_size: 2}", "data.validation=null"))
+    assert (len(few.train), len(few.validation)) == (3, 2)
     # Rows of their own come after those.
     both = load_prompts(configured(tmp_path, "data.train.split_validation_size=1", "grpo.max_val_samples=3"))
     assert [prompt.prompt_id.split(":")[0] for prompt in both.validation] == ["train", "validation", "validation"]
