@@ -116,8 +116,8 @@ def random_inputs(seed: int, *, drift: float = 0.3) -> Inputs:
     zero = torch.rand(shape, generator=draw) < 0.1
     generator, reference, advantages = old + normal(drift), old + normal(0.5), normal(1.0).masked_fill(zero, 0.0)
     rewards = torch.rand(num_sequences, generator=draw, dtype=torch.float64) - 0.5
-    tensors = (new, old, generator, reference, advantages, token_mask, sample_mask, rewards)
-    return Inputs(*(tensor.double() for tensor in tensors), lengths.tolist())
+    masks = token_mask.double(), sample_mask.double()
+    return Inputs(new, old, generator, reference, advantages, *masks, rewards, lengths.tolist())
 
 
 Result = tuple[Tensor, Tensor, dict[str, float]]
