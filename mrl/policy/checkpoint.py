@@ -113,6 +113,9 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
             "something else; give the settings that saved it, or start from what `python -m mrl.convert mcore-to-hf` makes of it"
         )
     weights, _ = _model_state(state)
+    models = [unwrap_model(chunk) for chunk in state.chunks]
+    live = {tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers())}
+    assert all(entry.data.data_ptr() in live for entry in weights.values()), "what is read into must be the weights themselves"
     if is_start:
         weights = {name: entry for name, entry in weights.items() if not name.partition("/")[2].startswith(_ADDED)}
     shares.read_weights(folder, weights)
@@ -152,9 +155,6 @@ def _model_state(state: TrainState) -> tuple[Entries, ShardedStateDict]:
         for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=_metadata()).items():
             is_scale = "_extra_state" in name.rpartition(".")[2]
             (others if is_scale else weights)[f"{index}/{name}"] = entry
-    # A load fills what the entries hold, so it must be the weights themselves.
-    live = {tensor.data_ptr() for chunk in state.chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
-    assert all(entry.data.data_ptr() in live for entry in weights.values())
     return weights, others
 
 
