@@ -116,6 +116,6 @@ class _Reads(dict[str, object]):
         self.names.add(str(name))
         return super().__contains__(name)
 
-    def get(self, name: str, default: object = None) -> object:  # type: ignore[override]  # of one type
+    def get(self, name: str, default: object = None) -> object:
         self.names.add(name)
         return super().get(name, default)

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer import DistributedOptimizer
 from torch import Tensor
@@ -30,7 +31,7 @@ SHARDING_TYPE = "fully_reshardable"
 """Megatron's name of the format."""
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 
-Entry = ShardedTensor | ShardedTensorFactory
+Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 Entries = dict[str, Entry]
 """Of a rank's weights, by their name in the live model; the data of each is the live tensor."""
 
@@ -88,7 +89,7 @@ class _Shard:
     start: int
     """The first of its elements, counted in the rank's whole parameter."""
     state: Mapping[str, Tensor]
-    replica_id: ReplicaId
+    replica_id: tuple[int, ...]
 
     def entries(self) -> Iterator[tuple[str, list[ShardedTensor]]]:
         """Main parameter and moments, each as boxes of a global tensor."""
@@ -149,7 +150,7 @@ def _turns(entries: Entries) -> dict[str, _Turn]:
     return turns
 
 
-def _replica_id(entry: Entry, replica: int) -> ReplicaId:
+def _replica_id(entry: Entry, replica: int) -> tuple[int, ...]:
     """The entry's id with another number of the replica; Megatron's (stage, tp rank, replica) is zeros for what is written."""
     assert isinstance(entry.replica_id, tuple) and len(entry.replica_id) == 3, f"{entry.key} has replica id {entry.replica_id}"
     return (*entry.replica_id[:2], replica)

@@ -92,14 +92,18 @@ def _pageable(num_bytes: int) -> Tensor:
 
 def _pinned(num_bytes: int) -> Tensor:
     block = _pageable(num_bytes)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0))
+    runtime = torch.cuda.cudart()
+    assert runtime is not None
+    torch.cuda.check_error(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0))
     return block
 
 
 def _unpin(block: Tensor) -> None:
     # No copy may be under way when the pages are given back.
     torch.cuda.synchronize()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(block.data_ptr()))
+    runtime = torch.cuda.cudart()
+    assert runtime is not None
+    torch.cuda.check_error(runtime.cudaHostUnregister(block.data_ptr()))
 
 
 PINNED = HostMemory(allocate=_pinned, release=_unpin, holds=lambda tensor: tensor.device.type == "cpu")

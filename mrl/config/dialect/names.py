@@ -18,7 +18,7 @@ RENAMED: dict[str, str] = {
 }
 """Old name -> new name. Both in one file, or both on one command line, are refused unless they are equal."""
 
-_NEVER = {f"{algorithm}.val_period": {-1: 0} for algorithm in ("grpo", "sft", "dpo", "rm")}
+_NEVER: dict[str, dict[object, object]] = {f"{algorithm}.val_period": {-1: 0} for algorithm in ("grpo", "sft", "dpo", "rm")}
 
 VALUES: dict[str, dict[object, object]] = {
     **_NEVER,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable
@@ -56,7 +55,7 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
             wrong = find_override_problems(folder, overrides)
             problems += wrong
             model = model if wrong else read_model(folder, overrides)
-        rules |= {name: functools.partial(find, model=model) for name, find in MODEL_RULES.items()}
+        rules |= {name: _of_model(find, model) for name, find in MODEL_RULES.items()}
     except NotKnown as error:
         skipped[error.key] = list(MODEL_RULES)
     except ValueError as error:
@@ -68,6 +67,10 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
             skipped.setdefault(error.key, []).append(name)
     problems += [Unchecked(f"{key}: without its value not checked: {', '.join(names)}") for key, names in skipped.items()]
     return list(dict.fromkeys(problems))  # those of the cluster are among those of the model, too
+
+
+def _of_model(find: Callable[[RunConfig, ModelSizes], list[str]], model: ModelSizes) -> Callable[[RunConfig], list[str]]:
+    return lambda config: find(config, model)
 
 
 def _unreadable(model: str, error: ValueError) -> str:

@@ -50,7 +50,7 @@ def cost_of_a_save_and_a_load(rank: Rank, config: RunConfig, weights_dir: Path) 
         assert _state_after_a_step(policy) != saved
         with _peak_growth() as load_growth, _reads() as lengths:
             policy.load_checkpoint(weights_dir)
-        return Cost(14 * num_weights, *save_growth, *load_growth, sum(lengths), _state(policy) == saved)
+        return Cost(14 * num_weights, save_growth[0], load_growth[0], sum(lengths), _state(policy) == saved)
 
 
 def load_with_small_buckets(rank: Rank, config: RunConfig, weights_dir: Path, bucket_size: int) -> tuple[int, bool]:
