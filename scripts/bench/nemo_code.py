@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 # What their algorithms import and never use here: types of configs, loggers, a tokenizer patch, layouts of other backends.
@@ -87,9 +89,14 @@ def _functions(path: Path, utils: ModuleType) -> ModuleType:
     if missing:
         raise ValueError(f"{path} has no {', '.join(sorted(missing))}: this is another version of NeMo RL than the comparison knows")
     future = ast.parse("from __future__ import annotations\nimport torch\nfrom typing import cast").body
-    module = ModuleType("nemo_rl_driver")
-    module.__dict__["get_gdpo_reward_component_keys"] = utils.get_gdpo_reward_component_keys
-    exec(compile(ast.Module([*future, *wanted], []), str(path), "exec"), module.__dict__)
+    with TemporaryDirectory() as folder:
+        text = Path(folder) / "nemo_rl_driver.py"
+        text.write_text(ast.unparse(ast.Module([*future, *wanted], [])), encoding="utf-8")
+        spec = spec_from_file_location(text.stem, text)
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    vars(module)["get_gdpo_reward_component_keys"] = utils.get_gdpo_reward_component_keys
     return module
 
 

@@ -18,8 +18,6 @@ from tests.stack.ranks import RankPool
 YARN: dict[str, object] = dict(
     rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64, truncate=True, beta_fast=32, beta_slow=1
 )
-    rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64, truncate=True, beta_fast=32, beta_slow=1
-)
 SCALINGS: dict[str, dict[str, object]] = {
     "as NeMo RL's recipes": YARN | dict(mscale=1, mscale_all_dim=0),
     "magnitudes": YARN | dict(mscale=1.3, mscale_all_dim=0.7, factor=2.5, truncate=False),

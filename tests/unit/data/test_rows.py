@@ -142,6 +142,7 @@ def test_every_known_data_set_has_a_test_or_the_keys_of_any_row():
         "DAPOMathAIME2024": "DAPOMath17K",
         "GSM8K": "gsm8k",
         "gsm8k": "gsm8k",
+        "Nemotron-Cascade-2-SFT-Math": "openai_format",
         "tulu3_sft_mixture": "openai_format",
     }
     assert DATASETS.keys() == PUBLISHED.keys() | by_keys | like.keys()
