@@ -128,7 +128,7 @@ def start_models(config: RunConfig, placement: Placement, *, pad_token_id: int, 
         ScheduleError, RuntimeError: see `Refit`.
     """
     engines = EngineGroup(config, placement, log_folder=log_folder)
-    if engines.are_colocated and config.cluster.gpus_per_node:
+    if config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
         # vLLM sizes its KV cache by the free memory of the whole GPU, so nobody else may take any; then the cache leaves.
         engines.wait_until_built()
     policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
