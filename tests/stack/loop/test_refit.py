@@ -251,6 +251,7 @@ def test_an_engine_that_dies_before_refit_zero_has_looked_at_it_is_started_again
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long("rehearsal")
 def test_an_engine_starts_while_the_policy_holds_nothing_but_weights(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
     engines, policies = live.run.session.engines, live.run.session.policies
     found: list[Phase] = []

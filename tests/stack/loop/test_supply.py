@@ -5,21 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from mrl.config.schema.run import RunConfig
 from mrl.supply import Supply, open_supply
 from mrl.train import train_step, validate
 from tests.stack.loop.conftest import LiveRun
 
 
+def with_grpo(live: LiveRun, **keys: int | bool) -> RunConfig:
+    return dataclasses.replace(live.config, grpo=dataclasses.replace(live.config.grpo, **keys))
+
+
 def with_keys(live: LiveRun, **keys: int | bool) -> Supply:
     """A supply of the same run by a config with other keys of section grpo."""
-    config = dataclasses.replace(live.config, grpo=dataclasses.replace(live.config.grpo, **keys))
     run = live.run
-    return open_supply(config, run.data, run.session.collector, run.folder.ledger, last_step=run.last_step, on_wait=run.saver.poll)
+    return open_supply(
+        with_grpo(live, **keys), run.data, run.session.collector, run.folder.ledger, last_step=run.last_step, on_wait=run.saver.poll
+    )
 
 
 def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(live: LiveRun):
     run, kept = live.run, live.run.supply
     run.supply = with_keys(live, use_dynamic_sampling=True, num_generations_per_prompt=2)
+    run.config = with_grpo(live, use_dynamic_sampling=True)
     # Two tosses are equal every other time.
     for _ in range(2):
         train_step(run, live.state)
@@ -37,7 +44,7 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(live: LiveRun):
     assert "train/filtered_reward" in rows[-1]
     # What was left over is still taken; the other supply begins behind it.
     run.folder.ledger.roll_back(live.state.step)
-    run.supply = with_keys(live)
+    run.supply, run.config = with_keys(live), live.config
     assert kept is not run.supply
 
 
