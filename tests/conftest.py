@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.long.record import OUTCOMES, record
+from tests.long.record import OUTCOMES, Row, record
 
 EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
 
 skipped: list[str] = []
 passed: list[tuple[str, float]] = []
 """Node id and seconds."""
+attacks: dict[str, str] = {}
+"""Node id -> group of docs/security.md."""
 
 
 def unexpected_skips(node_ids: Iterable[str], expected: str) -> list[str]:
@@ -38,8 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("--long")
-    chosen = [item for item in items if _long_part(item) == part]
-    config.hook.pytest_deselected(items=[item for item in items if _long_part(item) != part])
+    attacks.update({item.nodeid: mark.args[0] for item in items if (mark := item.get_closest_marker("attack"))})
+    chosen = [item for item in items if _runs_in(part, item)]
+    config.hook.pytest_deselected(items=[item for item in items if not _runs_in(part, item)])
     items[:] = chosen
 
 
@@ -60,12 +63,27 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     part = session.config.getoption("--long")
     if part in OUTCOMES and session.exitstatus == pytest.ExitCode.OK:
-        record(part, [{"passed": node_id.rpartition("::")[2], "seconds": round(seconds)} for node_id, seconds in passed])
+        outcomes: list[Row] = [{"passed": node_id.rpartition("::")[2], "seconds": round(seconds)} for node_id, seconds in passed]
+        record(part, attack_rows() if part == "hostile" else outcomes)
+
+
+def attack_rows() -> list[Row]:
+    """Per group of attacks: how many there were, and how many were held off."""
+    held = {node_id for node_id, _ in passed}
+    groups = sorted(set(attacks.values()))
+    counts = {group: [node_id in held for node_id, of in attacks.items() if of == group] for group in groups}
+    return [{"attack": group, "tried": len(outcomes), "held": sum(outcomes)} for group, outcomes in counts.items()]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for node_id in unexpected_skips(skipped, EXPECTED_SKIPS.read_text()):
         terminalreporter.write_line(f"FAILED {node_id}: skipped, and not listed in {EXPECTED_SKIPS.name}", red=True)
+
+
+def _runs_in(part: str | None, item: pytest.Item) -> bool:
+    """Whether a test runs in the suites (`None`) or a long part; the part hostile repeats the suites' attacks to count them."""
+    own = _long_part(item)
+    return own == part or (part == "hostile" and own is None and item.nodeid in attacks)
 
 
 def _long_part(item: pytest.Item) -> str | None:

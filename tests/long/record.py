@@ -27,6 +27,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "conversion": ("conversion",),
     "convert": ("conversion",),
     "environments": ("mrl/envs", "mrl/cluster/reward_actor.py"),
+    "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
     "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/supply.py", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
     "nemo_parity": ("mrl/algo", "mrl/policy/late_signals.py"),
@@ -45,7 +46,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 """What each part measures: the product files and folders whose changes make its table old."""
 
-OUTCOMES = ("async", "config", "environments", "nodes")
+OUTCOMES = ("async", "config", "environments", "hostile", "nodes")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 
