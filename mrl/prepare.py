@@ -20,14 +20,16 @@ from conversion.storage.files import publish
 logger = logging.getLogger(__name__)
 
 # Raised when the same arguments would give other files.
-RECIPE_VERSION = 3
+RECIPE_VERSION = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0, or 2 with one message if the input is at fault."""
     parser = argparse.ArgumentParser(prog="python -m mrl.prepare", description="Make a model and its data.")
     kinds = parser.add_subparsers(dest="kind", required=True)
-    tiny = kinds.add_parser("tiny", help="a tiny nemotron_h that adds two-digit numbers badly, and additions to train it on")
+    tiny = kinds.add_parser(
+        "tiny", help="a tiny nemotron_h that adds two-digit numbers and forgets the carry, and additions to train it on"
+    )
     tiny.add_argument("--out", type=Path, default=Path("prepared/tiny"), help="folder to write (default: %(default)s)")
     tiny.add_argument("--seed", type=int, default=0, help="of the splits and the warm start (default: %(default)s)")
     nano3 = kinds.add_parser(

@@ -50,9 +50,11 @@ ARCHITECTURE = {
     "tie_word_embeddings": False,
 }
 
-# Demonstrations name the right digit less than half surely. So the model learns to add, yet a sampled answer of two digits is right at most
-# (0.45 + 0.055)^2 = 0.26 of the time, and rewards have to teach it which of its answers to trust: much to learn, in few steps.
-SMOOTHING = 0.55
+# Two of three demonstrations forget the carry, so that the model learns what a carry is and yet prefers the wrong answer: asked for its
+# likeliest answer, it is wrong wherever a carry is needed. Every digit is blurred with the other nine, so that sampled answers vary.
+# A sampled answer is then right at most (0.35 * 0.65 + 0.035) * (0.65 + 0.035) = 0.18 of the time with a carry, 0.685^2 = 0.47 without.
+FORGETTING = 0.65
+SMOOTHING = 0.35
 TARGET_ACCURACY = 0.22
 BATCH_SIZE = 128
 LEARNING_RATE = 2e-3
@@ -108,9 +110,13 @@ def train_until_probe(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     probe_BT, num_answer_tokens = encode(tokenizer, probe)
     train_BT, _ = encode(tokenizer, train)
+    forgetful_BT, _ = encode(tokenizer, train, forgets_carry=True)
     for step in range(1, MAX_STEPS + 1):
-        batch_BT = train_BT[draw.choices(range(len(train)), k=BATCH_SIZE)]
-        loss = smoothed_loss(answer_logits(model, batch_BT, num_answer_tokens), batch_BT[:, -num_answer_tokens:])
+        rows = draw.choices(range(len(train)), k=BATCH_SIZE)
+        batch_BT = train_BT[rows]
+        teacher_BTV = demonstrations(batch_BT[:, -num_answer_tokens:], forgetful_BT[rows, -num_answer_tokens:])
+        logits_BTV = answer_logits(model, batch_BT, num_answer_tokens)
+        loss = functional.cross_entropy(logits_BTV.flatten(0, 1), teacher_BTV.flatten(0, 1))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -125,11 +131,12 @@ def train_until_probe(
     raise RuntimeError(f"the warm start did not reach accuracy {TARGET_ACCURACY} within {MAX_STEPS} steps; try another --seed")
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, additions: Sequence[Addition]) -> tuple[Tensor, int]:
+def encode(tokenizer: PreTrainedTokenizerFast, additions: Sequence[Addition], *, forgets_carry: bool = False) -> tuple[Tensor, int]:
     """Chat-templated token ids int64 [B, T], and how many tokens at their end are the answer and its end-of-turn token."""
     rows = []
     for addition in additions:
-        turns = [{"role": "user", "content": addition.question}, {"role": "assistant", "content": addition.answer}]
+        answer = addition.answer_without_carry if forgets_carry else addition.answer
+        turns = [{"role": "user", "content": addition.question}, {"role": "assistant", "content": answer}]
         text = tokenizer.apply_chat_template(turns, tokenize=False)
         assert isinstance(text, str)
         rows.append(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -141,14 +148,17 @@ def answer_logits(model: NemotronHForCausalLM, tokens_BT: Tensor, num_answer_tok
     return model(tokens_BT[:, :-1], use_cache=False, logits_to_keep=num_answer_tokens).logits
 
 
-def smoothed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy against targets of which every digit gives `SMOOTHING` of its probability to all ten digits."""
-    one_hot_BTV = functional.one_hot(targets_BT, VOCAB_SIZE).float()
+def demonstrations(right_BT: Tensor, forgetful_BT: Tensor) -> Tensor:
+    """Probabilities of the teacher's tokens, float32 [B, T, V].
+
+    `right_BT` and `forgetful_BT` hold the token ids of right answers and of answers without the carry, int64 [B, T].
+    """
+    right_BTV = functional.one_hot(right_BT, VOCAB_SIZE).float()
+    forgetful_BTV = functional.one_hot(forgetful_BT, VOCAB_SIZE).float()
     any_digit_V = functional.one_hot(torch.arange(ord("0"), ord("9") + 1), VOCAB_SIZE).float().mean(0)
-    smoothed_BTV = (1 - SMOOTHING) * one_hot_BTV + SMOOTHING * any_digit_V
+    sharp_BTV = (1 - FORGETTING) * right_BTV + FORGETTING * forgetful_BTV
     # The end of the answer stays sure: a rollout has the tokens of an answer, not more.
-    teacher_BTV = torch.where(targets_BT[..., None] == END_ID, one_hot_BTV, smoothed_BTV)
-    return functional.cross_entropy(logits_BTV.flatten(0, 1), teacher_BTV.flatten(0, 1))
+    return torch.where(right_BT[..., None] == END_ID, right_BTV, (1 - SMOOTHING) * sharp_BTV + SMOOTHING * any_digit_V)
 
 
 @torch.no_grad()

@@ -58,16 +58,35 @@ def run_quickstart(folder: Path, *, seed: int = 0, overrides: Sequence[str] = ()
     return Quickstart(folder, time.monotonic() - started, console)
 
 
-def accuracy_of_export(quickstart: Quickstart) -> tuple[float, int]:
-    """Exports the last step, evaluates the folder with transformers alone: accuracy on the run's held-out problems, and their number."""
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of right answers to the run's held-out problems, as plain transformers gives them."""
+
+    sampled: float
+    greedy: float
+    num_problems: int
+
+
+def accuracy_before(quickstart: Quickstart) -> Accuracy:
+    """That of the model that the run started from."""
+    return evaluate(quickstart, quickstart.folder / "prepared" / "tiny" / "model")
+
+
+def accuracy_of_export(quickstart: Quickstart) -> Accuracy:
+    """Exports the last step, and evaluates the folder."""
     out = quickstart.folder / "exported"
     checkpoint = quickstart.run_folder / f"step_{quickstart.last_step}"
     call(quickstart.folder, "-m", "mrl.convert", "mcore-to-hf", "--mcore", str(checkpoint), "--out", str(out), timeout_s=EXPORT_TIMEOUT_S)
+    return evaluate(quickstart, out)
+
+
+def evaluate(quickstart: Quickstart, model: Path) -> Accuracy:
+    """Runs `scripts/evaluate_export.py`, which uses nothing of mrl, on the Hugging Face folder `model`."""
     data = quickstart.folder / "prepared" / "tiny" / "data" / "validation.jsonl"
-    text = call(quickstart.folder, str(ROOT / "scripts" / "evaluate_export.py"), str(out), str(data), timeout_s=EXPORT_TIMEOUT_S)
-    match = re.search(r"^accuracy ([\d.]+) over (\d+) problems$", text, re.MULTILINE)
+    text = call(quickstart.folder, str(ROOT / "scripts" / "evaluate_export.py"), str(model), str(data), timeout_s=EXPORT_TIMEOUT_S)
+    match = re.search(r"^accuracy ([\d.]+) sampled, ([\d.]+) greedy, over (\d+) problems$", text, re.MULTILINE)
     assert match, text
-    return float(match[1]), int(match[2])
+    return Accuracy(float(match[1]), float(match[2]), int(match[3]))
 
 
 def sampling_noise(accuracies: Sequence[float], num_samples: int) -> float:

@@ -6,6 +6,8 @@ import json
 from itertools import combinations
 from pathlib import Path
 
+import pytest
+
 from mrl.prepare_arithmetic import Addition, split_additions, write_splits
 
 
@@ -19,11 +21,19 @@ def test_no_pair_of_operands_is_in_two_splits():
         assert unordered(splits[first]).isdisjoint(unordered(splits[second])), (first, second)
 
 
-def test_every_addition_of_two_digits_is_used():
+def test_every_addition_that_carries_is_used_and_400_others():
     splits = split_additions(seed=3)
     used = set().union(*(unordered(additions) for additions in vars(splits).values()))
-    assert used == {frozenset((left, right)) for left in range(10, 100) for right in range(10, 100) if left + right < 100}
+    all_pairs = {(left, right) for left in range(10, 100) for right in range(left, 100) if left + right < 100}
+    carrying = {frozenset(pair) for pair in all_pairs if str(pair[0] + pair[1])[0] != str(pair[0] // 10 + pair[1] // 10)}
+    assert len(carrying) == 640 and carrying < used and used <= {frozenset(pair) for pair in all_pairs}
+    assert len(used - carrying) == 400
     assert len(splits.validation) == 256
+
+
+@pytest.mark.parametrize(("left", "right", "answer", "without"), [(27, 15, "42", "32"), (27, 12, "39", "39"), (45, 45, "90", "80")])
+def test_the_answer_without_the_carry(left: int, right: int, answer: str, without: str):
+    assert (Addition(left, right).answer, Addition(left, right).answer_without_carry) == (answer, without)
 
 
 def test_splits_follow_from_the_seed():

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mrl import prepare_model
 from mrl.prepare_arithmetic import Addition
-from mrl.prepare_model import build_model, encode, sampled_accuracy, save_warm_started_model, smoothed_loss
+from mrl.prepare_model import build_model, demonstrations, encode, sampled_accuracy, save_warm_started_model
 from mrl.prepare_tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(4096)
@@ -36,18 +36,15 @@ def test_sampled_accuracy_is_the_share_of_right_samples():
     assert sampled_accuracy(model, tokens_BT, num_answer_tokens) == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_warm_start_cannot_make_the_model_sure_of_an_answer():
-    targets_BT = torch.tensor([[*b"37", 258]])
-    logits_BTV = torch.zeros(1, 3, 264, requires_grad=True)
-    optimizer = torch.optim.Adam([logits_BTV], lr=0.1)
-    for _ in range(500):
-        optimizer.zero_grad()
-        smoothed_loss(logits_BTV, targets_BT).backward()
-        optimizer.step()
-    probabilities_TV = logits_BTV.detach().softmax(-1)[0]
-    assert probabilities_TV[0, ord("3")].item() == pytest.approx(0.505, abs=0.01)
-    assert probabilities_TV[0, ord("4")].item() == pytest.approx(0.055, abs=0.01)
-    assert probabilities_TV[2, 258].item() > 0.98
+def test_the_warm_start_prefers_the_answer_without_the_carry():
+    right_BT, forgetful_BT = torch.tensor([[*b"42", 258], [*b"37", 258]]), torch.tensor([[*b"32", 258], [*b"37", 258]])
+    teacher_BTV = demonstrations(right_BT, forgetful_BT)
+    assert teacher_BTV.sum(-1).tolist() == [pytest.approx([1.0] * 3)] * 2
+    # 0.65 of 0.65 for the wrong digit, 0.35 of 0.65 for the right one, and a tenth of 0.35 for each digit.
+    assert teacher_BTV[0, 0, ord("3")].item() == pytest.approx(0.4575) and teacher_BTV[0, 0, ord("4")].item() == pytest.approx(0.2625)
+    assert teacher_BTV[0, 0, ord("5")].item() == pytest.approx(0.035) and teacher_BTV[0, 0, ord("a")].item() == 0
+    assert teacher_BTV[1, 0, ord("3")].item() == pytest.approx(0.685)
+    assert teacher_BTV[:, 2, 258].tolist() == [1.0, 1.0]
 
 
 def test_the_saved_folder_is_an_ordinary_checkpoint_and_repeats_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
