@@ -48,6 +48,11 @@ class Job:
         """Folder of the logs of one start."""
         return self.folder / f"{self.job_id}{f'-{restart}' if restart else ''}-logs"
 
+    @property
+    def num_starts(self) -> int:
+        """How often Slurm or `scripts/ray.sub` started the job: each start has a folder of logs."""
+        return len(list(self.folder.glob(f"{self.job_id}*-logs")))
+
     def log(self, name: str, restart: int = 0) -> str:
         path = self.logs(restart) / name
         return path.read_text(errors="replace") if path.exists() else ""

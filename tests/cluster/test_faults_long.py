@@ -13,6 +13,7 @@ from tests.cluster.conftest import Scenario
 from tests.cluster.jobs import Job, submit, training
 from tests.cluster.slurm import SlurmBox, signal_job
 from tests.faults.attempts import lineage
+from tests.faults.test_kill import rows
 
 pytestmark = [pytest.mark.long("cluster"), pytest.mark.timeout(1500)]
 
@@ -42,7 +43,10 @@ def weights(job: Job, step: int = STEPS) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
 
 
-def assert_same_run(job: Job, unbroken: Job) -> None:
+def assert_same_run(job: Job, unbroken: Job, *, num_starts: int) -> None:
+    """The job ran `num_starts` times; ledger, metrics and weights show each step once, as in the undisturbed run."""
+    assert job.num_starts == num_starts, job.explain()
+    assert rows(job.run_folder) == rows(unbroken.run_folder)
     assert lineage(job.run_folder) == lineage(unbroken.run_folder)
     assert sorted(lineage(job.run_folder)) == list(range(1, STEPS + 1))
     assert weights(job) == weights(unbroken)
@@ -59,7 +63,7 @@ def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(
         assert job.end() == "COMPLETED", job.explain()
         assert "the command ended with code 75: " in job.output and "requeueing job" in job.output
         assert "the same command resumes" in job.log("ray-driver.log")
-        assert_same_run(job, unbroken)
+        assert_same_run(job, unbroken, num_starts=2)
 
 
 def test_a_preempted_run_is_saved_requeued_and_resumed(box: SlurmBox, inputs: list[str], unbroken: Job, tmp_path: Path, scenario: Scenario):
@@ -69,7 +73,7 @@ def test_a_preempted_run_is_saved_requeued_and_resumed(box: SlurmBox, inputs: li
         box.slurm("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", f"--output={tmp_path}/urgent.out", "--wrap=sleep 3")
         job.wait_for("Resuming from", restart=1)
         assert job.end() == "COMPLETED", job.explain()
-        assert_same_run(job, unbroken)
+        assert_same_run(job, unbroken, num_starts=2)
 
 
 def test_a_node_without_power_costs_one_attempt(box: SlurmBox, inputs: list[str], unbroken: Job, tmp_path: Path, scenario: Scenario):
@@ -81,7 +85,7 @@ def test_a_node_without_power_costs_one_attempt(box: SlurmBox, inputs: list[str]
         box.power_on("mrl-n3")
         job.wait_for_resumption()
         assert job.end() == "COMPLETED", job.explain()
-        assert_same_run(job, unbroken)
+        assert_same_run(job, unbroken, num_starts=2)
 
 
 def test_a_node_without_network_costs_one_attempt_and_publishes_nothing(
@@ -96,7 +100,7 @@ def test_a_node_without_network_costs_one_attempt_and_publishes_nothing(
         box.link("mrl-n1", "up")
         job.wait_for_resumption()
         assert job.end() == "COMPLETED", job.explain()
-        assert_same_run(job, unbroken)
+        assert_same_run(job, unbroken, num_starts=2)
 
 
 def test_a_cache_on_a_nodes_own_disk_is_named_before_anything_is_loaded(
