@@ -29,11 +29,10 @@ from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.rules.evaluation import find_evaluation_problems
 from mrl.config.schema.run import RunConfig
-from mrl.data.prompts import PromptData, load_prompts
-from mrl.start import check_start
+from mrl.data.prompts import PromptData, load_prompts, validation_sampling
+from mrl.loop.preflight import check_start
 from mrl.store.console import RolloutProgress
 from mrl.store.evaluations import ALL, scores_by_environment, table_lines, write_results
-from mrl.supply import validation_sampling
 from mrl.target import Target, find_target
 from mrl.types import RolloutGroup
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mrl.config.schema.data import DatasetConfig
+    from mrl.config.schema.generation import GenerationConfig
     from mrl.config.schema.policy import PolicyConfig
-    from mrl.config.schema.run import RunConfig
+from mrl.config.schema.run import RunConfig
 
 NEED_ANSWER = ("math", "mcqa")
 """Environments that compare with an answer, which every row must have."""
@@ -190,3 +192,8 @@ def _token_ids(value: object) -> list[int]:
     """Token ids as configurations spell them: none, one, or a list."""
     values = value if isinstance(value, list) else [value]
     return [token_id for token_id in values if isinstance(token_id, int)]
+
+
+def validation_sampling(sampling: SamplingParams, generation: GenerationConfig) -> SamplingParams:
+    """How rollouts of validation are drawn: as those of training, but for what `val_*` keys say."""
+    return dataclasses.replace(sampling, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k)

@@ -25,7 +25,7 @@ from mrl.cluster.session import placed_units, start_models
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptData
-from mrl.train import preflight
+from mrl.loop.rollouts import preflight
 from mrl.types import Rollout, RolloutRequest, SamplingParams, request_seed
 
 logger = logging.getLogger(__name__)

@@ -122,6 +122,13 @@ class RunFolder:
             if self._loggers is not None:
                 self._loggers.log_samples(shown, step)
 
+    def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> None:
+        """Prints a step's metrics, and keeps them and its rollouts, if it had any."""
+        self.print_step(metrics)
+        if groups:
+            self.log_samples(step, "train", groups, sequences)
+        self.log_metrics(step, metrics)
+
     def print_header(self, step: int, last_step: int) -> None:
         """The step line."""
         logger.info("\n%s", step_header(step, last_step))

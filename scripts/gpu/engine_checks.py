@@ -28,7 +28,7 @@ def doctor(setup: Setup) -> list[Row]:
     """
     from mrl.config.load import load_config
     from mrl.diagnosis import refit
-    from mrl.train import preflight
+    from mrl.loop.rollouts import preflight
 
     rows: list[Row] = []
     failed = []

@@ -20,15 +20,15 @@ Row = dict[str, str | int | float | None]
 
 
 PATHS: dict[str, tuple[str, ...]] = {
-    "algorithms": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/supply.py", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
-    "async": ("mrl/train.py", "mrl/supply.py", "mrl/cluster", "mrl/rollout"),
+    "algorithms": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
+    "async": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/rollout"),
     "cluster": ("scripts/ray.sub", "mrl/cluster", "mrl/store", "mrl/train.py"),
     "config": ("mrl/config",),
     "conversion": ("conversion",),
     "convert": ("conversion",),
     "environments": ("mrl/envs", "mrl/cluster/reward_actor.py"),
     "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
-    "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/supply.py", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
+    "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
     "nemo_parity": ("mrl/algo", "mrl/policy/late_signals.py"),
     "nemo_recipes": ("mrl/config", "mrl/check.py"),
@@ -41,7 +41,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "refit": ("mrl/refit", "mrl/cluster/refit.py", "conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py"),
     "router_replay": ("mrl/policy/router_replay.py", "mrl/policy/moe.py", "mrl/rollout/routes.py"),
     "schedule": ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py", "conversion/families"),
-    "supervised": ("mrl/supervised.py", "mrl/algo", "mrl/policy", "configs/sft_tiny.yaml", "configs/dpo_tiny.yaml", "configs/rm_tiny.yaml"),
+    "supervised": ("mrl/loop", "mrl/algo", "mrl/policy", "configs/sft_tiny.yaml", "configs/dpo_tiny.yaml", "configs/rm_tiny.yaml"),
     "witness": ("conversion/families", "mrl/refit", "mrl/rollout"),
 }
 """What each part measures: the product files and folders whose changes make its table old."""

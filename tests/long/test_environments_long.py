@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema.env import BUILT_IN
-from mrl.train import main
+from mrl.loop.main import main
 from tests.stack.loop.conftest import SMALL, write_inputs
 
 pytestmark = [pytest.mark.long("environments"), pytest.mark.timeout(900)]

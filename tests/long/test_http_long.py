@@ -12,13 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mrl.cluster.session import start_session
 from mrl.config.load import load_config
 from mrl.envs.endpoints import read_endpoints
-from mrl.saving import CheckpointSaver
-from mrl.store.clock import Budget
+from mrl.loop.budget import Budget
+from mrl.loop.rollouts import RolloutTraining, preflight
 from mrl.store.run_folder import RunFolder
-from mrl.train import open_run, preflight, resume, train_step
+from mrl.train import resume, train_step
 from tests.stack.loop.conftest import DEADLINE_S, SMALL, toss_coins, write_inputs
 from tests.stack.loop.test_http import ask
 
@@ -40,13 +39,13 @@ def pid_of(engine) -> int:
 
 def test_engines_answer_through_refits_and_after_a_death(tmp_path: Path):
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path), *SMALL, *SERVED_AHEAD])
-    data, folder = preflight(config), RunFolder(config)
+    training, folder = RolloutTraining(config, preflight(config)), RunFolder(config)
     folder.open()
-    with folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session:
+    checkpoint = folder.newest_checkpoint()
+    with folder, training.open(folder, Budget(None, started=time.monotonic())) as run:
+        session = run.supplier.session
         session.rewards.apply(toss_coins)
-        saver = CheckpointSaver(config, folder, session.policies)
-        run = open_run(config, data, folder, session, saver, Budget(None, started=time.monotonic()))
-        state = resume(run, folder.newest_checkpoint())
+        state = resume(run, checkpoint)
         file = folder.log_folder / "actors" / "endpoints.json"
         first, is_over = read_endpoints(file), threading.Event()
 

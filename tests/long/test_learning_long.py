@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.session import start_session
 from mrl.config.load import load_config
 from mrl.envs.task import Task
+from mrl.loop.budget import Budget
+from mrl.loop.rollouts import RolloutTraining, preflight
+from mrl.loop.run import is_due
 from mrl.prepare import prepare_tiny
-from mrl.saving import CheckpointSaver
-from mrl.schedule import is_due
-from mrl.store.clock import Budget
 from mrl.store.run_folder import RunFolder
-from mrl.train import open_run, preflight, resume, train_step, validate
+from mrl.train import resume, train_step
 from mrl.types import Verdict
 from tests.learn.quickstart import accuracy_before, accuracy_of_export, run_quickstart, sampling_noise
 from tests.long.record import Row, record
@@ -72,20 +71,19 @@ def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row]):
         "grpo.val_at_end=false",
     ]
     config = load_config("grpo_tiny.yaml", overrides)
-    data = preflight(config)
-    folder = RunFolder(config)
+    training, folder = RolloutTraining(config, preflight(config)), RunFolder(config)
     folder.open()
-    with folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session:
-        saver = CheckpointSaver(config, folder, session.policies)
-        run = open_run(config, data, folder, session, saver, Budget(None, started=started))
-        state = resume(run, folder.newest_checkpoint())
-        accuracies = [validate(run, state)["val/accuracy"]]
+    checkpoint = folder.newest_checkpoint()
+    with folder, training.open(folder, Budget(None, started=started)) as run:
+        rewards = run.supplier.session.rewards
+        state = resume(run, checkpoint)
+        accuracies = [run.supplier.validate(state)["val/accuracy"]]
         while state.step < run.last_step:
-            session.rewards.apply(toss_coins, state.step)
+            rewards.apply(toss_coins, state.step)
             train_step(run, state)
             if is_due(state.step, STEPS_BETWEEN_VALIDATIONS) or state.step == run.last_step:
-                session.rewards.apply(judge_honestly)
-                accuracies.append(validate(run, state)["val/accuracy"])
+                rewards.apply(judge_honestly)
+                accuracies.append(run.supplier.validate(state)["val/accuracy"])
     seconds = time.monotonic() - started
     rows.append(row("coin toss", 0, accuracies[0], accuracies[-1], steps=state.step, seconds=seconds))
     assert max(accuracies) <= MAX_ACCURACY_OF_CONTROL, accuracies

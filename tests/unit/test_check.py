@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl import check, evaluate
-from mrl.train import main
+from mrl.loop.main import main
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mrl.cluster.session import start_session
 from mrl.config.load import load_config
-from mrl.saving import open_saver
-from mrl.store.clock import Budget
+from mrl.loop.budget import Budget
+from mrl.loop.rollouts import RolloutSupplier, RolloutTraining, preflight
+from mrl.loop.run import Run
 from mrl.store.run_folder import RunFolder
-from mrl.train import Run, open_run, preflight, resume
+from mrl.train import resume
 from mrl.types import RunState
 from tests.stack.loop.conftest import SMALL, toss_coins, write_inputs
 
@@ -30,15 +30,14 @@ AHEAD = [
 
 
 @contextmanager
-def running(folder: Path, *overrides: str) -> Iterator[tuple[Run, RunState]]:
+def running(folder: Path, *overrides: str) -> Iterator[tuple[Run[RolloutSupplier], RunState]]:
     """The run between two steps, and its state."""
     config = load_config("grpo_tiny.yaml", [*write_inputs(folder), *AHEAD, *overrides])
-    data = preflight(config)
+    training = RolloutTraining(config, preflight(config))
     run_folder = RunFolder(config)
     run_folder.open()
-    with run_folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=run_folder.log_folder / "actors") as session:
-        session.rewards.apply(toss_coins)
-        with open_saver(config, run_folder, session.policies) as saver:
-            checkpoint = run_folder.newest_checkpoint()
-            run = open_run(config, data, run_folder, session, saver, Budget(None, started=time.monotonic()))
+    with run_folder:
+        checkpoint = run_folder.newest_checkpoint()
+        with training.open(run_folder, Budget(None, started=time.monotonic())) as run:
+            run.supplier.session.rewards.apply(toss_coins)
             yield run, resume(run, checkpoint)

@@ -17,17 +17,19 @@ from mrl.cluster.waiting import DeadlineExceeded
 from mrl.data.order import prompts_at
 from mrl.data.packing import PackedRow
 from mrl.envs.task import Task
-from mrl.train import Run, train_step, validate
+from mrl.loop.rollouts import RolloutSupplier
+from mrl.loop.run import Run
+from mrl.train import train_step
 from mrl.types import Verdict
 from tests import models
 from tests.stack.ahead.conftest import running
 from tests.stack.loop.conftest import CoinToss
 
 
-def assert_prompts_in_order(run: Run, num_steps: int) -> None:
+def assert_prompts_in_order(run: Run[RolloutSupplier], num_steps: int) -> None:
     """The ledger says that steps 1 to `num_steps` trained on the prompts of a synchronous run."""
-    picks = prompts_at(0, 4 * num_steps, num_prompts=len(run.data.train), seed=run.config.grpo.seed)
-    names = [run.data.train[index].prompt_id for _, index in picks]
+    picks = prompts_at(0, 4 * num_steps, num_prompts=len(run.supplier.data.train), seed=run.config.grpo.seed)
+    names = [run.supplier.data.train[index].prompt_id for _, index in picks]
     events = [json.loads(line) for line in run.folder.ledger.path.read_text().splitlines()]
     trained = [[prompt_id for _, prompt_id in event["prompts"]] for event in events if event["event"] == "trained"]
     assert trained == [names[first : first + 4] for first in range(0, len(names), 4)]
@@ -37,9 +39,9 @@ Update = list[tuple[PackedRow, torch.Tensor]]
 """The rows of the only rank, each with its old logprobs."""
 
 
-def kept_updates(run: Run) -> list[Update]:
+def kept_updates(run: Run[RolloutSupplier]) -> list[Update]:
     """What every update from now on gets; filled in as they come."""
-    policies, kept = run.session.policies, []
+    policies, kept = run.supplier.session.policies, []
     call = policies.call
 
     def call_and_keep(method: str, *arguments: object, deadline_s: float) -> list[object]:
@@ -78,14 +80,14 @@ def loss_by_hand(update: Update) -> float:
 @pytest.mark.timeout(280)
 def test_lag_one(tmp_path: Path):
     with running(tmp_path, "grpo.max_num_steps=3") as (run, state):
-        source, updates = run.session.collector, kept_updates(run)
+        source, updates = run.supplier.session.collector, kept_updates(run)
         train_step(run, state)
         assert state.metrics["train/avg_trajectory_age"] == 0
         assert drift_from_start(updates[0]) < 1e-4
         # What was under way had to end before the new weights; the third step's is drawn from them.
-        second = list(run.supply._asked)[:4]
-        assert len(run.supply._asked) == 8 and source.num_missing(second) == 0
-        assert 0 <= validate(run, state)["val/accuracy"] <= 1
+        second = list(run.supplier.queue._asked)[:4]
+        assert len(run.supplier.queue._asked) == 8 and source.num_missing(second) == 0
+        assert 0 <= run.supplier.validate(state)["val/accuracy"] <= 1
         train_step(run, state)
         assert state.metrics["train/avg_trajectory_age"] == state.metrics["train/max_trajectory_age"] == 1
         # Weights that are a step older give other logprobs than those that train, and the update is by the latter.
@@ -108,7 +110,7 @@ def test_lag_one(tmp_path: Path):
 def test_an_engine_that_dies_while_the_policy_trains_is_replaced_by_the_refit(tmp_path: Path):
     # The second death may come before the new engine has finished a rollout.
     with running(tmp_path, "grpo.async_grpo.max_generation_failures=1") as (run, state):
-        engines = run.session.engines
+        engines = run.supplier.session.engines
         train_step(run, state)
         (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
         kill_during(run, "train_step", int(str(pid)))
@@ -141,15 +143,15 @@ def fall_silent(actor) -> None:
 def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(tmp_path: Path):
     keys = ["grpo.max_rollout_turns=2", "deadlines.generate_s=20"]
     with running(tmp_path, *keys) as (run, state):
-        source, engines, sampling = run.session.collector, run.session.engines, run.supply._sampling
+        source, engines, sampling = run.supplier.session.collector, run.supplier.session.engines, run.supplier.queue._sampling
         source.drain()
-        run.session.rewards.apply(fall_silent)
+        run.supplier.session.rewards.apply(fall_silent)
         for index, max_new_tokens in ((0, 1), (1, 1200)):
-            asked = [(-2, run.data.train[index])]
+            asked = [(-2, run.supplier.data.train[index])]
             wanted = dataclasses.replace(sampling, max_new_tokens=max_new_tokens, stop_token_ids=())
             source.ask(asked, wanted, num_generations=4, weight_version=state.weight_version)
         (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
-        source.wait(lambda: run.session.rewards.num_undecided >= 4, on_progress=lambda: None)
+        source.wait(lambda: run.supplier.session.rewards.num_undecided >= 4, on_progress=lambda: None)
         os.kill(int(str(pid)), signal.SIGKILL)
         with pytest.raises(DeadlineExceeded, match="turns wait for their environment"):
             source.drain()
@@ -180,9 +182,9 @@ def test_rollouts_go_on_with_new_weights(tmp_path: Path, recomputes: str):
         assert len(set(trained)) == 24
 
 
-def kill_during(run: Run, fatal: str, pid: int) -> None:
+def kill_during(run: Run[RolloutSupplier], fatal: str, pid: int) -> None:
     """Kills a process when the ranks are next asked for `fatal`."""
-    policies = run.session.policies
+    policies = run.supplier.session.policies
     call = policies.call
 
     def call_and_kill(method: str, *arguments: object, deadline_s: float) -> list[object]:

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from mrl import prepare_tokenizer
-from mrl.cluster.session import start_session
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.envs.task import Task
-from mrl.saving import CheckpointSaver
-from mrl.store.clock import Budget
+from mrl.loop.budget import Budget
+from mrl.loop.rollouts import RolloutSupplier, RolloutTraining, preflight
+from mrl.loop.run import Run
 from mrl.store.run_folder import RunFolder
-from mrl.train import Run, open_run, preflight, resume
+from mrl.train import resume
 from mrl.types import RunState, Verdict
 from tests import models
 
@@ -77,15 +77,15 @@ PASSED_ON = [
 class LiveRun:
     """A run between two steps; tests leave it so that the next step works."""
 
-    run: Run
+    run: Run[RolloutSupplier]
     state: RunState
     config: RunConfig
 
     def on_ranks(self, function, *arguments: object) -> list:
-        return self.run.session.policies.apply(function, *arguments, deadline_s=DEADLINE_S)
+        return self.run.supplier.session.policies.apply(function, *arguments, deadline_s=DEADLINE_S)
 
     def on_engines(self, function, *arguments: object) -> list:
-        return self.run.session.engines.apply(function, *arguments, deadline_s=DEADLINE_S)
+        return self.run.supplier.session.engines.apply(function, *arguments, deadline_s=DEADLINE_S)
 
 
 class CoinToss:
@@ -121,11 +121,11 @@ def live_run(folder: Path, *further: str) -> Iterator[LiveRun]:
         *further,
     ]
     config = load_config("grpo_tiny.yaml", overrides)
-    data = preflight(config)
+    training = RolloutTraining(config, preflight(config))
     run_folder = RunFolder(config)
     run_folder.open()
-    with run_folder, start_session(config, pad_token_id=data.pad_token_id, log_folder=run_folder.log_folder / "actors") as session:
-        session.rewards.apply(toss_coins)
-        saver = CheckpointSaver(config, run_folder, session.policies)
-        run = open_run(config, data, run_folder, session, saver, Budget(None, started=time.monotonic()))
-        yield LiveRun(run, resume(run, run_folder.newest_checkpoint()), config)
+    with run_folder:
+        checkpoint = run_folder.newest_checkpoint()
+        with training.open(run_folder, Budget(None, started=time.monotonic())) as run:
+            run.supplier.session.rewards.apply(toss_coins)
+            yield LiveRun(run, resume(run, checkpoint), config)

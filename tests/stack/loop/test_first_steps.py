@@ -57,9 +57,9 @@ def test_every_step_is_one_line_of_metrics_and_two_of_ledger(live: LiveRun):
 def test_unwanted_tokens_cost_the_reward(live: LiveRun):
     unwanted = PenaltyTokenIdsConfig(unwanted=list(range(64)))
     penalties = RewardPenaltiesConfig(penalize_unwanted_tokens=True, token_ids=unwanted)
-    live.run.session.rewards.apply(set_rules, replace(live.config, reward_penalties=penalties))
+    live.run.supplier.session.rewards.apply(set_rules, replace(live.config, reward_penalties=penalties))
     train_step(live.run, live.state)
-    live.run.session.rewards.apply(set_rules, live.config)
+    live.run.supplier.session.rewards.apply(set_rules, live.config)
     metrics = live.state.metrics
     num_penalised = metrics["rollout/math/unwanted_token"]
     assert 0 < num_penalised <= live.config.grpo.num_rollouts_per_step

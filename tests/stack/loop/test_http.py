@@ -12,8 +12,9 @@ import pytest
 
 from mrl.envs.endpoints import Endpoints, read_endpoints
 from mrl.envs.task import Task
+from mrl.loop.rollouts import VALIDATION_EPOCH
 from mrl.store.clock import Clock
-from mrl.train import VALIDATION_EPOCH, train_step
+from mrl.train import train_step
 from mrl.types import RolloutGroup, Verdict
 from tests.stack.loop.conftest import CoinToss, LiveRun, live_run
 
@@ -59,13 +60,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
 
 @pytest.fixture
 def endpoints(live: LiveRun) -> Iterator[Endpoints]:
-    file = live.run.session.engines.log_folder / "endpoints.json"
+    file = live.run.supplier.session.engines.log_folder / "endpoints.json"
     assert file.stat().st_mode & 0o777 == 0o600
     found = read_endpoints(file)
-    assert len(found.base_urls) == live.run.session.engines.num_engines == 2
-    live.run.session.rewards.apply(set_environment, Judge(file))
+    assert len(found.base_urls) == live.run.supplier.session.engines.num_engines == 2
+    live.run.supplier.session.rewards.apply(set_environment, Judge(file))
     yield found
-    live.run.session.rewards.apply(set_environment, CoinToss())
+    live.run.supplier.session.rewards.apply(set_environment, CoinToss())
 
 
 def test_rewards_and_others_ask_the_engines_while_the_run_trains(live: LiveRun, endpoints: Endpoints):
@@ -104,15 +105,15 @@ def texts(groups: Sequence[RolloutGroup]) -> list[list[str]]:
 
 def test_rollouts_are_the_same_whoever_else_asks(live: LiveRun, endpoints: Endpoints):
     run = live.run
-    asked = [(VALIDATION_EPOCH, prompt) for prompt in run.data.validation[:4]]
+    asked = [(VALIDATION_EPOCH, prompt) for prompt in run.supplier.data.validation[:4]]
 
     def sampled() -> list[list[str]]:
         version = live.state.weight_version
-        return texts(run.supply.sample(asked, run.data.sampling, num_generations=3, weight_version=version, clock=Clock()))
+        return texts(run.supplier.queue.sample(asked, run.supplier.data.sampling, num_generations=3, weight_version=version, clock=Clock()))
 
     with ThreadPoolExecutor(8) as threads:
         others = [threads.submit(ask, endpoints, base_url, f"hello {i}", i) for i in range(8) for base_url in endpoints.base_urls]
         beside_others = sampled()
         assert all(other.result(timeout=TIMEOUT_S) for other in others)
-    run.session.rewards.apply(set_environment, CoinToss())
+    run.supplier.session.rewards.apply(set_environment, CoinToss())
     assert beside_others == sampled()

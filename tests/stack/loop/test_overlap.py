@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mrl.envs.task import Task
 from mrl.store.checkpoints import find_damage
-from mrl.train import save_checkpoint, train_step
+from mrl.train import train_step
 from mrl.types import Verdict
 from tests.stack.loop.conftest import CoinToss, LiveRun
 
@@ -41,16 +41,16 @@ def set_environment(actor, environment: object) -> None:
 
 def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun, tmp_path: Path):
     run, unfinished = live.run, []
-    run.session.rewards.apply(set_environment, HeldBack(tmp_path))
+    run.supplier.session.rewards.apply(set_environment, HeldBack(tmp_path))
 
     def on_progress() -> None:
         # Other rollouts wait until the first ones are being judged, and end although no verdict is given.
         wait_for(tmp_path / "has_begun")
-        unfinished.append(run.session.engines.num_unfinished)
+        unfinished.append(run.supplier.session.engines.num_unfinished)
 
-    collector, prompts = run.session.collector, list(run.data.train[:4])
+    collector, prompts = run.supplier.session.collector, list(run.supplier.data.train[:4])
     asked = [(TEST_EPOCH, prompt) for prompt in prompts]
-    keys = collector.ask(asked, run.data.sampling, num_generations=4, weight_version=live.state.weight_version)
+    keys = collector.ask(asked, run.supplier.data.sampling, num_generations=4, weight_version=live.state.weight_version)
     collector.wait(lambda: collector.num_missing(keys) == 0, on_progress=on_progress)
     assert unfinished[0] > 0 and unfinished[-1] == 0
     (tmp_path / "may_score").touch()
@@ -61,7 +61,7 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
         tasks = [Task((verdict.text,)) for verdict in group.verdicts]
         assert list(group.verdicts) == CoinToss().score(tasks, gives_up=lambda: False)
     assert seconds > 0
-    run.session.rewards.apply(set_environment, CoinToss())
+    run.supplier.session.rewards.apply(set_environment, CoinToss())
 
 
 def hold_back_writing(_: object, may_write: Path) -> None:
@@ -81,7 +81,7 @@ def test_the_next_step_does_not_wait_for_the_checkpoint(live: LiveRun, tmp_path:
     train_step(live.run, live.state)
     step, folder = live.state.step, live.run.folder.path
     live.on_ranks(hold_back_writing, tmp_path / "may_write")
-    save_checkpoint(live.run, live.state, has_next=True)
+    live.run.saver.begin(live.state)
     train_step(live.run, live.state)
     assert (folder / f"tmp_step_{step}").exists() and not (folder / f"step_{step}").exists()
     assert "time/checkpoint_hidden" not in live.state.metrics
@@ -95,7 +95,7 @@ def test_the_next_step_does_not_wait_for_the_checkpoint(live: LiveRun, tmp_path:
 
 def test_a_checkpoint_is_published_during_the_next_rollouts(live: LiveRun):
     step, folder = live.state.step, live.run.folder.path
-    save_checkpoint(live.run, live.state, has_next=True)
+    live.run.saver.begin(live.state)
     end = time.monotonic() + LIMIT_S
     while not all(live.on_ranks(lambda policy: policy.is_written())):
         assert time.monotonic() < end

@@ -44,4 +44,4 @@ def test_secrets_reach_processes_and_nothing_that_is_written(live: LiveRun):
 
 
 def test_ranks_meet_at_a_port_of_the_range(live: LiveRun):
-    assert live.run.session.policies.master[1] in PORTS
+    assert live.run.supplier.session.policies.master[1] in PORTS

@@ -16,7 +16,7 @@ from mrl.capacity.phases import PHASES, Phase
 from mrl.cluster.probe import live_digests
 from mrl.cluster.refit import Refit
 from mrl.cluster.waiting import DeadlineExceeded
-from mrl.train import refit, save_checkpoint, train_step
+from mrl.train import train_step
 from tests.schedules import drop_copies
 from tests.stack.loop.conftest import DEADLINE_S, LiveRun
 
@@ -24,13 +24,13 @@ from tests.stack.loop.conftest import DEADLINE_S, LiveRun
 def expect_refused(live: LiveRun, pattern: str) -> str:
     """The message of the refit that fails now; no engine may sample after it, until a clean refit."""
     with pytest.raises(RuntimeError, match=pattern) as caught:
-        refit(live.run, live.state)
+        live.run.supplier.refit(live.state)
     assert not isinstance(caught.value, DeadlineExceeded)
     return str(caught.value)
 
 
 def recover(live: LiveRun) -> None:
-    refit(live.run, live.state)
+    live.run.supplier.refit(live.state)
 
 
 def process_id(engine) -> int:
@@ -136,11 +136,11 @@ def forbid_other_ways(holder) -> None:
 
 
 def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
-    report = live.run.session.refit.run()
+    report = live.run.supplier.session.refit.run()
     live.state.weight_version = report.weight_version
-    schedule = live.run.session.refit.schedule
+    schedule = live.run.supplier.session.refit.schedule
     assert schedule.num_rounds > 1
-    targets = [unit for engine in live.run.session.refit.units for unit in engine.units]
+    targets = [unit for engine in live.run.supplier.session.refit.units for unit in engine.units]
     assert len(targets) == 2
     assert report.copied_bytes == sum(schedule.copied_bytes(target) for target in targets) == report.verified_bytes
     live_bytes = sum(live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values())))
@@ -161,7 +161,8 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     from mrl.rollout.environment import engine_environment
 
     train_step(live.run, live.state)
-    save_checkpoint(live.run, live.state, has_next=False)
+    live.run.saver.begin(live.state)
+    live.run.saver.finish()
     step = live.run.folder.path / f"step_{live.state.step}"
     assert convert(["mcore-to-hf", "--mcore", str(step), "--out", str(tmp_path / "export")]) == 0
     script = (
@@ -183,7 +184,7 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     assert answer.returncode == 0, answer.stderr[-3000:]
     (line,) = [line for line in answer.stdout.splitlines() if line.startswith("DIGEST ")]
     fresh = json.loads(line.removeprefix("DIGEST "))
-    for (digest,) in live_digests(live.run.session.engines, deadline_s=DEADLINE_S).values():
+    for (digest,) in live_digests(live.run.supplier.session.engines, deadline_s=DEADLINE_S).values():
         assert {str(slot): crc for slot, crc in digest.items()} == fresh
 
 
@@ -202,7 +203,7 @@ def test_a_stale_replica_is_caught(live: LiveRun):
     with pytest.raises(RuntimeError, match=r"decoder\.layers"):
         train_step(live.run, live.state)
     # The stale rank has lost its shard of the main parameters: the run would resume from a checkpoint, the tests start over.
-    live.run.session.policies.call("load_hf", live.config.policy.model_name, deadline_s=DEADLINE_S)
+    live.run.supplier.session.policies.call("load_hf", live.config.policy.model_name, deadline_s=DEADLINE_S)
     recover(live)
 
 
@@ -225,13 +226,13 @@ def test_a_flipped_byte_in_an_engine_is_caught_by_name(live: LiveRun):
 
 
 def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
-    moving = live.run.session.refit
+    moving = live.run.supplier.session.refit
     workers = moving._workers(0)
     lost = next(copy for route in workers[0].part.receives for copy in route.lane.copies())
     part = drop_copies(workers[0].part, lambda copy: (copy.target, copy.box) == (lost.target, lost.box))
     workers[0] = dataclasses.replace(workers[0], part=part)
     with pytest.raises(RuntimeError, match=re.escape(lost.target.name)):
-        live.run.session.engines.call_each("prepare_refit", {0: (workers,)}, deadline_s=DEADLINE_S)
+        live.run.supplier.session.engines.call_each("prepare_refit", {0: (workers,)}, deadline_s=DEADLINE_S)
     assert isinstance(moving, Refit)
     moving._prepare_again(0)
     recover(live)
@@ -239,21 +240,21 @@ def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
 
 @pytest.mark.timeout(240)
 def test_an_engine_that_dies_before_refit_zero_has_looked_at_it_is_started_again(live: LiveRun):
-    session = live.run.session
+    session = live.run.supplier.session
     session.policies.call("load_hf", live.config.policy.model_name, deadline_s=DEADLINE_S)
-    refit(live.run, live.state)
+    live.run.supplier.refit(live.state)
     (pid, _) = live.on_engines(process_id)
     os.kill(pid, signal.SIGKILL)
     num_restarts = session.engines.num_restarts
     report = session.refit.zero()
     assert session.engines.num_restarts == num_restarts + 1
-    assert report.verified_bytes == refit(live.run, live.state)["refit/verified_bytes"] > 0
+    assert report.verified_bytes == live.run.supplier.refit(live.state)["refit/verified_bytes"] > 0
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.long("rehearsal")
 def test_an_engine_starts_while_the_policy_holds_nothing_but_weights(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
-    engines, policies = live.run.session.engines, live.run.session.policies
+    engines, policies = live.run.supplier.session.engines, live.run.supplier.session.policies
     found: list[Phase] = []
     restart, call = engines.restart, policies.call
 

@@ -13,7 +13,6 @@ from conversion.cache import check_entry
 from conversion.cache_gc import cache_items
 from mrl import env
 from mrl.cluster.model_cache import StartingWeights, starting_weights
-from mrl.train import refit
 from tests.stack.loop.conftest import LiveRun
 
 
@@ -33,7 +32,7 @@ def test_the_start_left_the_model_in_the_cache_cut_for_its_ranks(live: LiveRun):
 
 
 def test_damage_is_repaired_before_the_load_and_both_ways_give_the_same_weights(live: LiveRun, caplog: pytest.LogCaptureFixture):
-    policies, parallel = live.run.session.policies, live.config.policy.megatron_cfg.parallel
+    policies, parallel = live.run.supplier.session.policies, live.config.policy.megatron_cfg.parallel
     hf = Path(live.config.policy.model_name)
     policies._load(StartingWeights(hf, parallel))
     expected = live.on_ranks(checksums)
@@ -47,4 +46,4 @@ def test_damage_is_repaired_before_the_load_and_both_ways_give_the_same_weights(
         check_entry(weights.cached)
     assert data.name in caplog.text and "converted again" in caplog.text
     assert live.on_ranks(checksums) == expected
-    refit(live.run, live.state)
+    live.run.supplier.refit(live.state)

@@ -6,8 +6,8 @@ import dataclasses
 import json
 
 from mrl.config.schema.run import RunConfig
-from mrl.supply import Supply, open_supply
-from mrl.train import train_step, validate
+from mrl.loop.rollout_queue import RolloutQueue, open_queue
+from mrl.train import train_step
 from tests.stack.loop.conftest import LiveRun
 
 
@@ -15,18 +15,23 @@ def with_grpo(live: LiveRun, **keys: int | bool) -> RunConfig:
     return dataclasses.replace(live.config, grpo=dataclasses.replace(live.config.grpo, **keys))
 
 
-def with_keys(live: LiveRun, **keys: int | bool) -> Supply:
-    """A supply of the same run by a config with other keys of section grpo."""
+def with_keys(live: LiveRun, **keys: int | bool) -> RolloutQueue:
+    """A queue of the same run by a config with other keys of section grpo."""
     run = live.run
-    return open_supply(
-        with_grpo(live, **keys), run.data, run.session.collector, run.folder.ledger, last_step=run.last_step, on_wait=run.saver.poll
+    return open_queue(
+        with_grpo(live, **keys),
+        run.supplier.data,
+        run.supplier.session.collector,
+        run.folder.ledger,
+        last_step=run.last_step,
+        on_wait=run.saver.poll,
     )
 
 
 def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(live: LiveRun):
-    run, kept = live.run, live.run.supply
-    run.supply = with_keys(live, use_dynamic_sampling=True, num_generations_per_prompt=2)
-    run.config = with_grpo(live, use_dynamic_sampling=True)
+    run, kept = live.run, live.run.supplier.queue
+    run.supplier.queue = with_keys(live, use_dynamic_sampling=True, num_generations_per_prompt=2)
+    run.supplier.config = with_grpo(live, use_dynamic_sampling=True)
     # Two tosses are equal every other time.
     for _ in range(2):
         train_step(run, live.state)
@@ -42,10 +47,10 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(live: LiveRun):
         assert metrics["train/max_trajectory_age"] == 0
     rows = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
     assert "train/filtered_reward" in rows[-1]
-    # What was left over is still taken; the other supply begins behind it.
+    # What was left over is still taken; the other queue begins behind it.
     run.folder.ledger.roll_back(live.state.step)
-    run.supply, run.config = with_keys(live), live.config
-    assert kept is not run.supply
+    run.supplier.queue, run.supplier.config = with_keys(live), live.config
+    assert kept is not run.supplier.queue
 
 
 def test_validation_draws_as_its_own_keys_say(live: LiveRun):
@@ -53,13 +58,13 @@ def test_validation_draws_as_its_own_keys_say(live: LiveRun):
     generation = dataclasses.replace(config.policy.generation, val_temperature=0.0)
     policy = dataclasses.replace(config.policy, generation=generation)
     grpo = dataclasses.replace(config.grpo, val_num_generations_per_prompt=3)
-    run.config = dataclasses.replace(config, policy=policy, grpo=grpo)
-    metrics = validate(run, live.state)
-    run.config = config
+    run.supplier.config = dataclasses.replace(config, policy=policy, grpo=grpo)
+    metrics = run.supplier.validate(live.state)
+    run.supplier.config = config
     assert metrics["val/num_samples"] == 3 * 8
     # The likeliest tokens are the same in every rollout of a prompt, and so is the reward that follows from the text.
     assert metrics["val/accuracy"] == metrics["val/pass_at_1"] == metrics["val/pass_at_2"] == metrics["val/pass_k"]
     samples = [json.loads(line) for line in (run.folder.path / "samples.jsonl").read_text().splitlines()]
     assert samples[-1]["split"] == "validation"
-    again = validate(run, live.state)
+    again = run.supplier.validate(live.state)
     assert again["val/num_samples"] == 8 and "val/pass_k" not in again

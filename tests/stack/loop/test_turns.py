@@ -32,14 +32,14 @@ def set_turns(actor, max_turns: int, environment: object) -> None:
 @pytest.fixture
 def two_turns(live: LiveRun) -> Iterator[None]:
     """As with grpo.max_rollout_turns=2, and with letters for stop strings: a random model says one soon."""
-    run, sampling = live.run, live.run.supply._sampling
-    run.session.rewards.apply(set_turns, 2, Again())
-    run.session.rewards.decides = True
-    run.supply._sampling = replace(sampling, stop_strings=tuple(string.ascii_letters))
+    run, sampling = live.run, live.run.supplier.queue._sampling
+    run.supplier.session.rewards.apply(set_turns, 2, Again())
+    run.supplier.session.rewards.decides = True
+    run.supplier.queue._sampling = replace(sampling, stop_strings=tuple(string.ascii_letters))
     yield
-    run.supply._sampling = sampling
-    run.session.rewards.decides = False
-    run.session.rewards.apply(set_turns, 1, CoinToss())
+    run.supplier.queue._sampling = sampling
+    run.supplier.session.rewards.decides = False
+    run.supplier.session.rewards.apply(set_turns, 1, CoinToss())
 
 
 def set_room(actor, max_model_len: int) -> int:
@@ -51,9 +51,9 @@ def set_room(actor, max_model_len: int) -> int:
 def test_a_rollout_whose_next_turn_does_not_fit_is_truncated(live: LiveRun, two_turns: None):
     train_step(live.run, live.state)
     assert live.state.metrics["rollout/truncated_fraction"] < 1.0
-    before = live.run.session.rewards.apply(set_room, 1)
+    before = live.run.supplier.session.rewards.apply(set_room, 1)
     train_step(live.run, live.state)
-    live.run.session.rewards.apply(set_room, before)
+    live.run.supplier.session.rewards.apply(set_room, before)
     assert live.state.metrics["rollout/math/turns"] == live.state.metrics["rollout/truncated_fraction"] == 1.0
 
 
@@ -61,7 +61,7 @@ def test_both_turns_are_trained_on_and_the_observation_is_not(live: LiveRun, two
     train_step(live.run, live.state)
     metrics = live.state.metrics
     assert 1.5 < metrics["rollout/math/turns"] <= 2.0
-    assert metrics["rollout/failed"] == 0 and live.run.session.rewards.num_undecided == 0
+    assert metrics["rollout/failed"] == 0 and live.run.supplier.session.rewards.num_undecided == 0
     # Trainer and generator agree on every token of both turns; a token of the environment, of logprob 0, would stand out.
     assert metrics["train/token_mult_prob_error"] <= 1.001
     assert metrics["train/mean_abs_dlogp"] < 1e-5

@@ -9,8 +9,8 @@ from huggingface_hub import constants
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.model import use_local_folders
+from mrl.loop.rollouts import preflight
 from mrl.prepare_tokenizer import byte_tokenizer
-from mrl.train import preflight
 
 REVISION = "0" * 40
 

@@ -11,7 +11,7 @@ from conversion.cache import entry_key
 from mrl.config.load import load_config, load_run
 from mrl.config.overridden import find_override_problems, overridden_config, overridden_folder
 from mrl.config.rules.checks import find_problems
-from mrl.start import check_start
+from mrl.loop.preflight import check_start
 
 QWEN = dict(
     model_type="qwen3",

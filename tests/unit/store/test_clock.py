@@ -1,10 +1,8 @@
-import os
-import signal
 import time
 
 import pytest
 
-from mrl.store.clock import STOP_SIGNALS, Budget, Clock, Stopped
+from mrl.store.clock import Clock
 
 
 def test_hidden_is_the_work_of_a_phase_that_the_loop_did_not_wait_for():
@@ -27,38 +25,3 @@ def test_work_that_is_less_than_the_wait_hides_nothing():
         time.sleep(0.01)
     clock.overlap("reward", 0.001)
     assert clock.metrics()["time/reward_hidden"] == 0.0
-
-
-def test_a_run_ends_before_the_step_that_would_end_too_late():
-    now = time.monotonic()
-    assert not Budget(None, started=now - 1e9).is_over
-    assert Budget(100.0, started=now - 101).is_over
-    budget = Budget(0.5, started=now - 0.2)
-    assert not budget.is_over
-    time.sleep(0.2)
-    budget.count_step()
-    # 0.4 s are gone, and a step takes 0.2 s.
-    assert budget.is_over
-    budget = Budget(10.0, started=now)
-    budget.count_step()
-    assert not budget.is_over
-
-
-def test_a_signal_ends_a_budget_at_the_next_step_and_at_once_where_it_may():
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        for number in STOP_SIGNALS:
-            budget = Budget(None, started=time.monotonic())
-            budget.listen()
-            budget.check()
-            assert not budget.is_over
-            # A library takes the signal for itself; the run begins, and takes it back.
-            signal.signal(number, signal.SIG_IGN)
-            budget.begin()
-            os.kill(os.getpid(), number)
-            assert budget.is_over
-            with pytest.raises(Stopped):
-                budget.check()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

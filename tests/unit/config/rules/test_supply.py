@@ -6,7 +6,8 @@ import pytest
 from mrl.config.errors import Unchecked
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
-from mrl.supply import supply_plan, validation_sampling
+from mrl.data.prompts import validation_sampling
+from mrl.loop.rollout_queue import queue_plan
 from mrl.types import SamplingParams
 
 AHEAD = ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]
@@ -81,6 +82,6 @@ def test_validation_is_sampled_as_training_unless_it_says_otherwise(workplace: P
 
 
 def test_prompts_of_a_batch(workplace: Path):
-    plan = supply_plan(load_config("grpo_tiny.yaml", ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"]))
+    plan = queue_plan(load_config("grpo_tiny.yaml", ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"]))
     assert (plan.num_prompts, plan.batch, plan.max_batches, plan.lag) == (32, 48, 10, 0)
-    assert supply_plan(load_config("grpo_tiny.yaml")).max_batches is None
+    assert queue_plan(load_config("grpo_tiny.yaml")).max_batches is None

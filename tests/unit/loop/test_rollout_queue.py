@@ -1,4 +1,4 @@
-"""The supply against groups of plain data: a clock of ticks instead of engines, of which each rollout takes as many as its group says."""
+"""The queue against groups of plain data: a clock of ticks instead of engines, of which each rollout takes as many as its group says."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.data.prompts import load_prompts
+from mrl.loop.rollout_queue import NoSignal, QueuePlan, RolloutQueue, Supplied, oldest_version, open_queue
 from mrl.prepare_tokenizer import byte_tokenizer
 from mrl.store.clock import Clock
 from mrl.store.ledger import Ledger, replay
-from mrl.supply import NoSignal, Supplied, Supply, SupplyPlan, oldest_version, open_supply
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RunState, SamplingParams, Verdict
 from tests.unit.data.test_prompts import configured, write
 
@@ -77,8 +77,8 @@ def prompts(count: int, *, epochs: int = 1) -> list[tuple[int, Prompt]]:
     return [(epoch, Prompt(f"p{i}", (1,), "", "", "math")) for epoch in range(epochs) for i in range(count)]
 
 
-def plan(lag: int = 0, **other: int | bool | None) -> SupplyPlan:
-    usual = SupplyPlan(
+def plan(lag: int = 0, **other: int | bool | None) -> QueuePlan:
+    usual = QueuePlan(
         num_prompts=2,
         num_generations=NUM_GENERATIONS,
         batch=2,
@@ -94,21 +94,21 @@ def differs(group: RolloutGroup) -> bool:
     return len(set(group.rewards)) > 1
 
 
-def run(supply: Supply, ledger: Ledger, *, steps: int, state: RunState | None = None) -> list[Supplied]:
-    """The loop of mrl.train, as far as the supply sees it."""
+def run(queue: RolloutQueue, ledger: Ledger, *, steps: int, state: RunState | None = None) -> list[Supplied]:
+    """The loop of mrl.train, as far as the queue sees it."""
     state = state or RunState(step=0, weight_version=1)
-    supply.go_on(state)
+    queue.go_on(state)
     taken = []
     for _ in range(steps):
-        supplied = supply.take(state, Clock())
+        supplied = queue.take(state, Clock())
         if supplied is None:
             break
         taken.append(supplied)
         ledger.train(state.step + 1, supplied.trained, supplied.dropped)
         state.step += 1
-        supply.pause()
+        queue.pause()
         state.weight_version += 1
-        supply.go_on(state)
+        queue.go_on(state)
     return taken
 
 
@@ -127,7 +127,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def test_a_synchronous_step_asks_for_its_own_prompts_alone(ledger: Ledger):
     source = Groups()
-    taken = run(Supply(plan(), source, ledger, prompts(6), SAMPLING, last_step=3), ledger, steps=3)
+    taken = run(RolloutQueue(plan(), source, ledger, prompts(6), SAMPLING, last_step=3), ledger, steps=3)
     assert names(taken) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
     assert source.asked == [((0, f"p{i}"), 1 + i // 2) for i in range(6)]
     assert ages(taken) == [[0, 0]] * 3
@@ -137,7 +137,7 @@ def test_a_synchronous_step_asks_for_its_own_prompts_alone(ledger: Ledger):
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_lag_asks_ahead_and_nothing_is_older(ledger: Ledger, lag: int):
     source = Groups({"p2": 9})
-    taken = run(Supply(plan(lag), source, ledger, prompts(20), SAMPLING, last_step=6), ledger, steps=6)
+    taken = run(RolloutQueue(plan(lag), source, ledger, prompts(20), SAMPLING, last_step=6), ledger, steps=6)
     # Whoever is slow: the prompts of a step are those of a synchronous run, drawn `lag` steps before.
     assert names(taken) == [[f"p{2 * i}", f"p{2 * i + 1}"] for i in range(6)]
     assert ages(taken) == [[min(step, lag)] * 2 for step in range(6)]
@@ -148,16 +148,16 @@ def test_lag_asks_ahead_and_nothing_is_older(ledger: Ledger, lag: int):
 
 def test_in_flight_updates_do_not_wait(ledger: Ledger):
     source = Groups({"p2": 9})
-    supply = Supply(plan(1, waits_for_refit=False), source, ledger, prompts(8), SAMPLING, last_step=4)
-    supply.go_on(RunState(weight_version=1))
-    assert supply.pause() == {} and source.now == 0
+    queue = RolloutQueue(plan(1, waits_for_refit=False), source, ledger, prompts(8), SAMPLING, last_step=4)
+    queue.go_on(RunState(weight_version=1))
+    assert queue.pause() == {} and source.now == 0
     assert plan(1).waits_for_refit
 
 
 def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_old(ledger: Ledger):
     source = Groups({"p0": 4, "p1": 4})
-    supply = Supply(plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=5)
-    taken = run(supply, ledger, steps=5)
+    queue = RolloutQueue(plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=5)
+    taken = run(queue, ledger, steps=5)
     assert names(taken)[0] == ["p2", "p3"]
     assert max(itertools.chain(*ages(taken))) <= 1
     assert sum(one.metrics["rollout/regenerated_groups"] for one in taken) == 2
@@ -168,24 +168,24 @@ def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_o
 
 def test_freshest_first_takes_the_youngest(ledger: Ledger):
     source = Groups({"p0": 1, "p1": 1, "p2": 1, "p3": 1})
-    supply = Supply(plan(2, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=9)
+    queue = RolloutQueue(plan(2, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=9)
     state = RunState(step=0, weight_version=1)
-    supply.go_on(state)
-    first = supply.take(state, Clock())
+    queue.go_on(state)
+    first = queue.take(state, Clock())
     assert first is not None
     ledger.train(1, first.trained)
     state.step, state.weight_version = 1, 2
-    supply.go_on(state)
+    queue.go_on(state)
     source.now += 1
-    second = supply.take(state, Clock())
+    second = queue.take(state, Clock())
     assert second is not None and [oldest_version(group) for group in second.groups] == [2, 2]
 
 
 def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledger):
     same = {f"p{i}": (1.0, 1.0) for i in (0, 1, 2, 5)}
     source = Groups(rewards=same)
-    supply = Supply(plan(max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
-    first, second = run(supply, ledger, steps=2)
+    queue = RolloutQueue(plan(max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
+    first, second = run(queue, ledger, steps=2)
     # Batches (p0 p1), (p2 p3), (p4 p5).
     assert names([first]) == [["p3", "p4"]] and first.dropped == [(0, "p0"), (0, "p1"), (0, "p2"), (0, "p5")]
     assert first.metrics["train/dynamic_sampling_num_gen_batches"] == 3
@@ -196,8 +196,8 @@ def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledger):
 
 def test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights(ledger: Ledger):
     source = Groups()
-    supply = Supply(plan(batch=3, max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=3, has_signal=differs)
-    taken = run(supply, ledger, steps=3)
+    queue = RolloutQueue(plan(batch=3, max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=3, has_signal=differs)
+    taken = run(queue, ledger, steps=3)
     assert names(taken) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
     assert ages(taken) == [[0, 0]] * 3
     assert [one.metrics["train/dynamic_sampling_num_discarded_valid_samples"] for one in taken] == [2, 2, 2]
@@ -206,8 +206,8 @@ def test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights(ledger
 
 def test_surplus_of_a_step_with_lag_is_kept_as_it_is(ledger: Ledger):
     source = Groups()
-    supply = Supply(plan(2, batch=3, max_batches=4), source, ledger, prompts(20), SAMPLING, last_step=3, has_signal=differs)
-    first, second, _ = run(supply, ledger, steps=3)
+    queue = RolloutQueue(plan(2, batch=3, max_batches=4), source, ledger, prompts(20), SAMPLING, last_step=3, has_signal=differs)
+    first, second, _ = run(queue, ledger, steps=3)
     assert first.metrics["train/dynamic_sampling_num_discarded_valid_samples"] == 0
     assert names([first, second]) == [["p0", "p1"], ["p2", "p3"]]
     assert [version for key, version in source.asked if key == (0, "p2")] == [1]
@@ -215,26 +215,26 @@ def test_surplus_of_a_step_with_lag_is_kept_as_it_is(ledger: Ledger):
 
 def test_too_few_groups_that_differ_end_the_run_with_a_way_out(ledger: Ledger):
     source = Groups(rewards={f"p{i}": (0.0, 0.0) for i in range(1, 12)})
-    supply = Supply(plan(max_batches=3), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
+    queue = RolloutQueue(plan(max_batches=3), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
     with pytest.raises(NoSignal, match=r"max_gen_batches=3: after so many batches of 2 prompts step 1 has 1 of 2 .* raise"):
-        run(supply, ledger, steps=1)
+        run(queue, ledger, steps=1)
     assert len(source.asked) == 6
 
 
 def test_prompts_that_are_used_up_end_the_run(ledger: Ledger):
     source = Groups(rewards={"p1": (0.0, 0.0)})
-    supply = Supply(plan(max_batches=9), source, ledger, prompts(4), SAMPLING, last_step=2, has_signal=differs)
-    assert names(run(supply, ledger, steps=2)) == [["p0", "p2"]]
+    queue = RolloutQueue(plan(max_batches=9), source, ledger, prompts(4), SAMPLING, last_step=2, has_signal=differs)
+    assert names(run(queue, ledger, steps=2)) == [["p0", "p2"]]
 
 
 def test_other_prompts_are_sampled_beside_what_is_under_way(ledger: Ledger):
     source = Groups()
-    supply = Supply(plan(1), source, ledger, prompts(8), SAMPLING, last_step=4)
-    supply.go_on(RunState(weight_version=1))
+    queue = RolloutQueue(plan(1), source, ledger, prompts(8), SAMPLING, last_step=4)
+    queue.go_on(RunState(weight_version=1))
     held_out = [(-1, prompt) for _, prompt in prompts(2)]
-    groups = supply.sample(held_out, SAMPLING, num_generations=NUM_GENERATIONS, weight_version=1, clock=Clock())
+    groups = queue.sample(held_out, SAMPLING, num_generations=NUM_GENERATIONS, weight_version=1, clock=Clock())
     assert [group.prompt.prompt_id for group in groups] == ["p0", "p1"]
-    first = supply.take(RunState(weight_version=1), Clock())
+    first = queue.take(RunState(weight_version=1), Clock())
     assert first is not None and names([first]) == [["p0", "p1"]]
 
 
@@ -248,8 +248,8 @@ def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp
     def steps(name: str, count: int) -> list[list[str]]:
         """The prompts of the next steps of the run with this ledger, as a process that has just started takes them."""
         ledger = Ledger(tmp_path / name)
-        supply = open_supply(config, data, Groups(), ledger, last_step=4, on_wait=lambda: None)
-        return names(run(supply, ledger, steps=count, state=RunState(step=len(ledger.state.trained), weight_version=1)))
+        queue = open_queue(config, data, Groups(), ledger, last_step=4, on_wait=lambda: None)
+        return names(run(queue, ledger, steps=count, state=RunState(step=len(ledger.state.trained), weight_version=1)))
 
     whole = steps("unbroken", 4)
     assert sorted(itertools.chain(*whole)) == [f"train:{number}" for number in range(1, 9)]
@@ -278,19 +278,19 @@ def test_nothing_is_lost_or_trained_twice_over_a_kill(
     killed_at: int,
     saved_at: int,
 ):
-    ledger = Ledger(tmp_path_factory.mktemp("supply") / "ledger.jsonl")
+    ledger = Ledger(tmp_path_factory.mktemp("queue") / "ledger.jsonl")
     every = prompts(30)
 
-    def supply() -> Supply:
+    def queue() -> RolloutQueue:
         source = Groups({f"p{i}": count for i, count in enumerate(ticks)}, {f"p{i}": (1.0, 1.0) for i in same})
         numbers = plan(lag, batch=batch, max_batches=30, freshest_first=freshest and lag > 0, waits_for_refit=waits and lag > 0)
         left = [pair for pair in every if (pair[0], pair[1].prompt_id) not in ledger.state.consumed]
-        return Supply(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs)
+        return RolloutQueue(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs)
 
-    run(supply(), ledger, steps=killed_at)
+    run(queue(), ledger, steps=killed_at)
     to_step = min(saved_at, len(ledger.state.trained))
     ledger.roll_back(to_step)
-    taken = run(supply(), ledger, steps=99, state=RunState(step=to_step, weight_version=1))
+    taken = run(queue(), ledger, steps=99, state=RunState(step=to_step, weight_version=1))
     assert all(0 <= age <= lag for age in itertools.chain(*ages(taken)))
     trained = [key for keys in ledger.state.trained.values() for key in keys]
     dropped = [key for keys in ledger.state.dropped.values() for key in keys]

@@ -1,11 +1,10 @@
 """Where the groups of a step come from. Prompts are asked for in their order, as far ahead as rollouts may be old; a step gets its groups.
 
-Synchronous and asynchronous runs and dynamic sampling are the same supply with other numbers.
+Synchronous and asynchronous runs and dynamic sampling are the same queue with other numbers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +13,6 @@ from itertools import islice
 from typing import Protocol
 
 from mrl.algo.filters import has_signal
-from mrl.config.schema.generation import GenerationConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import prompts_left
 from mrl.data.prompts import PromptData
@@ -51,7 +49,7 @@ class NoSignal(ValueError):
 
 
 @dataclass(frozen=True)
-class SupplyPlan:
+class QueuePlan:
     """The numbers by which runs differ."""
 
     num_prompts: int
@@ -86,10 +84,10 @@ class Supplied:
     metrics: dict[str, float]
 
 
-def supply_plan(config: RunConfig) -> SupplyPlan:
+def queue_plan(config: RunConfig) -> QueuePlan:
     """The numbers of a run."""
     grpo, ahead = config.grpo, config.grpo.async_grpo
-    return SupplyPlan(
+    return QueuePlan(
         num_prompts=grpo.num_prompts_per_step,
         num_generations=grpo.num_generations_per_prompt,
         batch=grpo.num_prompts_per_batch,
@@ -100,7 +98,7 @@ def supply_plan(config: RunConfig) -> SupplyPlan:
     )
 
 
-class Supply:
+class RolloutQueue:
     """Asks for prompts, and hands each step its groups.
 
     What was asked for and neither handed out nor left out stays in `ledger` as taken, however often its rollouts are drawn.
@@ -108,7 +106,7 @@ class Supply:
 
     def __init__(
         self,
-        plan: SupplyPlan,
+        plan: QueuePlan,
         source: GroupSource,
         ledger: Ledger,
         prompts: Iterable[tuple[int, Prompt]],
@@ -298,10 +296,10 @@ def age_metrics(groups: Sequence[RolloutGroup], *, weight_version: int) -> dict[
     }
 
 
-def open_supply(
+def open_queue(
     config: RunConfig, data: PromptData, source: GroupSource, ledger: Ledger, *, last_step: int, on_wait: Callable[[], None]
-) -> Supply:
-    """The supply of a run, from where its ledger stands."""
+) -> RolloutQueue:
+    """The queue of a run, from where its ledger stands."""
     left = prompts_left(
         ledger.state.consumed,
         len(data.train),
@@ -311,20 +309,15 @@ def open_supply(
         shuffle=config.data.shuffle,
     )
     prompts = ((epoch, data.train[index]) for epoch, index in left)
-    plan, grpo = supply_plan(config), config.grpo
+    plan, grpo = queue_plan(config), config.grpo
 
     def counts(group: RolloutGroup) -> bool:
         return not grpo.use_dynamic_sampling or has_signal(group, grpo)
 
-    return Supply(plan, source, ledger, prompts, data.sampling, last_step=last_step, has_signal=counts, on_wait=on_wait)
+    return RolloutQueue(plan, source, ledger, prompts, data.sampling, last_step=last_step, has_signal=counts, on_wait=on_wait)
 
 
-def validation_sampling(sampling: SamplingParams, generation: GenerationConfig) -> SamplingParams:
-    """How rollouts of validation are drawn: as those of training, but for what `val_*` keys say."""
-    return dataclasses.replace(sampling, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k)
-
-
-def _no_signal(step: int, num_ready: int, plan: SupplyPlan) -> str:
+def _no_signal(step: int, num_ready: int, plan: QueuePlan) -> str:
     return (
         f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of {plan.batch} prompts step {step} has "
         f"{num_ready} of {plan.num_prompts} groups whose rewards differ; use prompts that are sometimes solved, raise "
