@@ -1,7 +1,7 @@
-"""The process in which a reward function runs: `python -m mrl.envs.child MODULE:FACTORY OPTIONS SOCKET_FD PARENT_PID MEMORY_BYTES`.
+"""The process in which a reward function runs: `python -m mrl.envs.child MODULE:FACTORY OPTIONS SOCKET_FD PARENT_PID MEMORY_BYTES ALLOWANCES`.
 
 Small on purpose: no torch, ray or vllm, so that it starts in about a second and its death costs one verdict.
-This contains faults (hangs, crashes, memory), it is no security boundary: files and network stay reachable.
+Once the function is loaded, the process keeps what ALLOWANCES (with commas between) names and what `confine_worker` leaves everybody.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
+from contextlib import suppress
+from typing import cast
 
+from mrl.envs.confine import Allowance, Unconfined, confine_worker
 from mrl.envs.messages import encode, take_message
 from mrl.envs.task import Score, Task
 
@@ -24,12 +28,15 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Answers the fields of a `Task` with those of an `Outcome`, or with `{"error"}`, until the parent hangs up."""
-    entry_point, options, socket_fd, parent_pid, memory_bytes = sys.argv[1:]
+    entry_point, options, socket_fd, parent_pid, memory_bytes, allowances = sys.argv[1:]
     contain(int(parent_pid), int(memory_bytes))
     # The parent reports what it cannot score; libraries that log each bad answer would drown that.
     logging.disable(logging.CRITICAL)
     module_name, _, factory_name = entry_point.partition(":")
     score: Score = getattr(importlib.import_module(module_name), factory_name)(**json.loads(options))
+    # After the function is loaded: imports probe their host, and models write caches. What the host cannot enforce the pool has told.
+    with suppress(Unconfined):
+        confine_worker(tempfile.gettempdir(), cast(list[Allowance], allowances.split(",")))
     with socket.socket(fileno=int(socket_fd)) as connection:
         connection.sendall(encode({"is_ready": True}))
         serve(connection, score)

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import IO
 
 from mrl.envs import sandbox
+from mrl.envs.scratch import scratch_folder
 from mrl.envs.task import Outcome, Score, Task, field_of, text_after_thinking
 
-CODE_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+UNCONFINED = "unconfined"
+"""Flag of a program that ran where the kernel could not confine it."""
+
+# How often a running program's files and threads are counted: between two looks a disk takes a few hundred MB more.
+LOOK_S = 0.05
+MAX_FILES, MAX_FILE_BYTES, MAX_THREADS = 64, 64 << 20, 128
+# What a program may print beyond four times the expected text: white space, more digits.
+SPARE_OUTPUT_BYTES = 1 << 20
+STDERR_TAIL_BYTES = 4096
+OPENING, CLOSING = re.compile(r"[ \t]*```[^`]*"), re.compile(r"[ \t]*```[ \t]*")
+
+
+PROBE_TIMEOUT_S = 30.0
+PROBE = """
+import os, socket
+path = input()
+for attempt in (lambda: open(path), lambda: open(path, "a"), os.fork, socket.socket):
+    try:
+        attempt()
+        print("escaped")
+    except OSError:
+        pass
+"""
 
 
 @dataclass(frozen=True)
@@ -30,33 +59,35 @@ class Test:
     """stdout, or the returned value as JSON."""
 
 
-def make(test_timeout_s: float, timeout_s: float) -> Score:
-    """The reward function; a test may take `test_timeout_s`, all tests of a program `timeout_s`."""
-    return functools.partial(score, test_timeout_s=test_timeout_s, timeout_s=timeout_s)
+def make(test_timeout_s: float, timeout_s: float, may_escape: bool) -> Score:
+    """The reward function; a test may take `test_timeout_s`, all tests of a program `timeout_s`.
+
+    With `may_escape`, programs run where the kernel cannot confine them too, and their outcomes are flagged.
+    """
+    return functools.partial(score, test_timeout_s=test_timeout_s, timeout_s=timeout_s, may_escape=may_escape)
 
 
-def score(task: Task, *, test_timeout_s: float, timeout_s: float) -> Outcome:
+def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bool = False) -> Outcome:
     """1 if the program passes every test, else 0; it is not tried further after the first failure. `extracted` tells what happened.
 
     A program that runs out of its time has failed, as in a contest.
 
     Raises:
         ValueError: the row has no tests, or they are none.
+        RuntimeError: the program cannot be confined, and may not escape.
     """
     tests, function = tests_of(task.fields)
     program = last_code_block(text_after_thinking(task.text))
     if program is None:
         return Outcome(0.0, extracted="no code block")
+    flags = (UNCONFINED,) if may_escape else ()
     end = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory(prefix="mrl-code-", ignore_cleanup_errors=True) as folder:
-        file = Path(folder) / "program.py"
-        file.write_text(program, encoding="utf-8", errors="replace")
-        for index, test in enumerate(tests):
-            seconds = min(test_timeout_s, end - time.monotonic())
-            reason = run_test(file, test, function, seconds) if seconds > 0 else "no time left"
-            if reason is not None:
-                return Outcome(0.0, extracted=f"test {index + 1} of {len(tests)}: {reason}")
-    return Outcome(1.0, extracted=f"passed {len(tests)} tests")
+    for index, test in enumerate(tests):
+        seconds = min(test_timeout_s, end - time.monotonic())
+        reason = run_test(program, test, function, seconds, may_escape=may_escape) if seconds > 0 else "no time left"
+        if reason is not None:
+            return Outcome(0.0, extracted=f"test {index + 1} of {len(tests)}: {reason}", flags=flags)
+    return Outcome(1.0, extracted=f"passed {len(tests)} tests", flags=flags)
 
 
 def tests_of(fields: dict[str, object]) -> tuple[list[Test], str]:
@@ -78,38 +109,141 @@ def tests_of(fields: dict[str, object]) -> tuple[list[Test], str]:
 
 def last_code_block(text: str) -> str | None:
     """What the last pair of ``` lines encloses; None if there is none."""
-    blocks = CODE_BLOCK.findall(text)
-    return blocks[-1] if blocks else None
+    block, start = None, None
+    lines = text.split("\n")
+    for index, line in enumerate(lines):
+        if start is None:
+            start = index + 1 if OPENING.fullmatch(line) else None
+        elif CLOSING.fullmatch(line):
+            block, start = (start, index), None
+    return None if block is None else "".join(f"{line}\n" for line in lines[slice(*block)])
 
 
-def run_test(program: Path, test: Test, function: str, seconds: float) -> str | None:
+def run_test(program: str, test: Test, function: str, seconds: float, *, may_escape: bool = False) -> str | None:
     """Why the program fails the test; None if it passes. `function` as for `mrl.envs.sandbox`.
 
     Raises:
         ValueError: arguments or result of the test are not JSON.
+        RuntimeError: the program cannot be confined, and may not escape.
     """
-    folder = program.parent
     given = test.given if not function else json.dumps([json.loads(line) for line in test.given.splitlines() if line.strip()])
     expected = json.loads(test.expected) if function else None
-    (folder / "stdin").write_text(given, encoding="utf-8")
-    (folder / sandbox.RESULT).unlink(missing_ok=True)
-    arguments = [sys.executable, "-I", sandbox.__file__, str(program), function, str(seconds)]
-    # Into a file, which the kernel limits: a pipe would fill this process's memory.
-    with (folder / "stdin").open() as stdin, (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-        try:
-            done = subprocess.run(arguments, stdin=stdin, stdout=stdout, stderr=stderr, cwd=folder, env={}, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            return f"no answer within {seconds:.3g} s"
-    if done.returncode != 0:
-        lines = (folder / "stderr").read_text(errors="replace").strip().splitlines()
-        return f"exit code {done.returncode}{', ' + lines[-1][:200] if lines else ''}"
+    with scratch_folder() as folder:
+        (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
+        (folder / "stdin").write_text(given, encoding="utf-8")
+        # Into files, which the kernel limits: a pipe would fill this process's memory. They are read through what is opened here: a
+        # program may put a link, a FIFO or a folder in the place of a name.
+        with (
+            (folder / "stdin").open() as stdin,
+            (folder / "stdout").open("w+b") as stdout,
+            (folder / "stderr").open("w+b") as stderr,
+            (folder / "result.json").open("w+b") as result,
+        ):
+            reason = _run(folder, function, seconds, (stdin, stdout, stderr, result), may_escape=may_escape)
+            if reason is not None:
+                return reason
+            printed = _read(result if function else stdout, 4 * len(test.expected) + SPARE_OUTPUT_BYTES)
+    if printed is None:
+        return "more output than a right answer has"
     if not function:
-        return None if same_output((folder / "stdout").read_text(errors="replace"), test.expected) else "wrong output"
+        return None if same_output(printed, test.expected) else "wrong output"
     try:
-        returned = json.loads((folder / sandbox.RESULT).read_text())
-    except (OSError, ValueError) as error:
-        return f"no result: {error}"[:200]
-    return None if returned == expected else "wrong result"
+        return None if json.loads(printed) == expected else "wrong result"
+    except (ValueError, RecursionError):
+        return "no result"
+
+
+def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | IO[bytes]], *, may_escape: bool) -> str | None:
+    """Why the program in `folder` did not end well; None if it did."""
+    stdin, stdout, stderr, result = files
+    started, starting = os.pipe()
+    arguments = [str(folder / "program.py"), function, str(seconds), str(result.fileno()), str(starting), str(int(may_escape))]
+    with os.fdopen(started, "rb") as has_started:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", sandbox.__file__, *arguments, os.pathsep.join(python_files())],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=folder,
+                env={},
+                pass_fds=[result.fileno(), starting],
+            )
+        finally:
+            os.close(starting)
+        with process:
+            reason = _watch(process, folder, time.monotonic() + seconds, seconds)
+            process.kill()
+        if reason is not None or process.returncode == 0:
+            return reason
+        last_words = _last_line(stderr)
+        if not has_started.read(1):
+            raise RuntimeError(f"the program cannot be confined: {last_words}")
+    name = last_words.partition(":")[0]
+    kind = getattr(builtins, name, None)
+    # The names of Python's own exceptions alone: what else a program says is not to reach people, samples or the report.
+    is_known = isinstance(kind, type) and issubclass(kind, BaseException)
+    return f"exit code {process.returncode}{f', {name}' if is_known else ''}"
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: float) -> str | None:
+    """Waits for the program; why it must be ended before, None if it need not."""
+    while (left := end - time.monotonic()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(min(LOOK_S, left))
+            return None
+        with suppress(FileNotFoundError):  # it has just ended
+            if (reason := _excess(folder, Path(f"/proc/{process.pid}/task"))) is not None:
+                return reason
+    return f"no answer within {seconds:.3g} s"
+
+
+def _excess(folder: Path, threads: Path) -> str | None:
+    """What a program has more of than it may; None if nothing."""
+    try:
+        with os.scandir(folder) as entries:
+            sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in itertools.islice(entries, MAX_FILES + 1)]
+    except PermissionError:
+        return "its folder cannot be read"
+    if len(sizes) > MAX_FILES or sum(sizes) > MAX_FILE_BYTES:
+        return f"more than {MAX_FILES} files or {MAX_FILE_BYTES >> 20} MiB"
+    return f"more than {MAX_THREADS} threads" if len(os.listdir(threads)) > MAX_THREADS else None
+
+
+def _read(file: IO[bytes], most: int) -> str | None:
+    """The text of a file that a program wrote; None if it is longer than `most` bytes, or cannot be read."""
+    try:
+        file.seek(0)
+        data = file.read(most + 1)
+    except OSError:  # the program has changed how the file is read
+        return None
+    return data.decode(errors="replace") if len(data) <= most else None
+
+
+def _last_line(file: IO[str] | IO[bytes]) -> str:
+    with suppress(OSError):
+        data = os.pread(file.fileno(), STDERR_TAIL_BYTES, max(0, os.fstat(file.fileno()).st_size - STDERR_TAIL_BYTES))
+        return data.decode(errors="replace").strip().rpartition("\n")[2]
+    return ""
+
+
+def probe() -> str:
+    """What this host lacks to confine programs: "" if a program can neither read, write, fork nor connect where it must not."""
+    with tempfile.NamedTemporaryFile("w", prefix="mrl-probe-") as secret:
+        try:
+            reason = run_test(PROBE, Test(secret.name, ""), "", PROBE_TIMEOUT_S)
+        except RuntimeError as error:
+            return str(error)
+    return "" if reason is None else f"a program reads, writes, forks or opens a socket where it must not ({reason})"
+
+
+@functools.cache
+def python_files() -> tuple[str, ...]:
+    """Files and folders that Python and the packages of this environment are loaded from; no checkout, no home folder."""
+    paths = {path for name, path in sysconfig.get_paths().items() if "lib" in name}
+    paths |= {os.path.join(prefix, name) for prefix in (sys.base_prefix, sys.prefix) for name in ("lib", "lib64")}
+    paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime"}
+    return tuple(sorted({*map(os.path.realpath, paths), "/dev/null", "/dev/urandom"}))
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -125,5 +259,5 @@ def _lines(text: str) -> list[str]:
 def _same_numbers(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     try:
         return [Decimal(token) for token in ours] == [Decimal(token) for token in theirs]
-    except InvalidOperation:
+    except InvalidOperation:  # also of NaNs that signal
         return False

@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import json
 import numbers
+import socket
 from collections.abc import Callable, Mapping
 
 from mrl.config.rules.environments import ENTRY_POINT_GROUP
@@ -116,7 +117,23 @@ def outcome(returned: object) -> Outcome:
 
 
 def _score(function: Callable[..., object], arguments: list[str], task: Task) -> Outcome:
-    return outcome(function(*(VALUES[name](task) for name in arguments)))
+    try:
+        return outcome(function(*(VALUES[name](task) for name in arguments)))
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        raise PermissionError(
+            f"{error}; own functions get no network, process or file to write unless env.own.allow=[network,processes,files] names it"
+        ) from error
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether the kernel, or the missing network, is behind an error."""
+    while error is not None:
+        if isinstance(error, PermissionError | socket.gaierror):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _number(value: object, what: str) -> float:

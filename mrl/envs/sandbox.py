@@ -1,8 +1,8 @@
-"""The process in which one generated program meets one test: `python -I sandbox.py PROGRAM FUNCTION SECONDS`, in a folder of its own.
+"""The process in which one generated program meets one test: `python -I sandbox.py PROGRAM FUNCTION SECONDS RESULT_FD STARTED_FD MAY_ESCAPE PATHS`.
 
-With an empty FUNCTION the program is run, its input on stdin; else `[arguments...]` is read from stdin as JSON and what the function
-returns is written to RESULT. Contains accidents: limits of the kernel, no network, no other processes, no file outside the folder is
-changed. It is no wall against a program that wants to break out. Standard library only, and nothing of mrl: it starts per test.
+Runs in a folder of its own. With an empty FUNCTION the program is run, its input on stdin; else `[arguments...]` is read from stdin as
+JSON and what the function returns is written to RESULT_FD. A byte to STARTED_FD says that the program is confined (see `confine.py`) and
+begins; with MAY_ESCAPE=1 it begins where the kernel cannot confine it too. Standard library only, and nothing of mrl: it starts per test.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -18,47 +19,24 @@ import runpy
 import signal
 import sys
 
-RESULT = "result.json"
 MEMORY_BYTES = 1 << 30
 FILE_BYTES = 32 << 20
 NUM_OPEN_FILES = 64
 PR_SET_PDEATHSIG = 1
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 # What solutions of contests take for granted; names of later modules win, and those that Python has anyway are left alone.
 PRELUDE = "bisect collections copy datetime fractions functools heapq itertools json math operator random re string sys typing".split()
 UNPACKED = "bisect collections functools heapq itertools math typing".split()
 
-FORBIDDEN = (
-    "socket.",
-    "subprocess.",
-    "os.chmod",
-    "os.chown",
-    "os.exec",
-    "os.fork",
-    "os.forkpty",
-    "os.kill",
-    "os.link",
-    "os.posix_spawn",
-    "os.putenv",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.spawn",
-    "os.symlink",
-    "os.system",
-    "os.truncate",
-    "shutil.",
-)
-"""Audit events (docs.python.org/3/library/audit_events.html) that end in an error, by prefix."""
-WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-
 
 def main() -> None:
     """Runs the program and leaves; a return code other than 0 says that it failed."""
-    program, function, seconds = sys.argv[1:]
+    program, function, seconds, result_fd, started_fd, may_escape, paths = sys.argv[1:]
     names = prelude()
-    contain(float(seconds))
+    limit(float(seconds))
+    confine(paths.split(os.pathsep), may_escape=may_escape == "1")
+    os.write(int(started_fd), b"1")
+    os.close(int(started_fd))
     if not function:
         runpy.run_path(program, names, "__main__")
         return
@@ -66,7 +44,7 @@ def main() -> None:
     solution = runpy.run_path(program, names, "solution")
     found = solution[function] if function in solution else getattr(solution["Solution"](), function)
     returned = found(*arguments)
-    with open(RESULT, "w", encoding="utf-8") as file:
+    with open(int(result_fd), "w", encoding="utf-8") as file:
         json.dump(returned, file)
 
 
@@ -77,15 +55,11 @@ def prelude() -> dict[str, object]:
     return {name: value for name, value in {**unpacked, **modules}.items() if not hasattr(builtins, name)}
 
 
-def contain(seconds: float) -> None:
-    """Limits this process: its life, its memory, time and files, the network, and what it may do to others."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A network of its own without any device, where the kernel lets ordinary users have one. The audit hook refuses sockets in any case.
-    if libc.unshare(CLONE_NEWNET) != 0:
-        libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)
+def limit(seconds: float) -> None:
+    """Limits this process: its life, its memory, time and files."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     cpu_seconds = math.ceil(seconds) + 1
-    for kind, limit in {
+    for kind, most in {
         resource.RLIMIT_AS: MEMORY_BYTES,
         resource.RLIMIT_CPU: cpu_seconds,
         resource.RLIMIT_FSIZE: FILE_BYTES,
@@ -93,18 +67,22 @@ def contain(seconds: float) -> None:
         resource.RLIMIT_CORE: 0,
     }.items():
         _, hard = resource.getrlimit(kind)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
-    folder = os.getcwd() + os.sep
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
 
-    def refuse(event: str, arguments: tuple[object, ...]) -> None:
-        if event.startswith(FORBIDDEN):
-            raise PermissionError(f"{event} is not allowed here")
-        if event == "open" and isinstance(arguments[0], str) and isinstance(arguments[2], int) and arguments[2] & WRITE_FLAGS:
-            if not os.path.abspath(arguments[0]).startswith(folder):
-                raise PermissionError(f"{arguments[0]} may not be written here")
 
-    sys.addaudithook(refuse)
+def confine(paths: list[str], *, may_escape: bool) -> None:
+    """Leaves the program `paths` to read and its folder to write; ends this process where the kernel cannot, unless it `may_escape`."""
+    # By its path: an isolated interpreter does not find mrl, and beside this file stand a math.py and a code.py.
+    spec = importlib.util.spec_from_file_location("confine", os.path.join(os.path.dirname(__file__), "confine.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        module.confine_program(paths, os.getcwd())
+    except module.Unconfined as error:
+        if not may_escape:
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import mrl
+from mrl.envs.confine import Allowance
 from mrl.envs.messages import encode, take_message
+from mrl.envs.scratch import Scratch
 from mrl.envs.task import Task
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ class RewardFunction:
     """Folders from which a user's own modules may be imported."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the child beside those that every child has."""
+    allowances: tuple[Allowance, ...] = ()
+    """What the child may do beyond computing and reading."""
 
     def __str__(self) -> str:
         return str(self.options.get("function", self.factory))
@@ -55,12 +59,14 @@ class Worker:
         self.is_ready = False
         self.deadline = time.monotonic() + start_timeout_s
         self._buffer = bytearray()
+        self._scratch = Scratch()
         self._socket, child_socket = socket.socketpair()
         # A new interpreter, never a fork: the parent holds torch, Ray and threads. -P: no module of the working directory is picked up.
         # An environment of our own: no secret of the parent reaches code that judges model output.
         with child_socket:
             options = json.dumps(dict(function.options))
-            arguments = [function.factory, options, str(child_socket.fileno()), str(os.getpid()), str(memory_bytes)]
+            numbers = [str(child_socket.fileno()), str(os.getpid()), str(memory_bytes)]
+            arguments = [function.factory, options, *numbers, ",".join(function.allowances)]
             search_path = os.pathsep.join([str(Path(mrl.__file__).parents[1]), *function.search_path])
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mrl.envs.child", *arguments],
@@ -69,7 +75,13 @@ class Worker:
                 pass_fds=[child_socket.fileno()],
                 start_new_session=True,
                 cwd="/",
-                env={"PYTHONPATH": search_path, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", **function.variables},
+                env={
+                    "PYTHONPATH": search_path,
+                    "PYTHONHASHSEED": "0",
+                    "PYTHONUTF8": "1",
+                    "TMPDIR": str(self._scratch.path),
+                    **function.variables,
+                },
             )
 
     def fileno(self) -> int:
@@ -123,3 +135,5 @@ class Worker:
         except subprocess.TimeoutExpired:
             logger.warning("reward child %d does not die within %.0f s; it is left behind", self._process.pid, KILL_TIMEOUT_S)
             return None
+        finally:
+            self._scratch.remove()

@@ -49,6 +49,9 @@ class CodeEnvConfig:
     is masked."""
     unit_test_timeout_s: float = 10.0
     """Seconds for one test, after which the program has failed."""
+    allow_unconfined: bool = False
+    """true: run the model's programs where the kernel cannot confine them too (Landlock, seccomp), and count them as
+    `rollout/code/unconfined`: they may then read and change what the run's user may. false: the environment does not start there."""
 
 
 @dataclass
@@ -71,6 +74,9 @@ class OwnEnvConfig:
     """Child processes of each function."""
     timeout_s: float = 10.0
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
+    allow: list[Literal["network", "processes", "files"]] = field(default_factory=list)
+    """What your functions may do once they are loaded: open sockets, start processes, write outside their temporary folder. Empty = none
+    of it: they compute, read files and use threads."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from mrl.envs.pool import RewardPool
 from mrl.envs.task import Task
 from mrl.envs.worker import RewardFunction
 
-HOSTILE = RewardFunction("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"})
+HOSTILE = RewardFunction("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"}, allowances=("processes",))
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -1,0 +1,255 @@
+"""Confines the calling process with Landlock (files, signals) and seccomp (system calls): programs under reward tightly, reward workers loosely.
+
+By the standard library: PyPI's landlock is one author's alpha, and pyseccomp (last release 2021) needs a libseccomp on every host.
+Nothing of mrl is imported: `mrl.envs.sandbox` loads this file by its path in a fresh interpreter, once per test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Literal
+
+Allowance = Literal["network", "processes", "files"]
+"""What a reward worker may do beyond computing and reading: open sockets, start processes, write outside its scratch folder."""
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""linux/audit.h, by machine; their order is that of the columns of the tables below."""
+MACHINE = os.uname().machine
+
+PROGRAM_CALLS = """
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, close_range 436 436, stat 4 -,
+lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78,
+getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50, umask 95 166, dup 32 23, dup2 33 -, dup3 292 24, ftruncate 77 46,
+fadvise64 221 223, sendfile 40 71, copy_file_range 326 285, pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72,
+epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd2 290 19, brk 12 214, mmap 9 222, munmap 11 215,
+mprotect 10 226, mremap 25 216, madvise 28 233, exit 60 93, exit_group 231 94, futex 202 98, set_robust_list 273 99, get_robust_list 274 100,
+set_tid_address 218 96, rseq 334 293, gettid 186 178, sched_yield 24 124, sched_getaffinity 204 123, sched_getparam 143 121,
+sched_getscheduler 145 120, sched_get_priority_max 146 125, sched_get_priority_min 147 126, getcpu 309 168, arch_prctl 158 -,
+restart_syscall 219 128, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133,
+rt_sigtimedwait 128 137, sigaltstack 131 132, pause 34 -, alarm 37 -, setitimer 38 103, getitimer 36 102, time 201 -, gettimeofday 96 169,
+clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101, times 100 153, getpid 39 172, getppid 110 173,
+getpgrp 111 -, getpgid 121 155, getsid 124 156, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148,
+getresgid 120 150, getgroups 115 158, getrlimit 97 163, setrlimit 160 164, getrusage 98 165, uname 63 160, sysinfo 99 179,
+getrandom 318 278, wait4 61 260, waitid 247 95
+"""
+"""All that a program may call beside `CHECKED`: `name x86_64 aarch64`, `-` where an architecture lacks it."""
+
+CHECKED_CALLS = "open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, kill 62 129, tgkill 234 131"
+"""Calls whose arguments decide; see `_checks`."""
+
+PROCESS_CALLS = "fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240"
+PROCESS_CALLS += ", pidfd_send_signal 424 424, prlimit64 302 261, setpriority 141 140, sched_setscheduler 144 119, sched_setaffinity 203 122"
+"""What a worker without `processes` may not call, beside `clone`, `kill` and `tgkill` of others."""
+
+NEVER_CALLS = """
+ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, pidfd_getfd 438 438, kcmp 312 272,
+io_uring_setup 425 425, userfaultfd 323 282, bpf 321 280, perf_event_open 298 241, add_key 248 217, request_key 249 218, keyctl 250 219,
+unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, move_mount 429 429, open_tree 428 428, fsopen 430 430, pivot_root 155 41,
+chroot 161 51, init_module 175 105, finit_module 313 273, kexec_load 246 104, kexec_file_load 320 294, open_by_handle_at 304 265
+"""
+"""What no worker may call: memory of others, namespaces, and ways around this filter."""
+
+OTHER_CALLS = "socket 41 198, socketpair 53 199, clone3 435 435, seccomp 317 277, capset 126 91, landlock_create_ruleset 444 444"
+OTHER_CALLS += ", landlock_add_rule 445 445, landlock_restrict_self 446 446"
+
+LAST_CALL = 450
+"""The kernel may know later ones that libc tries first: they are answered as by an old kernel, so that libc falls back."""
+X32_BIT = 0x40000000
+
+# linux/seccomp.h and linux/bpf_common.h
+KILL, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+EPERM, ENOTTY, ENOSYS = ERRNO | 1, ERRNO | 25, ERRNO | 38
+SET_MODE_FILTER, ALL_THREADS = 1, 1
+PR_SET_NO_NEW_PRIVS = 38
+
+CLONE_THREAD, CLONE_NEW = 0x10000, 0x7E020080
+O_ACCMODE, O_TRUNC, O_TMPFILE_BIT = 3, 0o1000, 0o20000000
+# Of fcntl: duplicates, flags, locks and pipe sizes; neither owners of signals, leases nor seals.
+FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python asks of files that it opens.
+IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# PR_SET_NAME and PR_GET_NAME of threads, PR_SET_VMA of allocators.
+PRCTL = (15, 16, 0x53564D41)
+SOCK_STREAM, SOCK_TYPE = 1, 0xF
+
+# linux/landlock.h
+WRITE_FILE, READ_FILE, READ_DIR, MAKE_REG, TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 8, 1 << 14
+FILE_RIGHTS = 1 | WRITE_FILE | READ_FILE | TRUNCATE | 1 << 15
+RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: 1 << 13, 3: TRUNCATE, 5: 1 << 15}
+CREATE, ADD, RESTRICT, RULE_PATH, VERSION = "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", 1, 1
+TCP_BIND_CONNECT, SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 3, 1, 2
+
+Check = tuple[int, int, tuple[int, ...], int]
+"""Index of an argument, mask, the masked values that are allowed, and what others are answered with."""
+
+
+class Unconfined(Exception):
+    """The host cannot confine a process; says what it lacks."""
+
+
+def confine_program(readable: Iterable[str], folder: str) -> None:
+    """Leaves this process its memory, threads, `readable` files, and regular files in `folder`; for good.
+
+    Raises:
+        Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. What there is holds all the same.
+    """
+    _drop_privileges()
+    read_only = READ_FILE | READ_DIR
+    grants = {path: read_only for path in readable} | {folder: read_only | WRITE_FILE | TRUNCATE | MAKE_REG}
+    actions: dict[str, int | Check] = dict.fromkeys(_numbers(PROGRAM_CALLS), ALLOW)
+    _apply(_all_rights(), grants, actions | _checks() | {"clone3": ENOSYS}, default=EPERM)
+
+
+def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
+    """Takes from all threads of this process, for good, what `allowances` does not name: sockets, processes, writes outside `folder`.
+
+    Threads that run already keep their file rights: Landlock has no way to take them.
+
+    Raises:
+        Unconfined: as for `confine_program`.
+    """
+    allowed = set(allowances)
+    actions: dict[str, int | Check] = dict.fromkeys(_numbers(NEVER_CALLS), EPERM)
+    if "processes" not in allowed:
+        actions |= dict.fromkeys(_numbers(PROCESS_CALLS), EPERM) | {"clone3": ENOSYS}
+        actions |= {name: check for name, check in _checks().items() if name in ("clone", "kill", "tgkill", "prlimit64")}
+    if "network" not in allowed:
+        # asyncio wakes itself through a pair of streams, which reaches nobody else.
+        actions |= {"socket": EPERM, "socketpair": (1, SOCK_TYPE, (SOCK_STREAM,), EPERM)}
+    rights = 0 if "files" in allowed else _all_rights() & ~(1 | READ_FILE | READ_DIR | 1 << 15)
+    # multiprocessing keeps its locks in /dev/shm.
+    writable = [folder, "/dev/null", *(["/dev/shm"] if "processes" in allowed else [])]
+    _apply(rights, dict.fromkeys(writable, rights), actions, default=ALLOW, has_network="network" in allowed)
+
+
+def landlock_abi() -> int:
+    """Version of Landlock that the kernel offers; 0: none."""
+    return max(0, _call(CREATE, None, 0, VERSION)) if MACHINE in AUDIT_ARCH else 0
+
+
+def filter_program(actions: Mapping[str, int | Check], default: int) -> bytes:
+    """A seccomp filter (struct sock_filter[]): what it answers calls with, by name; others get `default`, unknown ones ENOSYS or, in x32, EPERM."""
+    numbers, arch = _numbers(PROGRAM_CALLS, CHECKED_CALLS, PROCESS_CALLS, NEVER_CALLS, OTHER_CALLS), AUDIT_ARCH[MACHINE]
+    code = [_op(LOAD, 4), _op(EQUAL, arch, 1, 0), _op(RETURN, KILL), _op(LOAD, 0)]
+    code += [_op(AT_LEAST, X32_BIT, 0, 1), _op(RETURN, EPERM), _op(AT_LEAST, LAST_CALL + 1, 0, 1), _op(RETURN, ENOSYS)]
+    for name, action in actions.items():
+        if (number := numbers.get(name)) is None:
+            continue
+        body = [_op(RETURN, action)] if isinstance(action, int) else _check(*action)
+        code += [_op(EQUAL, number, 0, len(body)), *body]
+    return b"".join([*code, _op(RETURN, default)])
+
+
+def install(code: bytes) -> None:
+    """Puts all threads of this process under a seccomp filter. Needs no privilege.
+
+    Raises:
+        Unconfined: the kernel refuses it.
+    """
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    if _libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or _call("seccomp", SET_MODE_FILTER, ALL_THREADS, program):
+        raise Unconfined(f"seccomp: {os.strerror(ctypes.get_errno())}; the kernel needs CONFIG_SECCOMP_FILTER")
+
+
+def _apply(rights: int, grants: Mapping[str, int], actions: Mapping[str, int | Check], *, default: int, has_network: bool = False) -> None:
+    lack = ""
+    _libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    try:
+        _restrict_files(rights, grants, has_network=has_network)
+    except Unconfined as error:
+        lack = str(error)
+    install(filter_program(actions, default))
+    if lack:
+        raise Unconfined(lack)
+
+
+def _restrict_files(rights: int, grants: Mapping[str, int], *, has_network: bool) -> None:
+    abi = landlock_abi()
+    network = 0 if has_network or abi < 4 else TCP_BIND_CONNECT
+    scopes = 0 if abi < 6 else SCOPE_SIGNALS | (0 if has_network else SCOPE_ABSTRACT_SOCKETS)
+    if abi and not (rights or network or scopes):
+        return
+    attributes = struct.pack("=QQQ", rights, network, scopes)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    ruleset = _call(CREATE, attributes, len(attributes), 0) if abi else -1
+    done = ruleset >= 0
+    for path, access in grants.items():
+        try:
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue  # not on this host, or not for this user: nothing is granted
+        access &= rights if os.path.isdir(path) else rights & FILE_RIGHTS
+        done = done and (not access or _call(ADD, ruleset, RULE_PATH, struct.pack("=Qi", access, fd), 0) == 0)
+        os.close(fd)
+    if not done or _call(RESTRICT, ruleset, 0) != 0:
+        raise Unconfined(
+            f"Landlock: {os.strerror(ctypes.get_errno())}; needs Linux 5.13 with CONFIG_SECURITY_LANDLOCK, landlock among lsm=, "
+            "and a container that does not filter its system calls"
+        )
+    os.close(ruleset)
+
+
+def _drop_privileges() -> None:
+    """Leaves root no privilege over limits, owners and other processes; nobody else has any."""
+    header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    if _call("capset", header, nothing) != 0:
+        raise Unconfined(f"capset: {os.strerror(ctypes.get_errno())}")
+
+
+def _all_rights() -> int:
+    abi = landlock_abi()
+    return sum(rights for since, rights in RIGHTS_BY_ABI.items() if abi >= since)
+
+
+def _checks() -> dict[str, int | Check]:
+    """Threads but no processes, signals to itself alone, no file without a name, no limit of others, and few controls of files."""
+    # Truncating what is opened for reading needs no right of Landlock's older versions.
+    flags = O_TMPFILE_BIT | O_TRUNC | O_ACCMODE
+    modes = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | O_TRUNC, os.O_RDWR | O_TRUNC)
+    every = 0xFFFFFFFF
+    return {
+        "open": (1, flags, modes, EPERM),
+        "openat": (2, flags, modes, EPERM),
+        "fcntl": (1, every, FCNTL, EPERM),
+        "ioctl": (1, every, IOCTL, ENOTTY),
+        "prctl": (0, every, PRCTL, EPERM),
+        "prlimit64": (0, every, (0,), EPERM),
+        "clone": (0, CLONE_THREAD | CLONE_NEW, (CLONE_THREAD,), EPERM),
+        "kill": (0, every, (os.getpid(),), EPERM),
+        "tgkill": (0, every, (os.getpid(),), EPERM),
+    }
+
+
+def _check(index: int, mask: int, values: tuple[int, ...], refusal: int) -> list[bytes]:
+    # The low half of the argument: all of these are of type int.
+    code = [_op(LOAD, 16 + 8 * index), _op(AND, mask)]
+    for value in values:
+        code += [_op(EQUAL, value, 0, 1), _op(RETURN, ALLOW)]
+    return [*code, _op(RETURN, refusal)]
+
+
+def _op(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, operand)
+
+
+def _numbers(*tables: str) -> dict[str, int]:
+    """Numbers by name on this machine."""
+    if MACHINE not in AUDIT_ARCH:
+        raise Unconfined(f"the machine is {MACHINE}; system calls are known for {' and '.join(AUDIT_ARCH)}")
+    column = 1 + list(AUDIT_ARCH).index(MACHINE)
+    rows = [row.split() for table in tables for row in table.split(",")]
+    return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
+
+
+def _call(name: str, *arguments: bytes | int | None) -> int:
+    return int(_libc().syscall(_numbers(OTHER_CALLS)[name], *arguments))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,87 @@
+"""Temporary folders in which hostile code writes: removed whatever it leaves there, and by the next run if the owner was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "mrl-scratch-"
+# A folder that is younger may not be locked yet.
+MIN_ABANDONED_S = 60.0
+
+
+class Scratch:
+    """A folder that exists until `remove`; the kernel drops its lock with this process, so that others see that nobody owns it."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """Removes the folder. May be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            remove_folder(self.path)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for the body, removed behind it. Its owner is the process whose own scratch folder holds it, if there is one."""
+    path = Path(tempfile.mkdtemp(prefix="mrl-code-"))
+    try:
+        yield path
+    finally:
+        remove_folder(path)
+
+
+def remove_abandoned() -> None:
+    """Removes scratch folders of this user whose owners were killed, in whichever PID namespace they lived."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, or gone
+        try:
+            found = os.fstat(fd)
+            if found.st_uid == os.geteuid() and found.st_mtime < time.time() - MIN_ABANDONED_S:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_folder(path)
+        except BlockingIOError:
+            continue  # its owner lives
+        finally:
+            os.close(fd)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder that no process writes any more, however deep it is and whatever its permissions; warns if something stays."""
+    try:
+        os.chmod(folder, 0o700)
+        unguessed, num_moved = secrets.token_hex(8), 0
+        # Folders within folders move up beside their parents: no path grows long, and nothing recurses.
+        while folders := [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]:
+            for inner in folders:
+                os.chmod(inner, 0o700)
+                for entry in list(os.scandir(inner)):
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry.path, 0o700)
+                        os.rename(entry.path, folder / f"{unguessed}{num_moved}")
+                        num_moved += 1
+                    else:
+                        os.unlink(entry.path)
+                os.rmdir(inner)
+        for entry in list(os.scandir(folder)):
+            os.unlink(entry.path)
+        os.rmdir(folder)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s; remove it yourself", folder, error)
