@@ -109,6 +109,18 @@ class Ports:
 
 
 @dataclass(frozen=True)
+class Confinement:
+    """How the kernel confines programs under reward."""
+
+    machine: str
+    """As `uname -m` says it."""
+    landlock_abi: int
+    """0: none."""
+    lack: str
+    """What a program was tried with could do, or why it was not confined; "" if all was refused."""
+
+
+@dataclass(frozen=True)
 class HostFacts:
     """All of it."""
 
@@ -134,6 +146,7 @@ class HostFacts:
     limits: Mapping[str, Limit]
     """Of `nofile`, `memlock` (bytes) and `nproc`."""
     network: Network
+    confinement: Confinement
     ports: Ports | None
     """None on nodes of a cluster: its own Ray has them."""
     import_errors: Mapping[str, str] = field(default_factory=dict)

@@ -23,8 +23,9 @@ from pathlib import Path
 
 import mrl
 from mrl import env
-from mrl.diagnosis.facts import TEMPORARY, Apex, CudaProbe, Disk, Driver, Gpu, Gpus, HostFacts, Limit, Network, Ports
+from mrl.diagnosis.facts import TEMPORARY, Apex, Confinement, CudaProbe, Disk, Driver, Gpu, Gpus, HostFacts, Limit, Network, Ports
 from mrl.diagnosis.requirements import normalise
+from mrl.envs import code, confine
 
 PACKAGE = Path(mrl.__file__).parent
 LIBRARIES = {
@@ -82,6 +83,7 @@ def gather(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_imports: b
             disks={use: read_disk(folder) for use, folder in {**folders, TEMPORARY: Path(tempfile.gettempdir())}.items()},
             limits=read_limits(),
             network=read_network(),
+            confinement=Confinement(confine.MACHINE, confine.landlock_abi(), code.probe()),
             ports=None if is_in_cluster else read_ports(),
             import_errors=dict(zip(IMPORTED, errors, strict=False)),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mrl.diagnosis.facts import GIB, TEMPORARY, UNLIMITED, Disk, Driver, Gpus, HostFacts, Limit, Network, Ports
+from mrl.diagnosis.facts import GIB, TEMPORARY, UNLIMITED, Confinement, Disk, Driver, Gpus, HostFacts, Limit, Network, Ports
 from mrl.diagnosis.findings import Finding
 from mrl.diagnosis.requirements import release
 
@@ -32,6 +32,7 @@ def judge_machine(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
     findings += _limits(facts, is_large=is_in_cluster or facts.gpus is not None)
     findings += [_disk(use, disk) for use, disk in facts.disks.items()]
     findings += _network(facts.network, is_in_cluster=is_in_cluster)
+    findings += [_programs(facts.confinement)]
     return findings + ([] if facts.ports is None else _ports(facts.ports))
 
 
@@ -135,6 +136,14 @@ def _disk(use: str, disk: Disk) -> Finding:
         remedy = "free some, or let TMPDIR (RAY_TMPDIR of scripts/ray.sub) name another disk of this host"
         return Finding(name, "problem", f"{found}; Ray stops when {MAX_RAY_DISK_SHARE:.0%} are taken", remedy)
     return Finding(name, "ok", found)
+
+
+def _programs(confinement: Confinement) -> Finding:
+    if not confinement.lack:
+        found = f"confined by Landlock (ABI {confinement.landlock_abi}) and seccomp, {confinement.machine}"
+        return Finding("programs under reward", "ok", found)
+    remedy = "only the environment code is concerned: use another host or container for it, or set env.code.allow_unconfined=true"
+    return Finding("programs under reward", "note", confinement.lack, remedy)
 
 
 def _network(network: Network, *, is_in_cluster: bool) -> list[Finding]:

@@ -1,4 +1,6 @@
-"""The process in which a reward function runs: `python -m mrl.envs.child MODULE:FACTORY OPTIONS SOCKET_FD PARENT_PID MEMORY_BYTES ALLOWANCES`.
+"""The process in which a reward function runs.
+
+`python -m mrl.envs.child MODULE:FACTORY OPTIONS SOCKET_FD PARENT_PID MEMORY_BYTES ALLOWANCES`.
 
 Small on purpose: no torch, ray or vllm, so that it starts in about a second and its death costs one verdict.
 Once the function is loaded, the process keeps what ALLOWANCES (with commas between) names and what `confine_worker` leaves everybody.

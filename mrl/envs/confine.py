@@ -1,4 +1,4 @@
-"""Confines the calling process with Landlock (files, signals) and seccomp (system calls): programs under reward tightly, reward workers loosely.
+"""Confines the calling process with Landlock (files) and seccomp (system calls): programs under reward tightly, reward workers loosely.
 
 By the standard library: PyPI's landlock is one author's alpha, and pyseccomp (last release 2021) needs a libseccomp on every host.
 Nothing of mrl is imported: `mrl.envs.sandbox` loads this file by its path in a fresh interpreter, once per test.
@@ -22,28 +22,32 @@ MACHINE = os.uname().machine
 
 PROGRAM_CALLS = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, close_range 436 436, stat 4 -,
-lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78,
-getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50, umask 95 166, dup 32 23, dup2 33 -, dup3 292 24, ftruncate 77 46,
-fadvise64 221 223, sendfile 40 71, copy_file_range 326 285, pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72,
-epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd2 290 19, brk 12 214, mmap 9 222, munmap 11 215,
-mprotect 10 226, mremap 25 216, madvise 28 233, exit 60 93, exit_group 231 94, futex 202 98, set_robust_list 273 99, get_robust_list 274 100,
-set_tid_address 218 96, rseq 334 293, gettid 186 178, sched_yield 24 124, sched_getaffinity 204 123, sched_getparam 143 121,
-sched_getscheduler 145 120, sched_get_priority_max 146 125, sched_get_priority_min 147 126, getcpu 309 168, arch_prctl 158 -,
-restart_syscall 219 128, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133,
-rt_sigtimedwait 128 137, sigaltstack 131 132, pause 34 -, alarm 37 -, setitimer 38 103, getitimer 36 102, time 201 -, gettimeofday 96 169,
-clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101, times 100 153, getpid 39 172, getppid 110 173,
-getpgrp 111 -, getpgid 121 155, getsid 124 156, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148,
-getresgid 120 150, getgroups 115 158, getrlimit 97 163, setrlimit 160 164, getrusage 98 165, uname 63 160, sysinfo 99 179,
-getrandom 318 278, wait4 61 260, waitid 247 95
+lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -,
+readlinkat 267 78, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50, umask 95 166, dup 32 23, dup2 33 -,
+dup3 292 24, ftruncate 77 46, fadvise64 221 223, sendfile 40 71, copy_file_range 326 285, pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73,
+select 23 -, pselect6 270 72, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd2 290 19, brk 12 214,
+mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, exit 60 93, exit_group 231 94, futex 202 98,
+set_robust_list 273 99, get_robust_list 274 100, set_tid_address 218 96, rseq 334 293, gettid 186 178, sched_yield 24 124,
+sched_getaffinity 204 123, sched_getparam 143 121, sched_getscheduler 145 120, sched_get_priority_max 146 125,
+sched_get_priority_min 147 126, getcpu 309 168, arch_prctl 158 -, restart_syscall 219 128, rt_sigaction 13 134, rt_sigprocmask 14 135,
+rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137, sigaltstack 131 132, pause 34 -, alarm 37 -,
+setitimer 38 103, getitimer 36 102, time 201 -, gettimeofday 96 169, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115,
+nanosleep 35 101, times 100 153, getpid 39 172, getppid 110 173, getpgrp 111 -, getpgid 121 155, getsid 124 156, getuid 102 174,
+geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getrlimit 97 163,
+setrlimit 160 164, getrusage 98 165, uname 63 160, sysinfo 99 179, getrandom 318 278, wait4 61 260, waitid 247 95
 """
-"""All that a program may call beside `CHECKED`: `name x86_64 aarch64`, `-` where an architecture lacks it."""
+"""All that a program may call beside `CHECKED_CALLS`: `name x86_64 aarch64`, `-` where an architecture lacks it."""
 
-CHECKED_CALLS = "open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, kill 62 129, tgkill 234 131"
+CHECKED_CALLS = """
+open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, kill 62 129, tgkill 234 131
+"""
 """Calls whose arguments decide; see `_checks`."""
 
-PROCESS_CALLS = "fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240"
-PROCESS_CALLS += ", pidfd_send_signal 424 424, prlimit64 302 261, setpriority 141 140, sched_setscheduler 144 119, sched_setaffinity 203 122"
-"""What a worker without `processes` may not call, beside `clone`, `kill` and `tgkill` of others."""
+PROCESS_CALLS = """
+fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+pidfd_send_signal 424 424
+"""
+"""What a worker without `processes` may not call, beside `clone`, `kill`, `tgkill` and `prlimit64` of others."""
 
 NEVER_CALLS = """
 ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, pidfd_getfd 438 438, kcmp 312 272,
@@ -53,8 +57,10 @@ chroot 161 51, init_module 175 105, finit_module 313 273, kexec_load 246 104, ke
 """
 """What no worker may call: memory of others, namespaces, and ways around this filter."""
 
-OTHER_CALLS = "socket 41 198, socketpair 53 199, clone3 435 435, seccomp 317 277, capset 126 91, landlock_create_ruleset 444 444"
-OTHER_CALLS += ", landlock_add_rule 445 445, landlock_restrict_self 446 446"
+OTHER_CALLS = """
+socket 41 198, socketpair 53 199, clone3 435 435, seccomp 317 277, capget 125 90, capset 126 91, landlock_create_ruleset 444 444,
+landlock_add_rule 445 445, landlock_restrict_self 446 446
+"""
 
 LAST_CALL = 450
 """The kernel may know later ones that libc tries first: they are answered as by an old kernel, so that libc falls back."""
@@ -66,6 +72,9 @@ LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 EPERM, ENOTTY, ENOSYS = ERRNO | 1, ERRNO | 25, ERRNO | 38
 SET_MODE_FILTER, ALL_THREADS = 1, 1
 PR_SET_NO_NEW_PRIVS = 38
+CAPABILITY_VERSION = 0x20080522
+# CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: files of other users.
+FILE_PRIVILEGES = 1 << 1 | 1 << 2
 
 CLONE_THREAD, CLONE_NEW = 0x10000, 0x7E020080
 O_ACCMODE, O_TRUNC, O_TMPFILE_BIT = 3, 0o1000, 0o20000000
@@ -98,11 +107,16 @@ def confine_program(readable: Iterable[str], folder: str) -> None:
     Raises:
         Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. What there is holds all the same.
     """
-    _drop_privileges()
     read_only = READ_FILE | READ_DIR
     grants = {path: read_only for path in readable} | {folder: read_only | WRITE_FILE | TRUNCATE | MAKE_REG}
+    _apply(_all_rights(), grants, program_actions(), default=EPERM, privileges=0)
+
+
+def program_actions() -> dict[str, int | Check]:
+    """What the system calls of a program that has this process's id are answered with; all others with EPERM."""
     actions: dict[str, int | Check] = dict.fromkeys(_numbers(PROGRAM_CALLS), ALLOW)
-    _apply(_all_rights(), grants, actions | _checks() | {"clone3": ENOSYS}, default=EPERM)
+    # libc tries clone where clone3 is not there.
+    return actions | _checks() | {"clone3": ENOSYS}
 
 
 def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
@@ -124,7 +138,7 @@ def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
     rights = 0 if "files" in allowed else _all_rights() & ~(1 | READ_FILE | READ_DIR | 1 << 15)
     # multiprocessing keeps its locks in /dev/shm.
     writable = [folder, "/dev/null", *(["/dev/shm"] if "processes" in allowed else [])]
-    _apply(rights, dict.fromkeys(writable, rights), actions, default=ALLOW, has_network="network" in allowed)
+    _apply(rights, dict.fromkeys(writable, rights), actions, default=ALLOW, privileges=FILE_PRIVILEGES, has_network="network" in allowed)
 
 
 def landlock_abi() -> int:
@@ -133,9 +147,12 @@ def landlock_abi() -> int:
 
 
 def filter_program(actions: Mapping[str, int | Check], default: int) -> bytes:
-    """A seccomp filter (struct sock_filter[]): what it answers calls with, by name; others get `default`, unknown ones ENOSYS or, in x32, EPERM."""
-    numbers, arch = _numbers(PROGRAM_CALLS, CHECKED_CALLS, PROCESS_CALLS, NEVER_CALLS, OTHER_CALLS), AUDIT_ARCH[MACHINE]
-    code = [_op(LOAD, 4), _op(EQUAL, arch, 1, 0), _op(RETURN, KILL), _op(LOAD, 0)]
+    """A seccomp filter (struct sock_filter[]) that answers system calls by name, and others with `default`.
+
+    Numbers of later kernels get ENOSYS, x32's EPERM; the 32-bit entry ends the process.
+    """
+    numbers = _numbers(PROGRAM_CALLS, CHECKED_CALLS, PROCESS_CALLS, NEVER_CALLS, OTHER_CALLS)
+    code = [_op(LOAD, 4), _op(EQUAL, AUDIT_ARCH[MACHINE], 1, 0), _op(RETURN, KILL), _op(LOAD, 0)]
     code += [_op(AT_LEAST, X32_BIT, 0, 1), _op(RETURN, EPERM), _op(AT_LEAST, LAST_CALL + 1, 0, 1), _op(RETURN, ENOSYS)]
     for name, action in actions.items():
         if (number := numbers.get(name)) is None:
@@ -157,19 +174,31 @@ def install(code: bytes) -> None:
         raise Unconfined(f"seccomp: {os.strerror(ctypes.get_errno())}; the kernel needs CONFIG_SECCOMP_FILTER")
 
 
-def _apply(rights: int, grants: Mapping[str, int], actions: Mapping[str, int | Check], *, default: int, has_network: bool = False) -> None:
-    lack = ""
-    _libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    try:
-        _restrict_files(rights, grants, has_network=has_network)
-    except Unconfined as error:
-        lack = str(error)
-    install(filter_program(actions, default))
-    if lack:
-        raise Unconfined(lack)
+def _apply(
+    rights: int,
+    grants: Mapping[str, int],
+    actions: Mapping[str, int | Check],
+    *,
+    default: int,
+    privileges: int,
+    has_network: bool = False,
+) -> None:
+    code, lacks = filter_program(actions, default), []
+    for step in (
+        lambda: _drop_privileges(privileges),
+        lambda: _restrict_files(rights, grants, has_network=has_network),
+        lambda: install(code),
+    ):
+        try:
+            step()
+        except Unconfined as error:
+            lacks.append(str(error))
+    if lacks:
+        raise Unconfined("; ".join(lacks))
 
 
 def _restrict_files(rights: int, grants: Mapping[str, int], *, has_network: bool) -> None:
+    _libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     abi = landlock_abi()
     network = 0 if has_network or abi < 4 else TCP_BIND_CONNECT
     scopes = 0 if abi < 6 else SCOPE_SIGNALS | (0 if has_network else SCOPE_ABSTRACT_SOCKETS)
@@ -194,11 +223,14 @@ def _restrict_files(rights: int, grants: Mapping[str, int], *, has_network: bool
     os.close(ruleset)
 
 
-def _drop_privileges() -> None:
-    """Leaves root no privilege over limits, owners and other processes; nobody else has any."""
-    header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
-    if _call("capset", header, nothing) != 0:
-        raise Unconfined(f"capset: {os.strerror(ctypes.get_errno())}")
+def _drop_privileges(kept: int) -> None:
+    """Leaves root only these privileges (capabilities, a bit each); nobody else has any."""
+    header, held = struct.pack("=Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
+    if _call("capget", header, held) == 0:
+        kept &= struct.unpack("=6I", held)[1]
+        if _call("capset", header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)) == 0:
+            return
+    raise Unconfined(f"capset: {os.strerror(ctypes.get_errno())}")
 
 
 def _all_rights() -> int:
@@ -246,7 +278,7 @@ def _numbers(*tables: str) -> dict[str, int]:
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
-def _call(name: str, *arguments: bytes | int | None) -> int:
+def _call(name: str, *arguments: bytes | ctypes.Array[ctypes.c_char] | int | None) -> int:
     return int(_libc().syscall(_numbers(OTHER_CALLS)[name], *arguments))
 
 

@@ -1,6 +1,7 @@
-"""The process in which one generated program meets one test: `python -I sandbox.py PROGRAM FUNCTION SECONDS RESULT_FD STARTED_FD MAY_ESCAPE PATHS`.
+"""The process in which one generated program meets one test.
 
-Runs in a folder of its own. With an empty FUNCTION the program is run, its input on stdin; else `[arguments...]` is read from stdin as
+`python -I sandbox.py PROGRAM FUNCTION SECONDS RESULT_FD STARTED_FD MAY_ESCAPE PATHS`
+runs in a folder of its own. With an empty FUNCTION the program is run, its input on stdin; else `[arguments...]` is read from stdin as
 JSON and what the function returns is written to RESULT_FD. A byte to STARTED_FD says that the program is confined (see `confine.py`) and
 begins; with MAY_ESCAPE=1 it begins where the kernel cannot confine it too. Standard library only, and nothing of mrl: it starts per test.
 """

@@ -153,8 +153,9 @@ def _container(job: KubernetesJob) -> dict[str, object]:
     return {
         "name": "trainer",
         "image": job.image,
-        # Memory of the network card is pinned; nothing else of the host is needed.
-        "securityContext": {"capabilities": {"add": ["IPC_LOCK", "SYS_RESOURCE"]}},
+        # Memory of the network card is pinned; nothing else of the host is needed. Capabilities do not reach the image's own user, who
+        # can read neither the mounted token nor most claims.
+        "securityContext": {"runAsUser": 0, "capabilities": {"add": ["IPC_LOCK", "SYS_RESOURCE"]}},
         "command": ["/bin/bash", "/opt/mrl/scripts/ray_node.sh"],
         "env": [
             *({"name": name, "value": value} for name, value in variables.items()),

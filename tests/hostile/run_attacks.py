@@ -1,4 +1,4 @@
-"""`python -m tests.hostile.run_attacks IDENTITY FOLDER`: runs every attack of `attacks.py` in the environment `code`, and tells what came of it.
+"""`python -m tests.hostile.run_attacks IDENTITY FOLDER`: runs every attack of `attacks.py` in the environment `code`.
 
 Prints one JSON object: verdicts and changes of the outside by `group/name`, honest programs that failed, and what stayed behind.
 """
@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from mrl.config.schema.env import CodeEnvConfig, EnvConfig
 from mrl.envs import confine
 from mrl.envs.registry import build_environment
 from mrl.envs.task import Task
-from tests.hostile.attacks import GRADING, GROUPS, READS, SHARE, programs
+from tests.hostile.attacks import GRADING, GROUPS, PRELUDE, READS, SHARE, programs
 
 NOBODY = 65534
 ANSWER_BEGINS = "answer-"
@@ -163,12 +164,24 @@ def outside_of(name: str, folder: Path, listener: Listener, answer: str, *, is_t
     (folder / "empty").mkdir()
     shared = Path(f"/dev/shm/mrl-hostile-{os.getpid()}-{folder.name}")
     shared.write_text(answer)
-    paths = {part: str(folder / part) for part in ("secret", "victim", "library")}
-    outside = Outside(name, str(folder), shared=str(shared), answer=answer if is_told else "", length=len(answer), **paths)
-    outside.port, outside.unix, outside.datagram, outside.abstract = listener.port, listener.unix, listener.datagram, listener.abstract
     tables = (confine.CHECKED_CALLS, confine.PROCESS_CALLS, confine.NEVER_CALLS, confine.OTHER_CALLS)
-    outside.calls = {row.split()[0]: int(row.split()[1 + list(confine.AUDIT_ARCH).index(confine.MACHINE)].replace("-", "-1"))
-                     for table in tables for row in table.split(",")}
+    column = 1 + list(confine.AUDIT_ARCH).index(confine.MACHINE)
+    rows = [row.split() for table in tables for row in table.split(",")]
+    outside = Outside(
+        name=name,
+        folder=str(folder),
+        secret=str(folder / "secret"),
+        victim=str(folder / "victim"),
+        library=str(folder / "library"),
+        shared=str(shared),
+        answer=answer if is_told else "",
+        length=len(answer),
+        port=listener.port,
+        unix=listener.unix,
+        datagram=listener.datagram,
+        abstract=listener.abstract,
+        calls={row[0]: int(row[column].replace("-", "-1")) for row in rows},
+    )
     return outside
 
 
@@ -201,11 +214,9 @@ def run(folder: Path) -> dict[str, object]:
     (folder / "outside").mkdir()
     listener = Listener(folder)
     attacks = {f"{group}/{name}": (group, name, text) for group in GROUPS for name, text in programs(group).items()}
-    from tests.hostile.attacks import PRELUDE
-    from textwrap import dedent
 
-    honest = {f"honest/{name}": ("honest", name, PRELUDE + dedent(text)) for name, text in HONEST.items()}
-    secret = os.environ["HF_TOKEN"] = f"{ANSWER_BEGINS}{os.urandom(8).hex()}"
+    honest = {f"honest/{name}": ("honest", name, PRELUDE + textwrap.dedent(text)) for name, text in HONEST.items()}
+    secret = os.environ["HF_TOKEN"]
     tasks: dict[str, Task] = {}
     outsides: dict[str, tuple[Outside, subprocess.Popen[bytes] | None]] = {}
     for index, (key, (group, name, text)) in enumerate((honest | attacks).items()):
@@ -227,7 +238,12 @@ def run(folder: Path) -> dict[str, object]:
         with build_environment("code", config) as pool:
             verdicts |= dict(zip(keys, pool.score([tasks[key] for key in keys]), strict=True))
     outcomes = {
-        key: {"reward": found.reward, "status": found.status, "said": found.extracted + found.reason, "changed": changes(*outsides[key], listener)}
+        key: {
+            "reward": found.reward,
+            "status": found.status,
+            "said": found.extracted + found.reason,
+            "changed": changes(*outsides[key], listener),
+        }
         for key, found in verdicts.items()
     }
     for outside, process in outsides.values():

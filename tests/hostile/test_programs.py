@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import TypedDict
 
 import pytest
@@ -44,13 +43,13 @@ def outcomes(identity: str) -> Outcomes:
     with tempfile.TemporaryDirectory(prefix="mrl-hostile-") as folder:
         os.chmod(folder, 0o777)
         command = [sys.executable, "-m", "tests.hostile.run_attacks", identity, folder]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_TOKEN": f"answer-{os.urandom(8).hex()}"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout)
 
 
-def cases(group: str) -> list[pytest.param]:
+def cases(group: str) -> list[object]:
     return [
         pytest.param(identity, f"{group}/{name}", id=f"{identity}-{name}", marks=pytest.mark.attack(group))
         for identity in IDENTITIES

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.diagnosis.facts import GIB, TEMPORARY, CudaProbe, Disk, Driver, Gpu, Gpus, HostFacts, Limit, Network, Ports
+from mrl.diagnosis.facts import GIB, TEMPORARY, Confinement, CudaProbe, Disk, Driver, Gpu, Gpus, HostFacts, Limit, Network, Ports
 from mrl.diagnosis.requirements import Wanted
 
 WANTED = Wanted(
@@ -36,6 +36,7 @@ def gpu_host() -> HostFacts:
         disks={"the cache": Disk("/shared/mrl", 10**14, 10**13, True), TEMPORARY: Disk("/tmp", 10**12, 9 * 10**11, True)},
         limits={"nofile": Limit(1024, 1048576), "memlock": Limit(-1, -1), "nproc": Limit(1000000, 1000000)},
         network=Network("10.0.0.1", ("lo", "eth0", "ib0", "docker0"), "", "", "", 8),
+        confinement=Confinement("x86_64", 6, ""),
         ports=Ports({"PORT": 1200, "RAY_HEAD_PORT": 6379}, (), (32768, 60999)),
     )
 

@@ -26,6 +26,14 @@ def test_all_is_well_on_a_good_node(gpu_host: HostFacts, wanted: Wanted):
     assert said["driver"] == "580.65.06, for CUDA up to 13.0"
     assert said["torch on GPUs"] == "8 x NVIDIA H100 80GB HBM3, NCCL 2.28.9"
     assert said["limits"] == "open files 1,048,576, processes 1,000,000, locked memory unlimited"
+    assert said["programs under reward"] == "confined by Landlock (ABI 6) and seccomp, x86_64"
+
+
+def test_a_host_that_confines_no_programs_is_told(gpu_host: HostFacts, wanted: Wanted):
+    facts = change(gpu_host, "confinement", landlock_abi=0, lack="the program cannot be confined: Landlock: Function not implemented")
+    (note,) = [finding for finding in judge(facts, wanted) if finding.status != "ok"]
+    assert (note.check, note.status) == ("programs under reward", "note")
+    assert "Landlock" in note.found and "env.code.allow_unconfined=true" in note.remedy
 
 
 def used(num_bytes: int) -> tuple[Gpu, ...]:

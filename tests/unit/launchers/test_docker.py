@@ -13,7 +13,7 @@ from tests.sources import ROOT
 
 FOLDER = ROOT / "scripts" / "docker"
 FILES = [FOLDER / "Dockerfile", FOLDER / "Dockerfile.cpu"]
-KNOWN = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "SHELL", "WORKDIR"}
+KNOWN = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "SHELL", "USER", "WORKDIR"}
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -37,6 +37,27 @@ def test_every_step_is_one_to_docker_and_to_bash(path: Path):
         if name == "RUN":
             script = re.sub(r"--mount=\S+ ", "", words)
             assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=30).stderr == ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_images_run_as_a_user_that_owns_none_of_their_files(path: Path):
+    user, folder, users, made = "root", "", {}, set[str]()
+    for name, words in instructions(path):
+        if name == "FROM":
+            source, _, stage = words.partition(" AS ")
+            user, folder = users.get(source, ("root", ""))
+        elif name == "USER":
+            assert words in made | {"root"}
+            user = words
+        elif name == "WORKDIR":
+            folder = words
+        elif name == "RUN":
+            made |= set(re.findall(r"useradd .*?(\w+)$", words))
+            # Whoever installs is root, and nobody is given what was installed.
+            assert user == "root" or not re.search(r"pip|apt-get|installer", words)
+            assert "chown" not in words
+        users[stage] = (user, folder)
+    assert {users[stage] for stage in users if stage.startswith("release")} == {("mrl", "/home/mrl")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

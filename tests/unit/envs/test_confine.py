@@ -1,0 +1,94 @@
+"""The numbers of system calls against the kernel's headers, and the filter by a slow machine that runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from mrl.envs import confine
+
+TABLES = (confine.PROGRAM_CALLS, confine.CHECKED_CALLS, confine.PROCESS_CALLS, confine.NEVER_CALLS, confine.OTHER_CALLS)
+HEADERS = {"x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), "aarch64": Path("/usr/include/asm-generic/unistd.h")}
+ALLOWED, REFUSED, UNKNOWN, NO_DEVICE, KILLED = 0x7FFF0000, 0x00050001, 0x00050026, 0x00050019, 0x80000000
+
+
+@pytest.mark.skipif(not all(header.exists() for header in HEADERS.values()), reason="no headers of the kernel here")
+@pytest.mark.parametrize("machine", HEADERS)
+def test_numbers_are_those_of_the_kernels_headers(machine: str, monkeypatch: pytest.MonkeyPatch):
+    defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
+    # asm-generic numbers fstatat alike and calls it newfstatat on 64 bits only further down.
+    numbers = {name: int(number) for name, number in reversed(defined)} | ({"newfstatat": 79} if machine == "aarch64" else {})
+    monkeypatch.setattr(confine, "MACHINE", machine)
+    ours = confine._numbers(*TABLES)
+    assert ours == {name: numbers[name] for name in ours}
+    missing = {row.split()[0] for table in TABLES for row in table.split(",")} - set(ours)
+    assert not missing & set(numbers)
+
+
+def decide(code: bytes, number: int, *arguments: int, arch: int) -> int:
+    """What a seccomp filter answers: a machine for the six instructions that ours have."""
+    data = struct.pack("=IIQ6Q", number, arch, 0, *(*arguments, *(0,) * (6 - len(arguments))))
+    instructions = list(struct.iter_unpack("=HBBI", code))
+    at = accumulator = 0
+    while True:
+        kind, if_true, if_false, operand = instructions[at]
+        at += 1
+        match kind:
+            case 0x20:
+                (accumulator,) = struct.unpack_from("=I", data, operand)
+            case 0x54:
+                accumulator &= operand
+            case 0x15:
+                at += if_true if accumulator == operand else if_false
+            case 0x35:
+                at += if_true if accumulator >= operand else if_false
+            case 0x06:
+                return operand
+            case other:
+                raise AssertionError(f"instruction {other:#x}")
+
+
+CASES = [
+    ("read", (), ALLOWED),
+    ("socket", (2, 1), REFUSED),
+    ("clone", (0x3D0F00,), ALLOWED),  # what pthread_create asks for
+    ("clone", (17,), REFUSED),
+    ("clone", (0x3D0F00 | 0x40000000,), REFUSED),  # CLONE_NEWNET
+    ("clone3", (), UNKNOWN),
+    ("openat", (3, 0, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), ALLOWED),
+    ("openat", (3, 0, os.O_RDONLY | os.O_TRUNC), REFUSED),
+    ("openat", (3, 0, os.O_RDWR | 0o20000000), REFUSED),
+    ("fcntl", (1, 1030), ALLOWED),
+    ("fcntl", (1, 8), REFUSED),
+    ("ioctl", (1, 0x5401), ALLOWED),
+    ("ioctl", (1, 0x5412), NO_DEVICE),
+    ("prctl", (15,), ALLOWED),
+    ("prctl", (1,), REFUSED),
+    ("kill", (os.getpid(),), ALLOWED),
+    ("kill", (0,), REFUSED),
+    ("kill", (0xFFFFFFFF,), REFUSED),  # -1: everybody
+    ("prlimit64", (1,), REFUSED),
+]
+
+
+@pytest.mark.parametrize(("machine", "arch"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])
+def test_the_filter_of_programs(machine: str, arch: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(confine, "MACHINE", machine)
+    numbers = confine._numbers(*TABLES)
+    code = confine.filter_program(confine.program_actions(), confine.EPERM)
+    for name, arguments, answer in CASES:
+        assert decide(code, numbers[name], *arguments, arch=arch) == answer, (name, arguments)
+    assert decide(code, numbers["read"], arch=0x40000003) == KILLED  # the 32-bit entry
+    assert decide(code, 0x40000000, arch=arch) == REFUSED  # x32
+    assert decide(code, 463, arch=arch) == UNKNOWN
+
+
+def test_another_machine_confines_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(confine, "MACHINE", "riscv64")
+    with pytest.raises(confine.Unconfined, match="riscv64; system calls are known for x86_64 and aarch64"):
+        confine.filter_program({}, confine.ALLOW)
+    assert confine.landlock_abi() == 0
