@@ -8,6 +8,7 @@ import os
 import secrets
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,19 +21,17 @@ MIN_ABANDONED_S = 60.0
 
 
 class Scratch:
-    """A folder that exists until `remove`; the kernel drops its lock with this process, so that others see that nobody owns it."""
+    """A folder that ends with this object. If the process is killed, the kernel drops its lock, and `remove_abandoned` removes the folder."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._finalizer = weakref.finalize(self, _release, fd, self.path)
 
     def remove(self) -> None:
         """Removes the folder. May be called again."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            remove_folder(self.path)
+        self._finalizer()
 
 
 @contextmanager
@@ -61,6 +60,11 @@ def remove_abandoned() -> None:
             continue  # its owner lives
         finally:
             os.close(fd)
+
+
+def _release(fd: int, path: Path) -> None:
+    os.close(fd)
+    remove_folder(path)
 
 
 def remove_folder(folder: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +17,15 @@ from mrl.config.schema.env import BUILT_IN, EnvConfig, OwnEnvConfig
 from mrl.envs.pool import RewardPool
 from mrl.envs.registry import build_environment
 from mrl.envs.task import Task
+from mrl.envs.worker import RewardFunction
 from mrl.types import Verdict
+from tests.hostile.attacks import SHARE
 from tests.sources import ROOT
 
 WORKERS = "a reward worker is taken over"
 HOSTS = "a host that cannot confine programs"
 DEEDS = {
     "connect": "network",
-    "resolve": "network",
     "datagram": "network",
     "run": "processes",
     "fork": "processes",
@@ -80,7 +83,7 @@ def test_a_worker_that_is_taken_over_does_no_harm(deed: str, pools: dict[str, Re
     assert (tmp_path / "victim").read_text() == "untouched" and not heard
 
 
-@pytest.mark.parametrize("deed", [deed for deed, allow in DEEDS.items() if allow and deed not in ("resolve", "kill")])
+@pytest.mark.parametrize("deed", [deed for deed, allow in DEEDS.items() if allow and deed != "kill"])
 def test_what_the_config_allows_works(deed: str, pools: dict[str, RewardPool], tmp_path: Path):
     pool = pools[DEEDS[deed]]
     if deed == "run":
@@ -96,6 +99,17 @@ def test_what_the_config_allows_works(deed: str, pools: dict[str, RewardPool], t
 
 def test_a_worker_computes_reads_and_writes_its_own_folder(pools: dict[str, RewardPool]):
     assert [pool.score([Task(("work",))])[0].reward for pool in pools.values()] == [1.0] * 4
+
+
+@pytest.mark.attack(SHARE)
+def test_a_program_that_outlives_its_grader_leaves_no_folder():
+    name = f"left-{uuid.uuid4()}"
+    options = {"test_timeout_s": 60.0, "timeout_s": 60.0, "may_escape": False}
+    program = f"```\nimport time\nopen('{name}', 'w')\ntime.sleep(60)\n```"
+    task = Task((program,), row=json.dumps({"unit_tests": {"inputs": [""], "outputs": [""]}}))
+    with RewardPool(RewardFunction("mrl.envs.code:make", options, allowances=("processes",)), num_workers=1, timeout_s=2.0) as pool:
+        assert pool.score([task])[0].status == "timeout"
+    assert [*Path(tempfile.gettempdir()).glob(f"mrl-*/{name}"), *Path(tempfile.gettempdir()).glob(f"mrl-*/*/{name}")] == []
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -1,4 +1,6 @@
 import json
+import random
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -106,6 +108,23 @@ def test_the_last_block_counts():
     assert last_code_block(text) == "b\n"
     assert last_code_block("print(1)") is None
     assert score(Task(("none",), row=json.dumps({"unit_tests": ADD})), test_timeout_s=1, timeout_s=1).extracted == "no code block"
+
+
+def test_blocks_are_those_of_a_regular_expression():
+    # Which takes the square of the number of lines where they are many.
+    pattern = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+    draw = random.Random(5)
+    lines = ["```", "```py", " ```\t", "```a`b", "x", "", "x```", "````"]
+    for _ in range(2000):
+        text = "\n".join(draw.choices(lines, k=draw.randrange(9)))
+        blocks = pattern.findall(text)
+        assert last_code_block(text) == (blocks[-1] if blocks else None), text
+
+
+def test_blocks_are_found_in_time_that_grows_with_the_text():
+    started = time.monotonic()
+    last_code_block("```py\n" * 300_000 + "`" * 1_000_000)
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(

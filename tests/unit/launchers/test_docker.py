@@ -41,7 +41,7 @@ def test_every_step_is_one_to_docker_and_to_bash(path: Path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_images_run_as_a_user_that_owns_none_of_their_files(path: Path):
-    user, folder, users, made = "root", "", {}, set[str]()
+    stage, user, folder, users, made = "", "root", "", dict[str, tuple[str, str]](), set[str]()
     for name, words in instructions(path):
         if name == "FROM":
             source, _, stage = words.partition(" AS ")
