@@ -21,7 +21,7 @@ MIN_ABANDONED_S = 60.0
 
 
 class Scratch:
-    """A folder that ends with this object. If the process is killed, the kernel drops its lock, and `remove_abandoned` removes the folder."""
+    """A folder that ends with this object; once its process is killed, the kernel drops its lock, and `remove_abandoned` may take it."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
