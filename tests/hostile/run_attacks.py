@@ -202,8 +202,9 @@ def changes(outside: Outside, process: subprocess.Popen[bytes] | None, listener:
     if process is not None:
         words = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         found += [f"process: {words[0]}"] if words[0] != "S" else []
-        found += ["priority"] if words[16] != "0" else []
-        found += ["limits"] if resource.prlimit(process.pid, resource.RLIMIT_CPU)[0] != resource.RLIM_INFINITY else []
+        found += ["priority"] if words[16] != str(os.getpriority(os.PRIO_PROCESS, 0)) else []
+        limits = [resource.prlimit(pid, resource.RLIMIT_CPU) for pid in (process.pid, os.getpid())]
+        found += ["limits"] if limits[0] != limits[1] else []
     return found
 
 
