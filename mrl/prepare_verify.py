@@ -5,7 +5,6 @@ Needs the standard library only, so that the Python of a login node can do it.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.families.registry import family
-from conversion.storage.files import INDEX_FILE, weight_files
+from conversion.storage.checkpoint_folder import read_config
+from conversion.storage.files import INDEX_FILE, open_file, weight_files
 from conversion.storage.safetensors_header import Entry, read_header
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def verify(models: Sequence[Path], data: Sequence[Path], disks: Sequence[Path], 
 def check_model(folder: Path) -> list[Finding]:
     """What is to say of a Hugging Face folder: its config, its weight files against their headers and config.json, its tokenizer."""
     try:
-        hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        hf_config = read_config(folder / "config.json")
         shapes = family(hf_config).canonical(hf_config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [Finding(f"{folder}: config.json is missing, damaged or of an unsupported model ({error}); {AGAIN}", False)]
@@ -116,13 +116,13 @@ def check_rows(path: Path) -> Finding:
     """Whether a file of rows is there and whole, without placeholders."""
     try:
         num_rows, last = 0, b""
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             for last in file:
                 num_rows += 1
                 if PLACEHOLDER in last:
                     return Finding(f"{path}:{num_rows} is a placeholder; fill the blend in with `python -m mrl.prepare nano3`", False)
-    except OSError as error:
-        return Finding(f"{path} cannot be read ({error.strerror}); make it with `python -m mrl.prepare nano3`", False)
+    except (OSError, ValueError) as error:
+        return Finding(f"{path} cannot be read ({error}); make it with `python -m mrl.prepare nano3`", False)
     if not last.endswith(b"\n"):
         return Finding(f"{path} is empty or its last row is cut off; remove it and make it again with `python -m mrl.prepare nano3`", False)
     return Finding(f"{path}: {num_rows:,} rows, {path.stat().st_size / 1e9:.3g} GB", True)
@@ -139,7 +139,7 @@ def check_disk(folder: Path, min_free_bytes: int) -> Finding:
 
 
 def _header(path: Path) -> dict[str, Entry]:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = open_file(path)
     try:
         return read_header(file, path)
     finally:

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.storage.files import INDEX_FILE, SINGLE_FILE
+from conversion.storage.files import INDEX_FILE, SINGLE_FILE, read_file, read_json
 
 ITERATION_FOLDER = "iter_0000000"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
@@ -47,7 +47,7 @@ def find_checkpoint(folder: Path) -> Checkpoint:
 def _latest_iteration(weights: Path) -> Path:
     latest = weights / LATEST_FILE
     if latest.exists():
-        number = latest.read_text(encoding="utf-8").strip()
+        number = read_file(latest).decode(errors="replace").strip()
         found = [weights / f"iter_{int(number):07d}"] if number.isdigit() else []
     else:
         found = sorted(weights.glob("iter_*"))
@@ -65,7 +65,7 @@ def read_config(path: Path) -> dict[str, object]:
         ValueError: it is not a readable JSON object.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable JSON: {error}; it must be a model's config.json") from error
     if not isinstance(config, dict):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isal import isal_zlib
+
+from conversion.storage.files import name_inside, open_file, read_file
 
 MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
@@ -77,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode()
         content = json.loads(text)
         plain = text.replace(f'"sha256": "{content["sha256"]}"', _NO_CHECKSUM, 1)
         if hashlib.sha256(plain.encode()).hexdigest() != content["sha256"]:
@@ -89,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
                 for name, record in content["tensors"].items()
             },
             files={
-                str(name): FileRecord(int(record["size"]), str(record["sha256"]), int(record["crc32"]))
+                name_inside(str(name), path): FileRecord(int(record["size"]), str(record["sha256"]), int(record["crc32"]))
                 for name, record in content["files"].items()
             },
             table_version=int(content["table_version"]),
@@ -200,7 +203,7 @@ def file_crc32(path: Path) -> int:
 def _blocks(path: Path) -> Iterator[memoryview]:
     """The content of a file; each block is overwritten by the next."""
     buffer = bytearray(_BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_file(path), "rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):
             yield memoryview(buffer)[:num_bytes]
 

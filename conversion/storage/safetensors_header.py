@@ -12,6 +12,8 @@ from pathlib import Path
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
+MAX_DIMENSIONS = 64
+"""More than torch has."""
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 """Bytes of an element of each dtype of plain weights, by its name in a header."""
 
@@ -38,8 +40,8 @@ def read_header(file: int, path: Path) -> dict[str, Entry]:
         raise ValueError(f"{path} is no safetensors file, or an incomplete one")
     try:
         entries, end = _entries(json.loads(os.pread(file, length, 8)), 8 + length, path)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has a damaged header: {error!r}") from error
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} has a damaged header: {str(error)[:200]!r}; download the file again") from error
     if end != size:
         raise ValueError(f"{path} has {size} bytes instead of {end}: it is incomplete or damaged")
     return entries
@@ -51,6 +53,8 @@ def _entries(header: dict[str, dict], data: int, path: Path) -> tuple[dict[str, 
     spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
     for name, entry in sorted(spans.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
+        if len(entry["shape"]) > MAX_DIMENSIONS:
+            raise ValueError(f"{path}: {name[:200]} has {len(entry['shape'])} dimensions; download the file again")
         shape = tuple(int(length) for length in entry["shape"])
         itemsize = ITEM_BYTES.get(entry["dtype"])
         if start != end or (itemsize and stop - start != itemsize * math.prod(shape)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot, lengths
 from conversion.storage.file_boxes import StoredTensor, fill_from, read_stored
-from conversion.storage.files import INDEX_FILE, SINGLE_FILE
+from conversion.storage.files import INDEX_FILE, SINGLE_FILE, open_file, weights_by_file
 from conversion.storage.safetensors_header import Entry, read_header
 from conversion.tensors import torch_dtype
 
@@ -45,7 +44,7 @@ class SafetensorsFolder:
         self._files: dict[str, _File] = {}
         try:
             self._file_of = self._find_files()
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             self._close()
             raise ValueError(f"{self._folder}: no readable {INDEX_FILE} or {SINGLE_FILE} ({error}); name a Hugging Face folder") from error
 
@@ -129,15 +128,14 @@ class SafetensorsFolder:
         if self._folder.is_file():
             file, self._folder = self._folder.name, self._folder.parent
             return dict.fromkeys(self._open(file), file)
-        index = self._folder / INDEX_FILE
-        if index.exists():
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if (self._folder / INDEX_FILE).exists():
+            return weights_by_file(self._folder)
         return dict.fromkeys(self._open(SINGLE_FILE), SINGLE_FILE)
 
     def _open(self, file: str) -> set[str]:
         """Reads the header of a file; names of its tensors."""
         path = self._folder / file
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_file(path)
         try:
             entries = read_header(descriptor, path)
         except ValueError:

@@ -22,12 +22,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from conversion.boxes import Box, Layout, Piece, Slot, full, lengths, place, tiling_fault
 from conversion.storage.file_boxes import StoredTensor, overlap, read_stored
+from conversion.storage.files import open_file, read_file
 from conversion.storage.pickles import METADATA_NAMES, RefusedPickle, unpickle
+from conversion.storage.safetensors_header import MAX_DIMENSIONS
 from conversion.storage.torch_archive import MAX_TENSOR_BYTES, archive_of, check_archive, find_content
 from conversion.tensors import box_view
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 METADATA_FILE = ".metadata"
+MAX_METADATA_BYTES = 1 << 30
+"""Ten times what a model of a trillion parameters on thousands of ranks has."""
 MAX_OPEN_FILES = 256
 """Far below what a process may have, and what a checkpoint of many ranks has."""
 
@@ -47,14 +51,29 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA_FILE
     try:
-        metadata = unpickle(path.read_bytes(), METADATA_NAMES, str(path))
+        metadata = unpickle(read_file(path, MAX_METADATA_BYTES), METADATA_NAMES, str(path))
     except RefusedPickle:
         raise
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} is not a torch_dist checkpoint, or not a complete one: {error}") from error
+        raise ValueError(
+            f"{folder} is not a Megatron torch_dist checkpoint, or not a complete one: {error}; name a complete weights folder"
+        ) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise ValueError(f"{folder} is not a torch_dist checkpoint: {path.name} holds a {type(metadata).__name__}")
+        raise ValueError(f"{folder} is not a Megatron torch_dist checkpoint: {path.name} holds a {type(metadata).__name__}")
+    entries = metadata.state_dict_metadata
+    if not isinstance(entries, dict) or not all(map(_is_sound, entries.items())):
+        raise ValueError(f"{folder} is not a Megatron torch_dist checkpoint: {path.name} describes no tensors; restore the checkpoint")
     return metadata
+
+
+def _is_sound(entry: tuple[object, object]) -> bool:
+    """Whether a pickle, which can give any attribute any value, describes a tensor as torch does; other objects are not looked at."""
+    key, content = entry
+    if not isinstance(content, TensorStorageMetadata):
+        return True
+    dtype = getattr(content.properties, "dtype", None)
+    has_shape = isinstance(content.size, torch.Size) and len(content.size) <= MAX_DIMENSIONS
+    return isinstance(key, str) and has_shape and isinstance(dtype, torch.dtype) and isinstance(content.chunks, list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +95,7 @@ class TorchDistFolder:
         Raises:
             ValueError: it is not a complete torch_dist checkpoint.
         """
-        self._folder = folder
+        self.folder = folder
         self._metadata = read_metadata(folder)
         entries = self._metadata.state_dict_metadata.items()
         self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
@@ -129,7 +148,7 @@ class TorchDistFolder:
         parts = [(chunk, *common[1:]) for chunk in self._chunks_in(key, box) if (common := overlap(chunk.box, box)) is not None]
         fault = tiling_fault(lengths(box), [wanted for _, _, wanted in parts])
         if fault is not None:
-            raise ValueError(f"{self._folder}: {key} cannot be read: the chunks in its metadata do not cover {box} once: there, {fault}")
+            raise ValueError(f"{self.folder}: {key} cannot be read: the chunks in its metadata do not cover {box} once: there, {fault}")
         for chunk, inside, wanted in parts:
             part = box_view(target, wanted)
             try:
@@ -142,7 +161,7 @@ class TorchDistFolder:
                     read_stored(self._file(chunk), stored, inside, part)
             # Other errors of the system are no fault of the checkpoint.
             except (FileNotFoundError, EOFError, RuntimeError, ValueError) as error:
-                raise ValueError(f"{self._folder}: {key} cannot be read: {error}") from error
+                raise ValueError(f"{self.folder}: {key} cannot be read: {error}") from error
 
     def check(self, layout: Layout) -> None:
         """Returns if the checkpoint holds exactly these weights. State of the optimizer, of schedules and of generators is not looked at.
@@ -154,25 +173,28 @@ class TorchDistFolder:
         legacy = sorted(key for key in self.keys if key.endswith(_GROUPED_MLP_KEYS))
         if legacy:
             raise ValueError(
-                f"{self._folder}: {legacy[0]} has all experts of Megatron's legacy GroupedMLP in one tensor, which is not supported; "
+                f"{self.folder}: {legacy[0]} has all experts of Megatron's legacy GroupedMLP in one tensor, which is not supported; "
                 "save the model with SequentialMLP or TEGroupedMLP"
             )
         for key, shape in wanted.items():
             if self.shape(key) != shape:
-                raise ValueError(f"{self._folder}: {key} has shape {self.shape(key)}; by the model's config it must be {shape}")
+                raise ValueError(f"{self.folder}: {key} has shape {self.shape(key)}; by the model's config it must be {shape}")
         unknown = sorted(key for key in self.keys - wanted.keys() if not _NO_WEIGHT.match(key))
         if unknown:
-            raise ValueError(f"{self._folder}: weights that the model's config does not have: {', '.join(unknown[:6])}")
+            raise ValueError(f"{self.folder}: weights that the model's config does not have: {', '.join(unknown[:6])}")
 
     def _entry(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:
-            raise ValueError(f"{self._folder}: the checkpoint has no tensor {key}; it does not fit the model's config")
+            raise ValueError(f"{self.folder}: the checkpoint has no tensor {key}; it does not fit the model's config")
         return self._tensors[key]
 
     def _chunks_in(self, key: str, box: Box) -> Iterable[_Chunk]:
         """Chunks that may share elements with a box: those whose first rows do."""
         if key not in self._chunks:
-            chunks = [self._chunk(key, tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._entry(key).chunks]
+            try:
+                chunks = [self._chunk(key, tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._entry(key).chunks]
+            except (AttributeError, TypeError) as error:
+                raise ValueError(f"{self.folder}: {METADATA_FILE} describes the chunks of {key} wrongly: {error}") from error
             chunks.sort(key=lambda chunk: chunk.box)
             starts = [chunk.box[0][0] for chunk in chunks if chunk.box]
             self._chunks[key] = chunks, starts, max((stop - start for chunk in chunks for start, stop in chunk.box[:1]), default=0)
@@ -185,12 +207,14 @@ class TorchDistFolder:
     def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> _Chunk:
         info = self._metadata.storage_data.get(MetadataIndex(key, offsets))
         if not isinstance(info, _StorageInfo):
-            raise ValueError(f"{self._folder}: {METADATA_FILE} does not say where the chunk of {key} at {offsets} is stored")
+            raise ValueError(f"{self.folder}: {METADATA_FILE} does not say where the chunk of {key} at {offsets} is stored")
         path = PurePath(info.relative_path)
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"{self._folder}: {METADATA_FILE} places {key} in {info.relative_path}, outside of the folder; it is not read")
+            raise ValueError(f"{self.folder}: {METADATA_FILE} places {key} in {info.relative_path}, outside of the folder; it is not read")
         if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{self._folder}: {key} is stored through {info.transform_descriptors}; save it without extensions")
+            raise ValueError(f"{self.folder}: {key} is stored through {info.transform_descriptors}; save it without extensions")
+        if not all(isinstance(number, int) and number >= 0 for number in (info.offset, info.length, *offsets, *sizes)):
+            raise ValueError(f"{self.folder}: {METADATA_FILE} places {key} at numbers that are none; it is not read")
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         return _Chunk(box, str(path), info.offset, info.length)
 
@@ -211,7 +235,7 @@ class TorchDistFolder:
         start = os.pread(self._file(chunk), len(archive.before), chunk.offset)
         if chunk.length != archive.size() or start != archive.before:
             return None
-        return StoredTensor(self._folder / chunk.file, chunk.offset + len(start), dtype, shape)
+        return StoredTensor(self.folder / chunk.file, chunk.offset + len(start), dtype, shape)
 
     def _anybodys(self, chunk: _Chunk) -> StoredTensor | None:
         try:
@@ -221,7 +245,7 @@ class TorchDistFolder:
             return None
         if content is None:
             return None
-        return StoredTensor(self._folder / chunk.file, chunk.offset + content.offset, content.dtype, content.shape)
+        return StoredTensor(self.folder / chunk.file, chunk.offset + content.offset, content.dtype, content.shape)
 
     def _load(self, chunk: _Chunk) -> Tensor:
         if self._loaded is not None and self._loaded[0] == chunk:
@@ -241,13 +265,13 @@ class TorchDistFolder:
         return io.BufferedReader(_Slice(self._file(chunk), chunk.offset, chunk.length))
 
     def _what(self, chunk: _Chunk) -> str:
-        return f"{self._folder / chunk.file} at byte {chunk.offset}"
+        return f"{self.folder / chunk.file} at byte {chunk.offset}"
 
     def _file(self, chunk: _Chunk) -> int:
         """A descriptor of the file of a chunk, which is closed when many others were asked for since."""
         descriptor = self._files.pop(chunk.file, None)
         if descriptor is None:
-            descriptor = os.open(self._folder / chunk.file, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_file(self.folder / chunk.file)
         self._files[chunk.file] = descriptor
         if len(self._files) > MAX_OPEN_FILES:
             os.close(self._files.pop(next(iter(self._files))))

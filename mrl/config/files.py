@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import mrl
+from conversion.storage.files import read_file
+from mrl.config.bounds import check_yaml
 from mrl.config.dialect.names import RENAMED
 from mrl.config.errors import ConfigError
 from mrl.config.secrets import REDACTED
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 COMMAND_LINE = "command line"
 """The origin of an override's setting."""
+
+MAX_FILE_BYTES = 4 << 20
+"""Of a config file; the longest recipe has 60 KB."""
 
 MAX_DESCRIBED = 80
 """Characters of a value in a message: a chat template would fill the screen."""
@@ -185,6 +190,7 @@ def _parse_value(text: str) -> object:
     # OmegaConf's YAML, not PyYAML's, for which 1e-5 is a string.
     if text == "":
         return ""
+    check_yaml(text)
     if text.startswith("{"):
         text = _COMPACT_ITEM.sub(r"\1: ", text)
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
@@ -195,11 +201,12 @@ def _parse_value(text: str) -> object:
 def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, int]]:
     """The content of a file without its interpolations resolved, and the line of each key."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, MAX_FILE_BYTES).decode()
+        check_yaml(text)
         loaded = OmegaConf.load(path)
         node = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml's, where it is built in, is faster
         content = OmegaConf.to_container(loaded, resolve=False)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError([f"{path}: not readable as a config ({_one_line(error)}); correct or replace the file"]) from error
     if not isinstance(loaded, DictConfig) or not isinstance(content, dict):
         raise ConfigError([f"{path}: a config is a mapping of sections, this is a {type(content).__name__}; see the packaged configs"])

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from mrl.config.bounds import Number, find_long_expressions, of_numbers
 from mrl.config.dialect.data import name_dataset_lists, use_hf_home
 from mrl.config.dialect.evaluation import ask_only, is_evaluation, place_evaluation
 from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate
@@ -26,7 +27,6 @@ from mrl.config.schema.run import KEYS, RunConfig, section_of
 from mrl.config.secrets import note_secrets
 
 Section = TypeVar("Section")
-Number = int | float
 
 _hints = functools.cache(get_type_hints)
 
@@ -38,12 +38,12 @@ MISSING_ALGORITHMS = {"ppo": "PPO", "distillation": "distillation", "on_policy_d
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 # NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
-RESOLVERS: dict[str, Callable[[Number, Number], Number]] = {
+RESOLVERS: dict[str, Callable[[object, object], Number]] = {
     "equal": lambda a, b: a == b,
-    "mul": lambda a, b: a * b,
-    "add": lambda a, b: a + b,
-    "div": lambda a, b: a // b if a % b == 0 else a / b,
-    "max": lambda a, b: max(a, b),
+    "mul": of_numbers(lambda a, b: a * b),
+    "add": of_numbers(lambda a, b: a + b),
+    "div": of_numbers(lambda a, b: a // b if a % b == 0 else a / b),
+    "max": of_numbers(max),
 }
 
 
@@ -74,11 +74,13 @@ def read_run(
     """`load_run` with the problems told instead of raised. Values that they leave unknown are hidden; no config if that is the algorithm.
 
     Raises:
-        ConfigError: a file is missing or unreadable, or says how to evaluate and not how to train.
+        ConfigError: a file is missing or unreadable, says how to evaluate and not how to train, or has expressions without end.
     """
     settings = read_settings(find_config(name))
     note_secrets((key.rpartition(".")[2], text) for key, _, text in (override.partition("=") for override in overrides))
     problems = apply_overrides(settings, list(overrides))
+    if long := find_long_expressions({".".join(key): setting.value for key, setting in settings.items()}):
+        raise ConfigError(long)
     if algorithm_problems := choose_algorithm(settings):
         return None, Migration(), [*problems, *algorithm_problems]
     if is_evaluation(settings):

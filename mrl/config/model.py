@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from conversion.families.registry import FAMILIES, family
+from conversion.storage.files import read_json
 from mrl.config.hub import cached_folder, is_hub_id, is_prepared, model_folder
 from mrl.config.overridden import overridden_config
 from mrl.config.partial import NotKnown
@@ -73,8 +73,8 @@ def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType(
     """
     path = folder / "config.json"
     try:
-        hf_config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        hf_config = read_json(path)
+    except (OSError, ValueError) as error:
         way_out = (
             "`python -m mrl.prepare tiny` makes it" if is_prepared(str(folder)) else "give the folder of a Hugging Face model, or its id"
         )

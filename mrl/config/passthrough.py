@@ -6,7 +6,8 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -149,6 +150,7 @@ def find_passthrough_problems(config: RunConfig) -> list[str]:
         *_vllm_kwargs(policy, is_cpu=config.cluster.gpus_per_node == 0),
         *_model_overrides(policy.megatron_cfg),
         *(problem for prefix, given in variables.items() for problem in _variables(prefix, given or {})),
+        *_remote_code("", config),
     ]
 
 
@@ -203,6 +205,22 @@ def _variables(prefix: str, given: Mapping[str, str]) -> list[str]:
         elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             problems.append(f"{prefix}.{name}: not a name of an environment variable; correct it")
     return problems
+
+
+def _remote_code(key: str, value: object) -> Iterator[str]:
+    """A problem wherever a key would let a library run Python files of a model's folder, in whatever group or depth."""
+    if is_dataclass(value) and not isinstance(value, type):
+        inner: Mapping[object, object] = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, Mapping):
+        inner = value
+    else:
+        inner = dict(enumerate(value)) if isinstance(value, list) else {}
+    for name, setting in inner.items():
+        dotted = f"{key}.{name}".lstrip(".")
+        if str(name).replace("-", "_") == "trust_remote_code" and setting not in (None, False):
+            rule = "mrl runs no Python files of a model's folder; transformers and vLLM have all model types that it trains"
+            yield f"{dotted}={spell(setting)}: {rule}; remove the key"
+        yield from _remote_code(dotted, setting)
 
 
 def _value(library: Library, prefix: str, name: str, value: object) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from conversion.storage.files import check_files, read_file
 from mrl.data.fields import Message, RowError
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # takes seconds to import; readers of data without text need not wait
 
     try:
+        check_files(Path(folder))
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
             f"policy.tokenizer.name={folder}: transformers finds no tokenizer there ({first_line}); give the folder of the model's"
@@ -189,6 +191,6 @@ def _parsed(call: Message) -> Message:
 
 def _read(path: str, *, setting: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file(Path(path)).decode()
+    except (OSError, ValueError) as error:
         raise ValueError(f"{setting}={path} cannot be read: {error}; give a UTF-8 text file") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from conversion.storage.files import name_inside, read_json
 from mrl.config.datasets import known_dataset
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
         return [path]
     if path.is_dir():
         return _files_in(path, dataset, setting)
+    if path.exists():
+        raise ValueError(f"{setting}.data_path={path}: neither a file nor a folder; give one of them, or an id of the Hugging Face Hub")
     try:
         return _files_in(_snapshot(source, dataset, setting, is_local=True), dataset, setting)
     except (LocalEntryNotFoundError, ValueError):
@@ -69,7 +71,12 @@ def _saved_files(folder: Path, split: str) -> list[Path]:
     state = folder / "state.json"
     if not state.is_file():
         return []
-    return [folder / entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    try:
+        content = read_json(state)
+        assert isinstance(content, dict)
+        return [folder / name_inside(str(entry["filename"]), state) for entry in content["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ValueError(f"{state} does not list the files of a data set ({error}); save it again with `save_to_disk`") from error
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:

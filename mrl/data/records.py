@@ -5,14 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from conversion.storage.files import open_file
 from mrl.data.fields import MAX_LINE_BYTES
+
+MAX_EXPANSION = {".gz": 200, ".parquet": 1000, ".arrow": 1000}
+"""How often over a file's rows may outgrow it: ten times what text does that repeats itself. Tables keep a text once for many rows."""
+MIN_REFUSED_BYTES = 16 << 20
+_BLOCK_BYTES = 1 << 20
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -73,35 +79,64 @@ class RecordFile:
         return os.pread(self._file.fileno(), length, offset)
 
 
+class _Copy:
+    """A temporary file of the rows of another one, which must not outgrow that by more than rows do."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = tempfile.TemporaryFile()
+        self._path = path
+        self._times = MAX_EXPANSION[path.suffix.lower()]
+        self._left = max(MIN_REFUSED_BYTES, self._times * path.stat().st_size)
+
+    def write(self, data: bytes) -> None:
+        """Appends some rows.
+
+        Raises:
+            ValueError: they are too many by now.
+        """
+        self._left -= len(data)
+        if self._left < 0:
+            raise ValueError(f"{self._path} unpacks to more than {self._times} times its size, as no rows do; unpack and check it yourself")
+        self.file.write(data)
+
+
 def _open_lines(path: Path) -> IO[bytes]:
     name = path.name.lower()
+    file = os.fdopen(open_file(path), "rb")
     if name.endswith((".parquet", ".arrow")):
         return _copied_table(path)
     if name.endswith(".gz"):
-        with gzip.open(path, "rb") as packed:
-            copy = tempfile.TemporaryFile()
-            shutil.copyfileobj(packed, copy)
-        return copy
-    file = path.open("rb")
+        return _unpacked(path, file)
     if name.endswith(".json") and file.read(64).lstrip(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return _copied_array(path)
     return file
 
 
+def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes]:
+    copy = _Copy(path)
+    try:
+        with gzip.open(file, "rb") as packed:
+            while block := packed.read(_BLOCK_BYTES):
+                copy.write(block)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} cannot be read: it is cut off or no gzip file ({error}); copy or download it again") from error
+    return copy.file
+
+
 def _copied_table(path: Path) -> IO[bytes]:
     from mrl.data.tables import table_rows  # needs a library that files of JSON do without
 
-    copy = tempfile.TemporaryFile()
+    copy = _Copy(path)
     for row in table_rows(path):
         copy.write(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n")
-    return copy
+    return copy.file
 
 
 def _copied_array(path: Path) -> IO[bytes]:
     """The rows of a file that is one JSON array, as lines."""
     try:
         rows = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} begins as a JSON array and is none: {error}; correct it, or write one row a line") from error
     copy = tempfile.TemporaryFile()
     for row in rows:

@@ -6,19 +6,27 @@ Here: what a checkpoint holds. How its bytes get to disk is `mrl.policy.checkpoi
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
+from conversion.storage.files import open_file
+from conversion.storage.torch_dist_io import TorchDistFolder
 from mrl.policy import lora, reward_head, shares
 from mrl.policy.checkpoint_writer import InProcessStrategy, Writing
 from mrl.policy.optimizer import hybrids, parts
@@ -27,6 +35,8 @@ from mrl.policy.shares import Entries
 # NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
 ITERATION_FOLDER = "iter_0000000"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
+COMMON_FILE = "common.pt"
+"""Megatron's name of what a checkpoint holds besides tensors."""
 
 # What a run adds to the model that it starts from.
 _ADDED = (f"{lora.ATTRIBUTE}.", f"{reward_head.ATTRIBUTE}.")
@@ -101,16 +111,13 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     Raises:
         ValueError: there is no checkpoint, or it has other adapters.
     """
-    folder = weights_dir / ITERATION_FOLDER
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        raise ValueError(
-            f"{folder} is not a Megatron torch_dist checkpoint: it has no readable metadata.json; name a complete weights folder"
-        )
-    common = dist_checkpointing.load_common_state_dict(str(folder))
+    # Megatron's own loader would unpickle whatever the metadata and the shards name, functions included.
+    source = TorchDistFolder(weights_dir / ITERATION_FOLDER, verify=False)
+    common = _read_common(source.folder / COMMON_FILE)
     if common.get("peft") != (None if is_start else adapters):
         raise ValueError(
-            f"{folder} was saved with policy.megatron_cfg.peft {common.get('peft')}, and this run has {adapters}: its weights would mean "
-            "something else; give the settings that saved it, or start from what `python -m mrl.convert mcore-to-hf` makes of it"
+            f"{source.folder} was saved with policy.megatron_cfg.peft {common.get('peft')}, and this run has {adapters}: its weights would "
+            "mean something else; give the settings that saved it, or start from what `python -m mrl.convert mcore-to-hf` makes of it"
         )
     weights, _ = _model_state(state)
     models = [unwrap_model(chunk) for chunk in state.chunks]
@@ -118,16 +125,18 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     assert all(entry.data.data_ptr() in live for entry in weights.values()), "what is read into must be the weights themselves"
     if is_start:
         weights = {name: entry for name, entry in weights.items() if not name.partition("/")[2].startswith(_ADDED)}
-    shares.read_weights(folder, weights)
+    shares.read_weights(source, weights)
     if "optimizer" not in common:
         state.optimizer.reload_model_params()
         return
-    _load_optimizer(folder, state, weights, common["optimizer"])
+    _load_optimizer(source, state, weights, common["optimizer"])
     # Megatron adds the steps of the checkpoint to those taken so far.
     state.scheduler.num_steps = 0
     state.scheduler.load_state_dict(common["opt_param_scheduler"])
     if common["parallel"] == parallel_sizes():
-        _set_rng_state(dist_checkpointing.load({"rng": _rng_state()}, str(folder))["rng"])
+        rng = _rng_state()
+        shares.read_tensors(source, rng.values())
+        _set_rng_state({name: part.data for name, part in rng.items() if part.data is not None})
 
 
 def parallel_sizes() -> dict[str, int]:
@@ -169,18 +178,39 @@ def _optimizer_state(state: TrainState, weights: Entries) -> ShardedStateDict:
     return {index: shares.optimizer_state(part, weights) for index, part in enumerate(sharded)}
 
 
-def _load_optimizer(folder: Path, state: TrainState, weights: Entries, common: Mapping[str, object]) -> None:
+def _read_common(path: Path) -> dict[str, Any]:
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            common = torch.load(file, map_location="cpu", weights_only=True)
+    # torch raises a RuntimeError for a damaged archive.
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is missing, damaged, or no plain data, so it is not read: {error}; restore the checkpoint") from error
+    if not isinstance(common, dict):
+        raise ValueError(f"{path} holds a {type(common).__name__} instead of the plain values of a checkpoint; restore the checkpoint")
+    return common
+
+
+def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: Entries, common: dict[str, Any]) -> None:
     """`common` is what the checkpoint holds besides tensors."""
     sharded = _distributed(state)
     if not sharded:
-        wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
-        state.optimizer.load_state_dict(dist_checkpointing.load(wanted, str(folder))["optimizer"])
+        state.optimizer.load_state_dict(_whole_optimizer(source, state, weights, common))
         return
     # Makes what there is to fill.
     state.optimizer.load_state_dict(common)
-    shares.read_optimizer_state(folder, sharded, weights)
+    shares.read_optimizer_state(source, sharded, weights)
     for hybrid in hybrids(state.optimizer):
         hybrid._sync_hdo_state_to_sub_optimizers()
+
+
+def _whole_optimizer(source: TorchDistFolder, state: TrainState, weights: Entries, common: dict[str, Any]) -> dict[str, Any]:
+    """State of an optimizer of which every replica has all, as `dist_checkpointing.load` gives it."""
+    wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
+    wanted, local, factories = load_preprocess(wanted)
+    tensors, _ = extract_sharded_base(wanted)
+    shares.read_tensors(source, nested_values(tensors))
+    found = merge(merge({"optimizer": common}, local), dict_list_map_outplace(lambda part: part.data, tensors))
+    return apply_factory_merges(found, factories)["optimizer"]
 
 
 def _distributed(state: TrainState) -> list[DistributedOptimizer]:

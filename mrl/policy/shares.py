@@ -10,9 +10,8 @@ their neighbours where a gradient bucket before theirs ends in padding (distrib_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -20,11 +19,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer import DistributedOptimizer
 from torch import Tensor
 
 from conversion.boxes import Box, full, intersect, lengths, place, range_boxes, volume
+from conversion.storage.torch_dist_io import TorchDistFolder
 from conversion.tensors import box_view
 
 SHARDING_TYPE = "fully_reshardable"
@@ -55,13 +54,39 @@ def written_here(entries: Entries) -> Entries:
     return {name: replace(entry, replica_id=_replica_id(entry, int(not turns[name].is_mine))) for name, entry in entries.items()}
 
 
-def read_weights(folder: Path, entries: Entries) -> None:
+def read_weights(source: TorchDistFolder, entries: Entries) -> None:
     """Fills the live weights: each replica reads those whose turn it has, and sends them to the others. Collective over all ranks."""
     turns = _turns(entries)
-    _read(folder, [part for name, entry in entries.items() if turns[name].is_mine for part in _parts(entry)])
+    read_tensors(source, [part for name, entry in entries.items() if turns[name].is_mine for part in _parts(entry)])
     for name, turn in turns.items():
         if turn.group.size() > 1:
             dist.broadcast(entries[name].data.detach(), group=turn.group, group_src=turn.rank)
+
+
+def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> None:
+    """Fills the data of each part, in place, with its box of the stored tensor of its key. Not collective.
+
+    Megatron's loader would do the same through pickles that can run code. Where the shapes may differ, as those of padded vocabularies,
+    what is not stored becomes zero.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor, or has it in another shape; or a file is missing or damaged.
+    """
+    for part in parts:
+        assert part.data is not None, f"{part.key} has no memory to read into"
+        stored, wanted = source.shape(part.key), tuple(part.global_shape)
+        size = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        box: Box = tuple((start, start + length) for start, length in zip(part.global_offset, size, strict=True))
+        target = part.data.detach()[(None,) * part.prepend_axis_num]
+        if stored != wanted:
+            if not part.allow_shape_mismatch or len(stored) != len(wanted):
+                raise ValueError(f"{source.folder}: {part.key} has shape {stored}, this model needs {wanted}; name its own checkpoint")
+            target.zero_()
+            common = intersect(box, full(stored))
+            if common is None:
+                continue
+            box, target = common, box_view(target, place(common, box, full(size)))
+        source.read_into(part.key, box, target)
 
 
 def optimizer_state(optimizer: DistributedOptimizer, entries: Entries) -> ShardedStateDict:
@@ -71,10 +96,10 @@ def optimizer_state(optimizer: DistributedOptimizer, entries: Entries) -> Sharde
 
 
 @torch.no_grad()
-def read_optimizer_state(folder: Path, optimizers: list[DistributedOptimizer], entries: Entries) -> None:
+def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOptimizer], entries: Entries) -> None:
     """Fills the shards of all optimizers, whose steps and groups of parameters are loaded already. Collective over all ranks."""
     shards = [(optimizer, shard) for optimizer in optimizers for shard in _shards(optimizer, entries)]
-    _read(folder, [part for _, shard in shards for _, parts in shard.entries() for part in parts])
+    read_tensors(source, [part for _, shard in shards for _, parts in shard.entries() for part in parts])
     for optimizer, shard in shards:
         # Nothing more to do, unless the optimizer keeps its state in another form than that in which it shows it.
         optimizer._set_main_param_and_optimizer_states(shard.parameter, dict(shard.state))
@@ -168,8 +193,3 @@ def _box_in(view: Tensor, tensor: Tensor) -> Box:
         starts.append(offset // stride)
         offset %= stride
     return tuple((start, start + size) for start, size in zip(starts, view.shape, strict=True))
-
-
-def _read(folder: Path, parts: list[ShardedTensor]) -> None:
-    # Copies, because Megatron gives the entries other views of their data.
-    TorchDistLoadShardedStrategy().load({str(index): replace(part) for index, part in enumerate(parts)}, folder)

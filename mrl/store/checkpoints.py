@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.storage.files import sha256_file, sync_file, sync_folder, write_atomic
+from conversion.storage.files import name_inside, read_file, read_json, sha256_file, sync_file, sync_folder, write_atomic
 from conversion.storage.manifest import FileRecord, file_record
 from mrl.config.schema.run import CheckpointingConfig
 from mrl.store.ownership import unowned
@@ -137,14 +137,23 @@ def find_damage(folder: Path) -> str | None:
     marker, manifest_path = folder / MARKER, folder / MANIFEST
     if not marker.exists() or not manifest_path.exists():
         return "it was never completed"
-    if marker.read_text(encoding="utf-8") != sha256_file(manifest_path):
+    if read_file(marker).decode(errors="replace") != sha256_file(manifest_path):
         return f"{MANIFEST} differs from the completion marker"
-    for name, expected in json.loads(manifest_path.read_text(encoding="utf-8")).items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
-        if sha256_file(path) != expected["sha256"]:
-            return f"{name} does not have the manifest's sha256"
+    try:
+        files = read_json(manifest_path)
+        assert isinstance(files, dict)
+        differences = (_difference(folder / name_inside(name, manifest_path), name, expected) for name, expected in files.items())
+        return next(filter(None, differences), None)
+    # Its checksum is right, so whoever wrote it meant it so.
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        return f"{MANIFEST} lists no files: {error!r}"
+
+
+def _difference(path: Path, name: str, expected: Mapping[str, object]) -> str | None:
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != expected["bytes"]:
+        return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
+    if sha256_file(path) != expected["sha256"]:
+        return f"{name} does not have the manifest's sha256"
     return None

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import open_policy, optimizers, raw_checksums, train
@@ -140,13 +139,13 @@ def _resident(kind: str) -> int:
 
 @contextmanager
 def _reads() -> Iterator[list[int]]:
-    """Lengths of the parts of files that torch's reader reads."""
-    lengths, part_of = [], FileSystemReader._slice_file
+    """Bytes that each read of a tensor's content gave."""
+    lengths, read = [], os.preadv
 
-    def counted(reader: FileSystemReader, file: IO[bytes], info: _StorageInfo) -> IO[bytes]:
-        lengths.append(info.length)
-        return part_of(reader, file, info)
+    def counted(file: int, buffers: list[memoryview], offset: int) -> int:
+        lengths.append(read(file, buffers, offset))
+        return lengths[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileSystemReader, "_slice_file", counted)
+        patch.setattr(os, "preadv", counted)
         yield lengths

@@ -144,10 +144,10 @@ def test_parts_in_several_dtypes_are_refused(tmp_path: Path):
 
 
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="not a torch_dist checkpoint, or not a complete one"):
+    with pytest.raises(ValueError, match="not a Megatron torch_dist checkpoint, or not a complete one"):
         TorchDistFolder(tmp_path)
     (tmp_path / ".metadata").write_bytes(b"")
-    with pytest.raises(ValueError, match="not a torch_dist checkpoint, or not a complete one"):
+    with pytest.raises(ValueError, match="not a Megatron torch_dist checkpoint, or not a complete one"):
         TorchDistFolder(tmp_path)
 
 

@@ -1,0 +1,69 @@
+"""Every place of the product where bytes or names could become code is listed here with its reason; a new one fails."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+
+LOADERS = {
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "pickle._Unpickler", "marshal.loads", "shelve.open"),
+    *("torch.load", "numpy.load", "np.load", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "joblib.load"),
+    *("eval", "exec", "compile", "__import__", "importlib.import_module", "import_module", "runpy.run_path", "runpy.run_module"),
+    *("dist_checkpointing.load", "dist_checkpointing.load_common_state_dict", "dcp.load", "FileSystemReader", "TorchDistLoadShardedStrategy"),
+    *("AutoTokenizer.from_pretrained", "AutoConfig.from_pretrained", "AutoModelForCausalLM.from_pretrained", "get_class_from_dynamic_module"),
+    *("torch.hub.load", "cloudpickle.loads", "dill.loads", "spec_from_file_location"),
+}
+"""What runs code that a file, a pickle or a text names, or may be told to."""
+
+REASONS = {
+    ("conversion/schedule.py", "pickle.loads"): "a lane of a refit between processes of one run, over Ray's authenticated channels",
+    ("conversion/storage/pickles.py", "pickle._Unpickler"): "the restricted reader itself",
+    ("conversion/storage/pickles.py", "pickle.Unpickler"): "the type of the restricted reader",
+    ("conversion/storage/torch_dist_io.py", "torch.load"): "weights_only=True, of a chunk whose pickle the restricted reader refused",
+    ("mrl/policy/checkpoint.py", "torch.load"): "weights_only=True, of common.pt",
+    ("mrl/policy/cpu.py", "importlib.import_module"): "names that stand in the same file",
+    ("mrl/rollout/cpu.py", "importlib.import_module"): "names that stand in the same file",
+    ("mrl/envs/child.py", "importlib.import_module"): "scorers of mrl.envs, named by its own scorer",
+    ("mrl/envs/own.py", "importlib.import_module"): "the user's reward function, which is trusted code",
+    ("mrl/envs/sandbox.py", "importlib.import_module"): "the modules of the prelude, listed in the file",
+    ("mrl/envs/sandbox.py", "runpy.run_path"): "the program under reward, in a child of its own",
+    ("mrl/store/loggers/child.py", "importlib.import_module"): "sinks of mrl.store.loggers, named by the parent",
+    ("mrl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code=False",
+}
+
+
+def uses(source: str) -> set[str]:
+    """Loaders that a file calls, hands on or imports by name. Builtins count where they are called: keys may have their names."""
+    tree = list(ast.walk(ast.parse(source)))
+    called = {ast.unparse(node.func) for node in tree if isinstance(node, ast.Call)}
+    named = {ast.unparse(node) for node in tree if isinstance(node, ast.Attribute)}
+    imported = {f"{node.module}.{alias.name}" for node in tree if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return LOADERS & (called | named | imported)
+
+
+def product_files() -> list[Path]:
+    return [path for folder in ("mrl", "conversion") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_every_use_is_listed_with_its_reason():
+    found = {(path.relative_to(ROOT).as_posix(), name) for path in product_files() for name in uses(path.read_text(encoding="utf-8"))}
+    assert found == REASONS.keys()
+
+
+@pytest.mark.parametrize("path", ["conversion/storage/torch_dist_io.py", "mrl/policy/checkpoint.py"])
+def test_torch_reads_weights_only(path: str):
+    calls = [node for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    loads = [{keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} for call in calls if ast.unparse(call.func) == "torch.load"]
+    assert loads and all(keywords.get("weights_only") == "True" for keywords in loads)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle\npickle.loads(b'')", "from pickle import loads", "import torch\nload = torch.load", "eval('1')", "import yaml\nyaml.load(x, y)"],
+)
+def test_a_use_in_any_spelling_is_found(source: str):
+    assert uses(source)
