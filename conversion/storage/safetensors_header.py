@@ -55,7 +55,9 @@ def _entries(header: dict[str, dict], data: int, path: Path) -> tuple[dict[str, 
         start, stop = entry["data_offsets"]
         if len(entry["shape"]) > MAX_DIMENSIONS:
             raise ValueError(f"{path}: {name[:200]} has {len(entry['shape'])} dimensions; download the file again")
-        shape = tuple(int(length) for length in entry["shape"])
+        shape = tuple(entry["shape"])
+        if not all(isinstance(length, int) and length >= 0 for length in (start, stop, *shape)):
+            raise ValueError(f"{path}: {name[:200]} has a shape or place that is no number; download the file again")
         itemsize = ITEM_BYTES.get(entry["dtype"])
         if start != end or (itemsize and stop - start != itemsize * math.prod(shape)):
             raise ValueError(f"{path}: {name} has {stop - start} bytes at {start}, which does not fit its header")

@@ -190,9 +190,9 @@ def _parse_value(text: str) -> object:
     # OmegaConf's YAML, not PyYAML's, for which 1e-5 is a string.
     if text == "":
         return ""
-    check_yaml(text)
     if text.startswith("{"):
         text = _COMPACT_ITEM.sub(r"\1: ", text)
+    check_yaml(text)
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     assert isinstance(parsed, dict)
     return parsed["value"]

@@ -15,9 +15,12 @@ from typing import IO
 from conversion.storage.files import open_file
 from mrl.data.fields import MAX_LINE_BYTES
 
-MAX_EXPANSION = {".gz": 200, ".parquet": 1000, ".arrow": 1000}
-"""How often over a file's rows may outgrow it: ten times what text does that repeats itself. Tables keep a text once for many rows."""
-MIN_REFUSED_BYTES = 16 << 20
+MAX_EXPANSION = 50
+"""How often over rows may outgrow the packed file that they come from: ten times what text does."""
+MAX_SMALL_EXPANSION = 1000
+"""The same up to `SMALL_BYTES`: a small table may say one thing in every row."""
+SMALL_BYTES = 64 << 20
+MAX_BLANK_LINES = 1_000_000
 _BLOCK_BYTES = 1 << 20
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -59,9 +62,13 @@ class RecordFile:
         return f"{self.path}:{number}"
 
     def records(self) -> Iterator[Record]:
-        """All lines that are not blank, in order. A byte order mark and CRLF are no error."""
+        """All lines that are not blank, in order. A byte order mark and CRLF are no error.
+
+        Raises:
+            ValueError: a million lines are blank.
+        """
         self._file.seek(0)
-        number = offset = 0
+        number = offset = num_blank = 0
         while line := self._file.readline(MAX_LINE_BYTES + 1):
             number += 1
             start, offset = offset, offset + len(line)
@@ -73,6 +80,8 @@ class RecordFile:
                 line, start = line[len(_BYTE_ORDER_MARK) :], len(_BYTE_ORDER_MARK)
             if line.strip():
                 yield Record(number, start, line.rstrip(b"\r\n"))
+            elif (num_blank := num_blank + 1) > MAX_BLANK_LINES:
+                raise ValueError(f"{self.place(number)}: more than {MAX_BLANK_LINES:,} lines are blank, as in no file of rows; remove them")
 
     def read(self, offset: int, length: int) -> bytes:
         """A line of that length, again. Any thread may call it at any time."""
@@ -85,8 +94,8 @@ class _Copy:
     def __init__(self, path: Path) -> None:
         self.file = tempfile.TemporaryFile()
         self._path = path
-        self._times = MAX_EXPANSION[path.suffix.lower()]
-        self._left = max(MIN_REFUSED_BYTES, self._times * path.stat().st_size)
+        size = path.stat().st_size
+        self._left = max(min(SMALL_BYTES, MAX_SMALL_EXPANSION * max(size, 1 << 14)), MAX_EXPANSION * size)
 
     def write(self, data: bytes) -> None:
         """Appends some rows.
@@ -96,7 +105,9 @@ class _Copy:
         """
         self._left -= len(data)
         if self._left < 0:
-            raise ValueError(f"{self._path} unpacks to more than {self._times} times its size, as no rows do; unpack and check it yourself")
+            raise ValueError(
+                f"{self._path} unpacks to more than {MAX_EXPANSION} times its size, as no rows do; unpack and check it yourself"
+            )
         self.file.write(data)
 
 

@@ -52,7 +52,9 @@ def _small_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
         for whole in _batches(path):
             for first in range(0, whole.num_rows, BATCH_ROWS):
                 batch = whole.slice(first, BATCH_ROWS)
-                step = BATCH_ROWS if batch.nbytes < LARGE_BATCH_BYTES else 1
+                # An Arrow file may keep its texts apart, so that every row can be as large as all of them.
+                times = batch.num_rows if any(map(pyarrow.types.is_dictionary, batch.schema.types)) else 1
+                step = BATCH_ROWS if batch.nbytes * times < LARGE_BATCH_BYTES else 1
                 yield from (batch.slice(start, step) for start in range(0, batch.num_rows, step))
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is not readable as a table ({error}); correct or replace the file") from error

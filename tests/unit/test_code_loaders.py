@@ -13,8 +13,19 @@ LOADERS = {
     *("pickle.load", "pickle.loads", "pickle.Unpickler", "pickle._Unpickler", "marshal.loads", "shelve.open"),
     *("torch.load", "numpy.load", "np.load", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "joblib.load"),
     *("eval", "exec", "compile", "__import__", "importlib.import_module", "import_module", "runpy.run_path", "runpy.run_module"),
-    *("dist_checkpointing.load", "dist_checkpointing.load_common_state_dict", "dcp.load", "FileSystemReader", "TorchDistLoadShardedStrategy"),
-    *("AutoTokenizer.from_pretrained", "AutoConfig.from_pretrained", "AutoModelForCausalLM.from_pretrained", "get_class_from_dynamic_module"),
+    *(
+        "dist_checkpointing.load",
+        "dist_checkpointing.load_common_state_dict",
+        "dcp.load",
+        "FileSystemReader",
+        "TorchDistLoadShardedStrategy",
+    ),
+    *(
+        "AutoTokenizer.from_pretrained",
+        "AutoConfig.from_pretrained",
+        "AutoModelForCausalLM.from_pretrained",
+        "get_class_from_dynamic_module",
+    ),
     *("torch.hub.load", "cloudpickle.loads", "dill.loads", "spec_from_file_location"),
 }
 """What runs code that a file, a pickle or a text names, or may be told to."""
@@ -57,13 +68,21 @@ def test_every_use_is_listed_with_its_reason():
 @pytest.mark.parametrize("path", ["conversion/storage/torch_dist_io.py", "mrl/policy/checkpoint.py"])
 def test_torch_reads_weights_only(path: str):
     calls = [node for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
-    loads = [{keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} for call in calls if ast.unparse(call.func) == "torch.load"]
+    loads = [
+        {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} for call in calls if ast.unparse(call.func) == "torch.load"
+    ]
     assert loads and all(keywords.get("weights_only") == "True" for keywords in loads)
 
 
 @pytest.mark.parametrize(
     "source",
-    ["import pickle\npickle.loads(b'')", "from pickle import loads", "import torch\nload = torch.load", "eval('1')", "import yaml\nyaml.load(x, y)"],
+    [
+        "import pickle\npickle.loads(b'')",
+        "from pickle import loads",
+        "import torch\nload = torch.load",
+        "eval('1')",
+        "import yaml\nyaml.load(x, y)",
+    ],
 )
 def test_a_use_in_any_spelling_is_found(source: str):
     assert uses(source)
