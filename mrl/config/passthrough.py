@@ -7,10 +7,12 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
+from mrl.config.partial import NotKnown
 from mrl.config.rules.ranges import spell
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.policy import PolicyConfig
@@ -210,9 +212,12 @@ def _variables(prefix: str, given: Mapping[str, str]) -> list[str]:
 def _remote_code(key: str, value: object) -> Iterator[str]:
     """A problem wherever a key would let a library run Python files of a model's folder, in whatever group or depth."""
     if is_dataclass(value) and not isinstance(value, type):
-        inner: Mapping[object, object] = {field.name: getattr(value, field.name) for field in fields(value)}
+        inner: dict[object, object] = {}
+        for section in fields(value):
+            with suppress(NotKnown):  # of which there is a problem already
+                inner[section.name] = getattr(value, section.name)
     elif isinstance(value, Mapping):
-        inner = value
+        inner = dict(value)
     else:
         inner = dict(enumerate(value)) if isinstance(value, list) else {}
     for name, setting in inner.items():

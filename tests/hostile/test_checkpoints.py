@@ -73,7 +73,7 @@ def weight_is_bytes_with_code(folder: Path, code: Code) -> None:
     entry = metadata.state_dict_metadata[EMBEDDING]
     assert isinstance(entry, TensorStorageMetadata)
     fake = BytesStorageMetadata()
-    fake.size = entry.size
+    vars(fake)["size"] = entry.size
     metadata.state_dict_metadata[EMBEDDING] = fake
     place_bytes(folder, metadata, EMBEDDING, saved(code), index=MetadataIndex(EMBEDDING))
     write(folder, metadata)

@@ -86,6 +86,14 @@ def test_bf16_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path)
     assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
 
 
+def test_an_optimizer_that_is_not_distributed_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path):
+    names = ("optimizer.use_distributed_optimizer", "distributed_data_parallel_config.overlap_param_gather")
+    config = policy_ranks.run_config(folder, "one", *[f"policy.megatron_cfg.{name}=false" for name in names])
+    unbroken = ranks.run(save_ranks.save_after_steps, config, tmp_path, 1, world_size=1)
+    resumed = ranks.run(save_ranks.load_and_step, config, tmp_path, world_size=1)
+    assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
+
+
 def test_keys_are_those_of_transformer_engine_models(folder: Path, saved: tuple[Path, list]):
     iteration = saved[0] / "iter_0000000"
     hf_config = json.loads((folder / "config.json").read_text())

@@ -133,7 +133,7 @@ def test_a_model_that_cannot_be_read_is_not_the_fault_of_the_cache(root: Path, t
     model = save_model(tmp_path / "model")
     (model / "config.json").unlink()
     (model / "config.json").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"config\.json"):
+    with pytest.raises(ValueError, match=r"config\.json is a folder"):
         cached_mcore(model, root)
 
 
