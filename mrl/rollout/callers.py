@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,7 +39,10 @@ class Question:
 class Callers:
     """The questions on their way into an engine. `ask` and `withdraw` are for any thread, all else for the one that steps the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
+        """`num_slots` answers may be in the engine at the same time; what comes on top of them waits here, in order."""
+        self._num_slots = num_slots
+        self._waiting: deque[Question] = deque()
         self._coming: queue.SimpleQueue[Question | str] = queue.SimpleQueue()
         self._asked: dict[str, tuple[Question, int, int]] = {}
 
@@ -53,24 +57,34 @@ class Callers:
     @property
     def are_waiting(self) -> bool:
         """Whether there is a question that has no answer yet."""
-        return bool(self._asked) or not self._coming.empty()
+        return bool(self._asked or self._waiting) or not self._coming.empty()
 
     @property
-    def has_asked(self) -> bool:
-        """Whether the engine has a question that it took in and did not answer yet."""
-        return bool(self._asked)
+    def num_inside(self) -> int:
+        """Answers that the engine owes to the questions that it took in."""
+        return sum(question.params.n for question, _, _ in self._asked.values())
 
-    def take(self) -> list[Question | str]:
-        """Questions that have come since the last call, and ids of those that were withdrawn, in order."""
-        return [self._coming.get_nowait() for _ in range(self._coming.qsize())]
+    def take(self) -> tuple[list[Question], list[str]]:
+        """Questions for which there are slots now, in order, and ids of those that were withdrawn after the engine had taken them in."""
+        withdrawn = []
+        for _ in range(self._coming.qsize()):
+            item = self._coming.get_nowait()
+            if isinstance(item, Question):
+                self._waiting.append(item)
+            elif self._asked.pop(item, None) is not None:
+                withdrawn.append(item)
+            else:
+                self._waiting = deque(question for question in self._waiting if question.question_id != item)
+        taken = []
+        num_free = self._num_slots - self.num_inside
+        while self._waiting and self._waiting[0].params.n <= num_free:
+            taken.append(self._waiting.popleft())
+            num_free -= taken[-1].params.n
+        return taken, withdrawn
 
     def note(self, question: Question, *, weight_version: int, num_refits: int) -> None:
         """The engine has taken a question in, at this version and after so many refits."""
         self._asked[question.question_id] = (question, weight_version, num_refits)
-
-    def forget(self, question_id: str) -> bool:
-        """Whether the engine had taken in the question, which gets no answer."""
-        return self._asked.pop(question_id, None) is not None
 
     def answer(self, output: RequestOutput, *, num_refits: int) -> bool:
         """Whether an output of vLLM is the answer to a question; then whoever asked it gets it. `num_refits` as in `note`, now."""

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 from vllm import EngineArgs, LLMEngine, RequestOutput
-from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -65,7 +64,7 @@ class Engine:
             engine_arguments(model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer)
         )
         self._keeps_kv_cache = keeps_kv_cache
-        self.callers = Callers()
+        self.callers = Callers(config.vllm_cfg.num_http_slots)
         """Requests of other threads, which steps take in and answer beside the rollouts."""
         self._requests: dict[str, RolloutRequest] = {}
         self._came_at: dict[str, tuple[int | None, int]] = {}
@@ -232,7 +231,7 @@ class Engine:
             return
         wanted = {tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"}
         # Callers get their answers when the cache is back.
-        mode = "keep" if self.callers.has_asked else "abort"
+        mode = "keep" if self.callers.num_inside else "abort"
         if "weights" in self._awake - wanted:
             # Level 2 drops the values of the weights, which the next refit writes, and all else with them.
             self._llm.sleep(level=2, mode=mode)
@@ -267,11 +266,11 @@ class Engine:
         return str(self.weight_version) if self._keeps_kv_cache else None
 
     def _take_questions(self, weight_version: int) -> None:
-        for question in self.callers.take():
-            if isinstance(question, Question):
-                self._take_question(question, weight_version)
-            elif self.callers.forget(question):
-                self._llm.abort_request([question])
+        questions, withdrawn = self.callers.take()
+        if withdrawn:
+            self._llm.abort_request(withdrawn)
+        for question in questions:
+            self._take_question(question, weight_version)
 
     def _take_question(self, question: Question, weight_version: int) -> None:
         prompt = question.prompt
@@ -279,7 +278,8 @@ class Engine:
             prompt["cache_salt"] = self._cache_salt
         try:
             self._llm.add_request(question.question_id, prompt, question.params)
-        except (ValueError, VLLMClientError) as error:  # what vLLM says of a request that it does not take
+        except Exception as error:
+            # Whatever vLLM's checks trip over is the fault of who asked and must not end the engine: a lone surrogate is a TypeError.
             question.answer(error)
         else:
             self.callers.note(question, weight_version=weight_version, num_refits=self._num_refits)

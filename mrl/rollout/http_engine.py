@@ -64,6 +64,8 @@ class HttpEngine:
             self._callers.withdraw(question.question_id)
             self._wake()
             raise
+        if sampling_params.structured_outputs is not None and any(one.finish_reason == "error" for one in answered.output.outputs):
+            raise ValueError("structured_outputs: vLLM cannot compile or follow this schema, pattern or grammar; correct it")
         self._answers[request_id] = answered
         yield answered.output
 

@@ -29,13 +29,14 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.rollout.callers import Answered
 from mrl.rollout.http_engine import HttpEngine, logprobs_of
-from mrl.rollout.http_rules import continued, default_parameters, find_refusal, num_messages_to_answer, take_prefix
+from mrl.rollout.http_rules import Limits, continued, default_parameters, find_excess, find_refusal, num_messages_to_answer, take_prefix
 from mrl.rollout.sessions import Sessions, SessionTurn
 from mrl.types import SamplingParams
 
 Json = dict[str, object]
 """A JSON object as it comes and goes."""
 Response = TypeVar("Response")
+Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest, TokenizeCompletionRequest, TokenizeChatRequest)
 
 
 class Handlers:
@@ -79,13 +80,14 @@ class Handlers:
         for handler in (self.chats, self.completions):
             handler.default_sampling_params = default_parameters(sampling)
         self.engine = engine
+        self.limits = Limits(max_model_len=engine.model_config.max_model_len, num_slots=vllm_cfg.num_http_slots)
         self.sampling = sampling
         self.sessions = Sessions()
 
     async def chat(self, body: Json, session_id: str | None) -> Json:
         """`POST /v1/chat/completions`."""
         plain, prefix = take_prefix(self._checked(body, session_id))
-        request = ChatCompletionRequest.model_validate(plain)
+        request = _read(ChatCompletionRequest, plain)
         request.request_id = uuid.uuid4().hex
         messages = cast(list[Mapping[str, object]], request.messages)
         num_answered = num_messages_to_answer(messages)
@@ -104,7 +106,7 @@ class Handlers:
 
     async def complete(self, body: Json, session_id: str | None) -> Json:
         """`POST /v1/completions`."""
-        request = CompletionRequest.model_validate(self._checked(body, session_id))
+        request = _read(CompletionRequest, self._checked(body, session_id))
         request.request_id = uuid.uuid4().hex
         try:
             response = _successful(await self.completions.create_completion(request), CompletionResponse)
@@ -116,14 +118,16 @@ class Handlers:
 
     async def tokenize(self, body: Json) -> Json:
         """`POST /tokenize`: of a text or a conversation; token ids that it is to begin with are kept, as in a chat."""
+        if excess := find_excess(body, self.limits):
+            raise HTTPException(400, excess)
         plain, prefix = take_prefix(body)
         if "messages" not in plain:
-            asked = TokenizeCompletionRequest.model_validate(plain)
+            asked = _read(TokenizeCompletionRequest, plain)
             return _successful(await self.tokenization.create_tokenize(asked, cast(Any, None)), TokenizeResponse).model_dump()
-        chat = TokenizeChatRequest.model_validate(plain)
+        chat = _read(TokenizeChatRequest, plain)
         response = _successful(await self.tokenization.create_tokenize(chat, cast(Any, None)), TokenizeResponse)
         if prefix is not None:
-            request = ChatCompletionRequest.model_validate(plain)
+            request = _read(ChatCompletionRequest, plain)
             num_answered = num_messages_to_answer(cast(list[Mapping[str, object]], request.messages))
             response.tokens = await self._continued(request, prefix, num_answered)
             response.count, response.token_strs = len(response.tokens), None
@@ -134,7 +138,7 @@ class Handlers:
         return (await self.models.show_available_models()).model_dump()
 
     def _checked(self, body: Json, session_id: str | None) -> Json:
-        if refusal := find_refusal(body, session_id=session_id):
+        if refusal := find_refusal(body, self.limits, session_id=session_id):
             raise HTTPException(400, refusal)
         given = {"stop": list(self.sampling.stop_strings)} | body if self.sampling.stop_strings else body
         # Which session it is we know; the handlers tell the engine only what is set here.
@@ -182,6 +186,14 @@ def versions(answers: Sequence[Answered]) -> Json:
         "weight_version": min(answered.weight_version for answered in answers),
         "num_weight_versions": max(answered.num_weight_versions for answered in answers),
     }
+
+
+def _read(kind: type[Request], body: Json) -> Request:
+    """The request as vLLM reads it; its validators take a field for a mapping before they look whether it is one."""
+    try:
+        return kind.model_validate(body)
+    except (AttributeError, KeyError, RecursionError) as error:
+        raise HTTPException(400, f"the request cannot be read: {error}") from error
 
 
 def _successful(response: object, kind: type[Response]) -> Response:

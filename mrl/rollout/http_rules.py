@@ -6,6 +6,7 @@ What a session samples is meant to be trained on: it is drawn as rollouts are, a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from mrl.types import SamplingParams
 
@@ -16,6 +17,11 @@ PREFIX = "required_prefix_token_ids"
 MESSAGE_IDS = ("prompt_token_ids", "generation_token_ids")
 """Fields of an assistant's message that say the same, as NeMo Gym writes them."""
 MESSAGE_EXTRAS = (*MESSAGE_IDS, "generation_log_probs")
+
+MAX_ANSWERS = 1024
+"""Answers of one request, over all its prompts."""
+# The longest prompt is seldom above 5 characters a token; a run of spaces may be one token of many.
+CHARACTERS_PER_TOKEN = 16
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
@@ -44,8 +50,20 @@ def default_parameters(sampling: SamplingParams) -> dict[str, object]:
     }
 
 
-def find_refusal(body: Mapping[str, object], *, session_id: str | None) -> str:
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for."""
+
+    max_model_len: int
+    """Longest prompt plus answer, in tokens."""
+    num_slots: int
+    """Answers that the engine samples at the same time for requests over HTTP."""
+
+
+def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str | None) -> str:
     """Why a request cannot be answered, whatever else it says; empty if it can."""
+    if excess := find_excess(body, limits):
+        return excess
     if body.get("stream"):
         return "stream=true: answers are not streamed; leave it out"
     if body.get("use_beam_search"):
@@ -54,6 +72,38 @@ def find_refusal(body: Mapping[str, object], *, session_id: str | None) -> str:
     if session_id is not None and isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt):
         return "prompt: a session goes on with one prompt; send one request for each"
     return ""
+
+
+def find_excess(body: Mapping[str, object], limits: Limits) -> str:
+    """Why a request asks for too much; empty if it does not. Says nothing of what vLLM refuses by itself."""
+    num_characters = sum(_num_characters(body.get(name)) for name in ("prompt", "messages"))
+    if num_characters > limits.max_model_len * CHARACTERS_PER_TOKEN:
+        rule = f"policy.generation.vllm_cfg.max_model_len={limits.max_model_len} tokens hold no such text"
+        return f"prompt or messages: {num_characters} characters; {rule}; shorten it"
+    n, prompt = body.get("n"), body.get("prompt")
+    num_answers = n if isinstance(n, int) else 1
+    is_list_of_prompts = isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt)
+    num_prompts = len(prompt) if is_list_of_prompts and isinstance(prompt, list) else 1
+    if num_answers > limits.num_slots:
+        rule = f"requests over HTTP have {limits.num_slots} of the engine's slots (policy.generation.vllm_cfg.http_server_share)"
+        return f"n={num_answers}: {rule}; ask for fewer answers, several times"
+    if num_answers * num_prompts > MAX_ANSWERS:
+        return f"{num_prompts} prompts with n={num_answers}: a request has at most {MAX_ANSWERS} answers; send several requests"
+    return ""
+
+
+def _num_characters(value: object) -> int:
+    """Characters of all texts in JSON."""
+    num_characters, rest = 0, [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, str):
+            num_characters += len(item)
+        elif isinstance(item, list):
+            rest += item
+        elif isinstance(item, dict):
+            rest += item.values()
+    return num_characters
 
 
 def find_deviation(parameters: Mapping[str, object], sampling: SamplingParams) -> str:

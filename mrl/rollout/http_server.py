@@ -1,20 +1,17 @@
-"""The OpenAI-compatible server of an engine's process: addresses, routes and keys. `http_handlers` says what the routes do.
+"""The OpenAI-compatible server of an engine's process: addresses and routes, behind `http_gate`. `http_handlers` says what the routes do.
 
 It runs in a thread of its own. Requests wait while the engine cannot sample, during a refit or while memory is lent to the trainer.
 """
 
 from __future__ import annotations
 
-import secrets
 import socket
-import threading
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
-import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
@@ -23,6 +20,7 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.data.prompts import sampling_params
 from mrl.rollout.engine import Engine
 from mrl.rollout.http_engine import HttpEngine
+from mrl.rollout.http_gate import max_body_bytes, start
 from mrl.rollout.http_handlers import Handlers, Json
 
 if TYPE_CHECKING:
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 SESSION_HEADER = "X-Session-ID"
 """Names the session that a request belongs to, as the field `session_id` does."""
-# Agents keep connections open between their turns, while tools work.
-KEEP_ALIVE_S = 120
 
 
 def start_server(engine: Engine, policy: PolicyConfig, *, host: str, api_key: str, wake: Callable[[], None]) -> str:
@@ -47,11 +43,7 @@ def start_server(engine: Engine, policy: PolicyConfig, *, host: str, api_key: st
     sampling = sampling_params(policy, cast("PreTrainedTokenizerBase", engine.llm.get_tokenizer()))
     handlers = Handlers(HttpEngine(engine, sampling, wake=wake), policy, sampling)
     listener = listen(host, range(policy.generation.port_range_low, policy.generation.port_range_high))
-    config = uvicorn.Config(
-        make_app(engine, handlers, api_key), log_level="warning", access_log=False, log_config=None, timeout_keep_alive=KEEP_ALIVE_S
-    )
-    server = uvicorn.Server(config)
-    threading.Thread(target=server.run, args=([listener],), name="http server", daemon=True).start()
+    start(make_app(engine, handlers), listener, api_key=api_key, max_body=max_body_bytes(handlers.limits.max_model_len))
     return f"http://{host}:{listener.getsockname()[1]}/v1"
 
 
@@ -74,44 +66,37 @@ def listen(host: str, ports: range) -> socket.socket:
     )
 
 
-def make_app(engine: Engine, handlers: Handlers, api_key: str) -> FastAPI:
-    """The routes. All but `/health` need the key."""
+def make_app(engine: Engine, handlers: Handlers) -> FastAPI:
+    """The routes. `http_gate` has checked the key and read the body."""
     app = FastAPI(openapi_url=None)
     app.state.args = Namespace(log_error_stack=False)  # vLLM's handlers of errors look there
     init_exception_handler(app)
 
-    def check_key(request: Request) -> None:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), api_key.encode()):
-            raise HTTPException(401, "the API key is missing or wrong; it stands with the addresses in the run's endpoints.json")
-
-    router = APIRouter(dependencies=[Depends(check_key)])
-
-    @router.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions")
     @with_cancellation
     async def chat(body: Json, raw_request: Request) -> JSONResponse:
         return JSONResponse(await handlers.chat(body, session_of(body, raw_request)))
 
-    @router.post("/v1/completions")
+    @app.post("/v1/completions")
     @with_cancellation
     async def complete(body: Json, raw_request: Request) -> JSONResponse:
         return JSONResponse(await handlers.complete(body, session_of(body, raw_request)))
 
-    @router.post("/tokenize")
+    @app.post("/tokenize")
     async def tokenize(body: Json) -> JSONResponse:
         return JSONResponse(await handlers.tokenize(body))
 
-    @router.get("/v1/models")
+    @app.get("/v1/models")
     async def list_models() -> JSONResponse:
         return JSONResponse(await handlers.list_models())
 
-    @router.get("/v1/sessions/{session_id}")
+    @app.get("/v1/sessions/{session_id}")
     async def session(session_id: str) -> JSONResponse:
         if (turns := handlers.sessions.describe(session_id)) is None:
             raise HTTPException(404, f"no session {session_id} on this engine: it has none of that name, or forgot it")
         return JSONResponse({"id": session_id, "turns": turns})
 
-    @router.delete("/v1/sessions/{session_id}")
+    @app.delete("/v1/sessions/{session_id}")
     async def forget(session_id: str) -> JSONResponse:
         handlers.sessions.forget(session_id)
         return JSONResponse({"id": session_id, "deleted": True})
@@ -121,7 +106,6 @@ def make_app(engine: Engine, handlers: Handlers, api_key: str) -> FastAPI:
         status = "sampling" if engine.can_sample else "waiting"
         return JSONResponse({"status": status, "weight_version": engine.weight_version})
 
-    app.include_router(router)
     return app
 
 

@@ -166,6 +166,7 @@ RANGES: dict[str, Range] = {
     "policy.generation.vllm_cfg.gpu_memory_utilization": Range(0, 1, is_low_open=True),
     "policy.generation.vllm_cfg.kv_cache_memory_mib": POSITIVE,
     "policy.generation.vllm_cfg.max_model_len": Range(2, 2**31),
+    "policy.generation.vllm_cfg.http_server_share": Range(0, 1, is_low_open=True),
     "policy.generation.vllm_cfg.max_num_seqs": POSITIVE,
     "policy.generation.vllm_cfg.max_num_batched_tokens": POSITIVE,
     "data.max_input_seq_length": POSITIVE,

@@ -77,11 +77,19 @@ class VllmConfig:
     """How vLLM reads the engine's first weights. `dummy` is refused: the first refit must find them right."""
     expose_http_server: bool = False
     """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md."""
+    http_server_share: float = 0.25
+    """Share of `max_num_seqs` that requests over HTTP may have at the same time, one at least; what comes on top of it waits, so that
+    rollouts of training keep the rest."""
     http_server_serving_chat_kwargs: ServingChatConfig = field(default_factory=ServingChatConfig)
     tool_parser_plugin: str | None = None
     """A Python file or module that registers a parser of tool calls with vLLM."""
     reasoning_parser_plugin: str | None = None
     """A Python file or module that registers a parser of thoughts with vLLM."""
+
+    @property
+    def num_http_slots(self) -> int:
+        """Answers to requests over HTTP that an engine samples at the same time."""
+        return max(1, int(self.http_server_share * self.max_num_seqs))
 
 
 @dataclass

@@ -185,6 +185,54 @@ def test_what_cannot_be_honoured_is_refused(engine: Engine, client: openai.OpenA
         served(engine, lambda: chat(client, messages, **{"max_completion_tokens": 4} | changes))
 
 
+@pytest.mark.attack("a caller of the HTTP endpoint")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": ["a"]},
+        {"structured_outputs": "a"},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"regex": "[[["}},
+        {"structured_outputs": {"json": {"type": "nonsense"}}},
+        {"structured_outputs": {"choice": ["a"], "regex": "b"}},
+        {"structured_outputs": {"choice": ["a"], "grammar": "b"}},
+        {"structured_outputs": {"grammar": "root ::= root"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "[[["}}},
+        {"bad_words": ["\ud800"]},
+        {"n": 10**9},
+        {"kv_transfer_params": {"prompt_token_ids": [10**9]}},
+    ],
+    ids=lambda asked: json.dumps(asked)[:50],
+)
+def test_a_request_that_nobody_can_answer_is_refused_and_ends_nothing(engine: Engine, base_url: str, asked: dict):
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3} | asked)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    (answer,) = served(engine, lambda: httpx.post(f"{base_url}/chat/completions", content=body, headers=headers, timeout=TIMEOUT_S))
+    assert answer.status_code == 400, answer.text
+    assert not engine.callers.are_waiting
+
+
+@pytest.mark.attack("a caller of the HTTP endpoint")
+def test_callers_leave_training_its_slots(engine: Engine, client: openai.OpenAI):
+    """However much callers ask for, rollouts are sampled beside at most their share of it."""
+    calls = [lambda i=i: completion(client, [40 + i % 9] * 9, n=4, seed=i, max_tokens=60) for i in range(12)]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        futures = [threads.submit(call) for call in calls]
+        while not engine.callers.are_waiting:
+            pass
+        asked = random_requests(6)
+        engine.add(asked)
+        most = 0
+        while engine.num_unfinished:
+            engine.step()
+            most = max(most, engine.callers.num_inside)
+        assert 0 < most <= 8 and not all(future.done() for future in futures)
+        while not all(future.done() for future in futures):
+            if engine.callers.are_waiting:
+                engine.step()
+        assert all(len(future.result().choices) == 4 for future in futures)
+
+
 def test_nobody_gets_in_without_the_key(engine: Engine, base_url: str):
     with openai.OpenAI(base_url=base_url, api_key="guessed", max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):

@@ -2,8 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.rollout.http_rules import NEUTRAL, continued, default_parameters, find_deviation, find_refusal, num_messages_to_answer, take_prefix
+from mrl.rollout.http_rules import (
+    NEUTRAL,
+    Limits,
+    continued,
+    default_parameters,
+    find_deviation,
+    find_refusal,
+    num_messages_to_answer,
+    take_prefix,
+)
 from mrl.types import SamplingParams
+
+LIMITS = Limits(max_model_len=100, num_slots=8)
 
 RUN = SamplingParams(temperature=0.9, top_p=0.95, top_k=None, max_new_tokens=64, stop_token_ids=(2,))
 AS_ROLLOUTS = {"temperature": 0.9, "top_p": 0.95, "top_k": 0, **{name: values[0] for name, values in NEUTRAL.items()}}
@@ -44,11 +55,11 @@ def test_the_top_k_of_the_run_is_wanted_where_it_has_one():
 
 
 def test_refusals():
-    assert find_refusal({"prompt": [[1], [2]]}, session_id=None) == ""
-    assert find_refusal({"prompt": [1, 2]}, session_id="s") == ""
-    assert "one prompt" in find_refusal({"prompt": [[1], [2]]}, session_id="s")
-    assert "not streamed" in find_refusal({"stream": True}, session_id=None)
-    assert "beam" in find_refusal({"use_beam_search": True}, session_id=None)
+    assert find_refusal({"prompt": [[1], [2]]}, LIMITS, session_id=None) == ""
+    assert find_refusal({"prompt": [1, 2]}, LIMITS, session_id="s") == ""
+    assert "one prompt" in find_refusal({"prompt": [[1], [2]]}, LIMITS, session_id="s")
+    assert "not streamed" in find_refusal({"stream": True}, LIMITS, session_id=None)
+    assert "beam" in find_refusal({"use_beam_search": True}, LIMITS, session_id=None)
 
 
 def test_the_prefix_stands_in_the_request_or_with_the_last_message_that_has_one():

@@ -1,0 +1,285 @@
+"""What clients of the HTTP endpoint may try, over real sockets to the gate of engines; the app behind it says what it read."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from types import SimpleNamespace
+from typing import cast
+
+import httpx
+import pytest
+from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from mrl.rollout import http_gate
+from mrl.rollout.callers import Callers, Question
+from mrl.rollout.http_rules import MAX_ANSWERS, Limits, find_excess
+
+pytestmark = pytest.mark.attack("a caller of the HTTP endpoint")
+
+KEY = "the-key-of-this-run"
+MAX_BODY = 100_000
+AUTHORIZED = f"Authorization: Bearer {KEY}\r\n"
+SOON_S = 5.0
+DEADLINE_S = 0.4
+
+
+async def count(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the length of the body."""
+    message = await receive()
+    await JSONResponse({"read": len(message["body"])})(scope, receive, send)
+
+
+@pytest.fixture(scope="module")
+def server() -> tuple[str, int]:
+    """Where the gate listens."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    http_gate.start(count, listener, api_key=KEY, max_body=MAX_BODY)
+    return listener.getsockname()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines that a test can wait for."""
+    monkeypatch.setattr(http_gate, "HEADER_S", DEADLINE_S)
+    monkeypatch.setattr(http_gate, "BODY_S", DEADLINE_S)
+
+
+@pytest.fixture
+def client(server: tuple[str, int]) -> Iterator[socket.socket]:
+    with socket.create_connection(server, timeout=SOON_S) as client:
+        yield client
+
+
+def head(*lines: str, method: str = "POST", path: str = "/v1/completions") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nHost: engine\r\n{''.join(lines)}\r\n".encode()
+
+
+def received(client: socket.socket) -> bytes:
+    """All that the server says until it closes the connection; fails when it leaves it open."""
+    said = b""
+    with suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            said += part
+    return said
+
+
+def status(said: bytes) -> int:
+    return int(said.split()[1])
+
+
+def answer(client: socket.socket) -> tuple[int, object]:
+    """Status and JSON of the next answer, of a connection that stays open."""
+    said = b""
+    while b"\r\n\r\n" not in said:
+        said += client.recv(65536)
+    headers, _, body = said.partition(b"\r\n\r\n")
+    (length,) = (int(line.split(b":")[1]) for line in headers.lower().splitlines() if line.startswith(b"content-length"))
+    while len(body) < length:
+        body += client.recv(65536)
+    return status(said), json.loads(body)
+
+
+def is_served(server: tuple[str, int]) -> bool:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    done = httpx.post(f"http://{server[0]}:{server[1]}/v1/completions", content=b"x" * MAX_BODY, headers=headers, timeout=SOON_S)
+    return (done.status_code, done.json()) == (200, {"read": MAX_BODY})
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "Authorization: Bearer\r\n", "Authorization: Bearer \r\n", f"Authorization: Bearer {KEY[:-1]}\r\n",
+     f"Authorization: Bearer {KEY}x\r\n",
+     f"Authorization: Basic {KEY}\r\n", f"X-Authorization: Bearer {KEY}\r\n", f"Authorization: Bearer {KEY.upper()}\r\n",
+     "Authorization: Bearer \xff\r\n", f"Cookie: api_key={KEY}\r\n"],
+)  # fmt: skip
+@pytest.mark.parametrize("body", ["Content-Length: 536870912\r\n", "Transfer-Encoding: chunked\r\n"], ids=["long", "chunked"])
+def test_without_the_key_no_body_is_waited_for(client: socket.socket, key: str, body: str):
+    client.sendall(head(key, body))
+    said = received(client)
+    assert status(said) == 401 and b"API key is missing or wrong" in said
+
+
+def test_a_body_without_the_key_is_not_kept(client: socket.socket):
+    """The server closes the connection while the client still sends."""
+    client.sendall(head("Content-Length: 536870912\r\n"))
+    sent = 0
+    with pytest.raises((ConnectionError, TimeoutError)):
+        while sent < 536870912:
+            sent += client.send(b"[" * 65536)
+    assert sent < 64 * 2**20  # what both ends of a socket buffer
+
+
+@pytest.mark.parametrize("length", [MAX_BODY + 1, 10**9, 10**18])
+def test_a_body_that_is_too_long_is_refused_by_its_headers(client: socket.socket, length: int):
+    client.sendall(head(AUTHORIZED, f"Content-Length: {length}\r\n"))
+    assert status(received(client)) == 413
+
+
+def test_a_body_in_chunks_is_counted_while_it_is_read(client: socket.socket):
+    client.sendall(head(AUTHORIZED, "Transfer-Encoding: chunked\r\n"))
+    with suppress(ConnectionError):
+        for _ in range(MAX_BODY // 1000 + 1):
+            client.sendall(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
+    assert status(received(client)) == 413
+
+
+@pytest.mark.parametrize("body", ["Content-Length: 10\r\n", "Transfer-Encoding: chunked\r\n"])
+def test_the_path_without_a_key_takes_no_body(client: socket.socket, body: str):
+    client.sendall(head(body, path="/health"))
+    assert status(received(client)) == 413
+
+
+@pytest.mark.parametrize("path", ["/health/", "//health", "/health/../v1/models", "/HEALTH", "/v1/models", "/docs", "/openapi.json"])
+def test_other_paths_need_the_key(client: socket.socket, path: str):
+    client.sendall(head(path=path, method="GET"))
+    assert status(received(client)) == 401
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ["Content-Length: -1\r\n", "Content-Length: 1e3\r\n", "Content-Length: 1\r\nContent-Length: 2\r\n", "A" * 2_000_000 + ": b\r\n",
+     "Content-Length: 1" + "0" * 30 + "\r\n", "A: b\r\n" * 200_000],
+    ids=["negative", "no number", "two", "long header", "astronomic", "many headers"],
+)  # fmt: skip
+def test_headers_that_are_none_are_refused(client: socket.socket, lines: str):
+    with suppress(ConnectionError):
+        client.sendall(head(AUTHORIZED, lines))
+    said = received(client)
+    assert said == b"" or status(said) == 400  # who still sends may not hear the answer
+
+
+def test_a_web_socket_is_a_request_like_others(client: socket.socket):
+    client.sendall(head("Upgrade: websocket\r\nConnection: Upgrade\r\n", method="GET"))
+    assert status(received(client)) == 401
+
+
+def test_the_key_counts_for_its_own_request_alone(client: socket.socket):
+    client.sendall(head(AUTHORIZED, "Content-Length: 3\r\n") + b"abc" + head("Content-Length: 3\r\n") + b"abc")
+    said = received(client)
+    assert status(said) == 200 and b'{"read":3}HTTP/1.1 401' in said
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("is_known", [False, True], ids=["stranger", "after a request"])
+@pytest.mark.parametrize("trickle", [b"", b"A"], ids=["silent", "byte by byte"])
+def test_headers_have_a_deadline(client: socket.socket, is_known: bool, trickle: bytes):
+    if is_known:
+        client.sendall(head(AUTHORIZED, "Content-Length: 3\r\n") + b"abc")
+        assert answer(client) == (200, {"read": 3})
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+    started = time.monotonic()
+    with suppress(ConnectionError):
+        while trickle and time.monotonic() < started + 3 * DEADLINE_S:
+            client.sendall(trickle)
+            time.sleep(0.05)
+    assert received(client) == b"" and time.monotonic() - started < SOON_S
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("trickle", [b"", b"A"], ids=["silent", "byte by byte"])
+def test_bodies_have_a_deadline(client: socket.socket, trickle: bytes):
+    client.sendall(head(AUTHORIZED, "Content-Length: 1000\r\n"))
+    end = time.monotonic() + 2 * DEADLINE_S
+    with suppress(ConnectionError):
+        while trickle and time.monotonic() < end:
+            client.sendall(trickle)
+            time.sleep(0.05)
+    assert status(received(client)) == 408
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_connection_may_rest_between_two_requests(client: socket.socket):
+    client.sendall(head(AUTHORIZED, "Content-Length: 3\r\n") + b"abc")
+    assert answer(client) == (200, {"read": 3})
+    time.sleep(2 * DEADLINE_S)  # as between the turns of an agent
+    client.sendall(head(AUTHORIZED, "Content-Length: 4\r\n") + b"abcd")
+    assert answer(client) == (200, {"read": 4})
+
+
+def test_strangers_do_not_shut_out_who_has_the_key(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_gate, "MAX_STRANGERS", 50)
+    with ExitStack() as stack:
+        known = stack.enter_context(socket.create_connection(server, timeout=SOON_S))
+        known.sendall(head(AUTHORIZED, "Content-Length: 3\r\n") + b"abc")
+        assert answer(known) == (200, {"read": 3})
+        strangers = [stack.enter_context(socket.create_connection(server, timeout=SOON_S)) for _ in range(300)]
+        assert is_served(server)
+        assert all(received(stranger) == b"" for stranger in strangers[: 300 - http_gate.MAX_STRANGERS])  # closed, the oldest first
+        known.sendall(head(AUTHORIZED, "Content-Length: 4\r\n") + b"abcd")
+        assert answer(known) == (200, {"read": 4})
+
+
+LIMITS = Limits(max_model_len=1000, num_slots=8)
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ({"prompt": ["a"] * 1000, "n": 16}, "n=16"),
+        ({"prompt": "a", "n": 9}, "n=9"),
+        ({"messages": [{"role": "user", "content": "a"}], "n": 10**9}, "n=1000000000"),
+        ({"prompt": ["a"] * (MAX_ANSWERS + 1)}, f"{MAX_ANSWERS + 1} prompts with n=1"),
+        ({"prompt": [[1]] * 200, "n": 8}, "200 prompts with n=8"),
+        ({"prompt": "a" * 16_001}, "16001 characters"),
+        ({"prompt": ["a" * 9_000] * 2}, "18000 characters"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 9_000}]}] * 2}, "characters"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_request_that_asks_for_too_much_is_told_the_limit(body: dict[str, object], part: str):
+    assert part in find_excess(body, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a" * 16_000, "n": 8},
+        {"prompt": ["a"] * 128, "n": 8},
+        {"prompt": list(range(999)), "n": 8},
+        {"prompt": "a", "n": "x"},
+        {},
+    ],
+    ids=range(5),
+)
+def test_the_largest_request_is_none_too_much(body: dict[str, object]):
+    assert find_excess(body, LIMITS) == ""
+
+
+def question(name: str, n: int) -> Question:
+    """One that nobody answers; of vLLM's parameters only the number of answers counts here."""
+    return Question(name, cast("dict", {}), cast("object", SimpleNamespace(n=n)), lambda _: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_callers_never_have_more_than_their_share(n: int):
+    callers = Callers(8)
+    for index in range(1000):
+        callers.ask(question(str(index), n))
+    served: list[str] = []
+    inside: list[Question] = []
+    while callers.are_waiting:
+        taken, _ = callers.take()
+        for one in taken:
+            callers.note(one, weight_version=0, num_refits=0)
+        inside += taken
+        assert 8 - n < n * len(inside) <= 8 or len(served) + len(inside) == 1000
+        served.append(inside[0].question_id)
+        callers.answer(SimpleNamespace(request_id=inside.pop(0).question_id), num_refits=0)  # type: ignore[arg-type]
+    assert served == [str(index) for index in range(1000)]
+
+
+def test_whoever_hangs_up_while_waiting_takes_no_slot():
+    callers = Callers(1)
+    for name in "abc":
+        callers.ask(question(name, 1))
+    (first,), _ = callers.take()
+    callers.note(first, weight_version=0, num_refits=0)
+    callers.withdraw("b")
+    callers.withdraw("a")
+    taken, withdrawn = callers.take()
+    assert ([one.question_id for one in taken], withdrawn) == (["c"], ["a"])
