@@ -24,7 +24,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings
 from mrl.config.partial import hide
 from mrl.config.schema.run import KEYS, RunConfig, section_of
-from mrl.config.secrets import note_secrets
+from mrl.config.secrets import note_secrets, register_resolvers
 
 Section = TypeVar("Section")
 
@@ -216,6 +216,7 @@ def _typed_tree(known: Settings, translated: Settings, problems: list[str], unre
 @functools.cache
 def _defaults() -> DictConfig:
     """The schema as OmegaConf sees it, with our resolvers known. Building it takes longer than all else here."""
+    register_resolvers()
     for name, resolver in RESOLVERS.items():
         OmegaConf.register_resolver(name, resolver, replace=True)
     return OmegaConf.structured(RunConfig)

@@ -1,30 +1,64 @@
-"""What a config says that must be written nowhere: values under a secret's key, and of environment variables that it names."""
+"""What a config says that must be written nowhere: values under a secret's key, and of environment variables that it names.
+
+Variables are noted where they are read, by OmegaConf's own resolvers: however an expression spells them.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
+
+from omegaconf import Container, Node, OmegaConf
+from omegaconf.resolvers import oc
 
 from mrl import env
 
 REDACTED = "<redacted>"
 
-# Also within other resolvers, and with a default behind the name.
-_VARIABLE = re.compile(r"\$\{oc\.env:\s*(\w+)")
-
 _noted: set[str] = set()
 
 
 def note_secrets(settings: Iterable[tuple[str, object]]) -> None:
-    """Remembers the secrets of (name of a key, value as written). Places and sizes that come from the environment are none."""
+    """Remembers the secrets of (name of a key, value as written)."""
     for name, value in settings:
-        if not isinstance(value, str):
-            continue
-        found = [value] if env.SECRET_NAME.search(name) and "${" not in value else []
-        found += [env.variable(variable) for variable in _VARIABLE.findall(value) if not env.PLACE_NAME.fullmatch(variable)]
-        _noted.update(secret for secret in found if len(secret) >= env.MIN_SECRET_LENGTH)
+        if isinstance(value, str) and env.SECRET_NAME.search(name) and "${" not in value:
+            _note(value)
 
 
 def noted_secrets() -> frozenset[str]:
-    """All that `note_secrets` was told in this process."""
+    """All secrets of configs that this process has read."""
     return frozenset(_noted)
+
+
+def register_resolvers() -> None:
+    """From here on, the values that `oc.env` gives are noted, and what `oc.decode` makes of them."""
+    for name, resolver in (("oc.env", _env), ("oc.decode", _decode)):
+        OmegaConf.register_resolver(name, resolver, replace=True, annotation_validation="off")
+
+
+def _env(name: str, *default: object) -> str | None:
+    """As OmegaConf's. Places and sizes are no secrets, nor are defaults, unless the variable is called like a secret."""
+    value = oc.env(name, *default)
+    if value is not None and (env.SECRET_NAME.search(name) or (env.variable(name) and not env.PLACE_NAME.fullmatch(name))):
+        _note(value)
+    return value
+
+
+def _decode(text: str | None, _parent_: Container, _node_: Node) -> object:
+    """As OmegaConf's: without the quotes a secret is another text."""
+    value = oc.decode(text, _parent_, _node_)
+    if any(secret in str(text) for secret in _noted):
+        _note_all(value)
+    return value
+
+
+def _note_all(value: object) -> None:
+    if isinstance(value, str):
+        _note(value)
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _note_all(inner)
+
+
+def _note(value: str) -> None:
+    if len(value) >= env.MIN_SECRET_LENGTH:
+        _noted.add(value)

@@ -1,0 +1,71 @@
+"""However a config spells an environment variable, its value is printed nowhere and saved nowhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mrl import check
+from mrl.config.load import load_config
+from mrl.config.redact import redact_text, resolved_yaml, start_logging
+
+pytestmark = pytest.mark.attack("a secret is written down")
+
+CANARY = "canary-hostile-4711"
+VARIABLE = "COMPANY_PASS"
+SPELLINGS = {
+    "plain": "${oc.env:COMPANY_PASS}",
+    "quoted": '${oc.env:"COMPANY_PASS"}',
+    "single quotes": "${oc.env:'COMPANY_PASS'}",
+    "blank before": "${ oc.env:COMPANY_PASS}",
+    "blank behind": "${oc.env: COMPANY_PASS }",
+    "tab": "${oc.env:\tCOMPANY_PASS}",
+    "with a default": "${oc.env:COMPANY_PASS,other}",
+    "as a default": "${oc.env:ABSENT,${oc.env:COMPANY_PASS}}",
+    "assembled": "${oc.env:COMPANY_${oc.decode:PASS}}",
+    "assembled resolver": "${oc.${oc.decode:env}:COMPANY_PASS}",
+    "decoded": "${oc.decode:${oc.env:COMPANY_PASS}}",
+    "decoded without quotes": "${oc.decode:${oc.env:QUOTED}}",
+    "selected": "${oc.select:nothing,${oc.env:COMPANY_PASS}}",
+    "within text": "a-${oc.env:COMPANY_PASS}-b",
+    "name of another variable": "${oc.env:${oc.env:POINTER}}",
+}
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment with a secret under a name that does not tell."""
+    monkeypatch.setenv(VARIABLE, CANARY)
+    monkeypatch.setenv("QUOTED", f"'{CANARY}'")
+    monkeypatch.setenv("POINTER", VARIABLE)
+    monkeypatch.setattr("mrl.config.secrets._noted", set())
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_spelling_of_a_variable_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], spelling: str):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"defaults": "grpo_tiny.yaml", "policy": {"model_name": spelling}}))
+    config = load_config(path)
+    start_logging()
+    check.main([str(path)])
+    printed = capsys.readouterr()
+    assert CANARY in config.policy.model_name and "<redacted>" in printed.out
+    for text in (resolved_yaml(config), redact_text(str(config)), printed.out, printed.err):
+        assert CANARY not in text
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "MY_API_KEY", "DB_PASSWORD"])
+def test_the_default_of_a_secret_is_one(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(name, raising=False)
+    config = load_config("grpo_tiny.yaml", [f"policy.model_name=${{oc.env:{name},{CANARY}}}"])
+    assert CANARY in str(config) and CANARY not in resolved_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RUN_NAME", "first-run"), ("SCRATCH", "/scratch/somebody"), ("SLURM_JOB_ID", "1234567")], ids=lambda value: value
+)
+def test_places_and_names_stay_readable(name: str, value: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, value)
+    assert value in resolved_yaml(load_config("grpo_tiny.yaml", [f"policy.model_name=x-${{ oc.env:{name}}}"]))
