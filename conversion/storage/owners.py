@@ -84,7 +84,11 @@ def is_alive(path: Path) -> bool:
     """Whether the owner of what lies at `path`, with a name of `owned_name`, may still be at work on it."""
     parsed = owner_of(path.name)
     assert parsed is not None, f"{path} has a name of owned_name"
-    owner = parsed[1]
+    return may_live(parsed[1], path)
+
+
+def may_live(owner: Owner, path: Path) -> bool:
+    """Whether the owner of `path`, which it touches, may still be at work. Of one that is not visible only time can tell."""
     if owner.is_visible():
         return owner.is_running()
     try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
 
-from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE
+from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE, RAY_FOLDER
 from tests.stack.loop.conftest import PORTS, LiveRun
 
 
@@ -36,7 +37,7 @@ def test_secrets_reach_processes_and_nothing_that_is_written(live: LiveRun):
 
     assert set(live.on_ranks(token) + live.on_engines(token)) == {"planted-secret"}
     owners = Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{OWNER_FILE}")
-    (of_ray,) = (path.parent for path in owners if path.read_text() == str(os.getpid()))
+    (of_ray,) = (path.parent / RAY_FOLDER for path in owners if json.loads(path.read_text())["pid"] == os.getpid())
     folders = {"Ray": of_ray / "session_latest" / "logs", "the run": live.run.folder.path}
     files = {name: [path for path in folder.rglob("*") if path.is_file()] for name, folder in folders.items()}
     assert any(b"to a rank" in path.read_bytes() for path in files["Ray"]), "Ray does not log variables any more"

@@ -1,0 +1,131 @@
+"""What other users and containers of a host may try on a run's files and ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from conversion.storage.owners import ABANDONED_S, Owner, this_process
+from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE, RAY_FOLDER, ray_runtime, reclaim_dead_owners
+from mrl.config.load import load_config
+
+pytestmark = pytest.mark.attack("a neighbour on the host")
+
+NOBODY = 2**22 + 1
+"""Above the largest process id of Linux."""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def left_behind(temporary: Path, owner: Owner, *, age_s: float = 0.0) -> Path:
+    """A run's folder that its owner touched so long ago."""
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary))
+    (folder / OWNER_FILE).write_text(json.dumps(asdict(owner)))
+    then = time.time() - age_s
+    os.utime(folder / OWNER_FILE, (then, then))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"namespace": 1, "pid": NOBODY},
+        {"boot": "0" * 32, "pid": NOBODY},
+        {"host": "another", "boot": "0" * 32, "namespace": 1, "pid": 1, "start": 0},
+        {},
+    ],
+    ids=["another container", "another host", "all differs", "this process"],
+)
+def test_a_living_owner_elsewhere_keeps_its_folder(temporary: Path, changes: dict):
+    folder = left_behind(temporary, replace(this_process(), **changes))
+    reclaim_dead_owners()
+    assert (folder / OWNER_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "age_s"),
+    [({"pid": NOBODY}, 0.0), ({"start": 1}, 0.0), ({"namespace": 1}, 2 * ABANDONED_S), ({"boot": "0" * 32}, 2 * ABANDONED_S)],
+    ids=["ended", "its id is another's", "silent container", "before the last boot"],
+)
+def test_a_dead_owner_s_folder_goes(temporary: Path, changes: dict, age_s: float):
+    folder = left_behind(temporary, replace(this_process(), **changes), age_s=age_s)
+    reclaim_dead_owners()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("text", ["", "12345", "{}", "[]", '{"pid": 1}', "null", "\0"], ids=repr)
+def test_a_file_that_names_no_owner_removes_nothing(temporary: Path, text: str):
+    folder = left_behind(temporary, this_process())
+    (folder / OWNER_FILE).write_text(text)
+    reclaim_dead_owners()
+    assert (folder / OWNER_FILE).exists()
+
+
+def test_a_link_to_somebody_s_folder_is_not_followed(temporary: Path, tmp_path_factory: pytest.TempPathFactory):
+    precious = tmp_path_factory.mktemp("precious")
+    (precious / OWNER_FILE).write_text(json.dumps(asdict(replace(this_process(), pid=NOBODY))))
+    (temporary / f"{FOLDER_PREFIX}link").symlink_to(precious)
+    reclaim_dead_owners()
+    assert (precious / OWNER_FILE).exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+def test_another_user_s_folder_is_left_alone(temporary: Path):
+    folder = left_behind(temporary, replace(this_process(), pid=NOBODY))
+    os.chown(folder, 12345, 12345)
+    reclaim_dead_owners()
+    assert folder.exists()
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Path]:
+    """The folder of a run of one node, whose Ray is up, although its user's shell switches tokens off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        with ray_runtime(load_config("grpo_tiny.yaml")):
+            (folder,) = (
+                path.parent
+                for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{OWNER_FILE}")
+                if json.loads(path.read_text()) == asdict(this_process())
+            )
+            yield folder
+
+
+@pytest.mark.long("hostile")
+def test_nobody_else_enters_the_folder_of_ray(run: Path):
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    assert (run / RAY_FOLDER / "session_latest").is_dir()
+
+
+@pytest.mark.long("hostile")
+def test_ray_of_one_node_listens_on_loopback_alone(run: Path):
+    import psutil
+
+    me = psutil.Process()
+    listening = {
+        (process.name(), connection.laddr.ip)
+        for process in [me, *me.children(recursive=True)]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
+
+
+@pytest.mark.long("hostile")
+def test_ray_asks_for_a_token_whatever_the_shell_says(run: Path):
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert stat.S_IMODE(Path(os.environ["RAY_AUTH_TOKEN_PATH"]).stat().st_mode) == 0o600
