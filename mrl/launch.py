@@ -80,6 +80,18 @@ def train_command(options: argparse.Namespace, cluster: ClusterConfig) -> list[s
     return ["python", "-m", "mrl.train", name, *options.overrides]
 
 
+def check_text(options: argparse.Namespace) -> None:
+    """Raises ValueError if an argument holds a line break or another character that cannot be seen: it could say more than it shows."""
+    for name, value in vars(options).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str | Path) and not str(text).isprintable():
+                written = name if name in ("config", "overrides") else f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"{written} {str(text)!r}: line breaks and control characters are not handed on to launchers; "
+                    "leave them out, or set such a value in the config file"
+                )
+
+
 def submit(command: Sequence[str], *, text: str | None = None, environment: dict[str, str] | None = None) -> None:
     """Runs a scheduler's own command.
 
@@ -160,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
+        check_text(options)
         options.run(options)
     except ValueError as error:
         logger.error("[ERROR] %s", error)

@@ -11,7 +11,7 @@
 #   RAY_HEAD_PORT=6379 RAY_DASHBOARD_PORT=8265 MIN_WORKER_PORT=2000 MAX_WORKER_PORT=2999 JOIN_TIMEOUT_S=1500
 #   UNITS_PER_NODE   what counts on nodes without GPUs
 #   RAY_TOKEN_FILE   file with the cluster's secret, the same on all nodes (a mounted Secret), or RAY_AUTH_TOKEN, the secret itself;
-#                    with neither anybody who reaches the port may join
+#                    with neither anybody who reaches the port may run code here: only with MRL_RAY_WITHOUT_TOKEN=1
 set -euo pipefail
 
 fail() {
@@ -173,6 +173,7 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_raylet_start_wait_time_s=${RAY_raylet_start
 if [[ -n ${RAY_TOKEN_FILE:-} ]]; then
     export RAY_AUTH_TOKEN_PATH=$RAY_TOKEN_FILE
 elif [[ -z ${RAY_AUTH_TOKEN:-} ]]; then
+    [[ ${MRL_RAY_WITHOUT_TOKEN:-} == 1 ]] || fail "neither RAY_TOKEN_FILE nor RAY_AUTH_TOKEN is set: whoever reaches port $RAY_HEAD_PORT could run code here; set one of them, the same on all nodes (openssl rand -hex 32), or MRL_RAY_WITHOUT_TOKEN=1 if nobody else can reach the nodes"
     export RAY_AUTH_MODE=disabled
     echo "WARNING: neither RAY_TOKEN_FILE nor RAY_AUTH_TOKEN is set: whoever reaches port $RAY_HEAD_PORT may run code here"
 fi
