@@ -163,12 +163,11 @@ def gate(app: ASGIApp, *, api_key: str, max_body: int) -> ASGIApp:
             if has_key:
                 connection.trust()
             refusal = _find_refusal(scope["path"], headers, has_key=has_key, max_body=max_body)
-            body = b"" if refusal else await _read(receive, max_body)
-            if refusal or not isinstance(body, bytes):
-                code, reason = refusal or body
-                await _refuse(code, reason)(scope, receive, send)
+            outcome = refusal or await _read(receive, max_body)
+            if isinstance(outcome, tuple):
+                await _refuse(*outcome)(scope, receive, send)
             else:
-                await app(scope, _replay(body, receive), send)
+                await app(scope, _replay(outcome, receive), send)
         finally:
             connection.end()
 
