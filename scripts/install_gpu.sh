@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # Installs constraints-gpu.txt into the environment of PYTHON [python], in the same steps for scripts/setup.sh and for docker/Dockerfile:
 #   scripts/install_gpu.sh                    all of it
-#   scripts/install_gpu.sh base               torch, and what libraries are compiled with
+#   scripts/install_gpu.sh base               all that need not be compiled
 #   scripts/install_gpu.sh wheel NAME FOLDER  a wheel of a library that PyPI has only as sources: the project's own from GitHub, else compiled here
-#   scripts/install_gpu.sh rest FOLDER        everything else, with the wheels of FOLDER
-# CUDA_HOME [where nvcc is, or /usr/local/cuda]; MAX_JOBS compilers at once [one for each core and each 8 GB of memory].
+#   scripts/install_gpu.sh rest FOLDER        the wheels of FOLDER
+# CUDA_HOME [where nvcc is, or /usr/local/cuda]; MAX_JOBS compilers at once [one for each core and each 8 GB of memory]; MRL_UNCHECKED=1 takes files
+# of any content instead of those of constraints-gpu.hashes.txt.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 CONSTRAINTS="$ROOT/constraints-gpu.txt"
 PYTHON="${PYTHON:-python}"
+LIST="$ROOT/constraints-gpu.hashes.txt" CHECK=(--require-hashes)
+if [[ -n ${MRL_UNCHECKED:-} ]]; then LIST="$CONSTRAINTS" CHECK=(); fi
 BUILD=(torch setuptools wheel ninja packaging hatchling editables)
 KERNELS=(transformer-engine-torch causal-conv1d mamba-ssm)
 
@@ -48,10 +51,20 @@ check_host() {
     [[ -f $headers/Python.h ]] || fail "no $headers/Python.h, which extensions of Python are compiled with; apt install ${headers##*/}-dev, $out"
 }
 
+# pins NAME...: the lines of these packages.
+pins() {
+    local name
+    for name in "$@"; do sed -n "/^$name==/p" "$LIST"; done
+}
+
 install_base() {
+    local name without=()
     check_host
-    echo "Installing torch and the build tools ..."
-    run_pip install --constraint "$CONSTRAINTS" "${BUILD[@]}"
+    for name in "${KERNELS[@]}"; do without+=(-e "/^$name==/d"); done
+    echo "Installing torch, the build tools and all else that need not be compiled ..."
+    # The rest has a package of Python sources, which is built with these.
+    run_pip install --no-deps "${CHECK[@]}" --requirement <(pins "${BUILD[@]}")
+    run_pip install --no-deps "${CHECK[@]}" --no-build-isolation --requirement <(sed "${without[@]}" "$LIST")
 }
 
 build_wheel() {
@@ -67,12 +80,12 @@ build_wheel() {
     fi
     echo "Getting or compiling $name with at most $MAX_JOBS compilers ..."
     # pip's cache would give what was compiled against another torch.
-    run_pip wheel --no-cache-dir --constraint "$CONSTRAINTS" --no-build-isolation --no-deps --wheel-dir "$folder" "$name"
+    run_pip wheel --no-cache-dir "${CHECK[@]}" --no-build-isolation --no-deps --wheel-dir "$folder" --requirement <(pins "$name")
 }
 
 install_rest() {
-    echo "Installing everything else of $CONSTRAINTS ..."
-    run_pip install --no-deps --no-build-isolation --find-links "$1" --requirement "$CONSTRAINTS"
+    echo "Installing what was built ..."
+    run_pip install --no-deps --no-index --find-links "$1" --constraint "$CONSTRAINTS" "${KERNELS[@]}"
 }
 
 find_cuda

@@ -33,20 +33,23 @@ pip_install() {
 
 install_cpu() {
     local torch
-    torch="$(grep '^torch==' "$ROOT/constraints-cpu.txt")"
+    torch="$(mktemp)"
+    grep '^torch==' "$LIST" >"$torch"
     # The CPU index first; behind a firewall, whatever CPU build pip finds. Without --no-deps a CUDA build would bring gigabytes along.
     if "$PYTHON" -c "import urllib.request; urllib.request.urlopen('$TORCH_CPU_INDEX/torch/', timeout=5)" 2>/dev/null; then
-        pip_install --no-deps --index-url "$TORCH_CPU_INDEX" "$torch+cpu"
+        pip_install --no-deps "${CHECK[@]}" --index-url "$TORCH_CPU_INDEX" --requirement "$torch"
     else
-        pip_install --no-deps "$torch+cpu" 2>/dev/null || pip_install --no-deps "$torch"
+        pip_install --no-deps "${CHECK[@]}" --requirement "$torch" ||
+            fail "make $TORCH_CPU_INDEX reachable, or give pip its wheel (PIP_FIND_LINKS=FOLDER); MRL_UNCHECKED=1 takes builds of your own"
     fi
+    rm "$torch"
     local cuda
     cuda="$("$PYTHON" -c "import runpy, sysconfig; print(runpy.run_path(sysconfig.get_path('platlib') + '/torch/version.py')['cuda'])")"
     if [[ "$cuda" != None ]]; then
         "$PYTHON" -m pip uninstall --quiet --yes torch
-        fail "pip found only a build of $torch for CUDA $cuda; make $TORCH_CPU_INDEX reachable, or give pip a CPU wheel (PIP_FIND_LINKS=FOLDER)"
+        fail "pip found only a build of torch for CUDA $cuda; make $TORCH_CPU_INDEX reachable, or give pip a CPU wheel (PIP_FIND_LINKS=FOLDER)"
     fi
-    pip_install --no-deps --requirement "$ROOT/constraints-cpu.txt"
+    pip_install --no-deps "${CHECK[@]}" --requirement "$LIST"
     pip_install --no-deps --no-build-isolation --editable "$ROOT"
 }
 
@@ -58,7 +61,10 @@ install_gpu() {
 setup() {
     local kind=cpu stamp="$ROOT/.venv/installed" key
     if nvidia-smi --list-gpus >/dev/null 2>&1; then kind=gpu; fi
-    key="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints-$kind.txt" <(echo "$ROOT") | sha256sum)"
+    # MRL_UNCHECKED=1 installs the same versions from files of any content, as mirrors have that build for themselves.
+    LIST="$ROOT/constraints-$kind.hashes.txt" CHECK=(--require-hashes)
+    if [[ -n ${MRL_UNCHECKED:-} ]]; then LIST="$ROOT/constraints-$kind.txt" CHECK=(); fi
+    key="$(cat "$ROOT/pyproject.toml" "$LIST" <(echo "$ROOT") | sha256sum)"
     if [[ -x "$PYTHON" && "$(cat "$stamp" 2>/dev/null)" == "$key" ]]; then return; fi
     mkdir -p "$ROOT/.venv"
     # One installer at a time: the other one waits and then finds the work done.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shutil
 import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,3 +70,89 @@ def test_a_cluster_without_a_token_is_not_started(tmp_path: Path, variables: dic
 )
 def test_a_cluster_is_open_only_if_that_is_asked_for(tmp_path: Path, variables: dict[str, str], mode: str):
     assert re.search(rf"^ray start .* mode={mode}$", node(tmp_path, **variables), re.MULTILINE)
+
+
+def wheel(folder: Path, text: str) -> Path:
+    """A wheel of the same name and version, whatever is in it."""
+    path = folder / "parcel-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("parcel.py", text)
+        archive.writestr("parcel-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: parcel\nVersion: 1.0\n")
+        archive.writestr("parcel-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("parcel-1.0.dist-info/RECORD", "")
+    return path
+
+
+def test_a_wheel_that_was_exchanged_is_not_installed(tmp_path: Path):
+    """scripts/install_gpu.sh with a list of its own of one package, and the pip of this environment without an index."""
+    digest = hashlib.sha256(wheel(tmp_path, "honest = True").read_bytes()).hexdigest()
+    wheel(tmp_path, "import os")
+    (tmp_path / "scripts").mkdir()
+    script = (ROOT / "scripts/install_gpu.sh").read_text().replace("    check_host\n", "").replace("BUILD=(torch ", "BUILD=(parcel ")
+    (tmp_path / "scripts/install_gpu.sh").write_text(script)
+    (tmp_path / "constraints-gpu.hashes.txt").write_text(f"parcel==1.0 --hash=sha256:{digest}\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -m pip install --target {tmp_path}/site "$@"\n')
+    python.chmod(0o755)
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull, "PYTHON": str(python)}
+    command = ["bash", tmp_path / "scripts/install_gpu.sh", "base"]
+    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=60)
+    assert "DO NOT MATCH THE HASHES" in done.stderr and not (tmp_path / "site/parcel.py").exists(), done.stderr
+
+
+ARCHIVE = "aws-efa-installer-1.43.2.tar.gz"
+
+
+@pytest.fixture(scope="module")
+def efa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A folder with what AWS publishes, signed by a key of ours, and the key's fingerprint. The installer leaves a mark."""
+    folder = tmp_path_factory.mktemp("efa")
+    (folder / "gpg").mkdir(mode=0o700)
+    environment = os.environ | {"GNUPGHOME": str(folder / "gpg")}
+
+    def gpg(*words: str) -> str:
+        command = ["gpg", "--batch", "--quiet", "--passphrase", "", *words]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    installer = folder / "aws-efa-installer/efa_installer.sh"
+    installer.parent.mkdir()
+    installer.write_text('#!/bin/sh\ntouch "$MARK"\n')
+    installer.chmod(0o755)
+    subprocess.run(["tar", "-czf", folder / ARCHIVE, "-C", folder, "aws-efa-installer"], check=True, timeout=60)
+    gpg("--quick-generate-key", "Publisher <publisher@example.com>", "ed25519", "sign", "never")
+    gpg("--armor", "--output", str(folder / "aws-efa-installer.key"), "--export")
+    gpg("--detach-sign", str(folder / ARCHIVE))
+    (fingerprint,) = re.findall(r"^fpr:+(\w+):", gpg("--with-colons", "--list-keys"), re.MULTILINE)
+    yield folder, fingerprint
+    subprocess.run(["gpgconf", "--kill", "all"], env=environment, check=True, timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("gpg") is None, reason="needs gpg")
+@pytest.mark.parametrize(
+    ("attack", "is_run"),
+    [("none", True), ("another archive", False), ("another key", False), ("no signature", False), ("a signature of something else", False)],
+)
+def test_an_efa_installer_that_aws_did_not_sign_is_not_run(efa: tuple[Path, str], tmp_path: Path, attack: str, is_run: bool):
+    """The step of the Dockerfile, with a server that gives what it likes."""
+    published, fingerprint = efa
+    served = Path(shutil.copytree(published, tmp_path / "served", ignore=shutil.ignore_patterns("gpg")))
+    if attack == "another archive":
+        (served / ARCHIVE).write_bytes((served / ARCHIVE).read_bytes() + b"\0")
+    elif attack == "no signature":
+        (served / f"{ARCHIVE}.sig").unlink()
+    elif attack == "a signature of something else":
+        (served / f"{ARCHIVE}.sig").write_text("-----BEGIN PGP SIGNATURE-----\n")
+    dockerfile = (ROOT / "scripts/docker/Dockerfile").read_text()
+    version, key = (re.findall(rf"^ARG {name}=(\S+)$", dockerfile, re.MULTILINE)[0] for name in ("EFA_INSTALLER", "EFA_KEY"))
+    (step,) = re.findall(r"^RUN (apt-get update && apt-get install .* gpg && .*(?:\n    .*)+)", dockerfile, re.MULTILINE)
+    script = step.replace("\\\n", "\n").replace("/tmp/efa", f"{tmp_path}/efa").replace(" /var/lib/apt/lists/*", "")
+    assert "/var/lib" not in script and version in ARCHIVE
+    tools = {"apt-get": "exit 0", "curl": f'for url in "$@"; do :; done; cp {served}/"${{url##*/}}" .'}
+    for name, text in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    mark = tmp_path / "mark"
+    variables = {"EFA_INSTALLER": version, "EFA_KEY": key if attack == "another key" else fingerprint, "MARK": str(mark)}
+    environment = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (mark.exists(), done.returncode == 0) == (is_run, is_run), done.stderr

@@ -11,6 +11,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from tests.sources import ROOT, python_files
 from tests.unit.test_imports import imported_names
 
@@ -60,6 +62,14 @@ def test_constraints_pin_every_dependency():
     for file_name, extra in (("constraints-cpu.txt", "cpu"), ("constraints-gpu.txt", "gpu")):
         needed = names([*PROJECT["dependencies"], *optional[extra], *optional["loggers"], *optional["cluster"], *optional["dev"]])
         assert needed - pins(file_name).keys() == set()
+
+
+@pytest.mark.parametrize("name", ["constraints-cpu", "constraints-gpu"])
+def test_every_pin_has_its_hashes(name: str):
+    hashed, listed = ((ROOT / f"{name}{ending}").read_text() for ending in (".hashes.txt", ".txt"))
+    lines = [line for line in hashed.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
+    assert [line.split()[0] for line in lines] == [line for line in listed.splitlines() if not line.startswith("#")]
 
 
 def test_apex_is_nowhere():

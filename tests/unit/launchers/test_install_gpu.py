@@ -15,12 +15,17 @@ from tests.sources import ROOT
 from tests.unit.launchers.test_docker import FILES
 
 SCRIPT = ROOT / "scripts" / "install_gpu.sh"
+PINS = ROOT / "constraints-gpu.txt"
 # Answers what the script asks of Python, but writes pip's arguments and the builds that are forced into a file.
 PYTHON = f"""#!/bin/bash
 case "$*" in
     "-m pip"*)
         forced="${{MAMBA_FORCE_BUILD:-}},${{CAUSAL_CONV1D_FORCE_BUILD:-}},${{NVTE_PYTORCH_FORCE_BUILD:-}}"
-        echo "${{@:3}} forced=$forced $MAX_JOBS" >>"$LOG"
+        words="${{*:3}}"
+        for word in "$@"; do
+            if [[ $word == /dev/fd/* ]]; then words="${{words/"$word"/"$(sed '/^#/d; s/ --hash=.*//' "$word" | tr '\\n' ' ')"}}"; fi
+        done
+        echo "$words forced=$forced $MAX_JOBS" >>"$LOG"
         ;;
     *urllib*) exit "$GITHUB" ;;
     *"get_path('include')"*) echo "$HEADERS" ;;
@@ -39,7 +44,7 @@ def host(tmp_path: Path) -> dict[str, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    for tool in ("bash", "dirname", "sed", "awk", "nproc", "sort", "head", "mktemp", "readlink", "rm"):
+    for tool in ("bash", "dirname", "sed", "awk", "nproc", "sort", "head", "mktemp", "readlink", "rm", "tr"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or tool)
     headers = tmp_path / "python3.11"
     for header in (headers / "Python.h", tmp_path / "cuda/include/cuda_runtime.h"):
@@ -67,13 +72,22 @@ def test_the_image_takes_the_steps_of_a_bare_host(host: dict[str, str]):
     steps = re.findall(r"bash scripts/install_gpu\.sh ([^&\n]+)", FILES[0].read_text())
     assert all(install(host, *step.split()).returncode == 0 for step in steps)
     assert pip_calls(host) == bare
-    quiet, constraint, rest = "--quiet --disable-pip-version-check", f"--constraint {ROOT}/constraints-gpu.txt", " forced=,, 3"
-    wheel = f"wheel {quiet} --no-cache-dir {constraint} --no-build-isolation --no-deps --wheel-dir FOLDER"
-    assert bare == [
-        f"install {quiet} {constraint} torch setuptools wheel ninja packaging hatchling editables{rest}",
-        *(f"{wheel} {name}{rest}" for name in ("transformer-engine-torch", "causal-conv1d", "mamba-ssm")),
-        f"install {quiet} --no-deps --no-build-isolation --find-links FOLDER --requirement {ROOT}/constraints-gpu.txt{rest}",
+    quiet, rest, kernels = "--quiet --disable-pip-version-check", " forced=,, 3", ("transformer-engine-torch", "causal-conv1d", "mamba-ssm")
+    pins = {name: f"{name}=={version}" for name, version in re.findall(r"^([\w.-]+)==(\S+)", PINS.read_text(), re.MULTILINE)}
+    checked, built = f"{quiet} --no-deps --require-hashes", "torch setuptools wheel ninja packaging hatchling editables"
+    build = f"wheel {quiet} --no-cache-dir --require-hashes --no-build-isolation --no-deps --wheel-dir FOLDER --requirement"
+    unbuilt = " ".join(pin for name, pin in pins.items() if name not in kernels)
+    assert [" ".join(call.split()) for call in bare] == [
+        f"install {checked} --requirement {' '.join(pins[name] for name in built.split())}{rest}",
+        f"install {checked} --no-build-isolation --requirement {unbuilt}{rest}",
+        *(f"{build} {pins[name]}{rest}" for name in kernels),
+        f"install {quiet} --no-deps --no-index --find-links FOLDER --constraint {PINS} {' '.join(kernels)}{rest}",
     ]
+
+
+def test_files_of_one_s_own_are_taken_when_that_is_asked_for(host: dict[str, str]):
+    assert install({**host, "MRL_UNCHECKED": "1"}).returncode == 0
+    assert "--require-hashes" not in "".join(pip_calls(host)) and "torch==" in pip_calls(host)[0]
 
 
 def test_without_github_everything_is_compiled(host: dict[str, str]):
