@@ -206,7 +206,7 @@ class Verdict:
     observation: tuple[Mapping[str, str], ...] = ()
     """Messages with which the environment answers, if turns are left."""
     reason: str = ""
-    """Why the rollout is not valid."""
+    """Why the rollout is not valid, or how its text made its grader fail."""
 
     @property
     def has_reward(self) -> bool:

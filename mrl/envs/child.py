@@ -23,13 +23,13 @@ from typing import cast
 
 from mrl.envs.confine import Allowance, Unconfined, confine_worker
 from mrl.envs.messages import encode, take_message
-from mrl.envs.task import Score, Task
+from mrl.envs.task import RowFault, Score, Task
 
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Answers the fields of a `Task` with those of an `Outcome`, or with `{"error"}`, until the parent hangs up."""
+    """Answers the fields of a `Task` with those of an `Outcome`, or with `{"error", "culprit"}`, until the parent hangs up."""
     entry_point, options, socket_fd, parent_pid, memory_bytes, allowances = sys.argv[1:]
     contain(int(parent_pid), int(memory_bytes))
     # The parent reports what it cannot score; libraries that log each bad answer would drown that.
@@ -65,16 +65,20 @@ def serve(connection: socket.socket, score: Score) -> None:
 
 
 def answer(score: Score, request: dict[str, object]) -> bytes:
-    """The encoded outcome, or the encoded reason why there is none: whatever the reward function raises ends here."""
+    """The encoded outcome, or the encoded reason why there is none: whatever the reward function raises ends here.
+
+    A row says so itself, by `RowFault`, and a machine by `OSError`; all else came of the text.
+    """
     try:
         turns = request["turns"]
         assert isinstance(turns, list)
         task = Task(tuple(turns), str(request["expected"]), str(request["prompt"]), str(request["row"]))
         return encode(score(task).as_message())
     except MemoryError:
-        return encode({"error": "out of memory"})
+        return encode({"error": "out of memory", "culprit": "text"})
     except (Exception, SystemExit) as error:
-        return encode({"error": f"{type(error).__name__}: {error}"[:500]})
+        culprit = "row" if isinstance(error, RowFault) else "machine" if isinstance(error, OSError) else "text"
+        return encode({"error": f"{type(error).__name__}: {error}"[:500], "culprit": culprit})
 
 
 if __name__ == "__main__":

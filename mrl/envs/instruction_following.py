@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from mrl.envs.languages import detect
-from mrl.envs.task import Outcome, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Outcome, RowFault, Score, Task, field_of, text_after_thinking
 
 UNKNOWN = "unknown_instruction"
 """Flag of a rollout whose row has an instruction that there is no check for: it counts as not followed."""
@@ -28,13 +28,13 @@ def score(task: Task) -> Outcome:
     An instruction that is not known is not followed, and flagged as `unknown_instruction`.
 
     Raises:
-        ValueError: the row has no instructions, or an instruction lacks an argument.
+        RowFault: the row has no instructions, or an instruction lacks an argument.
     """
     fields = task.fields
     names = cast(list[object], field_of(fields, "instruction_id_list", list))
     given = cast(list[object], fields.get("kwargs", [None] * len(names)))
     if not names or len(given) != len(names):
-        raise ValueError(f"the row has {len(names)} instructions and {len(given)} kwargs; they must be as many, and at least one")
+        raise RowFault(f"the row has {len(names)} instructions and {len(given)} kwargs; they must be as many, and at least one")
     text = text_after_thinking(task.text)
     broken, flags = [], set()
     for name, arguments in zip(names, given, strict=True):
@@ -53,7 +53,7 @@ def _holds(check: Check, text: str, name: str, arguments: object) -> bool:
     try:
         return bool(text) and check(text, known)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{name}: argument missing or of the wrong type, {error!r}, in {known!r:.200}") from error
+        raise RowFault(f"{name}: argument missing or of the wrong type, {error!r}, in {known!r:.200}") from error
 
 
 def _compare(count: int, arguments: Arguments, number: str, relation: str) -> bool:
@@ -141,12 +141,18 @@ def _sections(text: str, arguments: Arguments) -> bool:
 
 
 def _is_json(text: str, arguments: Arguments) -> bool:
-    body = re.sub(r"^```(?:json|JSON|Json)?\s*|\s*```$", "", text.strip())
+    body = text.strip().removesuffix("```")
+    fence = next((fence for fence in ("```json", "```JSON", "```Json", "```") if body.startswith(fence)), "")
     try:
-        json.loads(body)
+        json.loads(body.removeprefix(fence))
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _title(line: str) -> str:
+    """What stands between the first << and the last >>."""
+    return line.partition("<<")[2].rpartition(">>")[0].strip()
 
 
 def _two_responses(text: str, arguments: Arguments) -> bool:
@@ -182,14 +188,16 @@ CHECKS: Mapping[str, Check] = {
     "length_constraints:number_paragraphs": _number_paragraphs,
     "length_constraints:number_words": lambda text, a: _compare(len(words(text)), a, "num_words", "relation"),
     "length_constraints:nth_paragraph_first_word": _nth_paragraph,
-    "detectable_content:number_placeholders": lambda text, a: len(re.findall(r"\[[^\]\n]+\]", text)) >= _int(a, "num_placeholders"),
+    "detectable_content:number_placeholders": lambda text, a: len(re.findall(r"\[[^\[\]\n]+\]", text)) >= _int(a, "num_placeholders"),
     "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": lambda text, a: len(re.findall(r"(?m)^\s*(?:\*[^*\n]|-).*$", text)) == _int(a, "num_bullets"),
+    "detectable_format:number_bullet_lists": lambda text, a: (
+        len(re.findall(r"(?m)^[^\S\n]*+(?:\*[^*\n]|-)", text)) == _int(a, "num_bullets")
+    ),
     "detectable_format:constrained_response": lambda text, a: any(f"My answer is {word}." in text for word in ("yes", "no", "maybe")),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _is_json,
-    "detectable_format:title": lambda text, a: any(part.strip() for part in re.findall(r"<<([^\n]+?)>>", text)),
+    "detectable_format:title": lambda text, a: any(map(_title, text.split("\n"))),
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": lambda text, a: text.lower().startswith(_str(a, "prompt_to_repeat").strip().lower()),
     "startend:end_checker": lambda text, a: text.strip('" \n').lower().endswith(_str(a, "end_phrase").strip('" \n').lower()),

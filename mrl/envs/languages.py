@@ -7,6 +7,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping
 
+READ_CHARACTERS = 100_000
+
 # Scripts, as Unicode's character names begin, that stand for one of the languages.
 SCRIPTS: Mapping[str, str] = {
     "HANGUL": "ko",
@@ -53,7 +55,8 @@ SHARED: Mapping[str, tuple[str, ...]] = {
 
 
 def detect(text: str) -> str:
-    """ISO 639-1 code of the language; empty where nothing speaks for one."""
+    """ISO 639-1 code of the language, as far as the beginning tells; empty where nothing speaks for one."""
+    text = text[:READ_CHARACTERS]
     scripts = Counter(unicodedata.name(character, "").split(" ")[0].split("-")[0] for character in text if character.isalpha())
     if not scripts:
         return ""

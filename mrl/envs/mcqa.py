@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from mrl.envs.task import Outcome, Score, Task, text_after_thinking
+from mrl.envs.task import Outcome, RowFault, Score, Task, text_after_thinking
 
-BOXED = re.compile(r"\\boxed\{\s*(?:\\(?:text|mathrm|mathbf|textbf)\{)?\s*\(?([A-Za-z])\)?[.:]?\s*\}")
-ANSWER = re.compile(r"(?i)answer(?:\s+is)?\s*[:=]?\s*\**\s*\(?([A-Z])\)?(?![\w'])")
+BOXED = re.compile(r"\\boxed\{\s*+(?:\\(?:text|mathrm|mathbf|textbf)\{)?\s*+\(?([A-Za-z])\)?[.:]?\s*+\}")
+ANSWER = re.compile(r"(?i)answer(?:\s++is)?\s*+[:=]?\s*+\**+\s*+\(?([A-Z])\)?(?![\w'])")
 
 
 def make() -> Score:
@@ -22,13 +22,13 @@ def score(task: Task) -> Outcome:
     there is one and it matches; else the last `\\boxed{letter}`; else, for rows without a regex, what follows the last `Answer:`.
 
     Raises:
-        ValueError: the expected answer is not one of the row's letters.
+        RowFault: the expected answer is not one of the row's letters.
     """
     fields = task.fields
     letters = option_letters(fields.get("options"))
     expected = str(fields.get("expected_answer", task.expected)).strip().upper()
     if not re.fullmatch("[A-Z]", expected) or (letters and expected not in letters):
-        raise ValueError(f"the expected answer {expected!r} is none of the options {', '.join(letters) or 'A to Z'}")
+        raise RowFault(f"the expected answer {expected!r} is none of the options {', '.join(letters) or 'A to Z'}")
     patterns = own_patterns(fields.get("template_metadata"))
     text = text_after_thinking(task.text)
     choice = choose(text, [*patterns, BOXED] if patterns else [BOXED, ANSWER], letters)
@@ -56,11 +56,11 @@ def own_patterns(metadata: object) -> list[re.Pattern[str]]:
     """The row's own patterns, in order.
 
     Raises:
-        ValueError: one is no regular expression.
+        RowFault: one is no regular expression.
     """
     given = metadata.get("output_regex") if isinstance(metadata, dict) else None
     texts = [given] if isinstance(given, str) else given or []
     try:
         return [re.compile(text) for text in texts]
-    except re.error as error:
-        raise ValueError(f"the row's output_regex {texts!r:.100} is no regular expression: {error}") from error
+    except (re.error, RecursionError) as error:
+        raise RowFault(f"the row's output_regex {texts!r:.100} is no regular expression: {error}") from error

@@ -12,8 +12,14 @@ _LENGTH = struct.Struct(">I")
 
 
 def encode(message: dict[str, object]) -> bytes:
-    """The bytes of one message."""
+    """The bytes of one message.
+
+    Raises:
+        ValueError: it is too long.
+    """
     body = json.dumps(message).encode("ascii")
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes is longer than {MAX_MESSAGE_BYTES}")
     return _LENGTH.pack(len(body)) + body
 
 

@@ -39,7 +39,7 @@ def build_environment(name: str, config: EnvConfig, *, endpoints: Path | None = 
         logger.warning("The reward children of %s may write files: this kernel has no Landlock; see python -m mrl.doctor", name)
     match name:
         case "math":
-            options = {"impl": config.math.math_verify_impl}
+            options = {"impl": config.math.math_verify_impl, "is_strict": config.math.strict}
             return _pool("mrl.envs.math:make", options, num_workers=config.math.num_workers, timeout_s=config.math.timeout_s)
         case "mcqa":
             return _pool("mrl.envs.mcqa:make", {}, num_workers=config.mcqa.num_workers, timeout_s=config.mcqa.timeout_s)
@@ -85,4 +85,4 @@ def _may_escape(code: CodeEnvConfig) -> bool:
 
 
 def _pool(factory: str, options: Mapping[str, object], *, num_workers: int, timeout_s: float) -> RewardPool:
-    return RewardPool(RewardFunction(factory, options), num_workers=num_workers, timeout_s=timeout_s)
+    return RewardPool(RewardFunction(factory, options, blames_text=True), num_workers=num_workers, timeout_s=timeout_s)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
+from jsonschema_specifications import REGISTRY
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012, Schema, SchemaResource
 
-from mrl.envs.task import Outcome, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Outcome, RowFault, Score, Task, field_of, text_after_thinking
+
+if TYPE_CHECKING:
+    from referencing._core import Resolver
 
 
 def make() -> Score:
@@ -17,22 +25,25 @@ def make() -> Score:
 
 
 def score(task: Task) -> Outcome:
-    """1 if what follows `</think>` is one JSON value of `schema_str` made strict, else 0; `extracted` says what is wrong.
+    """1 if what follows `</think>` is one JSON value of `schema_str` made strict, else 0; `extracted` names the place and the keyword.
 
     Raises:
-        ValueError: the row's schema is none, or its `schema_type` is not json.
+        RowFault: the row's schema is none, refers to what is not in it, or its `schema_type` is not json.
     """
     fields = task.fields
     if fields.get("schema_type", "json") != "json":
-        raise ValueError(f"schema_type {fields['schema_type']!r} is not supported; only json is")
+        raise RowFault(f"schema_type {fields['schema_type']!r:.100} is not supported; only json is")
     validator = _validator(str(field_of(fields, "schema_str", str)))
     try:
         value = json.loads(text_after_thinking(task.text), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        return Outcome(0.0, extracted=f"no JSON: {error}"[:200])
-    error = next(validator.iter_errors(value), None)
+    except (ValueError, RecursionError):
+        return Outcome(0.0, extracted="no JSON")
+    try:
+        error = next(validator.iter_errors(value), None)
+    except re.error as problem:
+        raise RowFault(f"the row's schema_str has a pattern that is no regular expression: {problem}") from problem
     if error is not None:
-        return Outcome(0.0, extracted=f"{error.json_path}: {error.message}"[:200])
+        return Outcome(0.0, extracted=f"{error.json_path}: {error.validator}")
     return Outcome(1.0, extracted="valid")
 
 
@@ -57,11 +68,26 @@ def _validator(schema_text: str) -> Draft202012Validator:
     try:
         schema = json.loads(schema_text)
         Draft202012Validator.check_schema(schema)
-    except (ValueError, SchemaError) as error:
-        raise ValueError(f"the row's schema_str is no JSON schema: {str(error)[:200]}") from error
-    made = strict(schema)
-    assert isinstance(made, dict | bool)  # what a checked schema is
-    return Draft202012Validator(made)
+        made = strict(schema)
+        assert isinstance(made, dict | bool)  # what a checked schema is
+        # Metaschemas are at hand; whatever else a reference names is not fetched.
+        resource = DRAFT202012.create_resource(made)
+        _resolve_all(REGISTRY.resolver_with_root(resource), resource)
+        validator = Draft202012Validator(made, registry=REGISTRY)
+        # A schema that refers to itself in a circle judges nothing.
+        validator.is_valid(None)
+    except (ValueError, SchemaError, Unresolvable, RecursionError, re.error) as error:
+        raise RowFault(f"the row's schema_str is no JSON schema that can be used: {type(error).__name__}: {str(error)[:200]}") from error
+    return validator
+
+
+def _resolve_all(resolver: Resolver[Schema], resource: SchemaResource) -> None:
+    resolver = resolver.in_subresource(resource)
+    for keyword in ("$ref", "$dynamicRef"):
+        if isinstance(resource.contents, dict) and isinstance(reference := resource.contents.get(keyword), str):
+            resolver.lookup(reference)
+    for part in resource.subresources():
+        _resolve_all(resolver, part)
 
 
 def _no_constant(name: str) -> object:

@@ -10,6 +10,10 @@ MASK_SAMPLE = "mask_sample"
 """Flag of an outcome that must not be trained on; NeMo RL's name."""
 
 
+class RowFault(ValueError):
+    """The row is at fault: no text of a model could be judged by it."""
+
+
 @dataclass(frozen=True)
 class Task:
     """A rollout to be judged. Two equal tasks get one verdict."""
@@ -53,7 +57,7 @@ class Outcome:
 
 
 Score = Callable[[Task], Outcome]
-"""A reward function. What it raises masks the rollout."""
+"""A reward function. What it raises costs the rollout its verdict or its reward: see `RewardFunction.blames_text`."""
 
 
 def text_after_thinking(text: str) -> str:
@@ -65,9 +69,9 @@ def field_of(fields: Mapping[str, object], name: str, kind: type) -> object:
     """A field that the row must have.
 
     Raises:
-        ValueError: it is missing, or not of this type.
+        RowFault: it is missing, or not of this type.
     """
     value = fields.get(name)
     if not isinstance(value, kind):
-        raise ValueError(f"the row's field {name!r} must be a {kind.__name__}, not {value!r:.80}")
+        raise RowFault(f"the row's field {name!r} must be a {kind.__name__}, not {value!r:.80}")
     return value

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>]+)>")
+END_OF_PARAMETER = "</parameter>"
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,16 @@ def _call(block: str, types: Mapping[str, Mapping[str, object]]) -> ToolCall:
         return ToolCall("", {}, error="not a call: write <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>")
     name, body = found.groups()
     arguments: dict[str, object] = {}
-    for key, value in PARAMETER.findall(body):
+    position, has_other = 0, False
+    while (opened := PARAMETER.search(body, position)) and (end := body.find(END_OF_PARAMETER, opened.end())) >= 0:
+        key, value = opened[1], body[opened.end() : end].removeprefix("\n").removesuffix("\n")
+        has_other = has_other or not body[position : opened.start()].isspace() and position < opened.start()
+        position = end + len(END_OF_PARAMETER)
         try:
             arguments[key] = _value(value, types.get(name, {}).get(key))
         except ValueError as error:
             return ToolCall(name, arguments, error=f"argument {key}: {error}")
-    if PARAMETER.sub("", body).strip():
+    if has_other or body[position:].strip():
         return ToolCall(name, arguments, error="text outside of the parameters")
     return ToolCall(name, arguments)
 
@@ -50,7 +55,7 @@ def _value(text: str, kind: object) -> object:
     try:
         # Models write Python's True as well.
         return json.loads(text.lower() if kind == "boolean" else text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{text!r:.100} is no {kind}") from error
 
 

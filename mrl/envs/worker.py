@@ -41,6 +41,9 @@ class RewardFunction:
     """Environment variables of the child beside those that every child has."""
     allowances: tuple[Allowance, ...] = ()
     """What the child may do beyond computing and reading."""
+    blames_text: bool = False
+    """Whether it is written to judge any text at all, so that the text is at fault where it fails: reward 0, no mask. Users' own functions
+    may fail by a mistake of theirs, or because a server that they ask does not answer."""
 
     def __str__(self) -> str:
         return str(self.options.get("function", self.factory))
@@ -60,6 +63,7 @@ class Worker:
         self.deadline = time.monotonic() + start_timeout_s
         self._buffer = bytearray()
         self._scratch = Scratch()
+        self._cpu_s_before = 0.0
         self._socket, child_socket = socket.socketpair()
         # A new interpreter, never a fork: the parent holds torch, Ray and threads. -P: no module of the working directory is picked up.
         # An environment of our own: no secret of the parent reaches code that judges model output.
@@ -98,14 +102,26 @@ class Worker:
 
         Raises:
             WorkerDied: the child does not take it.
+            ValueError: the task is too long to be sent.
         """
+        message = encode(dataclasses.asdict(task))
         self.task = task
+        self._cpu_s_before = self._total_cpu_s()
         self.deadline = time.monotonic() + timeout_s
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(encode(dataclasses.asdict(task)))
+            self._socket.sendall(message)
         except OSError as error:
             raise WorkerDied(f"it does not read: {error}") from error
+
+    def cpu_s(self) -> float:
+        """CPU seconds that the child itself has spent since it was asked."""
+        return self._total_cpu_s() - self._cpu_s_before
+
+    def _total_cpu_s(self) -> float:
+        # Of a child that ended the kernel keeps the line until it is waited for, in `kill`.
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def read(self) -> dict[str, object] | None:
         """The child's next message, or None while it is incomplete. Call when readable.

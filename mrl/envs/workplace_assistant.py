@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from mrl.envs.task import Outcome, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Outcome, RowFault, Score, Task, field_of, text_after_thinking
 from mrl.envs.tool_calls import ToolCall, tool_calls
 from mrl.envs.workplace_tools import FIELDS, Office, Record, Tables, ToolError
 
@@ -67,11 +67,15 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
     As long as the last turn calls tools, their results are the observation.
 
     Raises:
-        ValueError: the row has no ground truth, or it cannot be carried out: then no conversation could be right.
+        RowFault: the row has no ground truth, or it cannot be carried out: then no conversation could be right.
     """
     fields = task.fields
-    tables = {**shared_tables, **cast(Mapping[str, list[Record]], fields.get("tables") or {})}
-    right = _replay_truth(Office.open(tables), cast(list[object], field_of(fields, "ground_truth", list)))
+    truth = cast(list[object], field_of(fields, "ground_truth", list))
+    try:
+        tables = {**shared_tables, **cast(Mapping[str, list[Record]], fields.get("tables") or {})}
+        right = _replay_truth(Office.open(tables), truth)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise RowFault(f"tables or ground_truth: {error}") from error
     parameters = fields.get("responses_create_params")
     tools = fields.get("tools") or (parameters.get("tools") if isinstance(parameters, dict) else None) or []
     office, flags = Office.open(tables), set()
@@ -93,12 +97,12 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
 def _replay_truth(office: Office, calls: list[object]) -> Office:
     for call in calls:
         if not isinstance(call, dict):
-            raise ValueError(f"ground_truth: {call!r:.100} is no call")
+            raise RowFault(f"ground_truth: {call!r:.100} is no call")
         arguments = call.get("arguments")
         try:
             office.call(str(call.get("name")), json.loads(arguments) if isinstance(arguments, str) else arguments or {})
         except ToolError as error:
-            raise ValueError(
+            raise RowFault(
                 f"ground_truth cannot be carried out: {error}; give the records it is about in the row's `tables` "
                 "or in env.workplace_assistant.tables_path"
             ) from error

@@ -8,36 +8,40 @@ from typing import Literal
 
 @dataclass
 class MathEnvConfig:
-    num_workers: int = 1
-    """Child processes that score rollouts."""
+    num_workers: int = 2
+    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """How an answer is compared with the expected one: the last mathematical expression by value, or the text after the last `Answer:`."""
+    strict: bool = False
+    """Whether an answer must be a final value: where a number is expected, an integer, a decimal or a fraction in lowest terms; else no
+    operation (sum, integral, factorial) that the expected answer lacks. Off, as in NeMo RL, `12+30` is as good as 42. Not with
+    `dapo_math_verify`, which compares texts."""
     timeout_s: float = 2.0
-    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
 
 
 @dataclass
 class McqaEnvConfig:
-    num_workers: int = 1
-    """Child processes that score rollouts."""
+    num_workers: int = 2
+    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
     timeout_s: float = 2.0
-    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
 
 
 @dataclass
 class InstructionFollowingEnvConfig:
-    num_workers: int = 1
-    """Child processes that score rollouts."""
+    num_workers: int = 2
+    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
     timeout_s: float = 2.0
-    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
 
 
 @dataclass
 class StructuredOutputsEnvConfig:
-    num_workers: int = 1
-    """Child processes that score rollouts."""
+    num_workers: int = 2
+    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
     timeout_s: float = 2.0
-    """Seconds for one rollout; then its child is killed and the rollout is masked."""
+    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
 
 
 @dataclass
@@ -56,10 +60,10 @@ class CodeEnvConfig:
 
 @dataclass
 class WorkplaceEnvConfig:
-    num_workers: int = 1
-    """Child processes that score rollouts."""
+    num_workers: int = 2
+    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
     timeout_s: float = 5.0
-    """Seconds for one turn; then its child is killed and the rollout is masked."""
+    """Seconds for one turn; then its child is killed and its reward is 0, unless the machine kept it from its work."""
     tables_path: str | None = None
     """The records that a conversation begins with: a folder with WorkBench's CSV files, which the rows of the Nemotron-3-Nano blend are
     about, or a JSON file `{"emails": [...], "events": [...], ...}`. A row's own `tables` go before it; null = none but those."""

@@ -77,3 +77,8 @@ def score(prompt, response, reference_answer):
         case "null pointer":
             ctypes.string_at(0)
     return {"reward": 1.0 if text == expected else 0.0, "extracted": text}
+
+
+def echo(response):
+    """Says the text again wherever a reward function may say something."""
+    return {"reward": 1.0, response: 1.0, "extracted": response, "observation": [{"role": "user", "content": response}]}

@@ -30,10 +30,10 @@ def test_exactly_the_schema_is_right():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (json.dumps({**GOOD, "more": 1}), "'more' was unexpected"),
-        (json.dumps({"name": "x", "kind": "a"}), "'tags' is a required property"),
-        (json.dumps({**GOOD, "tags": [{}]}), "'id' is a required property"),
-        (json.dumps({**GOOD, "kind": "c"}), "$.kind: 'c' is not one of"),
+        (json.dumps({**GOOD, "more": 1}), "$: additionalProperties"),
+        (json.dumps({"name": "x", "kind": "a"}), "$: required"),
+        (json.dumps({**GOOD, "tags": [{}]}), "$.tags[0]: required"),
+        (json.dumps({**GOOD, "kind": "c"}), "$.kind: enum"),
         ("```json\n" + json.dumps(GOOD) + "\n```", "no JSON"),
         ("Here: " + json.dumps(GOOD), "no JSON"),
         (json.dumps(GOOD)[:-1], "no JSON"),

@@ -1,0 +1,26 @@
+"""Makes text from outside harmless: what a model writes, what rows hold, what reward functions answer. Standard library only."""
+
+from __future__ import annotations
+
+import re
+
+MAX_TEXT_CHARACTERS = 4 << 20
+"""Of one rollout: a million tokens of prose. JSON spells a character in 12 bytes at most, so that it fits into a message to a child."""
+
+REPLACEMENT = "\ufffd"
+CUT = "\n[cut]\n"
+
+# Controls but tab and newline (NUL, escapes of terminals), bidirectional embeddings, overrides and isolates, halves of surrogate pairs.
+_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def safe_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:
+    """The text with one replacement character for each that could steer a terminal, reorder a line, or not be encoded; newlines are `\\n`.
+
+    Of a text that is longer than `max_characters` the middle is cut out, for answers stand at the end.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if len(text) > max_characters:
+        half = (max_characters - len(CUT)) // 2
+        text = text[:half] + CUT + text[len(text) - half :]
+    return _UNSAFE.sub(REPLACEMENT, text)

@@ -1,0 +1,195 @@
+"""Every pattern that a model's text meets, on the worst text for it, within CPU seconds that only a linear one keeps to."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+from mrl.config.texts import safe_text
+from mrl.envs import instruction_following as instructions
+from mrl.envs import math, math_bounds, mcqa
+from mrl.envs.code import last_code_block
+from mrl.envs.languages import detect
+from mrl.envs.tool_calls import tool_calls
+from tests.sources import ROOT
+
+NUM_CHARACTERS = 100_000
+CPU_BUDGET_S = 2.0
+"""A linear pattern takes some milliseconds; a quadratic one at least 10 s: 10^10 / 2 steps."""
+
+ARGUMENTS: Mapping[str, object] = {
+    "keyword": "ab",
+    "keywords": ["ab"],
+    "forbidden_words": ["ab"],
+    "letter": "a",
+    "language": "en",
+    "first_word": "a",
+    "postscript_marker": "P.P.S",
+    "section_spliter": "Section",
+    "prompt_to_repeat": "a",
+    "end_phrase": "a",
+    "nth_paragraph": 1,
+    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_sentences", "num_paragraphs", "num_words"), 1),
+    **dict.fromkeys(("num_placeholders", "num_bullets", "num_highlights", "num_sections"), 1),
+}
+
+
+def every(*patterns: re.Pattern[str]) -> Callable[[str], object]:
+    return lambda text: [pattern.findall(text) for pattern in patterns]
+
+
+def follow_all(text: str) -> None:
+    for check in instructions.CHECKS.values():
+        check(text, ARGUMENTS)
+
+
+MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
+    "mrl.config.texts._UNSAFE": safe_text,
+    "mrl.envs.math.ANSWER_LINE": lambda text: math.score_dapo(text, "1"),
+    "mrl.envs.math.plain_answer": lambda text: math.score_dapo(f"answer: {text[: math.DAPO_TAIL_CHARACTERS]}", "1"),
+    "mrl.envs.math.DECIMAL": math.DECIMAL.fullmatch,
+    "mrl.envs.math.FRACTION": math.FRACTION.fullmatch,
+    "mrl.envs.math.OPERATION": every(math.OPERATION),
+    "mrl.envs.math.NUMBER_ALONE": lambda text: math.NUMBER_ALONE.search(text[-math.LEFT_CHARACTERS :]),
+    "mrl.envs.math.PERCENT": math.PERCENT.match,
+    "mrl.envs.math._decimal": lambda text: re.sub(r"[^\d.+-]", "", text),
+    "mrl.envs.math_bounds._PARTS": math_bounds.size_of,
+    "mrl.envs.math_bounds._DIGITS": math_bounds.size_of,
+    "mrl.envs.math_bounds._EAGER": math_bounds.size_of,
+    "mrl.envs.math_bounds._EAGER_COST": every(math_bounds._EAGER_COST),
+    "mrl.envs.math_bounds._NUMBER_RUN": math_bounds.search_cost,
+    "mrl.envs.math_bounds._ENVIRONMENTS": math_bounds.search_cost,
+    "mrl.envs.mcqa.BOXED": every(mcqa.BOXED),
+    "mrl.envs.mcqa.ANSWER": every(mcqa.ANSWER),
+    "mrl.envs.mcqa.choose": lambda text: mcqa.choose(text, [mcqa.BOXED, mcqa.ANSWER], []),
+    "mrl.envs.languages.detect": detect,
+    "mrl.envs.tool_calls.BLOCK": lambda text: tool_calls(f"<tool_call>{text}"),
+    "mrl.envs.tool_calls.FUNCTION": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
+    "mrl.envs.tool_calls.PARAMETER": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
+    **{
+        f"mrl.envs.instruction_following.{name}": follow_all
+        for name in "words sentences paragraphs _nth_paragraph _postscript _highlights _sections _count _has_word CHECKS".split()
+    },
+}
+"""By the module, and the name that is assigned or the function that holds the pattern: what puts a text through it."""
+
+MEETS_NO_TEXT = {
+    "mrl.data.chat.use_chat_template",
+    "mrl.data.files._is_of_split",
+    "mrl.data.reading._claim",
+    "mrl.envs.mcqa.own_patterns",
+    "mrl.envs.mcqa.score",
+    "mrl.store.checkpoints.STEP_FOLDER",
+}
+"""Patterns over chat templates, paths, ids and expected answers, and the rows' own patterns: those are bounded by the deadline."""
+
+PIECES = (
+    " ",
+    "\n",
+    "\n ",
+    "a",
+    "A. ",
+    '."',
+    ". ",
+    "'",
+    "(",
+    "[",
+    "[a",
+    "<",
+    "<<",
+    "<<a",
+    ">>",
+    "*",
+    "**",
+    "**a",
+    "* a",
+    "***",
+    "-",
+    "- ",
+    "`",
+    "```",
+    "```\n",
+    "```a\n",
+    "p. ",
+    "P.",
+    "Section ",
+    "answer",
+    "answer ",
+    "answer: ",
+    "answer is ",
+    "\\boxed{",
+    "\\boxed{ ",
+    "\\text{",
+    "\\text{a",
+    "$",
+    "\\frac",
+    "\\frac{1",
+    "\\(",
+    "\\[",
+    "$$",
+    "1",
+    "1,",
+    "1 111",
+    "1.",
+    "+",
+    "|",
+    "<tool_call>",
+    "<function=",
+    "<function=a>",
+    "<parameter=",
+    "<parameter=a>",
+    "</parameter>",
+    "</function>",
+    "\x1b[",
+)
+
+
+def patterns_of_the_product() -> Iterator[str]:
+    for folder in ("mrl/envs", "mrl/data", "mrl/store"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            for statement in ast.parse(path.read_text()).body:
+                calls = (ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call))
+                if any(call.startswith("re.") for call in calls):
+                    yield f"{module}.{name_of(statement)}"
+    assert importlib.import_module("mrl.config.texts")
+    yield "mrl.config.texts._UNSAFE"
+
+
+def name_of(statement: ast.stmt) -> str:
+    match statement:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+            return name
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return name
+    raise AssertionError(f"a pattern stands in {ast.unparse(statement):.80}")
+
+
+def test_each_pattern_is_known_here():
+    assert set(patterns_of_the_product()) == MEETS_TEXT.keys() | MEETS_NO_TEXT
+
+
+@pytest.mark.attack("an answer starves the others")
+@pytest.mark.parametrize("piece", PIECES)
+def test_no_text_takes_more_than_linear_time(piece: str):
+    text = (piece * NUM_CHARACTERS)[:NUM_CHARACTERS] + "x"
+    for name, run in [*{run: (name, run) for name, run in MEETS_TEXT.items()}.values(), ("code blocks", last_code_block)]:
+        started = time.process_time()
+        run(text)
+        assert time.process_time() - started < CPU_BUDGET_S, name
+
+
+@pytest.mark.attack("an answer starves the others")
+@pytest.mark.parametrize(
+    "piece",
+    ["$", "$$a", "\\(\\boxed{a}", "\\[", " [\\boxed{a}", "**1", "1 ", "1,", "\\boxed{a} and ", "$a$ and ", "answer: $", "final answer is "],
+)
+def test_math_verifys_patterns_are_bounded(piece: str):
+    started = time.process_time()
+    math.score((piece * NUM_CHARACTERS)[:NUM_CHARACTERS], "42")
+    assert time.process_time() - started < CPU_BUDGET_S

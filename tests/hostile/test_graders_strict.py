@@ -1,0 +1,211 @@
+"""Answers that say the question again, and answers that are none; with them, right answers of data sets that must stay right."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.envs.math import TOO_COSTLY, score
+from mrl.envs.mcqa import score as score_choice
+from mrl.envs.structured_outputs import score as score_json
+from mrl.envs.task import RowFault, Task
+
+ROOT = Path(__file__).resolve().parents[2]
+
+EXPRESSIONS = [
+    "\\frac{\\pi}{4}",
+    "\\sqrt{2}",
+    "3\\sqrt{13}",
+    "x^2+1",
+    "p - q",
+    "\\left( 3, \\frac{\\pi}{2} \\right)",
+    "\\left[-\\frac{1}{2},\\infty\\right)",
+    "\\left(-\\infty,2\\right)\\cup(3,\\infty)",
+    "\\begin{pmatrix} -1/3 \\\\ 2/3 \\\\ 5/3 \\end{pmatrix}",
+    "\\{1,2,3\\}",
+    "1,-2",
+    "1 \\pm \\sqrt{19}",
+    "\\frac{1 \\pm \\sqrt{5}}{2}",
+    "y = 2x + 3",
+    "3 \\le x \\le 5",
+    "6 - 5i",
+    "2516_8",
+    "\\text{(C)}",
+    "\\text{Evelyn}",
+    "\\log_2 5",
+    "\\binom{10}{3}",
+    "\\frac{9!}{2}",
+    "\\cot x",
+    "e^{x^2}",
+    "5(3x+1)^{2}",
+    "(x+1)^{2024}",
+    "2^{2005}",
+    "2^{2^{10}}",
+    "10^{100}",
+    "9.6\\times10^{2}",
+]
+NUMBERS = [
+    "42",
+    "-3",
+    "2220",
+    "1,200",
+    "1{,}200",
+    "\\$18",
+    "$18$",
+    "\\$32,\\!348",
+    "12.5\\%",
+    "1.36",
+    "\\frac{14}{3}",
+    "-\\frac{35}{9}",
+    "\\frac{243}{625}",
+    "90^\\circ",
+    "15\\mbox{ cm}^2",
+    "6.5 \\text{ feet}",
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.attack("an answer flatters its grader")
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "\\boxed{12+30}",
+        "12+30",
+        "$12+30$",
+        "\\boxed{6\\cdot 7}",
+        "\\boxed{84/2}",
+        "\\boxed{\\frac{84}{2}}",
+        "\\boxed{\\sqrt{1764}}",
+        "\\boxed{42^1}",
+        "\\boxed{\\sum_{k=1}^{6} 2k}",
+        "\\boxed{\\int_0^{42} 1 dx}",
+        "\\boxed{\\lim_{x \\to 0} 42}",
+        "\\boxed{\\gcd(84,126)}",
+        "\\boxed{\\max(42,1)}",
+        "\\boxed{|{-42}|}",
+        "\\boxed{\\lfloor 42.5\\rfloor}",
+        "\\boxed{\\binom{42}{1}}",
+        "\\boxed{41=42}",
+        "41=42",
+        "41 = 42",
+        "$41=42$",
+        "\\boxed{42\\%}",
+        "42\\%",
+        "42%",
+        "42 percent",
+        "$42$\\%",
+    ],
+)
+def test_the_question_is_no_answer(answer: str):
+    assert score(answer, "42", is_strict=True)[0] == 0.0
+
+
+def test_off_the_rule_is_math_verifys():
+    assert [score(answer, "42")[0] for answer in ("\\boxed{12+30}", "\\boxed{41=42}", "\\boxed{42\\%}")] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.attack("an answer flatters its grader")
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("\\boxed{\\sum_{k=1}^{n} k}", "\\frac{n(n+1)}{2}"),
+        ("\\boxed{\\lim_{h\\to 0} \\frac{(x+h)^2-x^2}{h}}", "2x"),
+        ("\\boxed{\\frac{4!}{3!} x}", "4x"),
+        ("\\boxed{\\frac{2}{4}}", "\\frac{1}{2}"),
+        ("\\boxed{1-\\frac{1}{2}}", "0.5"),
+    ],
+)
+def test_operations_that_the_expected_answer_lacks_are_left_to_do(answer: str, expected: str):
+    assert score(answer, expected, is_strict=True)[0] == 0.0
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("expected", [*NUMBERS, *EXPRESSIONS])
+def test_no_expected_answer_is_refused(expected: str, is_strict: bool):
+    reward, extracted = score(f"So we get \\boxed{{{expected}}}.", expected, is_strict=is_strict)
+    assert (reward, extracted == TOO_COSTLY) == (1.0, False)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "42",
+        "042",
+        "42.0",
+        "12+30=42",
+        "$12+30=42$",
+        "x = 42",
+        "\\boxed{x=42}",
+        "so it is 42.",
+        "\\boxed{42 \\text{ apples}}",
+        "$42",
+        "#### 42",
+    ],
+)
+def test_final_answers_stay_right(answer: str):
+    assert score(answer, "42", is_strict=True)[0] == 1.0
+
+
+def test_fractions_and_decimals_are_the_same_number():
+    assert [score(text, "0.75", is_strict=True)[0] for text in ("3/4", "\\boxed{\\frac{3}{4}}", ".75")] == [1.0] * 3
+
+
+def test_an_expected_answer_that_nobody_can_compute_is_the_rows_fault():
+    for expected in ("9^{9^{9}}", "99999999!", "(" * 50 + "1" + ")" * 50, ""):
+        with pytest.raises(RowFault):
+            score("42", expected)
+
+
+def test_the_demo_is_strict():
+    assert load_config(str(ROOT / "configs" / "grpo_tiny.yaml"), []).env.math.strict
+
+
+@pytest.mark.attack("an answer flatters its grader")
+@pytest.mark.parametrize(
+    "text",
+    ["\\boxed{A}\\boxed{B}\\boxed{C}", "\\boxed{ABCD}", "\\boxed{A or B}", "\\boxed{\\text{A,B}}", "A B C D"],
+)
+def test_several_letters_are_not_the_right_one(text: str):
+    assert score_choice(Task((text,), row='{"expected_answer": "A"}')).reward == 0.0
+
+
+@pytest.mark.attack("a schema reaches the network")
+@pytest.mark.parametrize("keyword", ["$ref", "$dynamicRef", "$schema"])
+@pytest.mark.parametrize("scheme", ["http", "file"])
+def test_schemas_never_fetch(tmp_path: Path, keyword: str, scheme: str):
+    (tmp_path / "schema.json").write_text("true")
+    knocked = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+
+        def listen() -> None:
+            try:
+                server.accept()[0].close()
+                knocked.set()
+            except TimeoutError:
+                return
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        port = server.getsockname()[1]
+        place = f"http://127.0.0.1:{port}/schema.json" if scheme == "http" else (tmp_path / "schema.json").as_uri()
+        row = f'{{"schema_str": "{{\\"{keyword}\\": \\"{place}\\"}}"}}'
+        if keyword == "$schema":
+            assert score_json(Task(("1",), row=row)).reward == 1.0
+        else:
+            with pytest.raises(RowFault, match="Unresolvable"):
+                score_json(Task(("1",), row=row))
+        listener.join(5.0)
+    assert not knocked.is_set()
