@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from mrl import env
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import REDACTED, noted_secrets
+from mrl.config.texts import safe_text
 
 _URL_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s/:@]*):[^\s/]+@")
 _URL_TOKEN = re.compile(r"([?&][\w-]*(?:token|key|secret|password|signature|sig)=)[^&\s]+", re.IGNORECASE)
@@ -51,15 +52,15 @@ def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[st
 
 
 class SecretsFormatter(logging.Formatter):
-    """Writes log lines and their tracebacks without secrets."""
+    """Writes log lines and their tracebacks without secrets, and without what steers a terminal: errors quote rows."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
-        return redact_text(super().format(record))
+        return safe_text(redact_text(super().format(record)))
 
 
 def _print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.stderr.write(redact_text("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(safe_text(redact_text("".join(traceback.format_exception(kind, error, trace)))))
 
 
 def start_logging(text_format: str = "%(message)s", stream: TextIO | None = None) -> None:

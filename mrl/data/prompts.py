@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
 from mrl.config.rules.data import key_of
 from mrl.config.rules.environments import NEMO_GYM, environment_names, environment_of_agent
+from mrl.config.texts import safe_text
 from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
@@ -146,7 +147,8 @@ class PromptMaker:
         row = parse_row(fields, self.dataset)
         (token_ids,) = tokenize([self._render(row)], self.tokenizer)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
-        return Prompt(prompt_id, token_ids, row.question, row.answer, self._env_name(row), json.dumps(rest))
+        # The model gets the question as it is; people, and graders beside the model's text, get both made safe alike.
+        return Prompt(prompt_id, token_ids, safe_text(row.question), safe_text(row.answer), self._env_name(row), json.dumps(rest))
 
     def _render(self, row: Row) -> str:
         as_it_is = self.dataset.processor == GYM_PROCESSOR

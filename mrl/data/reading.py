@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from conversion.storage.files import write_atomic
 from mrl.config.rules.data import train_datasets, validation_datasets
+from mrl.config.texts import safe_text
 from mrl.data.fields import Fields, RowError, json_object
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, RecordFile
@@ -305,6 +306,8 @@ def _is_repeated(identity: str, seen: set[int]) -> bool:
 
 
 def _claim(row_id: str, place: str, names: Names) -> None:
+    if not row_id.isprintable():
+        raise RowError(f"id {row_id!r:.100} has characters that cannot be printed; choose another")
     stem, _, number = row_id.rpartition(":")
     if stem in names.stems and re.fullmatch(r"\d+", number):
         raise RowError(f"id {row_id!r} is what a row without id is called in that line; choose another")
@@ -363,7 +366,7 @@ def write_quarantine(findings: Sequence[Findings], folder: Path) -> None:
             for row in found.bad:
                 line = row.file.read(row.record.offset, row.length).decode("utf-8", "replace")
                 place = row.file.place(row.record.number)
-                file.write(json.dumps({"place": place, "reason": row.reason, "line": line}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"place": place, "reason": safe_text(row.reason), "line": line}, ensure_ascii=False) + "\n")
     if counts:
         write_atomic(folder / "left_out.json", json.dumps(counts, indent=2))
 

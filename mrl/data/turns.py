@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 import numpy as np
 
+from mrl.config.texts import MAX_TEXT_CHARACTERS, safe_text
 from mrl.types import Rollout, Transcript, Verdict
 
 if TYPE_CHECKING:
@@ -35,10 +36,11 @@ class TurnFormat:
         self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
 
     def texts(self, rollout: Rollout) -> tuple[str, ...]:
-        """What the model said in each turn, without special tokens but with `MARKUP`."""
+        """What the model said in each turn, without special tokens but with `MARKUP`, as `safe_text`."""
         turns = [rollout.token_ids[turn.start : turn.stop].tolist() for turn in rollout.turns]
         kept = [[token_id for token_id in ids if token_id not in self._hidden_ids] for ids in turns]
-        return tuple(self.tokenizer.batch_decode(kept, skip_special_tokens=False))
+        texts = self.tokenizer.batch_decode(kept, skip_special_tokens=False)
+        return tuple(safe_text(text, MAX_TEXT_CHARACTERS // len(texts)) for text in texts)
 
     def next_turn(self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int) -> Transcript | Ending:
         """What the next turn goes on from, if the environment answers and both turns and context are left; else why there is none.

@@ -40,12 +40,13 @@ def last_step_in(path: Path) -> int:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    # A power cut may leave anything; our lines are ASCII.
+    return path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else []
 
 
 def _step_of(line: str) -> float:
     """The step of a line; a torn last line counts as beyond every checkpoint."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf

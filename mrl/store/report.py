@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from html import escape
 from pathlib import Path
 
@@ -16,6 +16,8 @@ SUPERVISED_PHASES = ("train", "validation", "checkpoint")
 PAIRS = "val/validation-default_"
 """What held-out pairs are measured by."""
 NUM_SAMPLES = 24
+METRIC_KEYS = {"step"}
+SAMPLE_KEYS = {"step", "split", "prompt", "text", "extracted", "expected", "reward", "status"}
 MAX_SAMPLE_CHARACTERS = 600
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1320px; padding: 0 1rem; color: #111827; background: #fff }
@@ -31,14 +33,15 @@ td.text { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-
 
 
 def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: str) -> None:
-    """Writes the page from the run's metrics and samples, replacing an older one at once."""
-    rows = _read(metrics_file)
-    samples = _read(samples_file)[-NUM_SAMPLES:]
+    """Writes the page from the run's metrics and samples, replacing an older one at once. Torn lines are left out, and counted."""
+    (rows, num_torn_rows), (samples, num_torn_samples) = _read(metrics_file, METRIC_KEYS), _read(samples_file, SAMPLE_KEYS)
+    num_torn = num_torn_rows + num_torn_samples
+    note = f"<p>{num_torn} torn lines of {escape(metrics_file.name)} and {escape(samples_file.name)} are left out.</p>" if num_torn else ""
     charts = _rollout_charts(rows) if has_rollouts(rows) else _supervised_charts(rows)
     page = (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1><p>{_headline(rows)}</p><div class='charts'>{''.join(charts)}</div>"
-        f"<h2>Samples, newest first</h2>{_sample_table(samples[::-1])}</body></html>"
+        f"<h1>{escape(title)}</h1><p>{_headline(rows)}</p>{note}<div class='charts'>{''.join(charts)}</div>"
+        f"<h2>Samples, newest first</h2>{_sample_table(samples[-NUM_SAMPLES:][::-1])}</body></html>"
     )
     write_atomic(path, page)
 
@@ -87,8 +90,19 @@ def _held_out_loss(rows: Sequence[dict]) -> Series:
     return _series(rows, "val/val_loss") or _series(rows, f"{PAIRS}loss")
 
 
-def _read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+def _read(path: Path, keys: Set[str]) -> tuple[list[dict], int]:
+    """The objects of a file that have these keys, and how many lines hold none, as a full disk or a power cut leaves them."""
+    found, num_torn = [], 0
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and keys <= row.keys():
+            found.append(row)
+        else:
+            num_torn += 1
+    return found, num_torn
 
 
 def _series(rows: Sequence[dict], name: str) -> Series:

@@ -156,10 +156,10 @@ class RunFolder:
 
     @contextmanager
     def _may_fail(self, what: str) -> Iterator[None]:
-        """Around writing what a run can do without: a full disk costs those lines, counted and said once, and not the run."""
+        """Around writing what a run can do without: a full disk, or what cannot be written, costs those lines, counted and said once."""
         try:
             yield
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._failed_writes[what] += 1
             if self._failed_writes[what] == 1:
                 logger.warning("%s cannot be written, and the run goes on without it: %s. Said once; what is lost is counted.", what, error)

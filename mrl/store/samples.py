@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from mrl.store.loggers.sink import Sample
 from mrl.types import RolloutGroup, TrainSequence
@@ -18,20 +19,28 @@ RULE = "-" * 62
 
 def append_report_samples(path: Path, step: int, split: Split, groups: Sequence[RolloutGroup]) -> None:
     """Keeps the first rollout of the first groups for the report, one JSON line each."""
-    with path.open("a", encoding="utf-8") as file:
-        for group in groups[:NUM_REPORT_SAMPLES]:
-            verdict = group.verdicts[0]
-            row = {
-                "step": step,
-                "split": split,
-                "prompt": group.prompt.text,
-                "expected": group.prompt.expected_answer,
-                "text": verdict.text,
-                "extracted": verdict.extracted,
-                "reward": verdict.reward,
-                "status": verdict.status,
-            }
-            file.write(json.dumps(row) + "\n")
+    rows = [
+        {
+            "step": step,
+            "split": split,
+            "prompt": group.prompt.text,
+            "expected": group.prompt.expected_answer,
+            "text": group.verdicts[0].text,
+            "extracted": group.verdicts[0].extracted,
+            "reward": group.verdicts[0].reward,
+            "status": group.verdicts[0].status,
+        }
+        for group in groups[:NUM_REPORT_SAMPLES]
+    ]
+    with path.open("ab+") as file:
+        # A disk that was full may have torn the last line: it must not take the next one along.
+        is_torn = file.tell() > 0 and _last_byte(file) != b"\n"
+        file.write(b"\n" * is_torn + "".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))
+
+
+def _last_byte(file: BinaryIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
 
 
 def write_step_data(folder: Path, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> None:

@@ -63,7 +63,7 @@ class LoggerProcess:
                 self._lose("its process has ended")
                 return
             try:
-                self._socket.send(json.dumps(record, ensure_ascii=False).encode())
+                self._socket.send(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
                 self._num_unanswered += 1
             except BlockingIOError:
                 self._lose("it does not keep up")
