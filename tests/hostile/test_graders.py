@@ -113,11 +113,11 @@ def test_a_users_own_function_is_not_believed_that_the_text_did_it(text: str):
         ("instruction_following", "a" + " " * 40_000 + "b", {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [None]}),
         (
             "instruction_following",
-            "\n" * 40_000 + "x",
+            "a" + "\n" * 40_000 + "x",
             {"instruction_id_list": ["detectable_format:number_bullet_lists"], "kwargs": [{"num_bullets": 1}]},
         ),
-        ("mcqa", "answer" + " " * 40_000, {"expected_answer": "A"}),
-        ("mcqa", "\\boxed{" + " " * 40_000, {"expected_answer": "A"}),
+        ("mcqa", "answer" + " " * 40_000 + "1", {"expected_answer": "A"}),
+        ("mcqa", "\\boxed{" + " " * 40_000 + "1", {"expected_answer": "A"}),
         (
             "workplace_assistant",
             "<tool_call><function=f>" + "<parameter=a>" * 20_000 + "</function></tool_call>",
@@ -203,10 +203,10 @@ def test_long_texts_and_suspects_go_last():
 
 @pytest.mark.attack("an answer starves the others")
 def test_culprits_do_not_pass_their_deadline_on(pool: RewardPool):
-    tasks = [Task((f"spin {index}" if index % 8 == 0 else f"honest {index}",)) for index in range(32)]
+    tasks = [Task((f"spin {index}" if index % 16 == 0 else f"honest {index}",)) for index in range(32)]
     end = time.monotonic() + 20.0
     verdicts = pool.score(tasks, gives_up=lambda: time.monotonic() > end)
-    assert [verdict.reward for verdict in verdicts] == [float(index % 8 != 0) for index in range(32)]
+    assert [verdict.reward for verdict in verdicts] == [float(index % 16 != 0) for index in range(32)]
     # What a text did once it is known for.
     started = time.monotonic()
     assert pool.score(tasks[:1])[0].flags == (TEXT_FAULT,)

@@ -148,6 +148,9 @@ PIECES = (
     "\x1b[",
 )
 
+HEADS = ("a", "A.", "answer", "answer is", "answer:", "\\boxed{", "\\boxed{\\text{", "Section", "p.p.", "```\na", "<<", "[", "*")
+"""What a long run of white space may follow."""
+
 
 def patterns_of_the_product() -> Iterator[str]:
     for folder in ("mrl/envs", "mrl/data", "mrl/store"):
@@ -175,9 +178,9 @@ def test_each_pattern_is_known_here():
 
 
 @pytest.mark.attack("an answer starves the others")
-@pytest.mark.parametrize("piece", PIECES)
-def test_no_text_takes_more_than_linear_time(piece: str):
-    text = (piece * NUM_CHARACTERS)[:NUM_CHARACTERS] + "x"
+@pytest.mark.parametrize(("head", "piece"), [*(("", piece) for piece in PIECES), *((head, " ") for head in HEADS), ("a", "\n")])
+def test_no_text_takes_more_than_linear_time(head: str, piece: str):
+    text = (head + piece * NUM_CHARACTERS)[:NUM_CHARACTERS] + "1"
     for name, run in [*{run: (name, run) for name, run in MEETS_TEXT.items()}.values(), ("code blocks", last_code_block)]:
         started = time.process_time()
         run(text)

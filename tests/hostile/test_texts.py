@@ -69,9 +69,8 @@ def test_what_is_harmless_stays():
 
 
 @breaks
-@every_text
+@pytest.mark.parametrize("text", [text for text in HOSTILE.values() if len(text) < MAX_TEXT_CHARACTERS])
 def test_what_a_model_writes_enters_safe_and_its_tokens_stay(text: str):
-    text = text[: MAX_TEXT_CHARACTERS + 1]
     ids = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
     rollout = Rollout(request([1]), 0, ids, np.zeros(len(ids), np.float32), "stop")
     before = ids.tobytes()
@@ -82,12 +81,12 @@ def test_what_a_model_writes_enters_safe_and_its_tokens_stay(text: str):
 @breaks
 def test_a_row_enters_safe_and_its_tokens_stay(tmp_path: Path):
     byte_tokenizer(4096).save_pretrained(tmp_path / "model")
-    row = {"question": "\x1b[2J1+1\u202e", "answer": "2\x1b]0;x\x07"}
+    question = "\x1b[2J1+1\u202e"
     for name in ("train.jsonl", "validation.jsonl"):
-        write(tmp_path / name, [row])
+        write(tmp_path / name, [{"question": question, "answer": "2\x1b]0;x\x07"}])
     (prompt,) = load_prompts(configured(tmp_path)).train
     assert is_safe(prompt.text) and is_safe(prompt.expected_answer)
-    assert bytes(prompt.token_ids[1:-1]) == row["question"].encode()
+    assert bytes(prompt.token_ids[1:-1]) == question.encode()
 
 
 @breaks
