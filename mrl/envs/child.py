@@ -67,7 +67,7 @@ def serve(connection: socket.socket, score: Score) -> None:
 def answer(score: Score, request: dict[str, object]) -> bytes:
     """The encoded outcome, or the encoded reason why there is none: whatever the reward function raises ends here.
 
-    A row says so itself, by `RowFault`, and a machine by `OSError`; all else came of the text.
+    Graders say that a row is at fault by `RowFault`, that the machine is by `OSError` or `RuntimeError`; all else came of the text.
     """
     try:
         turns = request["turns"]
@@ -77,7 +77,9 @@ def answer(score: Score, request: dict[str, object]) -> bytes:
     except MemoryError:
         return encode({"error": "out of memory", "culprit": "text"})
     except (Exception, SystemExit) as error:
-        culprit = "row" if isinstance(error, RowFault) else "machine" if isinstance(error, OSError) else "text"
+        # Not RecursionError, which is a RuntimeError too.
+        is_machine = isinstance(error, OSError) or type(error) is RuntimeError
+        culprit = "row" if isinstance(error, RowFault) else "machine" if is_machine else "text"
         return encode({"error": f"{type(error).__name__}: {error}"[:500], "culprit": culprit})
 
 

@@ -47,4 +47,6 @@ def score(task: Task) -> Outcome:
             raise RowFault("no text is right")
         case "disk":
             raise OSError(errno.ENOSPC, "no space left")
+        case "host":
+            raise RuntimeError("this host cannot confine a program")
     return Outcome(1.0, extracted=str(next(_turn)))

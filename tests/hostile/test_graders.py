@@ -58,6 +58,7 @@ POOL = OWN = ("timeout", False, 0.0, ())
         ("exit-once", NOBODY),
         ("row", ROW),
         ("disk", MACHINE),
+        ("host", MACHINE),
     ],
 )
 def test_each_row_of_the_table_of_faults(pool: RewardPool, tmp_path: Path, text: str, culprit: tuple[object, ...]):
