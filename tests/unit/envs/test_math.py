@@ -1,6 +1,8 @@
 import pytest
+from math_verify import parse
 
-from mrl.envs.math import make, score, score_dapo
+from mrl.envs.math import ANSWER_TARGETS, find_answer, make, score, score_dapo
+from mrl.envs.math_bounds import size_of
 from mrl.envs.task import Outcome, Task
 
 RIGHT = [
@@ -68,6 +70,12 @@ def test_wrong_answers(expected: str, text: str):
     reward, extracted = score(text, expected)
     assert reward == 0.0
     assert isinstance(extracted, str)
+
+
+@pytest.mark.parametrize("text", [*(text for _, text, _ in RIGHT), *(text for _, text in WRONG), "$1$ and $2$", "Answer: 3, then 4"])
+def test_what_is_found_is_what_math_verify_finds(text: str):
+    found = find_answer(text, size_of("1"))
+    assert (found.values if found else []) == parse(text, extraction_config=ANSWER_TARGETS, parsing_timeout=0)
 
 
 def test_words_compare_as_text():
