@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mrl.config.texts import safe_text
 from mrl.data.turns import TurnFormat, appended
 from mrl.prepare_tokenizer import END_ID, byte_tokenizer
 from mrl.types import Rollout, Transcript, Turn, Verdict
@@ -109,7 +110,7 @@ def test_texts_of_turns_are_without_the_environment_and_special_tokens():
 def test_texts_without_markup_are_what_the_tokenizer_itself_decodes():
     turns = TurnFormat(byte_tokenizer(4096), template_kwargs=None)
     tokens = np.random.default_rng(0).integers(0, 264, size=400).tolist()
-    assert turns.texts(spoken(tokens, [1])) == (turns.tokenizer.decode(tokens, skip_special_tokens=True),)
+    assert turns.texts(spoken(tokens, [1])) == (safe_text(str(turns.tokenizer.decode(tokens, skip_special_tokens=True))),)
 
 
 def test_a_turn_is_appended_with_the_experts_that_each_token_was_drawn_with():
