@@ -22,7 +22,7 @@ from typing import IO
 
 from mrl.envs import sandbox
 from mrl.envs.scratch import scratch_folder
-from mrl.envs.task import Outcome, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Outcome, RowFault, Score, Task, field_of, text_after_thinking
 
 UNCONFINED = "unconfined"
 """Flag of a program that ran where the kernel could not confine it."""
@@ -73,7 +73,7 @@ def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bo
     A program that runs out of its time has failed, as in a contest.
 
     Raises:
-        ValueError: the row has no tests, or they are none.
+        RowFault: the row has no tests, or they are none.
         RuntimeError: the program cannot be confined, and may not escape.
     """
     tests, function = tests_of(task.fields)
@@ -94,7 +94,7 @@ def tests_of(fields: dict[str, object]) -> tuple[list[Test], str]:
     """The tests of a row, `verifier_metadata.unit_tests` or `unit_tests`, and the function that they call; empty: stdin and stdout.
 
     Raises:
-        ValueError: they are not there, or not lists of texts of equal length.
+        RowFault: they are not there, or not lists of texts of equal length.
     """
     metadata = fields.get("verifier_metadata")
     tests = field_of(metadata if isinstance(metadata, dict) else fields, "unit_tests", dict)
@@ -102,7 +102,7 @@ def tests_of(fields: dict[str, object]) -> tuple[list[Test], str]:
     inputs, outputs = field_of(tests, "inputs", list), field_of(tests, "outputs", list)
     assert isinstance(inputs, list) and isinstance(outputs, list)
     if len(inputs) != len(outputs) or not inputs or not all(isinstance(text, str) for text in inputs + outputs):
-        raise ValueError(f"unit_tests must have texts, as many inputs as outputs, at least one; not {len(inputs)} and {len(outputs)}")
+        raise RowFault(f"unit_tests must have texts, as many inputs as outputs, at least one; not {len(inputs)} and {len(outputs)}")
     function = tests.get("fn_name") or ""
     return [Test(given, expected) for given, expected in zip(inputs, outputs, strict=True)], str(function)
 
@@ -123,11 +123,14 @@ def run_test(program: str, test: Test, function: str, seconds: float, *, may_esc
     """Why the program fails the test; None if it passes. `function` as for `mrl.envs.sandbox`.
 
     Raises:
-        ValueError: arguments or result of the test are not JSON.
+        RowFault: arguments or result of the test are not JSON.
         RuntimeError: the program cannot be confined, and may not escape.
     """
-    given = test.given if not function else json.dumps([json.loads(line) for line in test.given.splitlines() if line.strip()])
-    expected = json.loads(test.expected) if function else None
+    try:
+        given = test.given if not function else json.dumps([json.loads(line) for line in test.given.splitlines() if line.strip()])
+        expected = json.loads(test.expected) if function else None
+    except (ValueError, RecursionError) as error:
+        raise RowFault(f"a test of {function} is not JSON: {error}") from error
     with scratch_folder() as folder:
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
         (folder / "stdin").write_text(given, encoding="utf-8")

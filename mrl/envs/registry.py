@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # What a child may take beyond the time that its function allows a program, before it is the child that hangs.
 GRACE_S = 10.0
+# One alone would keep all texts waiting for the deadline of one.
+MIN_WORKERS = 2
 
 
 def build_environment(name: str, config: EnvConfig, *, endpoints: Path | None = None) -> RewardPool:
@@ -46,7 +48,7 @@ def build_environment(name: str, config: EnvConfig, *, endpoints: Path | None = 
         case "code":
             code = config.code
             options = {"test_timeout_s": code.unit_test_timeout_s, "timeout_s": code.timeout_s, "may_escape": _may_escape(code)}
-            function = RewardFunction("mrl.envs.code:make", options, allowances=("processes",))
+            function = RewardFunction("mrl.envs.code:make", options, allowances=("processes",), blames_text=True)
             return RewardPool(function, num_workers=min(code.num_workers, os.cpu_count() or 1), timeout_s=code.timeout_s + GRACE_S)
         case "instruction_following":
             checks = config.instruction_following
@@ -85,4 +87,5 @@ def _may_escape(code: CodeEnvConfig) -> bool:
 
 
 def _pool(factory: str, options: Mapping[str, object], *, num_workers: int, timeout_s: float) -> RewardPool:
-    return RewardPool(RewardFunction(factory, options, blames_text=True), num_workers=num_workers, timeout_s=timeout_s)
+    function = RewardFunction(factory, options, blames_text=True)
+    return RewardPool(function, num_workers=max(MIN_WORKERS, num_workers), timeout_s=timeout_s)

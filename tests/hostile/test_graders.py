@@ -16,7 +16,8 @@ from mrl.envs.registry import build_environment
 from mrl.envs.task import Task
 from mrl.envs.worker import RewardFunction
 
-FAULTS = RewardFunction("tests.hostile.fault_grader:make", blames_text=True)
+# One of its faults leaves a file, to be another the second time.
+FAULTS = RewardFunction("tests.hostile.fault_grader:make", allowances=("files",), blames_text=True)
 SCHEMA = {"$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}, "$ref": "#/$defs/tree"}
 NUM_HONEST = 48
 

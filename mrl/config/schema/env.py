@@ -9,7 +9,7 @@ from typing import Literal
 @dataclass
 class MathEnvConfig:
     num_workers: int = 2
-    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
+    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """How an answer is compared with the expected one: the last mathematical expression by value, or the text after the last `Answer:`."""
     strict: bool = False
@@ -23,7 +23,7 @@ class MathEnvConfig:
 @dataclass
 class McqaEnvConfig:
     num_workers: int = 2
-    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
+    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
     timeout_s: float = 2.0
     """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
 
@@ -31,7 +31,7 @@ class McqaEnvConfig:
 @dataclass
 class InstructionFollowingEnvConfig:
     num_workers: int = 2
-    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
+    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
     timeout_s: float = 2.0
     """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
 
@@ -39,7 +39,7 @@ class InstructionFollowingEnvConfig:
 @dataclass
 class StructuredOutputsEnvConfig:
     num_workers: int = 2
-    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
+    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
     timeout_s: float = 2.0
     """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
 
@@ -49,8 +49,8 @@ class CodeEnvConfig:
     num_workers: int = 8
     """Child processes that score rollouts, one program at a time each; never more than the host has cores."""
     timeout_s: float = 60.0
-    """Seconds for all tests of one rollout, after which its program has failed. A child that takes 10 s more is killed, and the rollout
-    is masked."""
+    """Seconds for all tests of one rollout, after which its program has failed. A child that takes 10 s more is killed; if it does so
+    twice, the reward is 0."""
     unit_test_timeout_s: float = 10.0
     """Seconds for one test, after which the program has failed."""
     allow_unconfined: bool = False
@@ -61,7 +61,7 @@ class CodeEnvConfig:
 @dataclass
 class WorkplaceEnvConfig:
     num_workers: int = 2
-    """Child processes that score rollouts: at least two, so that one text that takes its deadline does not hold up all others."""
+    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
     timeout_s: float = 5.0
     """Seconds for one turn; then its child is killed and its reward is 0, unless the machine kept it from its work."""
     tables_path: str | None = None
