@@ -39,10 +39,8 @@ def convert_mcore_to_hf(
     opened = open_checkpoint(mcore)
     checkpoint, source = opened.checkpoint, opened.tensors
     iteration, root = checkpoint.iteration, checkpoint.iteration.parent
-    known = None
     if (root / MANIFEST).exists():
         manifest = read_manifest(root)
-        known = manifest.tensors
         described = {f"{iteration.name}/{name}" for name in (METADATA_FILE, HF_CONFIG_FILE)}
         # The checksums of tensors that are cast say nothing of what they are cast to.
         cast = set() if dtype is None else {name for name in manifest.files if name.startswith(f"{iteration.name}/")}
@@ -58,7 +56,6 @@ def convert_mcore_to_hf(
             source.names,
             max_shard_bytes=max_shard_bytes,
             dtype=target,
-            known=known,
             progress=counter(progress, total),
         )
         check_same_tensors(root, tensors)

@@ -24,26 +24,29 @@ from conversion.storage.checkpoint_folder import (
     read_config,
     write_json,
 )
-from conversion.storage.chunks import Chunk, files_of_one, files_of_ranks
+from conversion.storage.chunks import Chunk, files_of_ranks, files_of_size
 from conversion.storage.file_boxes import content_checksums
 from conversion.storage.files import IO_TIMEOUT_S
 from conversion.storage.manifest import MANIFEST, TABLE_VERSION, TensorRecord, check_files, check_same_tensors, seal
 from conversion.storage.safetensors_io import SafetensorsFolder
-from conversion.storage.torch_archive import MAX_TENSOR_BYTES
-from conversion.storage.torch_dist_out import write_torch_dist
+from conversion.storage.torch_dist_out import MAX_CHUNK_BYTES, write_torch_dist
 from conversion.tensors import dtype_name, torch_dtype
 
-ONE_FILE = MegatronParallel()
+NO_RANKS = MegatronParallel()
+
+MAX_FILE_BYTES = 5 * 10**9
+"""What an interruption costs at most: whole files are kept."""
 
 Result = TypeVar("Result")
 
 
 def convert_hf_to_mcore(
-    hf: Path, out: Path, *, parallel: MegatronParallel = ONE_FILE, dtype: str | None = None, progress: Progress | None = None
+    hf: Path, out: Path, *, parallel: MegatronParallel = NO_RANKS, dtype: str | None = None, progress: Progress | None = None
 ) -> None:
     """Writes the Megatron checkpoint of a Hugging Face folder, loadable at any parallel layout.
 
-    `parallel` says only how data are cut into files: one for each (tp, pp, ep, etp) rank, which then reads no other. Tensors keep the
+    `parallel` says only how data are cut into files: one for each (tp, pp, ep, etp) rank, which then reads no other; by default, files of
+    at most 5 GB. Tensors keep the
     dtypes of the source, unless `dtype` ("bfloat16" or "float32") names one for all. A call that was killed is continued by the next
     with the same arguments.
 
@@ -88,9 +91,9 @@ def convert_hf_to_mcore(
 
 
 def _cut_into_files(model: Family, hf_config: HfConfig, parallel: MegatronParallel, layout: Layout) -> list[list[Chunk]]:
-    if parallel == ONE_FILE:
-        return files_of_one(layout, MAX_TENSOR_BYTES)
-    return files_of_ranks(model, hf_config, parallel, layout, MAX_TENSOR_BYTES)
+    if parallel == NO_RANKS:
+        return files_of_size(layout, MAX_FILE_BYTES, MAX_CHUNK_BYTES)
+    return files_of_ranks(model, hf_config, parallel, layout, MAX_CHUNK_BYTES)
 
 
 def _identity(hf: Path, source: SafetensorsFolder) -> dict[str, object]:

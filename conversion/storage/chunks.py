@@ -18,6 +18,11 @@ class Chunk:
     offsets: tuple[int, ...]
     content: SlotLayout
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of its content."""
+        return math.prod(self.content.shape) * DTYPE_BYTES[self.content.dtype]
+
 
 ChunkBoxes = dict[str, list[Box]]
 """Boxes of global tensors, by key."""
@@ -36,10 +41,18 @@ def restricted(content: SlotLayout, box: Box) -> SlotLayout:
     return replace(content, shape=lengths(box), pieces=tuple(pieces), padding=padding)
 
 
-def files_of_one(layout: Layout, max_bytes: int) -> list[list[Chunk]]:
-    """One file with everything: a chunk per expert where experts are stacked, else per tensor."""
+def files_of_size(layout: Layout, max_file_bytes: int, max_bytes: int) -> list[list[Chunk]]:
+    """Files of about `max_file_bytes`: a chunk per expert where experts are stacked, else per tensor."""
     boxes = {slot.name: list(_experts(content)) for slot, content in layout.items()}
-    return [_chunks(layout, boxes, max_bytes)]
+    files: list[list[Chunk]] = [[]]
+    num_bytes = 0
+    for chunk in _chunks(layout, boxes, max_bytes):
+        if files[-1] and num_bytes + chunk.num_bytes > max_file_bytes:
+            files.append([])
+            num_bytes = 0
+        files[-1].append(chunk)
+        num_bytes += chunk.num_bytes
+    return files
 
 
 def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParallel, layout: Layout, max_bytes: int) -> list[list[Chunk]]:

@@ -16,8 +16,8 @@ from conversion.storage.files import name_inside, open_file, read_file
 MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
-JOURNAL_SUFFIX = ".journal"
-"""Of the files that say how far an unfinished file has come."""
+FINISHED_SUFFIX = ".finished"
+"""Of the records beside the finished files of a folder that is not complete; see `conversion.storage.finished_files`."""
 
 _BLOCK_BYTES = 8 << 20
 _NO_CHECKSUM = '"sha256": ""'
@@ -123,8 +123,8 @@ def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, Tenso
     Raises:
         ValueError: a known file is missing.
     """
-    for journal in folder.rglob(f"*{JOURNAL_SUFFIX}"):
-        journal.unlink()
+    for record in folder.rglob(f"*{FINISHED_SUFFIX}"):
+        record.unlink()
     files = {name: known[name] if name in known else file_record(folder / name) for name in file_names(folder)}
     if missing := sorted(known.keys() - files.keys()):
         raise ValueError(f"{folder} lacks files that were written to it: {', '.join(missing[:6])}; something has removed them, start again")

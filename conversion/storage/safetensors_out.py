@@ -1,4 +1,7 @@
-"""Writes Hugging Face weight files, one block after the other: safetensors files with their index."""
+"""Writes Hugging Face weight files, one tensor after the other: safetensors files with their index.
+
+The library's own save_file needs a whole file in memory.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,26 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
-from conversion.boxes import Box
+from conversion.boxes import full
 from conversion.progress import Report, counter
-from conversion.storage.file_boxes import BoxSource, content_checksums
-from conversion.storage.files import INDEX_FILE, SINGLE_FILE
+from conversion.storage.file_boxes import BoxSource, byte_view
+from conversion.storage.files import INDEX_FILE, IO_TIMEOUT_S, SINGLE_FILE
+from conversion.storage.finished_files import FinishedFiles
 from conversion.storage.manifest import FileRecord, TensorRecord
-from conversion.storage.output_file import OutputFile, write_tensor
-from conversion.storage.safetensors_io import DTYPES, SafetensorsFolder
+from conversion.storage.safetensors_io import DTYPES
 from conversion.tensors import dtype_name
+
+Checksums = tuple[str, int]
+"""sha256 and CRC-32 of a tensor's content, row by row, little-endian."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -58,67 +67,57 @@ def write_safetensors(
     *,
     max_shard_bytes: int,
     dtype: torch.dtype | None = None,
-    known: Mapping[str, TensorRecord] | None = None,
     progress: Report | None = None,
 ) -> tuple[dict[str, TensorRecord], dict[str, FileRecord]]:
     """Writes tensors as one file or as shards with an index; checksums of the tensors and of their files.
 
-    Tensors keep their dtypes unless `dtype` names one for all. Those whose CRC-32 is that of their `known` record get the record's sha256
-    without the work; where it differs, none, so that the records differ. What an interrupted call has written is kept if it is still right.
+    Tensors keep their dtypes unless `dtype` names one for all. Files that an interrupted call has finished are kept if they are right.
     """
     dtypes = {name: dtype or source.dtype(name) for name in names}
     sizes = {name: math.prod(source.shape(name)) * dtypes[name].itemsize for name in names}
-    shards = plan_shards(sizes, max_shard_bytes=max_shard_bytes)
-    tensors: dict[str, TensorRecord] = {}
-    files = {}
-    for shard in shards:
-        expected = {name: known[name] for name in shard.names if known and name in known and known[name].dtype == dtype_name(dtypes[name])}
-        report = progress or counter(None, 0)
-        checksums, files[shard.file] = _write_shard(folder / shard.file, shard.names, source, dtypes, expected, report)
-        tensors |= {name: TensorRecord(dtype_name(dtypes[name]), source.shape(name), *found) for name, found in checksums.items()}
+    shards, report = plan_shards(sizes, max_shard_bytes=max_shard_bytes), progress or counter(None, 0)
+    checksums: dict[str, Checksums] = {}
+    with FinishedFiles() as finished:
+        for shard in shards:
+            path = folder / shard.file
+            found = cast("dict[str, Checksums] | None", finished.kept(path))
+            if found is None:
+                found = _write_shard(path, shard.names, source, dtypes, report)
+                finished.finish(path, found)
+            else:
+                report(sum(sizes[name] for name in shard.names), is_kept=True)
+            checksums |= found
+        files = finished.records()
     if len(shards) > 1:
         weight_map = {name: shard.file for shard in shards for name in shard.names}
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return {name: tensors[name] for name in names}, files
+    return {name: TensorRecord(dtype_name(dtypes[name]), source.shape(name), *checksums[name]) for name in names}, files
 
 
 def _write_shard(
-    path: Path,
-    names: Sequence[str],
-    source: BoxSource,
-    dtypes: Mapping[str, torch.dtype],
-    known: Mapping[str, TensorRecord],
-    report: Report,
-) -> tuple[dict[str, tuple[str, int]], FileRecord]:
+    path: Path, names: Sequence[str], source: BoxSource, dtypes: Mapping[str, torch.dtype], report: Report
+) -> dict[str, Checksums]:
     # Wide elements first keep all of them aligned, as the safetensors library has it.
     names = sorted(names, key=lambda name: -dtypes[name].itemsize)
-    header = _header([(name, dtypes[name], source.shape(name)) for name in names])
-    with OutputFile(path) as out:
-        # The header counts as one item.
-        if not out.num_items:
-            out.append(header)
-            out.end_section()
-            out.end_item()
-        done, rest = names[: out.num_items - 1], names[out.num_items - 1 :]
-        shas, crcs = {name: hashlib.sha256() for name in rest if name not in known}, {}
-        for name in rest:
+    checksums: dict[str, Future[Checksums]] = {}
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
+        file.write(_header([(name, dtypes[name], source.shape(name)) for name in names]))
+        for before, name in zip([None, *names], names, strict=False):
+            tensor = torch.empty(source.shape(name), dtype=dtypes[name])
+            source.read_into(name, full(tensor.shape), tensor)
+            if before is not None:
+                # At most two tensors are in memory.
+                checksums[before].result(IO_TIMEOUT_S)
+            checksums[name] = hasher.submit(_checksums, tensor)
+            file.write(byte_view(tensor))
+            report(tensor.nbytes)
+    return {name: future.result(IO_TIMEOUT_S) for name, future in checksums.items()}
 
-            def fill(box: Box, target: Tensor, name: str = name) -> None:
-                source.read_into(name, box, target)
 
-            for num_bytes in write_tensor(out, source.shape(name), dtypes[name], fill, tap=shas.get(name)):
-                report(num_bytes)
-            crcs[name] = out.end_section()
-            out.end_item()
-        record = out.close()
-    checksums = {name: (sha.hexdigest(), crcs[name]) for name, sha in shas.items()}
-    checksums |= {name: (known[name].sha256 if crc32 == known[name].crc32 else "", crc32) for name, crc32 in crcs.items() if name in known}
-    with SafetensorsFolder(path) as written:
-        for name in done:
-            checksums[name] = content_checksums(written, name, dtypes[name])
-            report(math.prod(source.shape(name)) * dtypes[name].itemsize, is_kept=True)
-    return checksums, record
+def _checksums(tensor: Tensor) -> Checksums:
+    content = byte_view(tensor)
+    return hashlib.sha256(content).hexdigest(), isal_zlib.crc32(content)
 
 
 def _header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:

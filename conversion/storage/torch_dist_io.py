@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import pickle
 import re
@@ -25,7 +24,7 @@ from conversion.storage.file_boxes import StoredTensor, overlap, read_stored
 from conversion.storage.files import open_file, read_file
 from conversion.storage.pickles import METADATA_NAMES, RefusedPickle, unpickle
 from conversion.storage.safetensors_header import MAX_DIMENSIONS
-from conversion.storage.torch_archive import MAX_TENSOR_BYTES, archive_of, check_archive, find_content
+from conversion.storage.torch_archive import check_archive, find_content
 from conversion.tensors import box_view
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
@@ -152,7 +151,7 @@ class TorchDistFolder:
         for chunk, inside, wanted in parts:
             part = box_view(target, wanted)
             try:
-                stored = self._find(chunk, self.dtype(key))
+                stored = self._find(chunk)
                 if stored is None:
                     part.copy_(box_view(self._load(chunk), inside))
                 elif stored.shape != lengths(chunk.box):
@@ -218,34 +217,26 @@ class TorchDistFolder:
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         return _Chunk(box, str(path), info.offset, info.length)
 
-    def _find(self, chunk: _Chunk, dtype: torch.dtype) -> StoredTensor | None:
+    def _find(self, chunk: _Chunk) -> StoredTensor | None:
         """Where the content of a chunk lies; None where only torch can tell."""
         if chunk not in self._stored:
-            if self._verify:
-                check_archive(self._slice(chunk), self._what(chunk))
-            self._stored[chunk] = self._ours(chunk, dtype) or self._anybodys(chunk)
+            part = _Slice(self._file(chunk), chunk.offset, chunk.length)
+            archive = io.BufferedReader(part)
+            try:
+                if self._verify:
+                    check_archive(archive, self._what(chunk))
+                content = find_content(archive, self._what(chunk))
+            except RefusedPickle:
+                # Parameters and subclasses of tensors: torch knows which of them are harmless.
+                content = None
+            except ValueError:
+                if part.error is not None:
+                    # zipfile takes an error of the disk for a damaged archive.
+                    raise part.error from None
+                raise
+            found = content and StoredTensor(self.folder / chunk.file, chunk.offset + content.offset, content.dtype, content.shape)
+            self._stored[chunk] = found
         return self._stored[chunk]
-
-    def _ours(self, chunk: _Chunk, dtype: torch.dtype) -> StoredTensor | None:
-        """Where the content of a chunk lies if it stands in an archive as we write it, which takes no parsing."""
-        shape = lengths(chunk.box)
-        if math.prod(shape) * dtype.itemsize > MAX_TENSOR_BYTES:
-            return None
-        archive = archive_of(dtype, shape)
-        start = os.pread(self._file(chunk), len(archive.before), chunk.offset)
-        if chunk.length != archive.size() or start != archive.before:
-            return None
-        return StoredTensor(self.folder / chunk.file, chunk.offset + len(start), dtype, shape)
-
-    def _anybodys(self, chunk: _Chunk) -> StoredTensor | None:
-        try:
-            content = find_content(self._slice(chunk), self._what(chunk))
-        except RefusedPickle:
-            # Parameters and subclasses of tensors: torch knows which of them are harmless.
-            return None
-        if content is None:
-            return None
-        return StoredTensor(self.folder / chunk.file, chunk.offset + content.offset, content.dtype, content.shape)
 
     def _load(self, chunk: _Chunk) -> Tensor:
         if self._loaded is not None and self._loaded[0] == chunk:
@@ -289,6 +280,8 @@ class _Slice(io.RawIOBase):
 
     def __init__(self, file: int, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
+        self.error: OSError | None = None
+        """The last error of a read."""
 
     def readable(self) -> bool:
         return True
@@ -307,7 +300,11 @@ class _Slice(io.RawIOBase):
 
     def readinto(self, buffer: bytearray | memoryview, /) -> int:
         view = memoryview(buffer)[: max(0, self._length - self._position)]
-        num_bytes = os.preadv(self._file, [view], self._start + self._position) if view else 0
+        try:
+            num_bytes = os.preadv(self._file, [view], self._start + self._position) if view else 0
+        except OSError as error:
+            self.error = error
+            raise
         self._position += num_bytes
         return num_bytes
 

@@ -1,6 +1,7 @@
-"""Writes Megatron's torch_dist checkpoints, without Megatron, holding a few blocks in memory.
+"""Writes Megatron's torch_dist checkpoints, without Megatron, holding one chunk in memory.
 
-torch's own FileSystemWriter keeps every tensor of a file until the file is complete, so it cannot be used for large models.
+A file is what torch's FileSystemWriter makes: one torch.save after the other. The writer itself keeps every tensor of a file until the file
+is complete, so it cannot be used for large models.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ import io
 import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,15 +25,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from conversion.boxes import Box, Layout, SlotLayout
+from conversion.boxes import Layout, SlotLayout
 from conversion.progress import Report, counter
-from conversion.storage.chunks import Chunk, is_stacked, restricted
+from conversion.storage.chunks import Chunk, is_stacked
 from conversion.storage.file_boxes import BoxSource, fill_from
+from conversion.storage.finished_files import FinishedFiles
 from conversion.storage.manifest import FileRecord
-from conversion.storage.output_file import OutputFile, write_tensor
-from conversion.storage.torch_archive import ALIGNMENT, Archive, archive_of
 from conversion.storage.torch_dist_io import METADATA_FILE
 from conversion.tensors import torch_dtype
+
+MAX_CHUNK_BYTES = 1 << 30
+"""Larger tensors are cut: one chunk is held in memory."""
+
+Place = tuple[int, int]
+"""Offset and length of a chunk in its file, in bytes."""
 
 # What megatron.core.dist_checkpointing looks for before it opens a folder.
 _MEGATRON_METADATA = {
@@ -67,73 +72,50 @@ def write_torch_dist(
         storage_meta=StorageMeta(),
         version=CURRENT_DCP_VERSION,
     )
-    records = {}
-    for index, chunks in enumerate(files):
-        name = f"__{index}_0.distcp"
-        extra_states = sorted(_extra_states(layout)) if index == 0 else []
-        items = _placed(chunks, start=len(_EMPTY_STATE) * len(extra_states))
-        _describe(metadata, name, extra_states, items)
-        records[name] = _write_file(folder / name, extra_states, items, source, report)
+    with FinishedFiles() as finished:
+        for index, chunks in enumerate(files):
+            path = folder / f"__{index}_0.distcp"
+            extra_states = sorted(_extra_states(layout)) if index == 0 else []
+            places = cast("list[Place] | None", finished.kept(path))
+            if places is None:
+                places = _write_file(path, extra_states, chunks, source, report)
+                finished.finish(path, places)
+            else:
+                report(sum(chunk.num_bytes for chunk in chunks), is_kept=True)
+            _describe(metadata, path.name, extra_states, chunks, places)
+        records = finished.records()
     (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(_MEGATRON_METADATA), encoding="utf-8")
     return records
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A chunk, and where its archive lies in the file."""
-
-    chunk: Chunk
-    archive: Archive
-    offset: int
-
-
-def _placed(chunks: Sequence[Chunk], start: int) -> list[_Item]:
-    items = []
-    for chunk in chunks:
-        archive = archive_of(torch_dtype(chunk.content.dtype), chunk.content.shape)
-        start += -start % ALIGNMENT
-        items.append(_Item(chunk, archive, start))
-        start += archive.size()
-    return items
+def _write_file(path: Path, extra_states: Sequence[str], chunks: Sequence[Chunk], source: BoxSource, report: Report) -> list[Place]:
+    places = []
+    with path.open("wb") as file:
+        file.write(_EMPTY_STATE * len(extra_states))
+        for chunk in chunks:
+            tensor = torch.empty(chunk.content.shape, dtype=torch_dtype(chunk.content.dtype))
+            fill_from(tensor, chunk.content, source)
+            start = file.tell()
+            torch.save(tensor, file)
+            places.append((start, file.tell() - start))
+            report(tensor.nbytes)
+    return places
 
 
-def _describe(metadata: Metadata, file: str, extra_states: Sequence[str], items: Sequence[_Item]) -> None:
+def _describe(metadata: Metadata, file: str, extra_states: Sequence[str], chunks: Sequence[Chunk], places: Sequence[Place]) -> None:
     """Adds what a file holds."""
     assert metadata.storage_data is not None
     for position, key in enumerate(extra_states):
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
         metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file, position * len(_EMPTY_STATE), len(_EMPTY_STATE))
-    for item in items:
-        key, offsets = item.chunk.key, torch.Size(item.chunk.offsets)
-        entry = metadata.state_dict_metadata[key]
+    for chunk, (start, length) in zip(chunks, places, strict=True):
+        offsets = torch.Size(chunk.offsets)
+        entry = metadata.state_dict_metadata[chunk.key]
         assert isinstance(entry, TensorStorageMetadata)
-        entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(item.chunk.content.shape)))
-        metadata.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(file, item.offset, item.archive.size())
-
-
-def _write_file(path: Path, extra_states: Sequence[str], items: Sequence[_Item], source: BoxSource, report: Report) -> FileRecord:
-    with OutputFile(path) as out:
-        # The extra states count as one item.
-        if not out.num_items:
-            out.append(_EMPTY_STATE * len(extra_states))
-            out.end_item()
-        num_done = out.num_items - 1
-        report(sum(item.archive.num_bytes for item in items[:num_done]), is_kept=True)
-        for item in items[num_done:]:
-            out.append(bytes(item.offset - out.position) + item.archive.before)
-            out.end_section()
-            content = item.chunk.content
-
-            def fill(box: Box, target: Tensor, content: SlotLayout = content) -> None:
-                fill_from(target, restricted(content, box), source)
-
-            for num_bytes in write_tensor(out, content.shape, torch_dtype(content.dtype), fill):
-                report(num_bytes)
-            out.append(item.archive.after(out.end_section()))
-            out.end_item()
-        return out.close()
+        entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.content.shape)))
+        metadata.storage_data[MetadataIndex(chunk.key, offsets)] = _StorageInfo(file, start, length)
 
 
 def _properties(content: SlotLayout) -> TensorProperties:

@@ -39,7 +39,7 @@ BYTE_MODULES = {
     *(
         f"conversion.storage.{name}"
         for name in (
-            "attempts file_boxes manifest output_file pickles safetensors_io safetensors_out torch_archive torch_dist_io torch_dist_out"
+            "attempts file_boxes finished_files manifest pickles safetensors_io safetensors_out torch_archive torch_dist_io torch_dist_out"
         ).split()
     ),
 }

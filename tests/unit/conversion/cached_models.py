@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from conversion import cache
+from conversion import cache, to_megatron
 from conversion.families.registry import family
-from conversion.storage import output_file
-from conversion.storage.output_file import OutputFile
+from conversion.storage.finished_files import FinishedFiles
 from conversion.to_megatron import convert_hf_to_mcore
 from tests.unit.conversion.dense import TINY
 
@@ -66,38 +65,38 @@ def fill_unseeing(hf: Path, root: Path, log: Path) -> str:
     return fill(hf, root, log, num_builders=2)
 
 
-def fill_marking(hf: Path, root: Path, log: Path) -> None:
-    """`fill` that could be continued after every item of a file; where it goes on in one, a line of `log` says after how many items."""
-    output_file._MARK_BYTES = 1
-    continue_file = OutputFile._continue
+def fill_in_files(hf: Path, root: Path, log: Path) -> None:
+    """`fill` in files of 64 KB; `log` with the suffix .kept gets a line for each that an earlier attempt had finished."""
+    to_megatron.MAX_FILE_BYTES = 1 << 16
+    kept = FinishedFiles.kept
 
-    def logged(self: OutputFile) -> tuple[int, int]:
-        found = continue_file(self)
-        if found[0]:
-            with log.with_suffix(".continued").open("a") as file:
-                file.write(f"{found[0]}\n")
-        return found
+    def logged(self: FinishedFiles, path: Path) -> object | None:
+        note = kept(self, path)
+        if note is not None:
+            with log.with_suffix(".kept").open("a") as file:
+                file.write(f"{path.name}\n")
+        return note
 
-    OutputFile._continue = logged
+    FinishedFiles.kept = logged
     fill(hf, root, log)
 
 
 def fill_and_die(hf: Path, root: Path, log: Path) -> None:
-    """`fill_marking`, killed by itself in the middle of a file, once its journal tells of two items."""
-    end_item = OutputFile.end_item
+    """`fill_in_files`, killed by itself before the fourth file, once the records of two stand beside them."""
+    finish = FinishedFiles.finish
 
-    def ended(self: OutputFile) -> None:
-        end_item(self)
-        while self.num_items == 5:
-            if len(self._journal.read_text().splitlines()) >= 2:
+    def finish_three(self: FinishedFiles, path: Path, note: object) -> None:
+        finish(self, path, note)
+        while path.name == "__2_0.distcp":
+            if len(list(path.parent.glob("*.finished"))) >= 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    OutputFile.end_item = ended
-    fill_marking(hf, root, log)
+    FinishedFiles.finish = finish_three
+    fill_in_files(hf, root, log)
 
 
 def fill_up_to(hf: Path, root: Path, log: Path, last: int | None) -> None:
-    """`fill_marking`, killed by itself at operation `last` on files of the cache. Without one, it puts their number beside `log`."""
+    """`fill_in_files`, killed by itself at operation `last` on files of the cache. Without one, it puts their number beside `log`."""
     num_operations = 0
     main_thread = threading.get_ident()
 
@@ -112,7 +111,7 @@ def fill_up_to(hf: Path, root: Path, log: Path, last: int | None) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-    fill_marking(hf, root, log)
+    fill_in_files(hf, root, log)
     log.with_suffix(".operations").write_text(str(num_operations))
 
 

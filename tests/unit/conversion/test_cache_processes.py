@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conversion.cache import check_entry
-from tests.unit.conversion.cached_models import fill, fill_and_die, fill_marking, fill_unseeing, fill_up_to, light_processes, save_model
+from tests.unit.conversion.cached_models import fill, fill_and_die, fill_in_files, fill_unseeing, fill_up_to, light_processes, save_model
 
 NUM_PROCESSES = 8
 NUM_KILLS = 40
@@ -53,20 +53,19 @@ def test_a_kill_at_any_moment_leaves_the_cache_usable(hf: Path, tmp_path: Path):
         num_published += len(entries)
         for entry in entries:
             check_entry(entry / "mcore")
-        run(fill_marking, hf, root, log)
+        run(fill_in_files, hf, root, log)
         (entry,) = (root / "entries").iterdir()
         check_entry(entry / "mcore")
         assert os.listdir(root / "building") == []
     assert num_published < NUM_KILLS / 2, "conversions at work"
 
 
-def test_a_kill_in_the_middle_of_a_file_is_continued_there(hf: Path, tmp_path: Path):
+def test_the_files_that_a_killed_attempt_finished_are_kept(hf: Path, tmp_path: Path):
     root, log = tmp_path / "cache", tmp_path / "log"
     assert run(fill_and_die, hf, root, log)
     assert os.listdir(root / "entries") == []
-    run(fill_marking, hf, root, log)
-    (num_items,) = log.with_suffix(".continued").read_text().splitlines()
-    assert int(num_items) > 1
+    run(fill_in_files, hf, root, log)
+    assert log.with_suffix(".kept").read_text().splitlines()[:2] == ["__0_0.distcp", "__1_0.distcp"]
     (entry,) = (root / "entries").iterdir()
     check_entry(entry / "mcore")
     assert os.listdir(root / "building") == []

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout
 from conversion.storage.files import INDEX_FILE
-from conversion.storage.manifest import JOURNAL_SUFFIX
+from conversion.storage.manifest import FINISHED_SUFFIX
 from conversion.storage.safetensors_io import SafetensorsFolder, fill_layout, read_layout
 from conversion.storage.safetensors_out import write_safetensors
 from tests.unit.conversion.memory import InMemory
@@ -44,7 +44,7 @@ def test_shards_are_named_and_indexed_as_transformers_does(tmp_path: Path):
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = json.loads((tmp_path / INDEX_FILE).read_text())
     assert index == {"metadata": {"total_size": 140}, "weight_map": {"a": files[0], "b": files[1], "c": files[1]}}
-    assert {path.name for path in tmp_path.iterdir() if path.suffix != JOURNAL_SUFFIX} == {*files, INDEX_FILE}
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != FINISHED_SUFFIX} == {*files, INDEX_FILE}
     assert load_file(tmp_path / files[0]).keys() == {"a"}
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
 from conversion.families.registry import family
 from conversion.storage import torch_dist_io
-from conversion.storage.chunks import Chunk, files_of_one, restricted
+from conversion.storage.chunks import Chunk, files_of_size, restricted
 from conversion.storage.torch_dist_io import CanonicalTensors, TorchDistFolder
 from conversion.storage.torch_dist_out import write_torch_dist
 from tests.unit.conversion.dense import TINY
@@ -30,7 +30,7 @@ def random_tensors() -> dict[str, Tensor]:
 
 
 def written(folder: Path, layout: Layout, canonical: dict[str, Tensor]) -> Path:
-    write_torch_dist(folder, layout, files_of_one(layout, 1 << 30), InMemory(canonical))
+    write_torch_dist(folder, layout, files_of_size(layout, 1 << 17, 1 << 30), InMemory(canonical))
     return folder
 
 
