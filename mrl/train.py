@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
     """Trains from `checkpoint`, or from the starting weights, to the last step, or until the run has to end; returns where it stands."""
     state = resume(run, checkpoint)
-    if state.step == 0 and run.config.training.val_at_start:
-        metrics = run.supplier.validate(state)
+    if state.step == 0 and run.config.training.val_at_start and (metrics := run.supplier.validate(state)):
         run.folder.log_metrics(0, metrics)
         run.is_over = is_good_enough(run.config.grpo, metrics)
     run.is_over |= run.budget.is_over
