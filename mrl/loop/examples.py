@@ -44,11 +44,6 @@ class ExampleSupplier:
     is_training: bool = False
     """Whether the policy has entered the phase "train", which it never leaves."""
 
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run, which `preflight` has reckoned from the epochs."""
-        return self.config.training.max_num_steps
-
     def start(self) -> None:
         """There are no engines to prove."""
 
@@ -115,7 +110,7 @@ class ExampleTraining:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run, those before a resume included."""
+        """Steps of the whole run, which `preflight` has reckoned from the epochs."""
         return self.config.training.max_num_steps
 
     @property
@@ -132,7 +127,7 @@ class ExampleTraining:
             open_saver(config, folder, policies) as saver,
         ):
             supplier = ExampleSupplier(config, data, folder, policies, sequence_cost(config.policy.model_name))
-            yield Run(config, folder, policies, supplier, saver, budget)
+            yield Run(config, folder, policies, supplier, saver, budget, self.num_steps)
 
 
 def weighted_means(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:

@@ -40,11 +40,6 @@ class RolloutSupplier:
     session: Session
     queue: RolloutQueue
 
-    @property
-    def num_steps(self) -> int:
-        """See `num_steps`."""
-        return num_steps(self.config, self.data)
-
     def start(self) -> None:
         """Refit zero."""
         self.session.refit.zero()
@@ -99,8 +94,9 @@ class RolloutTraining:
 
     @property
     def num_steps(self) -> int:
-        """See `num_steps`."""
-        return num_steps(self.config, self.data)
+        """Steps of the whole run, those before a resume included."""
+        grpo = self.config.grpo
+        return min(grpo.max_num_steps, grpo.max_num_epochs * len(self.data.train) // grpo.num_prompts_per_step)
 
     @property
     def findings(self) -> list[Findings]:
@@ -121,13 +117,8 @@ class RolloutTraining:
                 budget.check()
 
             queue = open_queue(config, data, session.collector, folder.ledger, last_step=self.num_steps, on_wait=on_wait)
-            yield Run(config, folder, session.policies, RolloutSupplier(config, data, folder, session, queue), saver, budget)
-
-
-def num_steps(config: RunConfig, data: PromptData) -> int:
-    """Steps of the whole run, those before a resume included."""
-    grpo = config.grpo
-    return min(grpo.max_num_steps, grpo.max_num_epochs * len(data.train) // grpo.num_prompts_per_step)
+            supplier = RolloutSupplier(config, data, folder, session, queue)
+            yield Run(config, folder, session.policies, supplier, saver, budget, self.num_steps)
 
 
 def preflight(config: RunConfig) -> PromptData:

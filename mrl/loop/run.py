@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from mrl.capacity.phases import Phase
@@ -32,11 +32,6 @@ class StepData:
 
 class Supplier(Protocol):
     """What differs between training on rollouts and on examples."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run, those before a resume included."""
-        ...
 
     def start(self) -> None:
         """Readies the ranks and engines, which hold the starting weights."""
@@ -72,12 +67,9 @@ class Run(Generic[S_co]):
     supplier: S_co
     saver: CheckpointSaver
     budget: Budget
-    last_step: int = field(init=False)
+    last_step: int
     is_over: bool = False
     """Whether no further step is made."""
-
-    def __post_init__(self) -> None:
-        self.last_step = self.supplier.num_steps
 
     def is_validation_due(self, step: int) -> bool:
         """Whether the run validates after `step`."""
