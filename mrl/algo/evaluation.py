@@ -1,4 +1,4 @@
-"""Scores of several independent answers to one problem. Pure functions; `correct` and `answers` are in the order of sampling."""
+"""Scores of several rollouts of one prompt. Pure functions; rollouts are in the order in which they were sampled."""
 
 from __future__ import annotations
 
@@ -7,31 +7,42 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
-    """Probability that one of `k` answers, drawn without replacement from these, is right (the unbiased estimate of arXiv:2107.03374).
+def pass_at_k(num_rollouts: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of pass@k: the share of all subsets of k rollouts that contain a correct one.
+
+    1 - C(n - c, k) / C(n, k), arXiv:2107.03374, equation 1.
 
     Raises:
-        ValueError: there are fewer than `k` answers.
+        ValueError: there are fewer than `k` rollouts.
     """
-    if k > num_answers:
-        raise ValueError(f"{num_answers} answers to a problem cannot show what {k} would; ask for more, or lower k")
-    return 1.0 - math.comb(num_answers - num_correct, k) / math.comb(num_answers, k)
+    _check_count(num_rollouts, k)
+    return 1.0 - math.comb(num_rollouts - num_correct, k) / math.comb(num_rollouts, k)
+
+
+def mean_pass_at_k(correct: Sequence[Sequence[bool]], k: int) -> float:
+    """Mean over prompts of `pass_at_k`; `correct[i][j]`: rollout j of prompt i."""
+    return sum(pass_at_k(len(one), sum(one), k) for one in correct) / len(correct)
 
 
 def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> float | None:
-    """Share of the whole groups of `k` consecutive answers whose most frequent one is right; the earlier wins a tie (arXiv:2203.11171).
+    """Share of the groups of `k` consecutive answers whose majority is correct (arXiv:2203.11171). Incomplete groups do not count.
 
-    Empty answers do not vote, and a group of them is wrong. None if no answer votes: the environment extracts nothing.
+    The earlier answer wins a tie. Empty answers do not vote; a group without votes is wrong. None if no answer votes at all, because the
+    environment extracts none.
 
     Raises:
         ValueError: there are fewer than `k` answers.
     """
-    if k > len(answers):
-        raise ValueError(f"{len(answers)} answers to a problem cannot show what {k} would; ask for more, or lower k")
+    _check_count(len(answers), k)
     if not any(answers):
         return None
     starts = range(0, len(answers) - k + 1, k)
     return sum(_is_majority_right(answers[start : start + k], correct[start : start + k]) for start in starts) / len(starts)
+
+
+def _check_count(num_rollouts: int, k: int) -> None:
+    if num_rollouts < k:
+        raise ValueError(f"{num_rollouts} rollouts of a prompt cannot give a score at {k}; sample more, or lower k")
 
 
 def _is_majority_right(answers: Sequence[str], correct: Sequence[bool]) -> bool:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mrl.algo.importance import importance_weights, log_weights
-from mrl.algo.kl import KlType, correction_weight, is_bounded, kl_divergence, ratio
+from mrl.algo.ratios import KlType, correction_weight, importance_weights, is_bounded, kl_divergence, log_weights, ratio
 from mrl.algo.sequences import Segments
 
 if TYPE_CHECKING:

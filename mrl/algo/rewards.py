@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -62,3 +64,12 @@ def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
     if not scaling.enabled:
         return 0
     return sum(verdict.has_reward and not scaling.source_min <= verdict.reward <= scaling.source_max for verdict in group.verdicts)
+
+
+def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
+    """Whether the rollouts of a group differ in what the task is worth: their rewards, as float32, after scaling, before shaping by length.
+
+    Without such a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
+    """
+    rewards = [reward for reward, verdict in zip(scaled_rewards(group, config), group.verdicts, strict=True) if verdict.has_reward]
+    return len(torch.tensor(rewards, dtype=torch.float32).unique()) > 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def train_sequences(groups: Sequence[RolloutGroup], config: GrpoConfig) -> tuple[list[TrainSequence], dict[str, float]]:
     """Every rollout of a step as a sequence to train on, in the order of the groups, and metrics of what was changed or left out.
 
-    Rollouts that do not count keep their place, with advantage 0. What needs logprobs comes later: see `mrl.algo.late_signals`.
+    Rollouts that do not count keep their place, with advantage 0. What needs logprobs comes later: see `mrl.algo.token_advantages`.
 
     Raises:
         ValueError: see `batch_advantages`.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from mrl.algo.sft import perplexity
+from mrl.algo.supervised import perplexity
 from mrl.capacity.phases import Phase
 from mrl.cluster.payload import put_batch
 from mrl.cluster.policy_group import PolicyGroup

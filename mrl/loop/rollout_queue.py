@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from mrl.algo.filters import has_signal
+from mrl.algo.rewards import has_signal
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import prompts_left
 from mrl.data.prompts import PromptData

@@ -8,9 +8,8 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, policy_loss
-from mrl.algo.preferences import bradley_terry_loss, dpo_loss
 from mrl.algo.sequences import Segments
-from mrl.algo.sft import nll_loss, perplexity
+from mrl.algo.supervised import bradley_terry_loss, dpo_loss, nll_loss, perplexity
 from mrl.config.schema.algo import LossConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.schema.supervised import DpoConfig

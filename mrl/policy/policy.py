@@ -29,7 +29,6 @@ from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.checkpoint import TrainState
 from mrl.policy.checkpoint_writer import Writing
 from mrl.policy.distribution import TokenDistribution
-from mrl.policy.late_signals import FinishedBatch, finish_signals
 from mrl.policy.lora import attach_adapters
 from mrl.policy.memory import TrainingMemory, swap
 from mrl.policy.model import build_model, wrap_ddp
@@ -41,6 +40,7 @@ from mrl.policy.reward_head import attach_reward_head
 from mrl.policy.router_replay import RouterReplay
 from mrl.policy.slab import PINNED, host_copies
 from mrl.policy.step import BatchSize, TrainRow, check_equal_counts, compute_logprobs, evaluate, global_batch_size, train_step
+from mrl.policy.token_advantages import FinishedBatch, finish_batches
 from mrl.policy.weights import CopyCheck, rank_tensors
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup, GroupAddress
@@ -366,7 +366,7 @@ class Policy:
         if batch.finished is None:
             batches = [batch, *self._further_batches]
             rows = [each.train_rows(is_last_stage) for each in batches]
-            for each, finished in zip(batches, finish_signals(rows, self._config.grpo, self._config.loss_fn), strict=True):
+            for each, finished in zip(batches, finish_batches(rows, self._config.grpo, self._config.loss_fn), strict=True):
                 each.finished = finished
         assert batch.finished is not None
         return batch.finished

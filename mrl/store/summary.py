@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from mrl.algo.pass_at_k import mean_pass_at_k
+from mrl.algo.evaluation import mean_pass_at_k
 from mrl.algo.rewards import shaped_rewards_of
 from mrl.config.schema.algo import GrpoConfig
 from mrl.types import RolloutGroup

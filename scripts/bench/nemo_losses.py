@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mrl.algo.late_signals import error_metrics, finish_error_metrics, sequence_errors
 from mrl.algo.losses import Denominators, LossRow, policy_loss
+from mrl.algo.token_advantages import error_metrics, finish_error_metrics, sequence_errors
 from mrl.config.schema.algo import LossConfig, Truncation
 from scripts.bench.nemo_code import NemoRl
 

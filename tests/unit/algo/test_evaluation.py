@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.evaluation import consensus_at_k, pass_at_k
+from mrl.algo.evaluation import consensus_at_k, mean_pass_at_k, pass_at_k
 
 
 @settings(max_examples=50, deadline=None)
@@ -34,8 +34,14 @@ def test_consensus_by_hand(answers: list[str], k: int, expected: float | None):
     assert consensus_at_k(answers, [answer == "4" for answer in answers], k) == expected
 
 
-def test_too_few_answers_are_refused():
-    with pytest.raises(ValueError, match="2 answers to a problem"):
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 1) == 0.25 and pass_at_k(4, 1, 2) == 0.5 and pass_at_k(4, 4, 2) == 1.0 and pass_at_k(4, 0, 4) == 0.0
+    assert mean_pass_at_k([[True, False], [False, False]], 1) == 0.25
+    assert mean_pass_at_k([[True, False], [False, False]], 2) == 0.5
+
+
+def test_too_few_rollouts_are_refused():
+    with pytest.raises(ValueError, match="2 rollouts .* at 3"):
         pass_at_k(2, 1, 3)
-    with pytest.raises(ValueError, match="1 answers to a problem"):
+    with pytest.raises(ValueError, match="1 rollouts .* at 2"):
         consensus_at_k(["4"], [True], 2)

@@ -1,4 +1,4 @@
-"""`mrl.algo.late_signals` on the rows of every rank: masks and advantages that need logprobs, and the counts of what remains."""
+"""`mrl.algo.token_advantages` on the rows of every rank: masks and advantages that need logprobs, and the counts of what remains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mrl.algo.late_signals import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
+from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
 from mrl.config.schema.algo import GrpoConfig, LossConfig
 from mrl.policy.step import BatchSize, TrainRow, combine, global_batch_size
 
@@ -26,7 +26,7 @@ class FinishedBatch:
     """`train/*`, the same on every rank."""
 
 
-def finish_signals(batches: list[list[TrainRow]], grpo: GrpoConfig, loss: LossConfig) -> list[FinishedBatch]:
+def finish_batches(batches: list[list[TrainRow]], grpo: GrpoConfig, loss: LossConfig) -> list[FinishedBatch]:
     """This rank's rows of all batches of a step, masked and with the advantages of their tokens. Collective over all ranks."""
     metrics: list[dict[str, float]] = [{} for _ in batches]
     if parallel_state.is_pipeline_last_stage():

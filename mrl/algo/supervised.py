@@ -1,12 +1,13 @@
-"""Losses of preferring one answer to another, over the pairs of a packed row. B pairs of a row.
+"""Losses without rollouts: supervised fine-tuning, and preferences between pairs of answers. T packed tokens and B pairs of a row.
 
-Every sum is divided by the number of pairs of the global batch: rows and ranks add up to the same loss, however the batch is cut.
+Every sum is divided by a count over the global batch: rows and ranks add up to the same loss, however the batch is cut.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,21 @@ from mrl.algo.losses import LOSS
 
 if TYPE_CHECKING:
     from mrl.config.schema.supervised import DpoConfig
+
+
+def nll_loss(logprobs_T: Tensor, weights_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of one row (scalar with gradient) and its metrics (detached): minus the weighted sum of log-probabilities.
+
+    `weights_T` is what each token counts, 1 / (tokens of the global batch that are learned) for their mean; what counts nothing has no
+    effect, NaN included. The losses of all rows of all dp ranks add up to the loss of the batch, and so do those of the parts of a row.
+    """
+    loss = -(weights_T * torch.where(weights_T > 0, logprobs_T, 0.0)).sum()
+    return loss, {LOSS: loss.detach()}
+
+
+def perplexity(mean_nll: float) -> float:
+    """exp of the mean negative log-likelihood per token; infinite where that is out of range."""
+    return float(torch.tensor(mean_nll, dtype=torch.float64).exp())
 
 
 def bradley_terry_loss(chosen_B: Tensor, rejected_B: Tensor, *, beta: float = 1.0, num_pairs: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrl.algo.kl import kl_divergence
+from mrl.algo.ratios import kl_divergence
 from mrl.config.schema.algo import LossConfig
 from tests.unit.algo.slow_loss import Batch, fast_loss
 

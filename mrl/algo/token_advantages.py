@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algo.advantages import normalize_over_tokens
-from mrl.algo.kl import kl_divergence
+from mrl.algo.ratios import kl_divergence
 from mrl.algo.sequences import Segments
 
 if TYPE_CHECKING:

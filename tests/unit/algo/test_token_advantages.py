@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.algo.late_signals import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
+from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
 from mrl.config.schema.algo import AdvantageEstimatorConfig, GrpoConfig, LossConfig
 
 NAN = math.nan
