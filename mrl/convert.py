@@ -1,4 +1,4 @@
-"""Entry: converts, compares and verifies weights of Hugging Face folders and Megatron checkpoints. `python -m mrl.convert --help`."""
+"""`python -m mrl.convert`: converts, compares and verifies weights of Hugging Face folders and Megatron checkpoints."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from conversion.cache_gc import DAY_S, Item, cache_items, collect_garbage
 from conversion.compare import differences, faults_against_manifest
 from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
 from conversion.to_hf import convert_mcore_to_hf, export_adapters
 from conversion.to_megatron import convert_hf_to_mcore
+from mrl import env
 from mrl.config.hub import model_folder
-from mrl.convert_cache import clean_cache, list_cache
 from mrl.store.console import bar_progress
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _TO_MCORE, _TO_HF, _ADAPTERS = "hf-to-mcore", "mcore-to-hf", "adapters"
 # Enough to see what is wrong; a folder of another model differs in everything.
 MAX_LINES = 50
+# Characters of a cache key that are shown.
+KEY_LENGTH = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,40 +50,100 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "compare":
         return _report(differences(options.first, options.second), "equal: names, shapes, dtypes and values")
     if options.command == "cache":
-        return _run_cache(options)
+        if options.cache_command == "list":
+            list_cache()
+        else:
+            max_bytes = None if options.max_size is None else size_in_bytes(options.max_size, option="--max-size")
+            clean_cache(older_than_days=options.older_than, max_bytes=max_bytes)
+        return 0
     if options.command == "verify":
         return _report(faults_against_manifest(options.folder), f"{options.folder} is what its manifest says: every file and every tensor")
     started = time.monotonic()
     if options.command == _ADAPTERS:
         export_adapters(options.mcore, options.out)
-        logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
-        return 0
+    else:
+        _convert(options)
+    logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> None:
     dtype = _DTYPES.get(options.dtype)
     progress = bar_progress(options.command, sys.stderr) if sys.stderr.isatty() else log_progress(options.command)
     if options.command == _TO_HF:
         max_shard_bytes = size_in_bytes(options.max_shard_size)
         convert_mcore_to_hf(options.mcore, options.out, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress)
-    else:
-        parallel = MegatronParallel(
-            tp=options.tp,
-            pp=options.pp,
-            ep=options.ep,
-            etp=options.etp,
-            num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
-            num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
-        )
-        convert_hf_to_mcore(model_folder(options.hf), options.out, parallel=parallel, dtype=dtype, progress=progress)
-    logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
-    return 0
+        return
+    parallel = MegatronParallel(
+        tp=options.tp,
+        pp=options.pp,
+        ep=options.ep,
+        etp=options.etp,
+        num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
+    )
+    convert_hf_to_mcore(model_folder(options.hf), options.out, parallel=parallel, dtype=dtype, progress=progress)
 
 
-def _run_cache(options: argparse.Namespace) -> int:
-    if options.cache_command == "list":
-        list_cache()
-    else:
-        max_bytes = None if options.max_size is None else size_in_bytes(options.max_size, option="--max-size")
-        clean_cache(older_than_days=options.older_than, max_bytes=max_bytes)
-    return 0
+def list_cache() -> None:
+    """Logs one line for each entry of the cache, for entries that are being built, and for leftovers of killed processes.
+
+    Raises:
+        ValueError: the cache is switched off.
+    """
+    root = cache_folder()
+    lines = [("key", "size", "unused for", "state", "dtype", "model")]
+    items = cache_items(root)
+    for item in items:
+        entry = item.entry
+        dtype, model = (entry.dtype or "as stored", entry.model) if entry else ("", "")
+        lines.append((item.key[:KEY_LENGTH], _size(item.num_bytes), _age(time.time() - item.used), _state(item), dtype, model))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        logger.info("%s", "  ".join(field.ljust(width) for field, width in zip(line, widths, strict=True)).rstrip())
+    logger.info("%s in %s", _size(sum(item.num_bytes for item in items)), root)
+
+
+def clean_cache(*, older_than_days: float | None, max_bytes: int | None) -> None:
+    """Removes the entries and leftovers that `conversion.cache_gc.collect_garbage` finds, and logs each removal.
+
+    Raises:
+        ValueError: the cache is switched off.
+    """
+    removals = collect_garbage(cache_folder(), now=time.time(), older_than_days=older_than_days, max_bytes=max_bytes)
+    for removal in removals:
+        model = removal.item.entry.model if removal.item.entry else ""
+        logger.info("%s  %s  removed (%s)  %s", removal.item.key[:KEY_LENGTH], _size(removal.item.num_bytes), removal.reason, model)
+    logger.info("%s removed", _size(sum(removal.item.num_bytes for removal in removals)))
+
+
+def cache_folder() -> Path:
+    """The folder of the cache.
+
+    Raises:
+        ValueError: the cache is switched off.
+    """
+    root = env.cache_root()
+    if root is None:
+        raise ValueError(f"{env.MRL_CACHE.name}=off: there is no cache to look at; unset it, or set it to the folder of the cache")
+    return root
+
+
+def _state(item: Item) -> str:
+    if item.entry is not None:
+        return "in use" if item.is_live else "complete"
+    return "being built" if item.is_live else "leftover"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes / 1e3:.1f} kB"
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds / DAY_S:.1f} days" if seconds >= DAY_S else f"{max(seconds, 0) / 3600:.1f} hours"
 
 
 def _report(lines: Iterable[str], if_none: str) -> int:

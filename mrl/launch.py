@@ -1,33 +1,42 @@
-"""`python -m mrl.launch slurm|k8s|lepton CONFIG [a.b=c ...]`: prints what brings the run onto a cluster; with --submit, sends it."""
+"""`python -m mrl.launch slurm|k8s|lepton CONFIG [a.b=c ...]`: prints the job that runs a config on a cluster; with --submit, submits it.
+
+`wait` waits for the nodes of a launched Ray cluster; how it asks Ray for them is in mrl/cluster/join.py.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from mrl.config.files import find_config
 from mrl.config.load import load_config
 from mrl.config.schema.run import ClusterConfig
-from mrl.launchers import kubernetes, lepton, slurm
-from mrl.launchers.join import wait_for_nodes
+from mrl.launchers import kubernetes, slurm
 
 logger = logging.getLogger(__name__)
 
 SUBMIT_TIMEOUT_S = 120.0
-# Variables and the secrets of Lepton that hold them: the Hub's token, and what only nodes of the job know (openssl rand -hex 32).
-LEPTON_SECRETS = {"HF_TOKEN": "HF_TOKEN", "RAY_AUTH_TOKEN": "RAY_AUTH_TOKEN"}
+POLL_S = 1.0
+# Lepton's secrets, named as their variables: the Hub's token, and a token that only nodes of the job know (openssl rand -hex 32).
+LEPTON_SECRETS = ("HF_TOKEN", "RAY_AUTH_TOKEN")
+
+Joined = Sequence[tuple[str, int]]
+"""Host name and number of slots (GPUs, or policy ranks on hosts without GPUs) of every node that is online."""
 
 
 def launch_slurm(options: argparse.Namespace) -> None:
     """Prints a script that submits the run, or submits it."""
     cluster = cluster_of(options)
     job = slurm.SlurmJob(
-        train_command(options, cluster), cluster.num_nodes, cluster.gpus_per_node, options.log_dir.absolute(), options.time, options.name,
+        train_command(options), cluster.num_nodes, cluster.gpus_per_node, options.log_dir.absolute(), options.time, options.name,
         options.account, options.partition, options.container, options.mounts, is_gres_site=not options.gpus_per_node_option,
     )  # fmt: skip
     logger.info("%s", slurm.render(job))
@@ -40,7 +49,7 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
     """Prints the manifest, or applies it."""
     cluster = cluster_of(options)
     job = kubernetes.KubernetesJob(
-        train_command(options, cluster), cluster.num_nodes, cluster.gpus_per_node, options.name, options.namespace, options.image,
+        train_command(options), cluster.num_nodes, cluster.gpus_per_node, options.name, options.namespace, options.image,
         options.claim, options.mount, options.instance_type, options.efa, options.cpus, options.memory, options.shm,
     )  # fmt: skip
     text = kubernetes.render(job)
@@ -50,21 +59,65 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
 
 
 def launch_lepton(options: argparse.Namespace) -> None:
-    """Prints what goes into the form of a batch job."""
+    """Prints the fields of the form of a DGX Cloud Lepton batch job."""
     cluster = cluster_of(options)
-    command = train_command(options, cluster)
     nodes, gpus = cluster.num_nodes, cluster.gpus_per_node
-    logger.info("%s", lepton.render(command, num_nodes=nodes, gpus_per_node=gpus, image=options.image, secrets=LEPTON_SECRETS))
+    command = shlex.join(train_command(options))
+    variables = {"COMMAND": command, "CLUSTER_NUM_NODES": nodes, "CLUSTER_GPU_PER_NODE": gpus}
+    lines = [
+        "# Batch Jobs > Create Job > Custom",
+        f"# Resources: {gpus} GPUs per node, {nodes} workers",
+        f"# Custom Container: {options.image}",
+        "# Run Command:",
+        "exec bash /opt/mrl/scripts/ray_node.sh",
+        "# Environment Variables:",
+        *(f"{name}={value}" for name, value in variables.items()),
+        *(f"{name}=<secret {name}>" for name in LEPTON_SECRETS),
+        "# Mount Storage: a volume that all workers share, at /mnt; keep model, data, checkpoints and HF_HOME there",
+    ]
+    logger.info("%s", "\n".join(lines) + "\n")
 
 
 def wait(options: argparse.Namespace) -> None:
     """Waits for the nodes of a launched Ray cluster."""
-    # Rendering needs no Ray.
+    # Printing a job needs no Ray.
     from mrl.cluster.join import connect, joined_nodes
 
     names = options.nodes.split(",") if options.nodes else []
     connect()
-    wait_for_nodes(joined_nodes, num_nodes=options.num_nodes or len(names), num_units=options.units, names=names, timeout_s=options.timeout)
+    wait_for_nodes(joined_nodes, num_nodes=options.num_nodes or len(names), num_slots=options.units, names=names, timeout_s=options.timeout)
+
+
+def wait_for_nodes(read: Callable[[], Joined], *, num_nodes: int, num_slots: int, names: Sequence[str], timeout_s: float) -> None:
+    """Returns when `read` gives `num_slots` slots on `num_nodes` nodes; logs whenever more have joined.
+
+    `names` are those of the nodes, if the launcher knows them.
+
+    Raises:
+        RuntimeError: they are not online within `timeout_s`; names or counts the missing nodes.
+    """
+    deadline = time.monotonic() + timeout_s
+    online = -1
+    while True:
+        joined = read()
+        slots = sum(count for _, count in joined)
+        if slots != online:
+            online = slots
+            logger.info("[INFO][%s] Number of actors online: %d/%d", datetime.now().strftime("%F %T"), online, num_slots)
+        if online >= num_slots and len(joined) >= num_nodes:
+            return
+        if time.monotonic() > deadline:
+            missing = ", ".join(missing_nodes(names, (host for host, _ in joined))) or f"{num_nodes - len(joined)} of {num_nodes} nodes"
+            raise RuntimeError(
+                f"{online} of {num_slots} slots are online after {timeout_s:g} s (JOIN_TIMEOUT_S); missing, see the logs: {missing}"
+            )
+        time.sleep(POLL_S)
+
+
+def missing_nodes(names: Sequence[str], hosts: Iterable[str]) -> list[str]:
+    """The nodes among `names`, as the scheduler calls them, whose hosts have not joined; both may carry a domain."""
+    found = {host.split(".")[0] for host in hosts}
+    return [name for name in names if name.split(".")[0] not in found]
 
 
 def cluster_of(options: argparse.Namespace) -> ClusterConfig:
@@ -72,8 +125,8 @@ def cluster_of(options: argparse.Namespace) -> ClusterConfig:
     return load_config(options.config, options.overrides).cluster
 
 
-def train_command(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
-    """The run itself. A config that is a file is named by its path, as all nodes see it."""
+def train_command(options: argparse.Namespace) -> list[str]:
+    """The command of the run. A config file is given by its absolute path, which all nodes see."""
     path = Path(options.config)
     name = str(path.absolute()) if path.is_file() else options.config
     find_config(name)
@@ -81,7 +134,7 @@ def train_command(options: argparse.Namespace, cluster: ClusterConfig) -> list[s
 
 
 def check_text(options: argparse.Namespace) -> None:
-    """Raises ValueError if an argument holds a line break or another character that cannot be seen: it could say more than it shows."""
+    """Raises ValueError if an argument holds a line break or another invisible character, which could hide a command."""
     for name, value in vars(options).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str | Path) and not str(text).isprintable():
@@ -96,7 +149,7 @@ def submit(command: Sequence[str], *, text: str | None = None, environment: dict
     """Runs a scheduler's own command.
 
     Raises:
-        RuntimeError: it is not there, or refuses.
+        RuntimeError: this host lacks the command, or it refuses the job.
     """
     try:
         done = subprocess.run(
@@ -111,7 +164,7 @@ def submit(command: Sequence[str], *, text: str | None = None, environment: dict
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m mrl.launch", description="Brings a run onto a cluster.")
+    parser = argparse.ArgumentParser(prog="python -m mrl.launch", description="Runs a config on a cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     on_slurm = _runs(commands, "slurm", "a job of scripts/ray.sub", launch_slurm)
@@ -119,7 +172,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     on_slurm.add_argument("--partition")
     on_slurm.add_argument("--time", default="8:00:00", help="limit of one attempt; longer runs are requeued (default: %(default)s)")
     on_slurm.add_argument("--container", help="image for Slurm's pyxis plugin; without it the nodes use the virtual environment")
-    on_slurm.add_argument("--mounts", help="what is mounted into it: FROM:TO,...")
+    on_slurm.add_argument("--mounts", help="folders to mount into it: FROM:TO,...")
     on_slurm.add_argument("--log-dir", type=Path, default=Path("logs"), help="a folder that all nodes share (default: %(default)s)")
     on_slurm.add_argument("--gpus-per-node", dest="gpus_per_node_option", action="store_true", help="the site has no --gres")
 
@@ -142,7 +195,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     waiting = commands.add_parser("wait", help="wait until all nodes of the Ray cluster at RAY_ADDRESS have joined (the scripts call it)")
     waiting.add_argument("--nodes", default="", help="their names, with commas between them")
     waiting.add_argument("--num-nodes", type=int, default=0, help="how many, where the names are not known")
-    waiting.add_argument("--units", type=int, required=True, help="worker units of all of them")
+    waiting.add_argument("--units", type=int, required=True, help="slots of all of them: GPUs, or policy ranks on hosts without GPUs")
     waiting.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS")
     waiting.set_defaults(run=wait)
     return parser.parse_args(arguments)
@@ -156,8 +209,8 @@ def _runs(
     *,
     can_submit: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command that brings a run somewhere."""
-    parser = commands.add_parser(name, help=what, description=f"Prints {what} that makes the run of a config.")
+    """Adds a command that prints a job and may submit it."""
+    parser = commands.add_parser(name, help=what, description=f"Prints {what} that runs a config.")
     parser.add_argument("config", help="config file (a path, or a packaged name)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--name", default="mrl", help="of the job (default: %(default)s)")
@@ -168,7 +221,7 @@ def _runs(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 0; 2 if the input is at fault; 1 if the cluster is."""
+    """Entry point. Exit code 0; 2 if the input is at fault; 1 if the cluster is at fault."""
     options = parse_arguments(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:

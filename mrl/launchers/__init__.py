@@ -1,1 +1,1 @@
-"""What launchers of clusters are given, as text. Pure."""
+"""Renders the jobs that clusters run, as text. Pure."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import yaml
 
-# What a service may be called, and a label of DNS be long.
+# Names of services, and the length of a DNS label.
 NAME, MAX_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 63
 SIZE = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i|[kMGTP])?")
-# Kubernetes' own names for what it counts.
+# Kubernetes' names of GPUs and network cards.
 GPU, EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 SECRET_KEY = "token"
 
@@ -35,10 +35,10 @@ EFA_NETWORK = {
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """What the manifest is made from."""
+    """Options of the manifest."""
 
     command: list[str]
-    """What the head runs."""
+    """The command that the head runs."""
     num_nodes: int
     gpus_per_node: int
     name: str
@@ -60,7 +60,6 @@ class KubernetesJob:
                 f"--name {self.name}: pods are called {last_pod}; that takes small letters, digits and -, a letter first, "
                 f"and at most {MAX_NAME} in all"
             )
-
         for option, size in (("--memory", self.memory), ("--shm", self.shared_memory)):
             if not SIZE.fullmatch(size):
                 raise ValueError(f"{option} {size}: Kubernetes writes sizes as 384Gi or 384G")
@@ -103,14 +102,14 @@ def manifest(job: KubernetesJob) -> list[dict[str, object]]:
 
 
 def render(job: KubernetesJob) -> str:
-    """The manifest, and as a comment what has to be there before it."""
+    """The manifest, with commands in a comment that create the secrets it needs."""
     create = f"kubectl -n {job.namespace} create secret generic {job.token_secret}"
     head = (
         f"# Before: {create} --from-literal={SECRET_KEY}=$(openssl rand -hex 32)\n"
         f"# For gated models: kubectl -n {job.namespace} create secret generic {job.hub_secret} --from-literal={SECRET_KEY}=HF_TOKEN\n"
         f"# Logs: kubectl -n {job.namespace} logs -f -l app={job.name},batch.kubernetes.io/job-completion-index=0\n"
     )
-    # By way of JSON, so that what occurs twice is written twice, and not as YAML's references.
+    # JSON knows no references, so YAML writes no anchors for values that occur twice.
     return head + yaml.safe_dump_all(json.loads(json.dumps(manifest(job))), sort_keys=False, width=140)
 
 
@@ -122,7 +121,7 @@ def _pod(job: KubernetesJob, labels: dict[str, str]) -> dict[str, object]:
         "subdomain": job.name,
         "hostNetwork": True,
         "dnsPolicy": "ClusterFirstWithHostNet",
-        # Time to save a checkpoint before the node is taken away.
+        # Time to save a checkpoint before the node goes.
         "terminationGracePeriodSeconds": 600,
         "nodeSelector": {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {},
         "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],

@@ -1,4 +1,4 @@
-"""The submission of a run to Slurm, with scripts/ray.sub."""
+"""A run as a Slurm job, submitted with scripts/ray.sub."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import mrl
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What `sbatch` is told; None: the site's default."""
+    """Options of the job; None: the site's default."""
 
     command: list[str]
-    """What runs beside the head."""
+    """The command that runs beside the head."""
     num_nodes: int
     gpus_per_node: int
     log_folder: Path
-    """Where all nodes may write; Slurm's own output and the logs of Ray come to lie there."""
+    """A folder that all nodes can write: Slurm's own output and the logs of Ray go there."""
     time: str
     job_name: str
     account: str | None = None
@@ -26,7 +26,7 @@ class SlurmJob:
     container: str | None = None
     mounts: str | None = None
     is_gres_site: bool = True
-    """Whether GPUs are asked for by --gres, instead of --gpus-per-node."""
+    """Whether the job asks for GPUs by --gres, instead of --gpus-per-node."""
 
 
 def ray_sub() -> Path:
@@ -37,7 +37,7 @@ def ray_sub() -> Path:
 
 
 def variables(job: SlurmJob) -> dict[str, str]:
-    """What ray.sub reads from the environment."""
+    """The environment variables that ray.sub reads."""
     given = {
         "COMMAND": shlex.join(job.command),
         "GPUS_PER_NODE": str(job.gpus_per_node),

@@ -27,7 +27,7 @@ def doctor(setup: Setup) -> list[Row]:
         Missed: one of them failed.
     """
     from mrl.config.load import load_config
-    from mrl.diagnosis import refit
+    from mrl.doctor import refit
     from mrl.loop.rollouts import preflight
 
     rows: list[Row] = []

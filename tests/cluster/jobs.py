@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.prepare import prepare_tiny
+from mrl.recipes.tiny import prepare_tiny
 from tests.cluster.slurm import SlurmBox, wait_until
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL

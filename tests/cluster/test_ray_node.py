@@ -104,7 +104,7 @@ def test_a_node_that_does_not_join_is_named_and_a_stranger_is_kept_out(tmp_path:
         assert nodes.end(2, timeout_s=180) != 0, nodes.explain()
         assert nodes.end(1) == 0, nodes.explain()
         head = nodes.log(0)
-    assert "2 of 8" not in head and "4 of 8 worker units are online after 60 s" in head
+    assert "2 of 8" not in head and "4 of 8 slots are online after 60 s" in head
     assert "missing, see the logs: run-2, run-3" in head
     assert head.splitlines()[-1] == "ERROR: not all nodes joined; see above"
     assert "Cluster ready" not in head

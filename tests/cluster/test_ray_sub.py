@@ -88,7 +88,7 @@ def test_a_node_that_does_not_join_is_named(box: SlurmBox, tmp_path: Path, scena
         job = submit(box, tmp_path, "touch ran", run_folder=tmp_path / "run", SETUP_COMMAND=stuck, JOIN_TIMEOUT_S="60")
         assert job.end() == "FAILED"
         last = job.output.splitlines()[-1]
-        assert "3 of 4 worker units are online after 60 s" in last and "missing, see the logs: mrl-n3" in last
+        assert "3 of 4 slots are online after 60 s" in last and "missing, see the logs: mrl-n3" in last
         assert not (tmp_path / "ran").exists()
 
 

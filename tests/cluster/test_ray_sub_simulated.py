@@ -51,7 +51,7 @@ def test_a_node_that_does_not_join_is_named_and_nothing_is_run(tmp_path: Path):
     with simulation(tmp_path, NODES, SIMULATED_ABSENT="node-017", JOIN_TIMEOUT_S="4", COMMAND="touch ran") as job:
         assert job.end() == 1
         last = job.output.splitlines()[-1]
-    assert "not all nodes joined: " in last and "248 of 256 worker units are online after 4 s" in last and "logs: node-017 (see" in last
+    assert "not all nodes joined: " in last and "248 of 256 slots are online after 4 s" in last and "logs: node-017 (see" in last
     assert not (tmp_path / "ran").exists()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.prepare import prepare_tiny
+from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
 from tests.faults.attempts import Attempt, is_taken, is_trained, is_writing, lineage
 from tests.sources import ROOT

@@ -12,7 +12,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.passthrough import find_passthrough_problems
 from mrl.data.chat import load_tokenizer
-from mrl.prepare_tokenizer import save
+from mrl.recipes.tokenizer import save
 
 pytestmark = pytest.mark.timeout(60)
 BOMB = pytest.mark.attack("a config that never ends")

@@ -25,7 +25,7 @@ from mrl.config.schema.data import DatasetConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.files import find_data_files
 from mrl.data.records import RecordFile
-from mrl.prepare_verify import check_model, check_rows
+from mrl.recipes.verify import check_model, check_rows
 from tests import models
 
 pytestmark = pytest.mark.timeout(60)
@@ -112,7 +112,7 @@ def test_verify_says_what_is_no_file(tmp_path: Path, name: str, kind: str):
     path.unlink(missing_ok=True)
     place(path, kind)
     findings = [check_rows(path)] if name.endswith("jsonl") else check_model(path.parent)
-    assert any(not finding.is_ok and name in finding.text for finding in findings)
+    assert any(finding.status == "problem" and name in finding.found for finding in findings)
 
 
 def place(path: Path, kind: str) -> None:

@@ -19,7 +19,7 @@ from mrl.data.turns import TurnFormat
 from mrl.envs.pool import MAX_EXTRACTED_CHARACTERS, RewardPool
 from mrl.envs.task import Task
 from mrl.envs.worker import RewardFunction
-from mrl.prepare_tokenizer import byte_tokenizer
+from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.run_folder import RunFolder
 from mrl.types import Prompt, Rollout, RolloutGroup, RolloutInfo, Verdict
 from tests.rollouts import request

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrl.loop.main import ENDED_EARLY
-from mrl.prepare import prepare_tiny
+from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
 from tests.faults.attempts import ATTEMPT_TIMEOUT_S, Attempt, is_trained
 from tests.sources import ROOT

@@ -20,7 +20,7 @@ Row = dict[str, str | int | float | None]
 
 
 PATHS: dict[str, tuple[str, ...]] = {
-    "algorithms": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
+    "algorithms": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "async": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/rollout"),
     "cluster": ("scripts/ray.sub", "mrl/cluster", "mrl/store", "mrl/train.py"),
     "config": ("mrl/config",),
@@ -28,7 +28,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "convert": ("conversion",),
     "environments": ("mrl/envs", "mrl/cluster/reward_actor.py"),
     "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
-    "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/prepare_arithmetic.py"),
+    "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
     "nemo_parity": ("mrl/algo", "mrl/policy/token_advantages.py"),
     "nemo_recipes": ("mrl/config", "mrl/check.py"),

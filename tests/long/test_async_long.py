@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.prepare import prepare_tiny
+from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
 from tests.faults.attempts import Attempt, is_taken, is_trained, is_writing, ledger, lineage
 from tests.faults.test_kill import SETTINGS, STEPS, Moment, rows, weights

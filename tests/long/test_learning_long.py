@@ -14,7 +14,7 @@ from mrl.envs.task import Task
 from mrl.loop.budget import Budget
 from mrl.loop.rollouts import RolloutTraining, preflight
 from mrl.loop.run import is_due
-from mrl.prepare import prepare_tiny
+from mrl.recipes.tiny import prepare_tiny
 from mrl.store.run_folder import RunFolder
 from mrl.train import resume, train_step
 from mrl.types import Verdict

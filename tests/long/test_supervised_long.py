@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.prepare import prepare_tiny
+from mrl.recipes.tiny import prepare_tiny
 from tests.faults.attempts import Attempt
 from tests.learn.quickstart import TRAIN_TIMEOUT_S, call
 from tests.long.record import Row, record

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mrl import doctor
 from mrl.cluster.advice import way_out
 from mrl.config.dialect.translate import DIALECT_KEYS
 from mrl.config.schema.run import KEYS
-from mrl.diagnosis import gather
-from mrl.launchers.join import wait_for_nodes
+from mrl.doctor import __main__ as doctor
+from mrl.doctor import probe
+from mrl.launch import wait_for_nodes
 from tests.sources import ROOT, python_files
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -135,7 +135,7 @@ def assert_quoted(quoted: str, text: str) -> None:
 
 def test_messages_about_configs_are_as_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(gather, "IMPORTED", ("json",))
+    monkeypatch.setattr(probe, "IMPORTED", ("json",))
     assert_quoted("…: no such key; the nearest is …", check(capsys, "grpo_tiny.yaml", "swanlab_enabledd=true"))
     assert_quoted("config …: no such file in …, and no packaged config of that name; packaged are …", check(capsys, "no.yaml"))
     found = check(capsys, "grpo_tiny.yaml", f"data.train.data_path={tmp_path}/no.jsonl", f"policy.model_name={tmp_path}")
@@ -148,8 +148,8 @@ def test_messages_about_configs_are_as_quoted(tmp_path: Path, capsys: pytest.Cap
 
 def test_missing_nodes_are_as_quoted():
     with pytest.raises(RuntimeError) as failed:
-        wait_for_nodes(lambda: [("n1", 8)], num_nodes=2, num_units=16, names=["n1", "n2"], timeout_s=0)
-    assert_quoted("… of … worker units are online after … s (JOIN_TIMEOUT_S); missing, see the logs: …", str(failed.value))
+        wait_for_nodes(lambda: [("n1", 8)], num_nodes=2, num_slots=16, names=["n1", "n2"], timeout_s=0)
+    assert_quoted("… of … slots are online after … s (JOIN_TIMEOUT_S); missing, see the logs: …", str(failed.value))
     assert str(failed.value).endswith("logs: n2")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.diagnosis.gather import probe_cuda
+from mrl.doctor.gpus import probe_cuda
 from tests.sources import ROOT
 
 TIMEOUT_S = 120

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from mrl import prepare_tokenizer
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.envs.task import Task
 from mrl.loop.budget import Budget
 from mrl.loop.rollouts import RolloutSupplier, RolloutTraining, preflight
 from mrl.loop.run import Run
+from mrl.recipes import tokenizer
 from mrl.store.run_folder import RunFolder
 from mrl.train import resume
 from mrl.types import RunState, Verdict
@@ -30,7 +30,7 @@ DEADLINE_S = 120.0
 def write_inputs(folder: Path, *, num_rows: int = 64) -> list[str]:
     """A random tiny model with the byte tokenizer, and rows to train on; returns the overrides that point a config at them."""
     model = models.save_nemotron_h(folder / "model")
-    prepare_tokenizer.save(model, model_max_length=1280)
+    tokenizer.save(model, model_max_length=1280)
     generation = {"eos_token_id": 258, "pad_token_id": 256, "bos_token_id": 257}
     (model / "generation_config.json").write_text(json.dumps(generation))
     rng = random.Random(0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.prepare import prepare_tiny
+from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL

@@ -17,7 +17,7 @@ from transformers import NemotronHForCausalLM
 
 from mrl.config.load import load_config
 from mrl.data.prompts import PromptData, load_prompts
-from mrl.prepare import prepare_tiny
+from mrl.recipes.tiny import prepare_tiny
 from mrl.types import Rollout
 from tests import models
 from tests.parity import Parity, Scores, hf_scores

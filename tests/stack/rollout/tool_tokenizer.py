@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mrl.prepare_tokenizer import save
+from mrl.recipes.tokenizer import save
 
 
 def save_tool_tokenizer(folder: Path) -> Path:

@@ -7,8 +7,8 @@ import math
 import re
 from pathlib import Path
 
-from mrl import prepare_tokenizer
-from mrl.prepare_arithmetic import split_additions, write_splits
+from mrl.recipes import tokenizer
+from mrl.recipes.tiny import split_additions, write_splits
 from mrl.store.checkpoints import find_damage
 from tests import models
 from tests.learn.quickstart import call
@@ -21,7 +21,7 @@ RUN = ["dpo.max_num_steps=2", "dpo.val_batches=1", "dpo.val_global_batch_size=16
 def test_two_steps_of_dpo(tmp_path: Path):
     prepared = tmp_path / "prepared" / "tiny"
     model = models.save_nemotron_h(prepared / "model")
-    prepare_tokenizer.save(model, model_max_length=1280)
+    tokenizer.save(model, model_max_length=1280)
     write_splits(split_additions(seed=0), prepared / "data")
     # A warmup begins with a step of learning rate 0.
     overrides = [*LAYOUT, *RUN, "policy.megatron_cfg.scheduler.lr_warmup_iters=0"]

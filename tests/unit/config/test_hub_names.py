@@ -10,7 +10,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.model import use_local_folders
 from mrl.loop.rollouts import preflight
-from mrl.prepare_tokenizer import byte_tokenizer
+from mrl.recipes.tokenizer import byte_tokenizer
 
 REVISION = "0" * 40
 

@@ -18,7 +18,7 @@ from mrl.data.chat import (
     with_prompts,
 )
 from mrl.data.fields import Message, RowError
-from mrl.prepare_tokenizer import byte_tokenizer
+from mrl.recipes.tokenizer import byte_tokenizer
 
 
 def ask(question: str, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat, tools: list[Message] | None = None) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 from mrl.data.chat import ChatFormat
 from mrl.data.conversations import Conversation, ConversationFormat, TokenSequence, tokenize, with_prompts
-from mrl.prepare_tokenizer import byte_tokenizer
+from mrl.recipes.tokenizer import byte_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|user|>' + message.role + '\n' + message.content + '<|end|>' + '\n' }}{% endfor %}"

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptLimits, load_prompts
-from mrl.prepare_tokenizer import byte_tokenizer
+from mrl.recipes.tokenizer import byte_tokenizer
 
 EOS = 258
 

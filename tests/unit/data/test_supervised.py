@@ -13,7 +13,7 @@ from mrl.data.cost import SequenceCost
 from mrl.data.example_batch import batch_examples
 from mrl.data.packing import RowSequence, pack_row
 from mrl.data.supervised import load_examples
-from mrl.prepare_tokenizer import byte_tokenizer
+from mrl.recipes.tokenizer import byte_tokenizer
 
 QUESTION = {"role": "user", "content": "1+1="}
 ROWS = [

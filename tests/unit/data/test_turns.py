@@ -5,7 +5,7 @@ import pytest
 
 from mrl.config.texts import safe_text
 from mrl.data.turns import TurnFormat, appended
-from mrl.prepare_tokenizer import END_ID, byte_tokenizer
+from mrl.recipes.tokenizer import END_ID, byte_tokenizer
 from mrl.types import Rollout, Transcript, Turn, Verdict
 from tests.rollouts import request
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.launchers import lepton
+from mrl.launch import main
 from tests.sources import ROOT
 
 FOLDER = ROOT / "scripts" / "docker"
@@ -99,6 +99,7 @@ def test_nccl_finds_the_network_cards_of_the_gpu_image():
 def test_launchers_look_for_the_sources_where_images_have_them(capsys: pytest.CaptureFixture[str]):
     for path in FILES:
         assert ("WORKDIR", "/opt/mrl") in instructions(path)
-    command = lepton.render(["true"], num_nodes=1, gpus_per_node=1, image="mrl", secrets={})
-    paths = re.findall(r"/opt/mrl/(\S+)", command + (ROOT / "mrl/launchers/kubernetes.py").read_text())
-    assert paths and all((ROOT / path.strip('"],')).is_file() for path in paths)
+    assert main(["lepton", "grpo_tiny.yaml", "--image", "mrl"]) == 0
+    printed = capsys.readouterr().out
+    paths = re.findall(r"/opt/mrl/(\S+)", printed + (ROOT / "mrl/launchers/kubernetes.py").read_text())
+    assert len(paths) >= 2 and all((ROOT / path.strip('"],')).is_file() for path in paths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.launchers.join import missing_nodes, wait_for_nodes
+from mrl.launch import missing_nodes, wait_for_nodes
 
 
 def test_hosts_are_nodes_with_or_without_their_domain():
@@ -13,10 +13,10 @@ def test_hosts_are_nodes_with_or_without_their_domain():
 
 def test_units_of_one_node_do_not_stand_for_another():
     def wait(joined: list[tuple[str, int]], names: list[str]) -> None:
-        wait_for_nodes(lambda: joined, num_nodes=2, num_units=16, names=names, timeout_s=0)
+        wait_for_nodes(lambda: joined, num_nodes=2, num_slots=16, names=names, timeout_s=0)
 
     wait([("a1", 8), ("a2", 8)], ["a1", "a2"])
-    with pytest.raises(RuntimeError, match="16 of 16 worker units are online after 0 s .*: a2$"):
+    with pytest.raises(RuntimeError, match="16 of 16 slots are online after 0 s .*: a2$"):
         wait([("a1", 16)], ["a1", "a2"])
     with pytest.raises(RuntimeError, match=": 1 of 2 nodes$"):
         wait([("a1", 8)], [])

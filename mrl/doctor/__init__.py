@@ -1,0 +1,1 @@
+"""`python -m mrl.doctor`: checks hosts, the nodes of a cluster, the inputs of a run, and the refit between trainer and engines."""

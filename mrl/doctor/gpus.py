@@ -1,0 +1,162 @@
+"""GPUs of this host: what NVIDIA's driver reports, and whether torch computes on each of them.
+
+`python -m mrl.doctor.gpus` tries torch and writes a `CudaProbe` as JSON; it is a process of its own, because a driver may hang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mrl
+
+PACKAGE = Path(mrl.__file__).parent
+# The first use of eight GPUs loads the kernels of every one of them; vLLM's import from a network file system takes a minute.
+PROBE_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver sees it; `used_bytes` counts all processes of the host."""
+
+    name: str
+    total_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVIDIA's driver, the newest CUDA version that it runs, and its GPUs."""
+
+    version: str
+    cuda: tuple[int, int]
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True)
+class CudaProbe:
+    """What torch can do with the GPUs of the host."""
+
+    error: str = ""
+    """Why torch can use no GPU; "" if a product on every GPU is right."""
+    num_gpus: int = 0
+    nccl: str = ""
+    unsupported: tuple[str, ...] = ()
+    """Compute capabilities (`sm_70`) of GPUs that this build of torch has no code for."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a host that has any. `driver` is None where the driver does not answer; `driver_error` says why."""
+
+    driver: Driver | None
+    driver_error: str
+    probe: CudaProbe
+
+
+def read_gpus() -> Gpus | None:
+    """Reads the GPUs of this host; None on a host without NVIDIA devices."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return None
+    try:
+        driver, error = read_driver(), ""
+    except RuntimeError as reason:
+        driver, error = None, str(reason)
+    return Gpus(driver, error, probe_cuda())
+
+
+def read_driver() -> Driver:
+    """Asks the driver by NVML.
+
+    Raises:
+        RuntimeError: the driver does not answer, or nvidia-ml-py is missing.
+    """
+    try:
+        import pynvml
+    except ModuleNotFoundError as error:
+        raise RuntimeError("the driver cannot be asked: no package nvidia-ml-py") from error
+    try:
+        pynvml.nvmlInit()
+        newest = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        gpus = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            gpus.append(Gpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)))
+        return Driver(str(pynvml.nvmlSystemGetDriverVersion()), (newest // 1000, newest % 1000 // 10), tuple(gpus))
+    except pynvml.NVMLError as error:
+        raise RuntimeError(f"the driver does not answer: {error}") from error
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs this Python in a process of its own that imports the same mrl.
+
+    Raises:
+        subprocess.TimeoutExpired: the process takes longer than `PROBE_TIMEOUT_S`.
+    """
+    paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+
+
+def probe_cuda() -> CudaProbe:
+    """Tries torch on the GPUs in a process of its own."""
+    try:
+        done = run_python("-m", "mrl.doctor.gpus")
+    except subprocess.TimeoutExpired:
+        return CudaProbe(f"no answer within {PROBE_TIMEOUT_S:g} s")
+    if done.returncode != 0:
+        return CudaProbe((done.stderr.strip().splitlines() or [f"the probe ended with code {done.returncode}"])[-1])
+    said = json.loads(done.stdout.splitlines()[-1])
+    return CudaProbe(**{**said, "unsupported": tuple(said["unsupported"])})
+
+
+def try_torch() -> CudaProbe:
+    """Multiplies matrices on every GPU that torch sees, in this process."""
+    try:
+        import torch
+        from torch.cuda import nccl as torch_nccl
+    except (ImportError, OSError) as error:
+        return CudaProbe(f"torch cannot be imported: {' '.join(str(error).split())}")
+    if not torch.cuda.is_available():
+        return CudaProbe("torch.cuda.is_available() is False")
+    num_gpus = torch.cuda.device_count()
+    nccl = ".".join(map(str, torch_nccl.version()))
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(num_gpus)}
+    built_for = torch.cuda.get_arch_list()
+    unsupported = tuple(f"sm_{major}{minor}" for major, minor in sorted(capabilities) if not runs_on((major, minor), built_for))
+    error = ""
+    try:
+        for index in range(num_gpus):
+            ones = torch.ones(64, 64, device=f"cuda:{index}")
+            if float((ones @ ones).sum()) != 64.0**3:
+                error = f"a product on GPU {index} is wrong"
+                break
+    except RuntimeError as failure:
+        error = str(failure).splitlines()[0]
+    return CudaProbe(error, num_gpus, nccl, unsupported)
+
+
+def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether a GPU runs code built for these architectures, as torch names them (`sm_90`, `sm_90a`, `compute_120`).
+
+    Machine code runs on its own major version from its minor version on, PTX (`compute_...`) on everything later; with a letter behind
+    it, both run on that version alone (CUDA C++ Programming Guide, "Application Compatibility").
+    """
+    for kind, digits, letter in re.findall(r"(sm|compute)_(\d+)([a-z]?)", " ".join(built_for)):
+        built = int(digits[:-1]), int(digits[-1])
+        is_of_family = kind == "compute" or built[0] == capability[0]
+        if built == capability or (not letter and is_of_family and built <= capability):
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(dataclasses.asdict(try_torch())) + "\n")

@@ -1,0 +1,90 @@
+"""Checks what a run of a config needs from this machine: model folder, data, disk, GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conversion.storage.files import weight_files
+from mrl import env
+from mrl.config.errors import ConfigError, Unprovided
+from mrl.config.hub import is_hub_id
+from mrl.config.model import read_model, use_cached_folders
+from mrl.config.rules.checkpointing import checkpoint_demand, existing_parent
+from mrl.config.rules.checks import find_problems
+from mrl.config.schema.run import RunConfig
+from mrl.doctor.findings import Finding, has_problem
+from mrl.doctor.probe import HostFacts, read_disk
+from mrl.recipes.verify import check_model
+
+
+def check_inputs(config: RunConfig) -> list[Finding]:
+    """Findings about model, data and disk on this machine. Replaces cached Hub ids in `config` by their folders.
+
+    Raises:
+        ConfigError: the config itself is wrong.
+    """
+    use_cached_folders(config)
+    problems = find_problems(config)
+    if refused := [problem for problem in problems if not isinstance(problem, Unprovided)]:
+        raise ConfigError(refused)
+    missing = [Finding("to be provided", "note" if _is_downloaded(problem) else "problem", problem) for problem in problems]
+    has_model = not any(problem.startswith(("policy.model_name=", "policy.tokenizer.name=")) for problem in problems)
+    has_data = not any(problem.startswith("data.") for problem in problems)
+    findings = [*missing, *(_model(config) if has_model else [])]
+    if has_model and has_data:
+        findings.append(_data(config))
+    return findings
+
+
+def written_folders(config: RunConfig) -> dict[str, Path]:
+    """Folders that a run writes on all nodes, by their use: every rank saves its part of a checkpoint."""
+    return {"checkpoints": Path(config.checkpointing.checkpoint_dir).absolute()} if config.checkpointing.enabled else {}
+
+
+def judge_gpus(config: RunConfig, facts: HostFacts) -> list[Finding]:
+    """A finding if this host has more or fewer GPUs than the config asks for."""
+    wanted = config.cluster.gpus_per_node
+    found = len(facts.gpus.driver.gpus) if facts.gpus and facts.gpus.driver else 0
+    if wanted == 0 or found == wanted:
+        return []
+    text = f"cluster.gpus_per_node={wanted}, this host has {found}"
+    if found == 0:
+        return [Finding("GPUs of the run", "note", text, "no problem on a login node; the nodes of the run need them")]
+    remedy = f"set cluster.gpus_per_node={found}, or ask for more"
+    return [Finding("GPUs of the run", "note" if found > wanted else "problem", text, remedy)]
+
+
+def _is_downloaded(problem: str) -> bool:
+    # The start of a run downloads models of the Hub.
+    return is_hub_id(problem.partition("=")[2].partition(": ")[0])
+
+
+def _model(config: RunConfig) -> list[Finding]:
+    folder = Path(config.policy.model_name)
+    findings = check_model(folder)
+    if has_problem(findings):
+        return findings
+    if config.checkpointing.enabled:
+        demand = checkpoint_demand(config, read_model(folder).num_parameters)
+        # Checkpoints that do not fit are already among the findings "to be provided".
+        if demand.needed_bytes <= demand.free_bytes:
+            text = f"{demand.needed_bytes / 1e9:,.2f} GB are needed, {demand.free_bytes / 1e9:,.1f} GB free"
+            findings.append(Finding("checkpoints to come", "ok", f"{existing_parent(config.checkpointing.checkpoint_dir)}: {text}"))
+    root, num_bytes = env.cache_root(), sum(path.stat().st_size for path in weight_files(folder))
+    if root is not None and (free := read_disk(root).free_bytes) < num_bytes:
+        text = f"{root}: {free / 1e9:,.1f} GB are free; the first run of a model writes it there, {num_bytes / 1e9:,.1f} GB"
+        remedy = f"unless it is there (python -m mrl.convert cache list), set {env.MRL_CACHE.name} to another disk"
+        findings.append(Finding("disk for the cache", "note", text, remedy))
+    return findings
+
+
+def _data(config: RunConfig) -> Finding:
+    # Both import transformers, which may be the broken library.
+    from mrl.data.prompts import load_prompts
+    from mrl.data.supervised import load_examples
+
+    try:
+        data = load_prompts(config) if config.has_engines else load_examples(config)
+    except ValueError as error:
+        return Finding("data", "problem", str(error))
+    return Finding("data", "ok", f"{len(data.train):,} rows to train on, {len(data.validation):,} held out")

@@ -1,0 +1,244 @@
+"""`mrl.doctor CONFIG --refit`: checks that trainer and engines of a config hold and compute the same model.
+
+Run it after every upgrade of vLLM, Megatron-Core or torch, before a run. It trains nothing and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from conversion.boxes import Slot
+from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.probe import float32_products, live_digests, sample_everywhere, trainer_logprobs
+from mrl.cluster.refit import RefitReport
+from mrl.cluster.session import placed_units, start_models
+from mrl.config.load import load_config
+from mrl.config.schema.run import RunConfig
+from mrl.data.prompts import PromptData
+from mrl.loop.rollouts import preflight
+from mrl.types import Rollout, RolloutRequest, SamplingParams, request_seed
+
+logger = logging.getLogger(__name__)
+
+NUM_PROMPTS = 32
+# Enough for any difference to show; a config's own limit may be 49,152.
+MAX_NEW_TOKENS = 128
+# A token beyond this is off; a router choice may flip from rounding alone, at far fewer than this share of the tokens. GPUs keep it where
+# they multiply float32, as `FULL_FLOAT32` of mrl.cluster.environment has them do: in TF32 (factors rounded so on a CPU) the logprobs of the
+# tests' tiny models move by 3e-4 to 5e-4 on average, 96 to 97 % of them beyond this.
+FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
+MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
+# Where both go through the same experts.
+MAX_REPLAYED_ERROR = {"float32": 1.001, "bfloat16": 1.02}
+
+# The doctor keeps no reference model and writes no checkpoint, so it asks for neither memory nor disk for them.
+SETTINGS = ("checkpointing.enabled=false", "loss_fn.reference_policy_kl_penalty=0.0")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check, what it proves, and what to do if it fails."""
+
+    name: str
+    proves: str
+    if_it_fails: str
+
+
+START = Check(
+    "start",
+    "the conversion tables know every tensor of trainer and engines; the refit schedule writes every element of every engine once",
+    "a library names, shapes or cuts the tensors in the message otherwise than conversion/families/ says; correct the rule there. "
+    "If a process died instead, its log says why",
+)
+ZERO = Check(
+    "refit zero",
+    "a refit of unchanged weights leaves every byte of the engines as vLLM's own loader, which knows nothing of our tables, wrote it",
+    "this vLLM lays out the tensors in the message otherwise than vllm rules of conversion/families/ say; correct them. "
+    "Checksums cannot see this, so do not train",
+)
+REFIT = Check(
+    "refit",
+    "all weights were changed on the trainer, and each byte that the engines read has the trainer's checksum, or is padding and zero",
+    "bytes were lost between trainer and engine: the message names tensor, box and ranks. If it repeats, suspect mrl/refit or the memory",
+)
+CHANGED = Check(
+    "new weights",
+    "every tensor of every engine differs from before: what the refit wrote is what the engine holds",
+    "the tensors in the message kept their old values, although every weight was changed: nothing refreshes them",
+)
+LOGPROBS = Check(
+    "logprobs",
+    "trainer and engine compute the same model: tokens sampled by the engine have the same log-probability in both",
+    "the weights are equal, so the computations differ. In float32, if the line `start` says TF32, find out which library or env_vars "
+    "ask for it. Otherwise look for what the upgrade changed in kernels, norms, rotary embedding or routing; "
+    "tests/stack/policy/test_layouts.py and tests/stack/rollout/test_parity.py tell which side has moved",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one check: a line of the table."""
+
+    check: Check
+    is_ok: bool
+    numbers: str
+    subject: str = ""
+    """The engine, for a check that has a line for each."""
+
+
+class Failed(Exception):
+    """A check failed, and later ones would say nothing. Its outcome is on record."""
+
+
+def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outcome]:
+    """Runs the checks in order, up to the first that fails, and returns their outcomes."""
+    outcomes: list[Outcome] = []
+    refit_s, train_s = config.deadlines.refit_s, config.deadlines.train_s
+    # The last outcome says why an examination ended as `Failed`.
+    with suppress(Failed), ExitStack() as processes:
+        with stage(outcomes, START):
+            placement = processes.enter_context(placed_units(config))
+            policies, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
+            kind = "dedicated" if placement.num_dedicated_units else "colocated"
+            numbers = f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"
+            if config.policy.precision == "float32":
+                numbers += f"; products of float32: {float32_products(policies, config)}"
+            outcomes.append(Outcome(START, True, numbers))
+        with stage(outcomes, ZERO):
+            outcomes.append(Outcome(ZERO, True, refit_numbers(refit.zero())))
+        with stage(outcomes, REFIT):
+            before = live_digests(engines, deadline_s=refit_s)
+            policies.call("perturb", config.grpo.seed, deadline_s=train_s)
+            outcomes.append(Outcome(REFIT, True, refit_numbers(refit.run())))
+        with stage(outcomes, CHANGED):
+            outcomes.append(Outcome(CHANGED, True, changed_tensors(before, live_digests(engines, deadline_s=refit_s))))
+        with stage(outcomes, LOGPROBS):
+            sampled = sample_everywhere(engines, requests(config, data), deadline_s=config.deadlines.generate_s)
+            engines.enter("logprob", deadline_s=train_s)
+            policies.call("enter", "logprob", deadline_s=train_s)
+            for index, rollouts in enumerate(sampled):
+                outcomes += compare_with(policies, rollouts, config, pad_token_id=data.pad_token_id, subject=f"engine {index}")
+    return outcomes
+
+
+@contextmanager
+def stage(outcomes: list[Outcome], check: Check) -> Iterator[None]:
+    """Logs the name of a check; an error inside becomes its outcome, and ends the examination as `Failed`."""
+    logger.info("Checking %s ...", check.name)
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        outcomes.append(Outcome(check, False, str(error)))
+        raise Failed from error
+
+
+def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: Mapping[int, Sequence[Mapping[Slot, int]]]) -> str:
+    """Counts the tensors of the engines' workers, all of which must have another checksum than before; arguments: see `live_digests`.
+
+    Raises:
+        RuntimeError: some tensors have the same checksum as before; names them.
+    """
+    workers = [pair for index, digests in after.items() for pair in zip(before[index], digests, strict=True)]
+    kept = sorted({str(slot) for old, new in workers for slot in new if new[slot] == old[slot]})
+    if kept:
+        raise RuntimeError(f"tensors of the engines that are as before: {', '.join(kept)}")
+    return f"{sum(len(new) for _, new in workers)} tensors, all changed"
+
+
+def requests(config: RunConfig, data: PromptData) -> list[RolloutRequest]:
+    """The first training prompts, sampled to the full length, stop tokens or not: the same requests every time."""
+    generation = config.policy.generation
+    length = min(generation.max_new_tokens, MAX_NEW_TOKENS)
+    sampling = SamplingParams(generation.temperature, generation.top_p, generation.top_k, length, stop_token_ids=())
+    return [
+        RolloutRequest(prompt.prompt_id, 0, 0, request_seed(config.grpo.seed, 0, prompt.prompt_id, 0), prompt.token_ids, sampling)
+        for prompt in data.train[:NUM_PROMPTS]
+    ]
+
+
+def compare_with(
+    policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int, subject: str
+) -> Iterator[Outcome]:
+    """Compares the trainer with the engine that sampled the rollouts; with router replay, also without it."""
+    precision = config.policy.precision
+    if config.policy.router_replay.enabled:
+        logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=pad_token_id)
+        yield compare(rollouts, logprobs, precision, MAX_REPLAYED_ERROR, subject=f"{subject}, replayed")
+        rollouts = [dataclasses.replace(rollout, routes=None) for rollout in rollouts]
+    logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=pad_token_id)
+    yield compare(rollouts, logprobs, precision, MAX_MULT_PROB_ERROR, subject=subject)
+
+
+def compare(
+    rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precision: str, bounds: Mapping[str, float], *, subject: str
+) -> Outcome:
+    """Compares the trainer's logprobs with the generator's, over all tokens of the rollouts; `bounds` limits the error, by precision."""
+    trainer_T = torch.from_numpy(np.concatenate(list(logprobs)))
+    generator_T = torch.from_numpy(np.concatenate([rollout.generator_logprobs for rollout in rollouts]))
+    # Under top-k and top-p, rounding decides of a token at the bound; training masks those that it rules out.
+    is_drawable_T = ~torch.isneginf(trainer_T)
+    error_T = (trainer_T - generator_T).abs()
+    mult_prob_error = float(error_T[is_drawable_T].exp().mean())
+    # NaN must not pass, so the claim is written as what has to hold.
+    is_ok = mult_prob_error <= bounds[precision]
+    numbers = (
+        f"{len(error_T):,} tokens, max |dlogp| {error_T.max():.2e}, mean {error_T.mean():.2e}, token_mult_prob_error {mult_prob_error:.6f}"
+    )
+    if num_outside := int((~is_drawable_T).sum()):
+        is_ok = is_ok and num_outside <= MAX_OFF_SHARE * len(error_T)
+        numbers += f", {num_outside} tokens ruled out by the trainer's top-k or top-p"
+    if precision == "float32":
+        off = 1 - float((error_T <= FP32_TOLERANCE + FP32_RELATIVE * generator_T.abs()).float().mean())
+        is_ok = is_ok and off <= MAX_OFF_SHARE
+        numbers += f", {off:.2%} of tokens off by more than rounding"
+    return Outcome(LOGPROBS, is_ok, numbers, subject)
+
+
+def refit_numbers(report: RefitReport) -> str:
+    """Bytes and speed of a refit."""
+    rate = report.copied_bytes / report.seconds / 1e9
+    return (
+        f"{report.verified_bytes:,} bytes verified, {report.padding_bytes:,} bytes of padding, "
+        f"{report.seconds:.3f} s with verification, {rate:.3f} GB/s"
+    )
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """The outcomes as aligned lines, then what each check proves, and what to do about the one that failed."""
+    rows = [("check", "result", "numbers")]
+    rows += [(f"{f.check.name} {f.subject}".strip(), "ok" if f.is_ok else "FAILED", f.numbers) for f in outcomes]
+    width = max(len(name) for name, _, _ in rows)
+    lines = [f"{name:<{width}}  {result:<6}  {numbers}" for name, result, numbers in rows]
+    checks = list(dict.fromkeys(outcome.check for outcome in outcomes))
+    failed = list(dict.fromkeys(outcome.check for outcome in outcomes if not outcome.is_ok))
+    lines += ["", "What each line proves when it is ok:", *(f"  {check.name}: {check.proves}." for check in checks)]
+    lines += [f"What to do about {check.name}: {check.if_it_fails}." for check in failed]
+    return lines
+
+
+def run_refit(name: str, overrides: Sequence[str]) -> int:
+    """Examines a config and logs the table. Exit code 0: no check failed; 1: one did.
+
+    Raises:
+        ValueError: the input is at fault; no process has started.
+    """
+    config = load_config(name, [*overrides, *SETTINGS])
+    data = preflight(config)
+    log_folder = Path(tempfile.mkdtemp(prefix="mrl-doctor-"))
+    logger.info("Logs of the processes: %s (kept if a check fails)", log_folder)
+    outcomes = examine(config, data, log_folder)
+    logger.info("\n%s", "\n".join(table(outcomes)))
+    if not all(outcome.is_ok for outcome in outcomes):
+        return 1
+    shutil.rmtree(log_folder)
+    return 0

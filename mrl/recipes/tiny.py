@@ -1,0 +1,161 @@
+"""`python -m mrl.prepare tiny`: a tiny model that adds two-digit numbers and forgets the carry, and additions to train it on.
+
+The additions have two-digit sums. The JSONL splits share no pair of operands; two of them also hold wrong sums, for preferences.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.storage.files import publish
+
+logger = logging.getLogger(__name__)
+
+# Raise it when the same arguments would give other files.
+RECIPE_VERSION = 4
+
+# Operands and sums have two digits each: no padding is needed, and every answer has the same few tokens.
+SMALLEST, LARGEST = 10, 99
+PREFERENCE_SPLITS = ("train", "validation")
+# All 640 additions that carry, and of the 1,000 others so many that a model which never carries is wrong more often than right.
+NUM_WITHOUT_CARRY = 400
+NUM_VALIDATION, NUM_PROBE, NUM_WARM_START = 256, 96, 450
+
+
+def prepare_tiny(out: Path, *, seed: int) -> None:
+    """Writes `out`/model (a Hugging Face folder) and `out`/data (JSONL splits), both or neither; a second call finds them there.
+
+    Raises:
+        ValueError: `out` exists and was not made with these arguments.
+    """
+    recipe: dict[str, object] = {"kind": "tiny", "seed": seed, "recipe_version": RECIPE_VERSION}
+    if out.exists():
+        _accept(out, recipe)
+        return
+    started = time.monotonic()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        write_tiny(aside, seed=seed)
+        (aside / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+        aside.chmod(0o755)
+        is_ours = publish(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if is_ours:
+        logger.info("%s made in %.0f s", out, time.monotonic() - started)
+    else:
+        _accept(out, recipe)
+
+
+def _accept(out: Path, recipe: dict[str, object]) -> None:
+    path = out / "recipe.json"
+    if not path.exists() or json.loads(path.read_text(encoding="utf-8")) != recipe:
+        raise ValueError(
+            f"--out {out} exists and was not made by this version with --seed {recipe['seed']}; remove it or choose another --out"
+        )
+    logger.info("%s is already there", out)
+
+
+def write_tiny(folder: Path, *, seed: int) -> None:
+    """Writes data and warm-started model into `folder`."""
+    # The imports take seconds, which a second call with the same arguments need not spend.
+    from mrl.recipes import tiny_model, tokenizer
+
+    splits = split_additions(seed)
+    write_splits(splits, folder / "data")
+    bytes_tokenizer = tokenizer.save(folder / "model", model_max_length=tiny_model.MAX_POSITIONS)
+    tiny_model.save_warm_started_model(folder / "model", bytes_tokenizer, splits.warm_start, splits.probe, seed=seed)
+
+
+@dataclass(frozen=True)
+class Addition:
+    """A question such as `27+15=`."""
+
+    left: int
+    right: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.left}+{self.right}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.left + self.right)
+
+    @property
+    def carries(self) -> bool:
+        """Whether the units add up to ten or more."""
+        return self.left % 10 + self.right % 10 >= 10
+
+    @property
+    def answer_without_carry(self) -> str:
+        """The answer of someone who adds digit by digit and forgets the carry: 27+15=32."""
+        return str(self.left + self.right - 10 * self.carries)
+
+    @property
+    def swapped(self) -> Addition:
+        return Addition(self.right, self.left)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Additions by use. A pair of operands and its swap are always in the same split."""
+
+    train: list[Addition]
+    validation: list[Addition]
+    warm_start: list[Addition]
+    probe: list[Addition]
+    """Held out: the warm start ends when it answers enough of them."""
+
+
+def split_additions(seed: int) -> Splits:
+    """All additions that carry and `NUM_WITHOUT_CARRY` others, dealt into splits by `seed`.
+
+    Validation asks each pair in one order only, the others in both.
+    """
+    shuffle = random.Random(seed)
+    operands = range(SMALLEST, LARGEST + 1)
+    every = [Addition(left, right) for left in operands for right in operands if left <= right <= LARGEST - left]
+    others = shuffle.sample([pair for pair in every if not pair.carries], NUM_WITHOUT_CARRY)
+    pairs = [pair for pair in every if pair.carries] + others
+    shuffle.shuffle(pairs)
+    validation, rest = pairs[:NUM_VALIDATION], pairs[NUM_VALIDATION:]
+    probe, rest = rest[:NUM_PROBE], rest[NUM_PROBE:]
+    warm_start, train = rest[:NUM_WARM_START], rest[NUM_WARM_START:]
+    return Splits(
+        train=_both_orders(train, shuffle),
+        validation=[shuffle.choice((pair, pair.swapped)) for pair in validation],
+        warm_start=_both_orders(warm_start, shuffle),
+        probe=_both_orders(probe, shuffle),
+    )
+
+
+def write_splits(splits: Splits, folder: Path) -> None:
+    """Writes one JSONL file per split into `folder`, rows {"question", "answer"}, and the preferences of `PREFERENCE_SPLITS`."""
+    folder.mkdir(parents=True)
+    for name in PREFERENCE_SPLITS:
+        preferences = [json.dumps(preference_row(addition)) for addition in vars(splits)[name]]
+        (folder / f"{name}_preferences.jsonl").write_text("\n".join(preferences) + "\n", encoding="utf-8")
+    for name, additions in vars(splits).items():
+        rows = [json.dumps({"question": addition.question, "answer": addition.answer}) for addition in additions]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def preference_row(addition: Addition) -> dict[str, str]:
+    """The addition with its sum preferred to a wrong one of two digits, which follows from the question."""
+    wrong = random.Random(addition.question).choice([number for number in range(SMALLEST, LARGEST + 1) if str(number) != addition.answer])
+    return {"prompt": addition.question, "chosen": addition.answer, "rejected": str(wrong)}
+
+
+def _both_orders(pairs: list[Addition], shuffle: random.Random) -> list[Addition]:
+    additions = sorted({addition for pair in pairs for addition in (pair, pair.swapped)}, key=lambda addition: addition.question)
+    shuffle.shuffle(additions)
+    return additions

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.doctor.inputs import judge_gpus
+from mrl.doctor.probe import HostFacts
+
+
+@pytest.mark.parametrize(
+    ("gpus_per_node", "has_gpus", "status"),
+    [(8, True, None), (0, False, None), (0, True, None), (4, True, "note"), (16, True, "problem"), (8, False, "note")],
+)
+def test_gpus_that_a_run_counts_on(gpu_host: HostFacts, gpus_per_node: int, has_gpus: bool, status: str | None):
+    config = load_config("grpo_tiny.yaml", [f"cluster.gpus_per_node={gpus_per_node}"])
+    findings = judge_gpus(config, gpu_host if has_gpus else replace(gpu_host, gpus=None))
+    assert [finding.status for finding in findings] == ([status] if status else [])
+    if status:
+        assert findings[0].found == f"cluster.gpus_per_node={gpus_per_node}, this host has {8 if has_gpus else 0}"
