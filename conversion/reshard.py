@@ -10,10 +10,8 @@ import gc
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from operator import add
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from conversion.boxes import (
     DTYPE_BYTES,
@@ -30,19 +28,16 @@ from conversion.boxes import (
     uncovered,
     volume,
 )
-from conversion.rounds import MIN_BUFFER_BYTES, Cuts, Fragment, cut, interleave, lanes, local_lane, split_fragment
-from conversion.schedule import Assignment, Holding, Lane, Link, Schedule, TargetClass, Timetable, align
-
-# Rounds are cut again, smaller, where some rank would send more than its buffer holds; below this part of the buffer workers take turns.
-_LEAST_CAPACITY = 0.5
+from conversion.rounds import MIN_BUFFER_BYTES, Bin, Draft, Turns, cut_rounds, split_copy
+from conversion.schedule import CHECKSUM_BYTES, Copy, EngineWorker, Holding, Link, Schedule, WorkerClass, align
 
 
 class ScheduleError(ValueError):
     """Layouts that do not fit together: some element would not be written, would be written twice, or would be lost."""
 
 
-_Parts = tuple[Fragment, list[Fragment]]
-"""A fragment as a worker reads it from its own unit, and in the parts in which it travels."""
+_Parts = tuple[Copy, list[Copy]]
+"""A copy as a worker makes it on its own GPU, and in the parts in which it travels."""
 _Holders = dict[int, Holding]
 _Holdings = dict[str, dict[Box, _Holders]]
 """Canonical name, box of it, source class. Equal boxes in several classes are replicas of each other."""
@@ -53,74 +48,39 @@ class _Sources:
     """Trainer ranks by class."""
 
     class_of: dict[int, int]
-    layouts: list[Layout]
     ranks: list[list[int]]
     holdings: _Holdings
     on_node: dict[int, dict[int, list[int]]]
     """By node and class: the ranks there."""
-    node_of_rank: dict[int, int]
-
-    def classes_on(self, node: int) -> frozenset[int]:
-        return frozenset(self.on_node.get(node, ()))
-
-
-@dataclass
-class _Bin:
-    """Fragments that one source may send together: every rank of every candidate class holds all of them."""
-
-    link: Link
-    candidates: frozenset[int]
-    fragments: list[Fragment] = field(default_factory=list)
-    num_bytes: int = 0
-
-    def add(self, fragment: Fragment) -> None:
-        self.fragments.append(fragment)
-        self.num_bytes += fragment.num_bytes
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A class of targets before its rounds are cut."""
-
-    layout: Layout
-    local: list[Fragment]
-    bins: list[_Bin]
-    num_shares: int
-    """Workers that share the buffer of one unit."""
 
 
 def reshard(
     sources: Mapping[int, Layout],
     targets: Mapping[int, Layout],
     *,
-    unit_of: Mapping[int, int],
+    gpu_of: Mapping[int, int],
     node_of: Mapping[int, int] | None = None,
     buffer_bytes: int,
 ) -> Schedule:
     """The copies that fill every target (engine worker) from the sources (trainer ranks).
 
-    A source rank is the unit of its number; `unit_of[target]` may be one of them, or a unit of its own (a dedicated engine). `node_of` is
-    by unit; None puts all on one node. What the source on a target's unit holds is copied straight out of its arena. The rest comes from
-    the target's node where that holds it, else from anywhere, and always from the replica that sends least. It travels in rounds in which
-    no unit receives or sends more than `buffer_bytes`. Equal layouts should be one Layout object: the work is done once for each.
+    A source rank runs on the GPU of its number; `gpu_of[target]` may be one of these, or a GPU of its own (a dedicated engine). `node_of`
+    is by GPU; None puts all on one node. A target copies what the source on its GPU holds straight out of that rank's arena. The rest
+    comes from the target's node where that holds it, else from anywhere, and always from the replica that sends least. It travels in
+    rounds in which no GPU receives or sends more than `buffer_bytes`. Equal layouts should be one Layout object: the work is done once
+    for each. Equal arguments give equal schedules in every process.
 
     Raises:
         ScheduleError: an element of a target would not be written exactly once, a box is out of bounds, a layout does not say what some
             element of a source is, or a tensor that sources hold is read by no target. It names tensor, slot and box.
         ValueError: `buffer_bytes` is too small for a single message.
     """
-    node_of = node_of or dict.fromkeys([*sources, *unit_of.values()], 0)
-    with _without_garbage_collection():
-        return _reshard(sources, targets, unit_of, node_of, buffer_bytes)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+    node_of = node_of or dict.fromkeys([*sources, *gpu_of.values()], 0)
     # A large schedule is millions of tuples without a cycle; looking for cycles among them takes a third of the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        return _reshard(sources, targets, gpu_of, node_of, buffer_bytes)
     finally:
         # Puts what is new among the old objects, which are not looked through at once.
         gc.freeze()
@@ -132,20 +92,19 @@ def _without_garbage_collection() -> Iterator[None]:
 def _reshard(
     sources: Mapping[int, Layout],
     targets: Mapping[int, Layout],
-    unit_of: Mapping[int, int],
+    gpu_of: Mapping[int, int],
     node_of: Mapping[int, int],
     buffer_bytes: int,
 ) -> Schedule:
     found = _sources(sources, node_of)
-    drafts, class_of = _drafts(found, targets, unit_of, node_of, buffer_bytes)
+    drafts, class_of = _drafts(found, targets, gpu_of, node_of, buffer_bytes)
     _check_all_read(found, [draft.layout for draft in drafts])
-    ranks = _assign(found, drafts, class_of, unit_of, node_of)
-    classes, timetables = _cut(drafts, class_of, ranks, buffer_bytes)
+    ranks = _assign(found, drafts, class_of, gpu_of, node_of)
+    classes, turns = cut_rounds(drafts, class_of, ranks, buffer_bytes)
     _prove(classes, drafts, class_of)
-    num_rounds = 1 + max((timetables[target].round(classes[index].num_rounds - 1) for target, index in class_of.items()), default=0)
-    num_rounds = max(num_rounds, 1)
-    assignments, body_bytes = _memory(classes, class_of, unit_of, ranks, timetables)
-    return Schedule(num_rounds, tuple(classes), found.class_of, assignments, body_bytes)
+    workers, body_bytes = _engine_workers(classes, class_of, gpu_of, ranks, turns)
+    last_rounds = [(classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()]
+    return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
 
 
 def _sources(sources: Mapping[int, Layout], node_of: Mapping[int, int]) -> _Sources:
@@ -165,8 +124,7 @@ def _sources(sources: Mapping[int, Layout], node_of: Mapping[int, int]) -> _Sour
         class_of[rank] = by_id[id(layout)]
         ranks[class_of[rank]].append(rank)
         on_node[node_of[rank]][class_of[rank]].append(rank)
-    holdings = _holdings(layouts, ranks)
-    return _Sources(class_of, layouts, ranks, holdings, on_node, {rank: node_of[rank] for rank in sources})
+    return _Sources(class_of, ranks, _holdings(layouts, ranks), on_node)
 
 
 def _holdings(layouts: Sequence[Layout], ranks: Sequence[Sequence[int]]) -> _Holdings:
@@ -201,40 +159,40 @@ def _check_piece(slot: Slot, shape: tuple[int, ...], piece: Piece) -> None:
 
 
 def _drafts(
-    found: _Sources, targets: Mapping[int, Layout], unit_of: Mapping[int, int], node_of: Mapping[int, int], buffer_bytes: int
-) -> tuple[list[_Draft], dict[int, int]]:
+    found: _Sources, targets: Mapping[int, Layout], gpu_of: Mapping[int, int], node_of: Mapping[int, int], buffer_bytes: int
+) -> tuple[list[Draft], dict[int, int]]:
     """The classes of targets, and each target's."""
     sharing: dict[int, int] = defaultdict(int)
     for target in targets:
-        sharing[unit_of[target]] += 1
+        sharing[gpu_of[target]] += 1
     least = MIN_BUFFER_BYTES * max(sharing.values(), default=1)
     if buffer_bytes < least:
         raise ValueError(f"refit buffer of {buffer_bytes} bytes is too small; it takes at least {least}")
-    # Where held boxes overlap, which of them a fragment comes from depends on what is near; elsewhere there is no choice.
+    # Where held boxes overlap, which of them a copy comes from depends on what is near; elsewhere there is no choice.
     has_choice = any(len(boxes) > 1 and find_overlap(boxes) for boxes in found.holdings.values())
-    fragments: dict[object, list[_Parts]] = {}
+    copies: dict[object, list[_Parts]] = {}
     index_of: dict[object, int] = {}
-    drafts: list[_Draft] = []
+    drafts: list[Draft] = []
     class_of = {}
     for target in sorted(targets):
-        layout, own = targets[target], found.class_of.get(unit_of[target])
-        near = found.classes_on(node_of[unit_of[target]])
-        num_shares = sharing[unit_of[target]]
+        layout, own = targets[target], found.class_of.get(gpu_of[target])
+        near = frozenset(found.on_node.get(node_of[gpu_of[target]], ()))
+        num_shares = sharing[gpu_of[target]]
         key = (id(layout), own, near, num_shares)
         if key not in index_of:
-            fragments_key = key if has_choice else (id(layout), num_shares)
-            if fragments_key not in fragments:
-                whole = _fragments(layout, found.holdings, own, near)
-                fragments[fragments_key] = [(fragment, split_fragment(fragment, buffer_bytes // num_shares)) for fragment in whole]
+            copies_key = key if has_choice else (id(layout), num_shares)
+            if copies_key not in copies:
+                whole = _copies(layout, found.holdings, own, near)
+                copies[copies_key] = [(copy, split_copy(copy, buffer_bytes // num_shares)) for copy in whole]
             index_of[key] = len(drafts)
-            drafts.append(_draft(found, layout, fragments[fragments_key], own, near, num_shares, len(targets)))
+            drafts.append(_draft(found, layout, copies[copies_key], own, near, num_shares, len(targets)))
         class_of[target] = index_of[key]
     return drafts, class_of
 
 
-def _fragments(layout: Layout, holdings: _Holdings, own: int | None, near: frozenset[int]) -> list[Fragment]:
+def _copies(layout: Layout, holdings: _Holdings, own: int | None, near: frozenset[int]) -> list[Copy]:
     """Every piece of a layout in parts that sources hold, the nearest first."""
-    fragments = []
+    copies = []
     for slot, content in layout.items():
         for piece in content.pieces:
             _check_piece(slot, content.shape, piece)
@@ -251,13 +209,13 @@ def _fragments(layout: Layout, holdings: _Holdings, own: int | None, near: froze
                         part_holders = holders if part == held_box else _narrowed(holders, held_box, part)
                         num_bytes = volume(part) * DTYPE_BYTES[next(iter(holders.values())).dtype]
                         local = place(part, piece.box, piece.local)
-                        fragments.append(Fragment(slot, local, content.dtype, piece.transform, part_holders, num_bytes))
+                        copies.append(Copy(slot, local, content.dtype, piece.transform, part_holders, num_bytes))
                     rest = [] if parts == rest else [left for part in rest for left in subtract(part, held_box)]
                     if not rest:
                         break
             if rest:
                 raise ScheduleError(f"{slot} needs box {rest[0]} of {piece.name}, which no source holds")
-    return fragments
+    return copies
 
 
 def _narrowed(holders: _Holders, held_box: Box, part: Box) -> _Holders:
@@ -284,22 +242,21 @@ def _check_all_read(found: _Sources, layouts: Iterable[Layout]) -> None:
 def _draft(
     found: _Sources,
     layout: Layout,
-    fragments: Sequence[_Parts],
+    copies: Sequence[_Parts],
     own: int | None,
     near: frozenset[int],
     num_shares: int,
     num_targets: int,
-) -> _Draft:
-    """Sorts the fragments of a class by who may send them, and spreads each group over bins of about equal size."""
-    local: list[Fragment] = []
-    groups: dict[frozenset[int], list[Fragment]] = defaultdict(list)
+) -> Draft:
+    """Sorts the copies of a class by who may send them, and spreads each group over bins of about equal size."""
+    own_copies: list[Copy] = []
+    groups: dict[frozenset[int], list[Copy]] = defaultdict(list)
     known: dict[tuple[int, ...], frozenset[int]] = {}
-    for fragment, parts in fragments:
-        holders = fragment.holders
-        if own in holders:
-            local.append(fragment)
+    for copy, parts in copies:
+        if own in copy.holders:
+            own_copies.append(copy)
             continue
-        classes = tuple(holders)
+        classes = tuple(copy.holders)
         if classes not in known:
             every = frozenset(classes)
             known[classes] = every & near or every
@@ -311,21 +268,21 @@ def _draft(
         num_bins = min(len(members), max(len(candidates), math.ceil(num_ranks / num_targets)))
         link: Link = "node" if candidates <= near else "network"
         bins += _spread(members, num_bins, link, candidates)
-    return _Draft(layout, local, bins, num_shares)
+    return Draft(layout, own_copies, bins, num_shares)
 
 
-def _spread(fragments: Sequence[Fragment], num_bins: int, link: Link, candidates: frozenset[int]) -> list[_Bin]:
-    bins = [_Bin(link, candidates) for _ in range(num_bins)]
+def _spread(copies: Sequence[Copy], num_bins: int, link: Link, candidates: frozenset[int]) -> list[Bin]:
+    bins = [Bin(link, candidates) for _ in range(num_bins)]
     heap = [(0, index) for index in range(num_bins)]
-    for fragment in sorted(fragments, key=lambda fragment: -fragment.num_bytes):
+    for copy in sorted(copies, key=lambda copy: -copy.num_bytes):
         num_bytes, index = heap[0]
-        bins[index].add(fragment)
-        heapq.heapreplace(heap, (num_bytes + fragment.num_bytes, index))
+        bins[index].add(copy)
+        heapq.heapreplace(heap, (num_bytes + copy.num_bytes, index))
     return bins
 
 
 def _assign(
-    found: _Sources, drafts: Sequence[_Draft], class_of: Mapping[int, int], unit_of: Mapping[int, int], node_of: Mapping[int, int]
+    found: _Sources, drafts: Sequence[Draft], class_of: Mapping[int, int], gpu_of: Mapping[int, int], node_of: Mapping[int, int]
 ) -> dict[int, list[int]]:
     """By target: the rank that sends each bin. Bins with the fewest possible senders choose first, each the one that sends least so far."""
     loads = dict.fromkeys(found.class_of, 0)
@@ -334,7 +291,7 @@ def _assign(
     waiting = []
     for order, (target, index) in enumerate(class_of.items()):
         for bin_index, bin in enumerate(drafts[index].bins):
-            place = node_of[unit_of[target]] if bin.link == "node" else None
+            place = node_of[gpu_of[target]] if bin.link == "node" else None
             key = (place, bin.candidates)
             if key not in queue:
                 here = found.ranks if place is None else found.on_node[place]
@@ -353,79 +310,14 @@ def _assign(
     return ranks
 
 
-def _cut(
-    drafts: Sequence[_Draft], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
-) -> tuple[list[TargetClass], dict[int, Timetable]]:
-    """Cuts rounds so that neither receivers nor senders need more than `buffer_bytes`."""
-    bins = [[bin.fragments for bin in draft.bins] for draft in drafts]
-    orders = [interleave(fragments) for fragments in bins]
-    timetables = dict.fromkeys(class_of, Timetable(0, 1))
-    capacity = buffer_bytes
-    while True:
-        regions = [max(MIN_BUFFER_BYTES, capacity // draft.num_shares) for draft in drafts]
-        cuts = [cut(order, len(draft.bins), size) for order, draft, size in zip(orders, drafts, regions, strict=True)]
-        most = _most_sent(cuts, class_of, ranks)
-        if most <= buffer_bytes:
-            break
-        # A little less than in proportion, because boxes do not divide.
-        capacity = int(0.97 * capacity * buffer_bytes / most)
-        if capacity < _LEAST_CAPACITY * buffer_bytes:
-            cuts = [cut(order, len(draft.bins), buffer_bytes // draft.num_shares) for order, draft in zip(orders, drafts, strict=True)]
-            timetables = _turns(cuts, class_of, ranks, buffer_bytes)
-            break
-    return [_target_class(*item) for item in zip(drafts, bins, cuts, strict=True)], timetables
-
-
-def _target_class(draft: _Draft, bins: Sequence[Sequence[Fragment]], cuts: Cuts) -> TargetClass:
-    padding = {slot: content.padding for slot, content in draft.layout.items() if content.padding}
-    links: tuple[Link, ...] = tuple(bin.link for bin in draft.bins)
-    return TargetClass(local_lane(draft.local), lanes(bins, cuts), links, padding, len(cuts.counts), cuts.largest)
-
-
-def _most_sent(cuts: Sequence[Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]]) -> int:
-    """The most bytes that a rank sends in a round, if all workers receive at the same time."""
-    num_rounds = max((len(found.counts) for found in cuts), default=0)
-    padded = [[sizes + [0] * (num_rounds - len(sizes)) for sizes in found.num_bytes] for found in cuts]
-    sent: dict[int, list[int]] = {}
-    for target, index in class_of.items():
-        for sizes, rank in zip(padded[index], ranks[target], strict=True):
-            sent[rank] = list(map(add, sent[rank], sizes)) if rank in sent else sizes
-    return max((max(sizes) for sizes in sent.values()), default=0)
-
-
-def _turns(
-    cuts: Sequence[Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
-) -> dict[int, Timetable]:
-    """Few ranks send to many workers: these take turns, in as many groups as the senders' buffers ask for."""
-    groups: list[dict[int, int]] = []
-    phase_of = {}
-    for target, index in class_of.items():
-        sent: dict[int, int] = defaultdict(int)
-        for sizes, rank in zip(cuts[index].num_bytes, ranks[target], strict=True):
-            # No rank sends a worker more in a round than the worker's buffer holds.
-            sent[rank] = min(sent[rank] + max(sizes), cuts[index].largest)
-        phase = next((phase for phase, group in enumerate(groups) if _fits(group, sent, buffer_bytes)), len(groups))
-        if phase == len(groups):
-            groups.append(defaultdict(int))
-        for rank, num_bytes in sent.items():
-            groups[phase][rank] += num_bytes
-        phase_of[target] = phase
-    return {target: Timetable(phase, len(groups)) for target, phase in phase_of.items()}
-
-
-def _fits(group: Mapping[int, int], sent: Mapping[int, int], buffer_bytes: int) -> bool:
-    return all(group[rank] + num_bytes <= buffer_bytes for rank, num_bytes in sent.items() if rank in group)
-
-
-def _prove(classes: Sequence[TargetClass], drafts: Sequence[_Draft], class_of: Mapping[int, int]) -> None:
+def _prove(classes: Sequence[WorkerClass], drafts: Sequence[Draft], class_of: Mapping[int, int]) -> None:
     """Raises ScheduleError unless copies and padding tile every slot of every target. Looks only at the final copies."""
     example = {class_of[target]: target for target in sorted(class_of, reverse=True)}
     proven: dict[tuple[int, Slot], list[Box]] = {}
     for index, (found, draft) in enumerate(zip(classes, drafts, strict=True)):
         written: dict[Slot, list[Box]] = {slot: list(content.padding) for slot, content in draft.layout.items()}
-        for lane in (found.local, *found.lanes):
-            for copy in lane.copies():
-                written[copy.target].append(copy.box)
+        for copy in found.copies():
+            written[copy.target].append(copy.box)
         for slot, content in draft.layout.items():
             boxes = sorted(written[slot])
             if proven.get((id(draft.layout), slot)) == boxes:
@@ -437,28 +329,26 @@ def _prove(classes: Sequence[TargetClass], drafts: Sequence[_Draft], class_of: M
             proven[id(draft.layout), slot] = boxes
 
 
-def _memory(
-    classes: Sequence[TargetClass],
+def _engine_workers(
+    classes: Sequence[WorkerClass],
     class_of: Mapping[int, int],
-    unit_of: Mapping[int, int],
+    gpu_of: Mapping[int, int],
     ranks: Mapping[int, Sequence[int]],
-    timetables: Mapping[int, Timetable],
-) -> tuple[dict[int, Assignment], dict[int, int]]:
-    """Gives each target its places in the exchange memory of its unit: checksums of local copies first, then one region each."""
+    turns: Turns,
+) -> tuple[dict[int, EngineWorker], dict[int, int]]:
+    """Gives each worker its places in the exchange memory of its GPU: checksums of own copies first, then one region each."""
     ends: dict[int, int] = defaultdict(int)
     checksums, regions = {}, {}
     for target, index in class_of.items():
-        checksums[target] = ends[unit_of[target]]
-        ends[unit_of[target]] += _checksum_bytes(classes[index].local)
+        checksums[target] = ends[gpu_of[target]]
+        ends[gpu_of[target]] += align(CHECKSUM_BYTES * len(classes[index].own))
     for target, index in class_of.items():
-        regions[target] = ends[unit_of[target]]
-        ends[unit_of[target]] += align(classes[index].region_bytes)
-    assignments = {
-        target: Assignment(unit_of[target], index, tuple(ranks[target]), timetables[target], checksums[target], regions[target])
+        regions[target] = ends[gpu_of[target]]
+        ends[gpu_of[target]] += align(classes[index].region_bytes)
+    workers = {
+        target: EngineWorker(
+            gpu_of[target], index, tuple(ranks[target]), turns.turn_of[target], turns.num_turns, checksums[target], regions[target]
+        )
         for target, index in class_of.items()
     }
-    return assignments, dict(ends)
-
-
-def _checksum_bytes(local: Lane) -> int:
-    return align(sum(message.num_bytes for message in local.messages))
+    return workers, dict(ends)

@@ -1,12 +1,15 @@
-"""Cuts what a class of engine workers receives into rounds and messages that fit the exchange buffers. Standard library only."""
+"""Cuts the copies that engine workers receive into rounds and messages that fit the exchange buffers. Standard library only."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
 
-from conversion.boxes import DTYPE_BYTES, Box, Slot, lengths, place, volume
-from conversion.schedule import ALIGNMENT, CHECKSUM_BYTES, Copy, Holding, Lane, Message, align
+from conversion.boxes import DTYPE_BYTES, Box, Layout, lengths, place, volume
+from conversion.schedule import ALIGNMENT, CHECKSUM_BYTES, Copy, Holding, Link, Message, Source, WorkerClass, align
 
 MIN_BUFFER_BYTES = 2 * ALIGNMENT
 """Room for the smallest message: a box and its checksum."""
@@ -14,35 +17,68 @@ MIN_BUFFER_BYTES = 2 * ALIGNMENT
 # Boxes are cut so that a buffer holds at least this many: otherwise rounds fill badly, and one source sends while the others wait.
 _BOXES_PER_BUFFER = 64
 _CHECKSUMS_PER_BLOCK = ALIGNMENT // CHECKSUM_BYTES
+# Rounds are cut again, smaller, where some rank would send more than its buffer holds; below this part of the buffer workers take turns.
+_LEAST_CAPACITY = 0.5
 
 
-class Fragment(NamedTuple):
-    """Part of a tensor of a worker that some sources hold as one box; the same for all workers of one layout."""
+@dataclass
+class Bin:
+    """Copies that one source may send together: every rank of every candidate class holds all of them."""
 
-    slot: Slot
-    box: Box
-    dtype: str
-    transform: str | None
-    holders: Mapping[int, Holding]
-    """By source class."""
-    num_bytes: int
-    """In the sources' dtype."""
+    link: Link
+    candidates: frozenset[int]
+    copies: list[Copy] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, copy: Copy) -> None:
+        """Puts a copy behind the others."""
+        self.copies.append(copy)
+        self.num_bytes += copy.num_bytes
 
 
-def split_fragment(fragment: Fragment, buffer_bytes: int) -> list[Fragment]:
-    """The fragment in parts that several of fit one buffer."""
+@dataclass(frozen=True)
+class Draft:
+    """A class of workers before its rounds are cut."""
+
+    layout: Layout
+    own: list[Copy]
+    bins: list[Bin]
+    num_shares: int
+    """Workers that share the buffer of one GPU."""
+
+
+class Turns(NamedTuple):
+    """Workers that one rank cannot serve at the same time receive one after the other; see `EngineWorker.turn`."""
+
+    num_turns: int
+    turn_of: Mapping[int, int]
+
+
+class _Cuts(NamedTuple):
+    """Where the rounds of a class of workers end."""
+
+    counts: list[list[int]]
+    """By round and bin: how many copies travel."""
+    num_bytes: list[list[int]]
+    """By bin and round: size of the message."""
+    largest: int
+    """Bytes of the largest round."""
+
+
+def split_copy(copy: Copy, buffer_bytes: int) -> list[Copy]:
+    """The copy in parts that several of fit one buffer."""
     max_bytes = max(ALIGNMENT, buffer_bytes // _BOXES_PER_BUFFER // ALIGNMENT * ALIGNMENT)
-    if fragment.num_bytes <= max_bytes:
-        return [fragment]
-    element = DTYPE_BYTES[next(iter(fragment.holders.values())).dtype]
-    fragments = []
-    for box in split(fragment.box, max_bytes // element):
+    if copy.num_bytes <= max_bytes:
+        return [copy]
+    element = DTYPE_BYTES[next(iter(copy.holders.values())).dtype]
+    copies = []
+    for box in split(copy.box, max_bytes // element):
         parts: dict[Holding, Holding] = {}
-        for holding in fragment.holders.values():
-            parts[holding] = holding._replace(box=part_of(holding.box, fragment.box, box))
-        holders = {source_class: parts[holding] for source_class, holding in fragment.holders.items()}
-        fragments.append(fragment._replace(box=box, holders=holders, num_bytes=volume(box) * element))
-    return fragments
+        for holding in copy.holders.values():
+            parts[holding] = holding._replace(box=_part_of(holding.box, copy.box, box))
+        holders = {source_class: parts[holding] for source_class, holding in copy.holders.items()}
+        copies.append(copy._replace(box=box, holders=holders, num_bytes=volume(box) * element))
+    return copies
 
 
 def split(box: Box, max_elements: int) -> Iterator[Box]:
@@ -58,47 +94,53 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
         yield from split(part, max_elements)
 
 
-def part_of(other: Box, box: Box, part: Box) -> Box:
+def _part_of(other: Box, box: Box, part: Box) -> Box:
     """The part of `other` that corresponds to `part` of `box`; either may have leading dimensions of length 1."""
     num_shared = min(len(part), len(other))
     assert lengths(other)[-num_shared:] == lengths(box)[-num_shared:], (other, box)
     return place(part[-num_shared:], box[-num_shared:], other)
 
 
-def local_lane(fragments: Sequence[Fragment]) -> Lane:
-    """What a worker reads out of its own unit's arena: one message that is never sent."""
-    copies = tuple(Copy(*fragment, 0, row) for row, fragment in enumerate(fragments))
-    return Lane((Message(0, 0, 0, CHECKSUM_BYTES * len(copies), copies),) if copies else ())
+def cut_rounds(
+    drafts: Sequence[Draft], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
+) -> tuple[list[WorkerClass], Turns]:
+    """The classes with their messages, such that no worker receives and no rank sends more than `buffer_bytes` in a round.
+
+    `class_of` and `ranks` (the rank behind each bin) are by worker.
+    """
+    orders = [_interleave(draft.bins) for draft in drafts]
+    turns = Turns(1, dict.fromkeys(class_of, 0))
+    capacity = buffer_bytes
+    while True:
+        regions = [max(MIN_BUFFER_BYTES, capacity // draft.num_shares) for draft in drafts]
+        cuts = [_cut(order, len(draft.bins), size) for order, draft, size in zip(orders, drafts, regions, strict=True)]
+        most = _most_sent(cuts, class_of, ranks)
+        if most <= buffer_bytes:
+            break
+        # A little less than in proportion, because boxes do not divide.
+        capacity = int(0.97 * capacity * buffer_bytes / most)
+        if capacity < _LEAST_CAPACITY * buffer_bytes:
+            cuts = [_cut(order, len(draft.bins), buffer_bytes // draft.num_shares) for order, draft in zip(orders, drafts, strict=True)]
+            turns = _take_turns(cuts, class_of, ranks, buffer_bytes)
+            break
+    return [_worker_class(draft, found) for draft, found in zip(drafts, cuts, strict=True)], turns
 
 
-class Cuts(NamedTuple):
-    """Where the rounds of a class of workers end."""
-
-    counts: list[list[int]]
-    """By round and bin: how many fragments travel."""
-    num_bytes: list[list[int]]
-    """By bin and round: size of the message."""
-    largest: int
-    """Bytes of the largest round."""
-
-
-def interleave(bins: Sequence[Sequence[Fragment]]) -> list[tuple[int, int]]:
-    """(bin, aligned size) of every fragment, such that every stretch of the list takes an equal share of every bin."""
+def _interleave(bins: Sequence[Bin]) -> list[tuple[int, int]]:
+    """(bin, aligned size) of every copy, such that every stretch of the list takes an equal share of every bin."""
     order: list[tuple[float, int, int]] = []
-    for index, fragments in enumerate(bins):
-        total = sum(fragment.num_bytes for fragment in fragments)
+    for index, bin in enumerate(bins):
         before = 0
-        for fragment in fragments:
-            num_bytes = fragment.num_bytes
-            order.append(((before + num_bytes / 2) / total, index, align(num_bytes)))
-            before += num_bytes
+        for copy in bin.copies:
+            order.append(((before + copy.num_bytes / 2) / bin.num_bytes, index, align(copy.num_bytes)))
+            before += copy.num_bytes
     # Positions within a bin only grow, so the order within each bin stays.
     order.sort()
     return [(index, size) for _, index, size in order]
 
 
-def cut(order: Sequence[tuple[int, int]], num_bins: int, region_bytes: int) -> Cuts:
-    """Rounds of at most `region_bytes`, checksums included, that follow the order of `interleave`."""
+def _cut(order: Sequence[tuple[int, int]], num_bins: int, region_bytes: int) -> _Cuts:
+    """Rounds of at most `region_bytes`, checksums included, that follow the order of `_interleave`."""
     counts: list[list[int]] = []
     sizes: list[list[int]] = []
     used = region_bytes
@@ -113,27 +155,54 @@ def cut(order: Sequence[tuple[int, int]], num_bins: int, region_bytes: int) -> C
         counts[-1][index] += 1
         sizes[-1][index] += more
     by_bin = [list(column) for column in zip(*sizes, strict=True)] if sizes else [[] for _ in range(num_bins)]
-    return Cuts(counts, by_bin, max(map(sum, sizes), default=0))
+    return _Cuts(counts, by_bin, max(map(sum, sizes), default=0))
 
 
-def lanes(bins: Sequence[Sequence[Fragment]], cuts: Cuts) -> tuple[Lane, ...]:
-    """The messages of each bin. Those of a round lie one after the other in the receiver's buffer: each arrives where it is read."""
-    messages: list[list[Message]] = [[] for _ in bins]
-    positions = [0] * len(bins)
+def _most_sent(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]]) -> int:
+    """The most bytes that a rank sends in a round, if all workers receive at the same time."""
+    num_rounds = max((len(found.counts) for found in cuts), default=0)
+    padded = [[sizes + [0] * (num_rounds - len(sizes)) for sizes in found.num_bytes] for found in cuts]
+    sent: dict[int, list[int]] = {}
+    for worker, index in class_of.items():
+        for sizes, rank in zip(padded[index], ranks[worker], strict=True):
+            sent[rank] = list(map(add, sent[rank], sizes)) if rank in sent else sizes
+    return max((max(sizes) for sizes in sent.values()), default=0)
+
+
+def _take_turns(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int) -> Turns:
+    """Few ranks send to many workers: these take turns, in as many groups as the senders' buffers ask for."""
+    groups: list[dict[int, int]] = []
+    turn_of = {}
+    for worker, index in class_of.items():
+        sent: dict[int, int] = defaultdict(int)
+        for sizes, rank in zip(cuts[index].num_bytes, ranks[worker], strict=True):
+            # No rank sends a worker more in a round than the worker's buffer holds.
+            sent[rank] = min(sent[rank] + max(sizes), cuts[index].largest)
+        fitting = (
+            turn
+            for turn, group in enumerate(groups)
+            if all(group[rank] + num_bytes <= buffer_bytes for rank, num_bytes in sent.items() if rank in group)
+        )
+        turn_of[worker] = next(fitting, len(groups))
+        if turn_of[worker] == len(groups):
+            groups.append(defaultdict(int))
+        for rank, num_bytes in sent.items():
+            groups[turn_of[worker]][rank] += num_bytes
+    return Turns(len(groups), turn_of)
+
+
+def _worker_class(draft: Draft, cuts: _Cuts) -> WorkerClass:
+    """The messages of each bin. Those of a round lie one after the other in the receiver's region: each arrives where it is read."""
+    messages: list[list[Message]] = [[] for _ in draft.bins]
+    positions = [0] * len(draft.bins)
     for round, by_bin in enumerate(cuts.counts):
         end = 0
         for index, count in enumerate(by_bin):
             if count:
                 start = positions[index]
-                messages[index].append(_message(round, end, bins[index][start : start + count]))
+                messages[index].append(Message(round, end, tuple(draft.bins[index].copies[start : start + count])))
                 positions[index] += count
                 end += messages[index][-1].num_bytes
-    return tuple(Lane(tuple(lane)) for lane in messages)
-
-
-def _message(round: int, offset: int, fragments: Sequence[Fragment]) -> Message:
-    copies, end = [], 0
-    for row, (slot, box, dtype, transform, holders, num_bytes) in enumerate(fragments):
-        copies.append(Copy(slot, box, dtype, transform, holders, num_bytes, end, row))
-        end += align(num_bytes)
-    return Message(round, offset, end, end + align(CHECKSUM_BYTES * len(copies)), tuple(copies))
+    padding = {slot: content.padding for slot, content in draft.layout.items() if content.padding}
+    sources = tuple(Source(bin.link, tuple(found)) for bin, found in zip(draft.bins, messages, strict=True))
+    return WorkerClass(tuple(draft.own), sources, padding, len(cuts.counts), cuts.largest)

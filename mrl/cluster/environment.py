@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from mrl import env
-from mrl.refit.cuda_memory import with_expandable_segments
+from mrl.refit.memory import with_expandable_segments
 from mrl.rollout.environment import engine_environment
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import cast
 
 from conversion.boxes import Slot
-from conversion.families.common import EngineDtypes, Flavour, MegatronCoords, MegatronParallel, VllmParallel
-from conversion.families.registry import family
-from conversion.reshard import ScheduleError, reshard
+from conversion.families.common import EngineDtypes, VllmParallel
+from conversion.reshard import ScheduleError
 from conversion.schedule import Schedule
 from mrl.capacity.start_deadline import start_deadline
 from mrl.cluster.engine_group import EngineGroup, index_of
@@ -26,11 +25,11 @@ from mrl.cluster.policy_group import PolicyGroup
 from mrl.cluster.probe import live_digests
 from mrl.cluster.waiting import ActorLost, wait_all
 from mrl.config.schema.run import RunConfig
+from mrl.refit.checksum import check_unchanged
+from mrl.refit.exchange import GpuHandles, handles_for
 from mrl.refit.group import GroupAddress
+from mrl.refit.inputs import ExchangeMember, RankPlace, RefitInputs, WorkerRefit
 from mrl.refit.pull import VerifyReport
-from mrl.refit.unit import UnitHandles, handles_of
-from mrl.refit.zero import check_unchanged
-from mrl.rollout.messages import ExchangeSeat, WorkerRefit
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +71,15 @@ class Refit:
         self.units = placement.engines
         self.num_exchanges = 0
         self.weight_version = 0
-        self.schedule = build_schedule(config, placement, policies, engines)
+        inputs = refit_inputs(config, placement, policies, engines)
+        self.schedule = build_schedule(config, inputs)
+        self.inputs = inputs.signed(self.schedule)
         logger.info("Refit schedule: %s", self.schedule.summary)
         for line in self.schedule.casts():
             logger.info("%s", line)
         num_ranks = len(self.schedule.source_class)
         self.dedicated = [engine.engine_index for engine in self.units if engine.units[0] >= num_ranks]
-        self._handles: dict[int, UnitHandles] = {}
+        self._handles: dict[int, GpuHandles] = {}
         self._prepare()
 
     def zero(self) -> RefitReport:
@@ -180,16 +181,16 @@ class Refit:
             # The store remembers the addresses of an earlier group under its name.
             self.num_exchanges += 1
             address = GroupAddress(*self.policies.master, name=f"exchange {self.num_exchanges}", size=num_ranks + num_seats)
-        parts = [(self.schedule.rank_part(rank), address) for rank in range(num_ranks)]
+        parts = [(self.inputs, address)] * num_ranks
         if self.dedicated:
             assert address is not None
             pending = self.policies.start_each("prepare_refit", parts)
-            pending |= self.engines.start_each("prepare_refit", {index: (self._seats(index, address),) for index in self.dedicated})
+            pending |= self.engines.start_each("prepare_refit", {index: (self._members(index, address),) for index in self.dedicated})
             results = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
-            self._handles = {rank: cast(UnitHandles, results[f"policy rank {rank}"]) for rank in range(num_ranks)}
+            self._handles = {rank: cast(GpuHandles, results[f"policy rank {rank}"]) for rank in range(num_ranks)}
         else:
             handles = self.policies.call_each("prepare_refit", parts, deadline_s=self.deadline_s)
-            self._handles = dict(enumerate(cast(list[UnitHandles], handles)))
+            self._handles = dict(enumerate(cast(list[GpuHandles], handles)))
         self._prepare_colocated([index for index in range(self.engines.num_engines) if index not in self.dedicated])
 
     def _prepare_again(self, index: int) -> None:
@@ -203,14 +204,11 @@ class Refit:
         self.engines.call_each("prepare_refit", {i: (self._workers(i),) for i in engines}, deadline_s=self.deadline_s)
 
     def _workers(self, engine: int) -> list[WorkerRefit]:
-        units = self.units[engine].units
-        parts = [self.schedule.worker_part(unit) for unit in units]
-        return [WorkerRefit(part, handles_of(part, self._handles)) for part in parts]
+        workers = self.units[engine].units
+        return [WorkerRefit(self.inputs, worker, handles_for(self.schedule, worker, self._handles)) for worker in workers]
 
-    def _seats(self, engine: int, address: GroupAddress) -> list[WorkerRefit]:
-        units = self.units[engine].units
-        seats = {unit: ExchangeSeat(self.schedule.rank_part(unit), address, self.deadline_s) for unit in units}
-        return [WorkerRefit(self.schedule.worker_part(unit), seats[unit]) for unit in units]
+    def _members(self, engine: int, address: GroupAddress) -> list[WorkerRefit]:
+        return [WorkerRefit(self.inputs, worker, ExchangeMember(address, self.deadline_s)) for worker in self.units[engine].units]
 
 
 class _Witness:
@@ -231,42 +229,47 @@ class _Witness:
         self._before.pop(index, None)
 
     def check_unchanged(self) -> None:
-        """Returns if all engines hold what they held when they were looked at; see `mrl.refit.zero.check_unchanged`."""
+        """Returns if all engines hold what they held when they were looked at; see `mrl.refit.checksum.check_unchanged`."""
         for index, after in live_digests(self._engines, deadline_s=self._deadline_s).items():
             for worker_before, worker_after in zip(self._before[index], after, strict=True):
                 check_unchanged(worker_before, worker_after)
 
 
-def build_schedule(config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup) -> Schedule:
-    """The schedule from all policy ranks to all engine workers. A worker is named by its unit; one of its number is a policy rank's too.
-
-    Tables say which boxes a worker has; of which dtype, its live model says.
-    """
-    hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
-    found = family(hf_config)
+def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup) -> RefitInputs:
+    """What the schedule from all policy ranks to all engine workers follows from. A worker has the number of its GPU."""
     start_s = start_deadline(config).seconds
-    keys = policies.call("layout_arguments", deadline_s=start_s)
-    places = cast(list[tuple[MegatronParallel, MegatronCoords, str, Flavour]], keys)
-    # Ranks at one place share one layout object, by which the schedule knows them as equal. Each has checked it against its live model.
-    layouts = {place: found.megatron_layout(hf_config, *place) for place in set(places)}
-    vllm_cfg = config.policy.generation.vllm_cfg
-    parallel = VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size)
+    places = cast(list[RankPlace], policies.call("layout_arguments", deadline_s=start_s))
     live = cast(dict[int, list[EngineDtypes]], engines.call("tensor_dtypes", deadline_s=start_s))
-    targets = {
-        unit: found.vllm_layout(hf_config, parallel, worker, vllm_cfg.precision, live[engine.engine_index][worker])
+    # Equal lists of dtypes become one object: they come from every worker, and go to every participant.
+    known: dict[EngineDtypes, EngineDtypes] = {}
+    workers = {
+        gpu: (index, known.setdefault(live[engine.engine_index][index], live[engine.engine_index][index]))
         for engine in placement.engines
-        for worker, unit in enumerate(engine.units)
+        for index, gpu in enumerate(engine.units)
     }
-    size_gb = config.policy.refit_buffer_size_gb
+    vllm_cfg = config.policy.generation.vllm_cfg
+    return RefitInputs(
+        hf_config=json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8")),
+        ranks=tuple(places),
+        parallel=VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size),
+        precision=vllm_cfg.precision,
+        workers=workers,
+        gpu_of={gpu: gpu for gpu in workers},
+        node_of=placement.node_of,
+        buffer_bytes=int(config.policy.refit_buffer_size_gb * 1e9),
+    )
+
+
+def build_schedule(config: RunConfig, inputs: RefitInputs) -> Schedule:
+    """The schedule of these inputs.
+
+    Raises:
+        ScheduleError: the layouts do not fit together.
+        ValueError: the buffer is too small for a single message.
+    """
     try:
-        return reshard(
-            {rank: layouts[place] for rank, place in enumerate(places)},
-            targets,
-            unit_of={unit: unit for unit in targets},
-            node_of=placement.node_of,
-            buffer_bytes=int(size_gb * 1e9),
-        )
+        return inputs.schedule()
     except ScheduleError:
         raise
     except ValueError as error:
-        raise ValueError(f"policy.refit_buffer_size_gb={size_gb}: {error}") from error
+        raise ValueError(f"policy.refit_buffer_size_gb={config.policy.refit_buffer_size_gb}: {error}") from error

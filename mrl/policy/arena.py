@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conversion.boxes import Slot
 from conversion.schedule import align
 from conversion.tensors import dtype_name
-from mrl.refit.memory import create_memory
-from mrl.refit.unit import ArenaHandle, ArenaRow
+from mrl.refit.memory import ArenaHandle, ArenaRow, SharedMemory
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -48,7 +47,7 @@ class Arena:
         views = [view for view in views if view.untyped_storage().data_ptr() in storages]
         tensors = {id(tensor): tensor for tensor in [*slots.values(), *views]}.values()
         offsets, num_bytes = _place(tensors)
-        self._memory = create_memory(num_bytes, name, _device(slots))
+        self._memory = SharedMemory(num_bytes, name, _device(slots))
         for storage, offset in offsets.values():
             values = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
             self._memory.tensor[offset : offset + storage.nbytes()].copy_(values)
@@ -81,6 +80,13 @@ class Arena:
 
     def _row(self, tensor: Tensor) -> ArenaRow:
         return ArenaRow(tensor.data_ptr() - self._memory.tensor.data_ptr(), tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
+    """Parameters and persistent buffers of a model by slot: the tensors themselves, not copies."""
+    # Transformer Engine adds `_extra_state` entries, which are not weights.
+    state = model.state_dict(keep_vars=True)
+    return {Slot(name, chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
 
 
 def buffer_views(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:

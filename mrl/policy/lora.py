@@ -26,9 +26,9 @@ from conversion.families.registry import family
 from conversion.tensors import box_view, torch_dtype
 from mrl.policy import compat, parallel
 from mrl.policy.adapter import Adapter, Factor
+from mrl.policy.arena import live_tensors
 from mrl.policy.frozen import keep_gradients_flowing
 from mrl.policy.layout_state import CheckpointEntries
-from mrl.refit.unit import live_tensors
 
 if TYPE_CHECKING:
     from mrl.config.schema.peft import PeftConfig

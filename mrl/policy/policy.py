@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from conversion.boxes import Slot
-from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
+from conversion.families.common import MegatronCoords
 from conversion.families.registry import family
-from conversion.schedule import RankPart
 from conversion.storage.safetensors_io import fill_layout
 from conversion.tensors import box_view
 from mrl.capacity import phases
@@ -42,9 +41,9 @@ from mrl.policy.slab import PINNED, host_copies
 from mrl.policy.step import BatchSize, TrainRow, check_equal_counts, compute_logprobs, evaluate, global_batch_size, train_step
 from mrl.policy.token_advantages import FinishedBatch, finish_batches
 from mrl.policy.weights import CopyCheck, rank_tensors
-from mrl.refit.exchange import Exchange
+from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
-from mrl.refit.unit import UnitHandles
+from mrl.refit.inputs import RankPlace, RefitInputs
 
 
 class Policy:
@@ -110,7 +109,7 @@ class Policy:
         """Which rows of a batch are this rank's. Not collective."""
         return self._coordinates.dp
 
-    def layout_arguments(self) -> tuple[MegatronParallel, MegatronCoords, str, Flavour]:
+    def layout_arguments(self) -> RankPlace:
         """What `Family.megatron_layout` takes besides the model's configuration. Not collective."""
         place = self._coordinates
         coords = MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp)
@@ -333,8 +332,8 @@ class Policy:
             metrics = evaluate(self._state.chunks, batch.train_rows(self._coordinates.is_last_stage), objective)
         return metrics
 
-    def prepare_refit(self, part: RankPart, address: GroupAddress | None) -> UnitHandles:
-        """Joins the exchange and sets up this rank's part; returns what the engine workers of this unit need to pull.
+    def prepare_refit(self, inputs: RefitInputs, address: GroupAddress | None) -> GpuHandles:
+        """Joins the exchange and sets up this rank's part; returns what the engine workers of this GPU need to pull.
 
         Collective over all participants at `address`; None where this rank is all there is.
         """
@@ -345,7 +344,7 @@ class Policy:
         weights = self.settled_weights()
         device = next(iter(weights.values())).device
         group = ExchangeGroup(address, self._rank, device=device, timeout_s=self._timeout_s) if address else None
-        self._exchange = Exchange(part, weights, self._arena.handle(), group=group)
+        self._exchange = Exchange(inputs.schedule(), self._rank, weights, self._arena.handle(), group=group)
         return self._exchange.handles()
 
     def exchange(self, round_index: int) -> None:

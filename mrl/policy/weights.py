@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from conversion.boxes import Box, Layout, Piece, Slot
 from conversion.tensors import box_view
+from mrl.policy.arena import live_tensors
 from mrl.policy.reports import SettleReport
-from mrl.refit.checksum import Checksums
-from mrl.refit.transforms import Value
-from mrl.refit.unit import live_tensors
+from mrl.refit.checksum import Checksums, Value
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class CopyCheck:
     def __init__(self, tensors: Mapping[Slot, Tensor], layout: Layout) -> None:
         """Collective over all ranks."""
         self._views = [box_view(tensors[slot], piece.local) for slot, piece in _pieces(layout)]
-        self._checksums = Checksums([Value(view, None, view.dtype) for view in self._views])
+        self._checksums = Checksums([Value(view) for view in self._views])
         mine = [(slot, piece.name, piece.box) for slot, piece in _pieces(layout)]
         everyone: list[list[tuple[Slot, str, Box]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)

@@ -1,1 +1,5 @@
-"""Maps memory, moves boxes, verifies (torch only)."""
+"""The refit: carries out a schedule between trainer ranks and engine workers, and verifies every byte. Needs torch only."""
+
+
+class RefitError(RuntimeError):
+    """The engine's weights are not proven to be the trainer's. No token may be sampled from it."""

@@ -1,20 +1,21 @@
-"""Checksums of the bytes of tensors: crc32 of what lies in host memory, `word_sum` of what lies on a GPU, there taken by one kernel.
+"""Checksums of the bytes of tensors: crc32 in host memory; on a GPU `word_sum`, which one kernel takes there.
 
 Both sides of a refit hold their weights on the same kind of device, so they take the same checksum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from conversion.boxes import Slot
+from mrl.refit import RefitError
+from mrl.refit.copies import as_runs, contiguous_from, converted
 from mrl.refit.device_checksum import word_sum
-from mrl.refit.runs import as_runs, contiguous_from
-from mrl.refit.transforms import Value
 
 try:
     # Three times the speed of zlib on hosts with carry-less multiplication; both give the same number.
@@ -24,14 +25,25 @@ except ImportError:
 
 # Strided boxes are gathered part by part into a buffer that stays in a core's second-level cache.
 _GATHER_BYTES = 1 << 18
+# Tensors named in an error: enough to see which kind of layer is wrong.
+_MAX_NAMED = 12
 
 
-class _Part(NamedTuple):
-    """Part of a strided box, and where it is gathered."""
+class Value(NamedTuple):
+    """A tensor, and how an engine keeps it; by default as it is."""
 
-    source: np.ndarray
-    gathered: np.ndarray
-    raw: memoryview
+    tensor: Tensor
+    transform: str | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """The engine keeps the tensor's own bytes."""
+        return self.transform is None and self.dtype in (None, self.tensor.dtype)
+
+    def now(self) -> Tensor:
+        """The tensor as the engine keeps it."""
+        return converted(self.tensor, self.transform, self.dtype or self.tensor.dtype)
 
 
 class Checksums:
@@ -48,12 +60,39 @@ class Checksums:
         """The checksum of each value as it is now, int64 [number of values], on the host. Waits for the device."""
         if self._on_device:
             return self._on_device.take()
-        sums = [crc32(prepared) if isinstance(prepared, memoryview) else _slow_sum(prepared) for prepared in self._on_host]
-        return torch.tensor(sums, dtype=torch.int64)
+        return torch.tensor([_host_sum(prepared) for prepared in self._on_host], dtype=torch.int64)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Checksum over the tensor's elements in C order, whatever its strides; waits for the device."""
+    return int(Checksums([Value(tensor)]).take()[0])
+
+
+def digest(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
+    """Checksum of each live tensor."""
+    return {slot: checksum(tensor) for slot, tensor in tensors.items()}
+
+
+def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int]) -> None:
+    """Returns if refit zero, the first refit, of unchanged weights, has changed no tensor of the engine; both arguments are digests.
+
+    The tables of both sides could share one error. What is in the engine before was written by vLLM's own loader, which knows nothing of
+    our tables.
+
+    Raises:
+        RefitError: naming the slots that differ.
+    """
+    changed = sorted(str(slot) for slot in before.keys() | after.keys() if before.get(slot) != after.get(slot))
+    if changed:
+        more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
+        raise RefitError(
+            f"refit zero changed {len(changed)} of {len(before)} tensors of the engine: the conversion tables disagree with vLLM's loader "
+            f"on {', '.join(changed[:_MAX_NAMED])}{more}"
+        )
 
 
 class _DeviceSums:
-    """Sums of values on a GPU; those that are made from the weights first are summed one by one."""
+    """Sums of values on a GPU; those that are computed from the weights first are summed one by one."""
 
     def __init__(self, values: Sequence[Value]) -> None:
         # Triton comes with torch for GPUs; hosts without one need not have it.
@@ -64,26 +103,32 @@ class _DeviceSums:
         self._in_place = torch.tensor(in_place, dtype=torch.int64)
         self._kernel = BoxSums([values[index].tensor for index in in_place]) if in_place else None
         kept = set(in_place)
-        self._made = {index: value for index, value in enumerate(values) if index not in kept}
+        self._computed = {index: value for index, value in enumerate(values) if index not in kept}
 
     def take(self) -> Tensor:
         """int64 [number of values], on the host."""
         kernel_sums = self._kernel.take() if self._kernel else None
-        made_sums = [word_sum(value.now()) for value in self._made.values()]
+        computed_sums = [word_sum(value.now()) for value in self._computed.values()]
         sums = torch.empty(self._num_values, dtype=torch.int64)
         if kernel_sums is not None:
             sums[self._in_place] = kernel_sums.cpu()
-        if made_sums:
-            sums[list(self._made)] = torch.stack(made_sums).cpu()
+        if computed_sums:
+            sums[list(self._computed)] = torch.stack(computed_sums).cpu()
         return sums
 
 
-def checksum(tensor: Tensor) -> int:
-    """Checksum over the tensor's elements in C order, whatever its strides; waits for the device."""
-    return int(Checksums([Value(tensor, None, tensor.dtype)]).take()[0])
+class _Part(NamedTuple):
+    """Part of a strided box, and where it is gathered."""
+
+    source: np.ndarray
+    gathered: np.ndarray
+    raw: memoryview
+    """The bytes of `gathered`."""
 
 
-def _slow_sum(prepared: list[_Part] | Value) -> int:
+def _host_sum(prepared: memoryview | list[_Part] | Value) -> int:
+    if isinstance(prepared, memoryview):
+        return crc32(prepared)
     if isinstance(prepared, Value):
         return checksum(prepared.now())
     value = 0
@@ -94,7 +139,7 @@ def _slow_sum(prepared: list[_Part] | Value) -> int:
 
 
 def _prepare(tensor: Tensor, buffer: np.ndarray) -> memoryview | list[_Part]:
-    """The bytes of a CPU tensor as they lie there, or strided parts that each fit `buffer`."""
+    """The bytes of a CPU tensor in place where they are contiguous, else parts that each fit `buffer`."""
     if tensor.is_contiguous():
         return as_runs(tensor, 0).data
     parts = []

@@ -1,4 +1,4 @@
-"""Copies of many boxes, prepared once and repeated at every refit."""
+"""Copies of many boxes of tensors, prepared once and repeated at every refit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,29 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from mrl.refit.runs import as_runs, contiguous_from
-from mrl.refit.transforms import apply
+from conversion.tensors import transformed
 
 if TYPE_CHECKING:
     from mrl.refit.triton_kernels import BoxCopies
 
+_Arrays = tuple[np.ndarray, np.ndarray]
+"""A target and its source."""
 
-class Copy(NamedTuple):
-    """A box to write and what it is made of, of one shape. Both stay where they are in memory."""
+# Numpy's items hold less than 2 GiB.
+_MAX_ITEM_BYTES = 1 << 30
+
+
+def converted(tensor: Tensor, transform: str | None, dtype: torch.dtype) -> Tensor:
+    """`tensor` as an engine keeps it: transformed and cast, of the same shape; `tensor` itself where nothing changes.
+
+    Raises:
+        ValueError: unknown transform.
+    """
+    return transformed(tensor, transform).to(dtype)
+
+
+class TensorCopy(NamedTuple):
+    """A box to write and what fills it, of one shape. Both stay where they are in memory."""
 
     target: Tensor
     source: Tensor
@@ -27,19 +41,24 @@ class Copy(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """The target gets the source's bytes, on the device where they lie."""
+        """The target gets the source's bytes, on the same device."""
         return self.transform is None and self.source.dtype == self.target.dtype and self.source.device == self.target.device
 
 
 class Copies:
-    """Copies that run together: of a GPU by one kernel, of the host with no more than one call of native code for each."""
+    """Copies that run together: on a GPU in one kernel, on the host in no more than one call of native code for each."""
 
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    def __init__(self, copies: Sequence[TensorCopy]) -> None:
         copies = [copy._replace(target=copy.target.detach(), source=copy.source.detach()) for copy in copies]
         plain = [copy for copy in copies if copy.is_plain]
         self._changing = [copy for copy in copies if not copy.is_plain]
         self._on_host = _host_copies([copy for copy in plain if copy.target.device.type == "cpu"])
         self._on_device = _box_copies([copy for copy in plain if copy.target.device.type != "cpu"])
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of native code on the host in one run."""
+        return len(self._on_host) + len(self._changing)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -49,21 +68,45 @@ class Copies:
         if self._on_device:
             self._on_device.run()
         for target, source, transform in self._changing:
-            target.copy_(apply(source, transform, target.dtype))
+            target.copy_(converted(source, transform, target.dtype))
 
 
-def _host_copies(copies: Sequence[Copy]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Targets and sources. Copies of one form at equal distances, such as those of all experts of a layer, are one."""
-    alike: dict[object, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+def contiguous_from(*tensors: Tensor) -> int:
+    """The first dimension from which on every one of the tensors, all of one shape, is contiguous; their ndim where none is."""
+    shape = tensors[0].shape
+    dim, length = len(shape), 1
+    while dim and all(tensor.stride(dim - 1) == length for tensor in tensors):
+        dim -= 1
+        length *= shape[dim]
+    return dim
+
+
+def as_runs(tensor: Tensor, dim: int) -> np.ndarray:
+    """View of a CPU tensor as an array over its first `dim` dimensions, each item all bytes that follow, which must be contiguous.
+
+    An item is the largest run of bytes that one memory copy can move. Without dimensions left, the array is of bytes (uint8); so it is
+    where items would be too long for numpy, then with one more dimension.
+    """
+    length = tensor.shape[dim:].numel()
+    runs = tensor.as_strided((*tensor.shape[:dim], length), (*tensor.stride()[:dim], 1))
+    raw = runs.view(torch.uint8).numpy()
+    return raw.view(f"V{raw.shape[-1]}")[..., 0] if 0 < dim and raw.shape[-1] <= _MAX_ITEM_BYTES else raw
+
+
+def _host_copies(copies: Sequence[TensorCopy]) -> list[_Arrays]:
+    """Arrays to copy. Copies of one form at equal distances, such as those of all experts of a layer, are one."""
+    alike: dict[object, list[_Arrays]] = defaultdict(list)
     for copy in copies:
-        target, source = _runs(copy)
+        boxes = copy.target.squeeze(), copy.source.squeeze()
+        dim = contiguous_from(*boxes)
+        target, source = (as_runs(box, dim) for box in boxes)
         # Distances are only known inside one memory.
         memories = copy.target.untyped_storage().data_ptr(), copy.source.untyped_storage().data_ptr()
         alike[memories, target.shape, target.dtype, target.strides, source.strides].append((target, source))
     return [joined for pairs in alike.values() for joined in _join(sorted(pairs, key=lambda pair: pair[0].ctypes.data))]
 
 
-def _join(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _join(pairs: list[_Arrays]) -> Iterator[_Arrays]:
     """Runs of pairs with equal distances between targets and between sources, each as one pair with one more dimension."""
     start = 0
     while start < len(pairs):
@@ -82,18 +125,12 @@ def _join(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarr
         start = stop
 
 
-def _distances(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[int, int]:
+def _distances(first: _Arrays, second: _Arrays) -> tuple[int, int]:
     return second[0].ctypes.data - first[0].ctypes.data, second[1].ctypes.data - first[1].ctypes.data
 
 
-def _runs(copy: Copy) -> tuple[np.ndarray, np.ndarray]:
-    target, source = copy.target.squeeze(), copy.source.squeeze()
-    dim = contiguous_from(target, source)
-    return as_runs(target, dim), as_runs(source, dim)
-
-
-def _box_copies(copies: Sequence[Copy]) -> BoxCopies | None:
-    """What copies bytes inside one GPU; None if there is nothing to copy."""
+def _box_copies(copies: Sequence[TensorCopy]) -> BoxCopies | None:
+    """One kernel for all copies inside one GPU; None if there is nothing to copy."""
     if not copies:
         return None
     # Triton comes with torch for GPUs; hosts without one need not have it.

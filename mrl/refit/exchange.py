@@ -1,37 +1,92 @@
-"""Exchange of a refit: trainer ranks send packed boxes, so that each unit's exchange memory holds what the engine workers there lack.
+"""The exchange of a refit: trainer ranks send packed boxes, so that the memory of each GPU holds what the engine workers there lack.
 
-Also takes the checksums that those workers verify against, always from the settled weights of the rank that owns the box. A message arrives
-where the workers read it: boxes at aligned offsets, their checksums behind them.
+It also takes the checksums that those workers verify against, always from the settled weights of the rank that owns the box. A message
+arrives where the workers read it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Slot, lengths
-from conversion.schedule import CHECKSUM_BYTES, LocalCopies, Message, RankPart, Route, Transfer
+from conversion.schedule import Copy, Delivery, EngineWorker, Schedule, align
 from conversion.tensors import box_view, torch_dtype
-from mrl.refit.checksum import Checksums
-from mrl.refit.copies import Copies, Copy
+from mrl.refit.checksum import Checksums, Value
+from mrl.refit.copies import Copies, TensorCopy
 from mrl.refit.group import ExchangeGroup, Incoming, Outgoing
-from mrl.refit.memory import create_memory
-from mrl.refit.transforms import Value
-from mrl.refit.unit import NO_ROUND, ArenaHandle, ExchangeMemory, UnitHandles, bytes_as, reads_arena, wait_for
+from mrl.refit.memory import ArenaHandle, MemoryHandle, SharedMemory, bytes_as, wait_for
+
+# Two words (int64) in front of the body: the round that is in the memory, and how many rounds were ever written.
+_NUM_STAMPS = 2
+
+# In place of a round index while the memory is being written.
+NO_ROUND = -1
 
 
-class _Source(NamedTuple):
-    """A box of this rank's weights, and what the engine makes of it."""
+@dataclass(frozen=True)
+class GpuHandles:
+    """All that an engine worker needs to pull on its GPU. Pickles."""
+
+    gpu: int
+    arena: ArenaHandle | None
+    """Of the trainer rank there; None on the GPU of a dedicated engine."""
+    exchange: MemoryHandle | None
+    """None on the GPU of a dedicated engine, whose worker receives in memory of its own."""
+    peers: Mapping[int, ArenaHandle] = field(default_factory=dict)
+    """Arenas of other ranks of the node, by rank, that the worker reads too."""
+
+
+@dataclass(frozen=True)
+class ExchangeMemory:
+    """The parts of an exchange memory."""
+
+    stamps: Tensor
+    """int64 [2]: index of the round that is in it (NO_ROUND while it is written), number of rounds written so far."""
+    body: Tensor
+    """uint8: checksums of own copies, and messages as they arrived, at their scheduled offsets."""
+
+    @staticmethod
+    def num_bytes(body_bytes: int) -> int:
+        """Size of the memory that holds both parts."""
+        return align(8 * _NUM_STAMPS) + body_bytes
+
+    @classmethod
+    def split(cls, memory: Tensor) -> ExchangeMemory:
+        """The parts of `memory` (uint8), as views."""
+        return cls(memory[: 8 * _NUM_STAMPS].view(torch.int64), memory[align(8 * _NUM_STAMPS) :])
+
+
+def reads_arena(delivery: Delivery, device: torch.device) -> bool:
+    """Whether the worker reads the boxes of a message out of the sender's arena, so that only their checksums travel.
+
+    Host memory can be mapped by every process of its node, memory of a GPU only by processes on that GPU.
+    """
+    return delivery.can_map and device.type == "cpu"
+
+
+def handles_for(schedule: Schedule, worker: int, handles: Mapping[int, GpuHandles]) -> GpuHandles:
+    """What an engine worker needs of the handles of all GPUs: those of its own, and the arenas that it may read on its node."""
+    own = handles[schedule.workers[worker].gpu]
+    if own.exchange is None or own.exchange.gpu is not None:
+        return own
+    near = schedule.mappable_ranks(worker)
+    return GpuHandles(own.gpu, own.arena, own.exchange, {rank: arena for rank in near if (arena := handles[rank].arena) is not None})
+
+
+class _EngineBox(NamedTuple):
+    """A box of this rank's weights, and how an engine keeps it."""
 
     slot: Slot
     box: Box
     transform: str | None
-    target_dtype: str
+    dtype: str
 
 
 class _Sums:
@@ -40,84 +95,73 @@ class _Sums:
     def __init__(self, weights: Mapping[Slot, Tensor]) -> None:
         self._weights = weights
         self.seconds = 0.0
-        self._rows: dict[_Source, int] = {}
+        self._rows: dict[_EngineBox, int] = {}
         self._values: list[int] = []
 
-    def prepare(self, sources: Sequence[_Source], out: Tensor) -> Callable[[], None]:
-        """A function that writes the checksums of `sources` to `out` (int64). Those prepared earlier must have run earlier."""
-        new = [source for source in dict.fromkeys(sources) if source not in self._rows]
+    def prepare(self, copies: Sequence[Copy], source_class: int, out: Tensor) -> Callable[[], None]:
+        """A function that writes the checksums of `copies` to `out` (int64). Those prepared earlier must have run earlier."""
+        holdings = [copy.holders[source_class] for copy in copies]
+        boxes = [_EngineBox(held.slot, held.box, copy.transform, copy.dtype) for copy, held in zip(copies, holdings, strict=True)]
+        new = [box for box in dict.fromkeys(boxes) if box not in self._rows]
         first = len(self._rows)
-        self._rows |= {source: first + index for index, source in enumerate(new)}
+        self._rows |= {box: first + index for index, box in enumerate(new)}
         self._values += [0] * len(new)
-        rows = [self._rows[source] for source in sources]
-        taken = Checksums(
-            [Value(box_view(self._weights[item.slot], item.box), item.transform, torch_dtype(item.target_dtype)) for item in new]
-        )
+        rows = [self._rows[box] for box in boxes]
+        sums = Checksums([Value(box_view(self._weights[item.slot], item.box), item.transform, torch_dtype(item.dtype)) for item in new])
 
         def write() -> None:
             start = time.perf_counter()
-            self._values[first : first + len(new)] = taken.take().tolist()
+            self._values[first : first + len(new)] = sums.take().tolist()
             out.copy_(torch.tensor([self._values[row] for row in rows], dtype=torch.int64))
             self.seconds += time.perf_counter() - start
 
         return write
 
 
-@dataclass(frozen=True)
-class _Packing:
-    """A message that leaves."""
-
-    copies: Copies
-    write_checksums: Callable[[], None]
-
-    def run(self) -> None:
-        self.copies.run()
-        self.write_checksums()
-
-
 class Exchange:
-    """The exchange of one unit. Owns the unit's exchange memory."""
+    """One participant's part of the exchange. Owns the exchange memory of its GPU."""
 
     def __init__(
         self,
-        part: RankPart,
+        schedule: Schedule,
+        gpu: int,
         weights: Mapping[Slot, Tensor],
         arena: ArenaHandle | None,
         *,
         group: ExchangeGroup | None,
     ) -> None:
-        """Every trainer rank makes one, and every worker of a dedicated engine, of the parts of one schedule.
+        """Every trainer rank makes one, and every worker of a dedicated engine, of the same schedule; `gpu` is its number there.
 
         `weights` are the live tensors of this rank, in its arena; they are read at each `run`. A dedicated worker has none and no arena.
-        `group` is None where one unit is all there is.
+        `group` is None where one GPU is all there is.
         """
-        self.rank = part.rank
+        self.gpu = gpu
         self._group = group
         self._arena = arena
         self._weights = weights
         self._sums = _Sums(weights)
         self._device = group.device if group else next(iter(weights.values())).device
-        self.memory = create_memory(ExchangeMemory.num_bytes(part.body_bytes), f"mrl-exchange-{part.rank}", self._device)
+        num_bytes = ExchangeMemory.num_bytes(schedule.body_bytes.get(gpu, 0))
+        self.memory = SharedMemory(num_bytes, f"mrl-exchange-{gpu}", self._device)
         self._parts = ExchangeMemory.split(self.memory.tensor)
         self._parts.stamps[0] = NO_ROUND
+        sent = schedule.sent_by(gpu)
         # One buffer serves all rounds: a round ends before the next one begins.
-        buffer = torch.empty(part.packed_bytes(), dtype=torch.uint8, device=self.memory.tensor.device)
+        most = max(sum(delivery.message.num_bytes for delivery in deliveries) for deliveries in sent)
+        buffer = torch.empty(most, dtype=torch.uint8, device=self.memory.tensor.device)
         # In the order in which they run, because a checksum that two of them need is taken by the first.
-        self._outgoing = [self._pack_of(part, 0, buffer)]
-        self._locals = [self._local(local) for local in part.locals]
-        self._outgoing += [self._pack_of(part, round_index, buffer) for round_index in range(1, part.num_rounds)]
-        self._incoming = [
-            [
-                Incoming(route.peer, self._traveling(route, message, self._arrival(route, message)))
-                for route, message in part.incoming(round_index)
-            ]
-            for round_index in range(part.num_rounds)
+        self._outgoing = [self._pack(sent[0], buffer)]
+        own_class = schedule.source_class.get(gpu, -1)
+        self._own = [
+            self._own_checksums(worker, schedule.classes[worker.class_index].own, own_class) for worker in schedule.workers_on(gpu)
         ]
+        self._outgoing += [self._pack(deliveries, buffer) for deliveries in sent[1:]]
+        self._incoming = [[self._arrival(delivery) for delivery in deliveries] for deliveries in schedule.received_on(gpu)]
         assert group is not None or not any(self._outgoing + self._incoming), "messages need a group"
 
-    def handles(self) -> UnitHandles:
-        """What the engine workers of this unit need to pull."""
-        return UnitHandles(self.rank, self._arena, self.memory.handle() if self._arena else None)
+    def handles(self) -> GpuHandles:
+        """What the engine workers of this GPU need to pull."""
+        return GpuHandles(self.gpu, self._arena, self.memory.handle() if self._arena else None)
 
     def close(self) -> None:
         """Leaves the group. Not collective; the exchange cannot be used afterwards."""
@@ -126,7 +170,7 @@ class Exchange:
 
     @property
     def checksum_seconds(self) -> float:
-        """Time that checksums have taken in all rounds so far: the source's part of verification."""
+        """Time that checksums have taken in all rounds so far: the sources' part of verification."""
         return self._sums.seconds
 
     def run(self, round_index: int) -> None:
@@ -141,50 +185,50 @@ class Exchange:
         outgoing, incoming = self._outgoing[round_index], self._incoming[round_index]
         self._parts.stamps[0] = NO_ROUND
         if self._group is not None and (outgoing or incoming):
-            self._group.run(outgoing, incoming, what=f"round {round_index}", meanwhile=lambda: self._write_local_checksums(round_index))
+            self._group.run(outgoing, incoming, what=f"round {round_index}", meanwhile=lambda: self._write_own_checksums(round_index))
         else:
-            self._write_local_checksums(round_index)
+            self._write_own_checksums(round_index)
         wait_for(self._device)
         self._parts.stamps[1] += 1
-        # Last: it is what tells the workers that the rest is there.
+        # Last: it tells the workers that the rest is there.
         self._parts.stamps[0] = round_index
         wait_for(self._device)
 
-    def _write_local_checksums(self, round_index: int) -> None:
-        # All local boxes are read in round 0.
-        for write in self._locals if round_index == 0 else ():
+    def _write_own_checksums(self, round_index: int) -> None:
+        # All own copies run in round 0.
+        for write in self._own if round_index == 0 else ():
             write()
 
-    def _pack_of(self, part: RankPart, round_index: int, buffer: Tensor) -> list[Outgoing]:
+    def _own_checksums(self, worker: EngineWorker, copies: Sequence[Copy], source_class: int) -> Callable[[], None]:
+        out = bytes_as(self._parts.body, worker.checksums_base, (len(copies),), torch.int64)
+        return self._sums.prepare(copies, source_class, out)
+
+    def _pack(self, deliveries: Sequence[Delivery], buffer: Tensor) -> list[Outgoing]:
+        """The messages of one round, behind each other in `buffer`."""
         outgoing, start = [], 0
-        for route, message in part.outgoing(round_index):
+        for delivery in deliveries:
+            message = delivery.message
             view = buffer[start : start + message.num_bytes]
             start += message.num_bytes
-            outgoing.append(Outgoing(route.peer, self._traveling(route, message, view), self._packing(route, message, view).run))
+            packing = []
+            if not reads_arena(delivery, self._device):
+                for copy, offset in zip(message.copies, message.copy_offsets, strict=True):
+                    slot, box, dtype = copy.holders[delivery.source_class]
+                    target = bytes_as(view, offset, lengths(box), torch_dtype(dtype))
+                    packing.append(TensorCopy(target, box_view(self._weights[slot], box)))
+            checksums = bytes_as(view, message.checksums_offset, (len(message.copies),), torch.int64)
+            steps = (Copies(packing).run, self._sums.prepare(message.copies, delivery.source_class, checksums))
+            outgoing.append(Outgoing(delivery.gpu, self._traveling(delivery, view), partial(_run_all, steps)))
         return outgoing
 
-    def _packing(self, route: Route, message: Message, buffer: Tensor) -> _Packing:
-        transfers = [copy.transfer(route.source_class) for copy in message.copies]
-        packed = [] if reads_arena(route, self._device) else transfers
-        copies = [
-            Copy(bytes_as(buffer, item.offset, lengths(item.box), torch_dtype(item.dtype)), box_view(self._weights[item.slot], item.box))
-            for item in packed
-        ]
-        checksums = bytes_as(buffer, message.checksums_offset, (len(transfers),), torch.int64)
-        return _Packing(Copies(copies), self._sums.prepare([_source(item) for item in transfers], checksums))
+    def _arrival(self, delivery: Delivery) -> Incoming:
+        view = self._parts.body[delivery.offset : delivery.offset + delivery.message.num_bytes]
+        return Incoming(delivery.rank, self._traveling(delivery, view))
 
-    def _traveling(self, route: Route, message: Message, buffer: Tensor) -> Tensor:
-        return buffer[message.checksums_offset :] if reads_arena(route, self._device) else buffer
-
-    def _arrival(self, route: Route, message: Message) -> Tensor:
-        start = route.base + message.offset
-        return self._parts.body[start : start + message.num_bytes]
-
-    def _local(self, local: LocalCopies) -> Callable[[], None]:
-        sources = [_source(copy.transfer(local.source_class)) for copy in local.copies.copies()]
-        end = local.checksums_base + CHECKSUM_BYTES * len(sources)
-        return self._sums.prepare(sources, self._parts.body[local.checksums_base : end].view(torch.int64))
+    def _traveling(self, delivery: Delivery, view: Tensor) -> Tensor:
+        return view[delivery.message.checksums_offset :] if reads_arena(delivery, self._device) else view
 
 
-def _source(item: Transfer) -> _Source:
-    return _Source(item.slot, item.box, item.transform, item.target_dtype)
+def _run_all(steps: Sequence[Callable[[], None]]) -> None:
+    for step in steps:
+        step()

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.refit.errors import RefitError
+from mrl.refit import RefitError
 
-# How often a work of a GPU is asked whether it is done.
+# Pause between two looks at the work of a GPU.
 _POLL_S = 0.001
 
 
@@ -97,10 +97,10 @@ class ExchangeGroup:
         if faults:
             with _kept(faults):
                 self.close()
-            sources, units = ({message.peer for message in messages} for messages in (incoming, outgoing))
+            senders, receivers = (sorted({message.peer for message in messages}) for messages in (incoming, outgoing))
             raise RefitError(
                 f"refit exchange: rank {self.rank} did not finish {what} within {self._timeout_s} s, "
-                f"receiving from ranks {sorted(sources)} and sending to ranks {sorted(units)}: {'; '.join(map(str, faults))}"
+                f"receiving from ranks {senders} and sending to ranks {receivers}: {'; '.join(map(str, faults))}"
             ) from faults[0]
 
     def close(self) -> None:

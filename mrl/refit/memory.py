@@ -1,37 +1,255 @@
-"""Memory that a process owns and another process of the same unit maps: of the host, or of the GPU that both use.
+"""Memory that a process owns and other processes map: of the host, or of a GPU through CUDA IPC, from the same GPU only.
 
-What kind it is, is decided here and nowhere else; the rest of refit uses `SharedMemory`, `MemoryHandle` and `open_handle`.
+Host memory is a memfd: it has no name, so it dies with its last user. A page of it stands in front of the bytes, and alone where these are
+on a GPU. It holds the epoch and the owner, so that an old handle is refused without touching the GPU.
 """
 
 from __future__ import annotations
 
+import itertools
+import mmap
+import os
+import struct
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
 import torch
+from torch import Tensor
 
-from mrl.refit.cuda_memory import CudaHandle, CudaMemory, MappedCudaMemory
-from mrl.refit.host_memory import HostHandle, HostMemory, MappedHostMemory
+from conversion.boxes import Slot
+from mrl.refit import RefitError
 
-SharedMemory = HostMemory | CudaMemory
-MemoryHandle = HostHandle | CudaHandle
-MappedMemory = MappedHostMemory | MappedCudaMemory
+# The page: magic, epoch, start time of the owner, number of bytes behind it.
+_HEADER = struct.Struct("<8sQQQ")
+_HEADER_BYTES = mmap.PAGESIZE
+_MAGIC = b"mrl-mem1"
+
+# Epochs of one process never repeat: descriptor numbers are used again, and an old handle must not fit the new memory behind its number.
+_EPOCHS = itertools.count(1)
+_RELEASED = 0
+
+_IpcHandle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
+"""What `UntypedStorage._share_cuda_` gives and `_new_shared_cuda` takes: device index, cudaIpcMemHandle, bytes, offset, and torch's
+reference counter and event."""
 
 
-def create_memory(num_bytes: int, name: str, device: torch.device) -> SharedMemory:
-    """New zeroed memory of this process on `device`, whose bytes other processes can map. `name` labels it in messages.
+@dataclass(frozen=True)
+class GpuBytes:
+    """Where the bytes of a memory are on a GPU."""
 
-    Raises:
-        ValueError: memory of such a device cannot be shared.
+    uuid: str
+    """Of the GPU: processes number their devices differently."""
+    ipc: _IpcHandle
+
+
+@dataclass(frozen=True)
+class MemoryHandle:
+    """All that another process needs to map a `SharedMemory`. Plain values: it pickles."""
+
+    pid: int
+    fd: int
+    num_bytes: int
+    epoch: int
+    name: str
+    gpu: GpuBytes | None
+    """None: the bytes are in host memory, behind the page."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes in host memory, the page included."""
+        return _HEADER_BYTES + (0 if self.gpu else self.num_bytes)
+
+
+@dataclass(frozen=True)
+class ArenaRow:
+    """Where one slot lies in an arena: contiguous, `offset` in bytes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ArenaHandle:
+    """The weights of a trainer rank (`mrl.policy.arena`) as another process sees them."""
+
+    memory: MemoryHandle
+    table: Mapping[Slot, ArenaRow]
+
+
+class SharedMemory:
+    """Bytes of this process.
+
+    In host memory they stay as long as any tensor or mapping of them; mappings are refused when this object is gone. On a GPU the owner
+    keeps the object until the processes that map it have stopped reading.
     """
-    if device.type == "cpu":
-        return HostMemory(num_bytes, name)
+
+    tensor: Tensor
+    """uint8 [num_bytes] on the device, zero at first."""
+
+    def __init__(self, num_bytes: int, name: str, device: torch.device) -> None:
+        """New zeroed memory. `name` labels it in messages and under /proc/<pid>/maps.
+
+        Raises:
+            ValueError: memory of such a device cannot be shared.
+        """
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"memory {name!r} on device {device}: only cpu and cuda memory can be shared with an engine")
+        self.num_bytes = num_bytes
+        self.name = name
+        self._pid = os.getpid()
+        self._fd = os.memfd_create(name)
+        self._mapped_bytes = _HEADER_BYTES + (num_bytes if device.type == "cpu" else 0)
+        os.ftruncate(self._fd, self._mapped_bytes)
+        self._map = mmap.mmap(self._fd, self._mapped_bytes)
+        weakref.finalize(self, _release, self._map, self._fd, self._pid)
+        self.bump_epoch()
+        self._gpu: GpuBytes | None = None
+        if device.type == "cpu":
+            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[_HEADER_BYTES:]
+            return
+        with _without_expandable_segments():
+            # A storage without bytes has no handle.
+            self._storage = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
+        self.tensor = self._storage[:num_bytes]
+        torch.cuda.synchronize(self.tensor.device)
+
+    def handle(self) -> MemoryHandle:
+        """Handle of the current epoch. From the first one on, memory of a GPU is taken until this process ends."""
+        if self.tensor.device.type == "cuda" and self._gpu is None:
+            # Shared once: each call would add a reference counter that nobody counts down.
+            ipc = cast(_IpcHandle, self._storage.untyped_storage()._share_cuda_())
+            self._gpu = GpuBytes(_gpu_uuid(self.tensor.device), ipc)
+        return MemoryHandle(self._pid, self._fd, self.num_bytes, self._epoch, self.name, self._gpu)
+
+    def bump_epoch(self) -> None:
+        """Makes every handle and mapping given out so far invalid, because what the bytes mean has changed."""
+        self._epoch = next(_EPOCHS)
+        _HEADER.pack_into(self._map, 0, _MAGIC, self._epoch, _start_time(self._pid) or 0, self._mapped_bytes - _HEADER_BYTES)
+
+
+def _release(memory: mmap.mmap, fd: int, owner: int) -> None:
+    # A forked child shares the pages, but they are not its own to release.
+    if os.getpid() == owner:
+        magic, _, start_time, num_bytes = _HEADER.unpack_from(memory, 0)
+        _HEADER.pack_into(memory, 0, magic, _RELEASED, start_time, num_bytes)
+    os.close(fd)
+
+
+class MappedMemory:
+    """View of another process's `SharedMemory`."""
+
+    tensor: Tensor
+    """uint8 [num_bytes]. Read only: the weights belong to the owner. A write to host memory ends the process; CUDA has no such guard."""
+
+    def __init__(self, handle: MemoryHandle) -> None:
+        """Maps the memory; on a GPU, of another process only (a process cannot map its own).
+
+        Raises:
+            RefitError: as `check`; or this process does not see the owner's GPU, or CUDA refuses the handle.
+        """
+        self.handle = handle
+        try:
+            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY)
+        except OSError as error:
+            raise RefitError(f"cannot map {self}: {error}; its owner is gone or runs on another host or as another user") from error
+        try:
+            if os.fstat(fd).st_size != handle.mapped_bytes:
+                raise RefitError(f"cannot map {self}: descriptor {handle.fd} of process {handle.pid} is something else by now")
+            self._map = mmap.mmap(fd, handle.mapped_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self.check()
+        if handle.gpu:
+            self.tensor = self._map_gpu(handle.gpu)
+            return
+        with warnings.catch_warnings():
+            # torch warns that the tensor is not writable, which is what we want.
+            warnings.simplefilter("ignore", UserWarning)
+            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[_HEADER_BYTES:]
+
+    def __str__(self) -> str:
+        return f"memory {self.handle.name!r} of process {self.handle.pid}"
+
+    def check(self) -> None:
+        """Returns if the owner lives and the handle is of its current epoch.
+
+        Raises:
+            RefitError: the owner is gone, or has given its memory another meaning since the handle was made.
+        """
+        magic, epoch, start_time, num_bytes = _HEADER.unpack_from(self._map, 0)
+        if magic != _MAGIC or num_bytes != self.handle.mapped_bytes - _HEADER_BYTES:
+            raise RefitError(f"{self} is not shared memory of ours")
+        if _start_time(self.handle.pid) != start_time:
+            raise RefitError(f"the owner of {self} is gone; restart it and prepare the refit again")
+        if epoch != self.handle.epoch:
+            now = "was released" if epoch == _RELEASED else f"is at epoch {epoch}"
+            raise RefitError(f"stale handle: {self} {now}, the handle is of epoch {self.handle.epoch}; prepare the refit again")
+
+    def _map_gpu(self, gpu: GpuBytes) -> Tensor:
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        device = next((device for device in devices if _gpu_uuid(device) == gpu.uuid), None)
+        if device is None:
+            raise RefitError(
+                f"cannot map {self}: it lies on GPU {gpu.uuid}, which this process does not see; "
+                "an engine worker pulls from the trainer rank on its own GPU"
+            )
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(device.index, *gpu.ipc[1:])
+        except RuntimeError as error:
+            raise RefitError(f"cannot map {self} on GPU {gpu.uuid}: {error}") from error
+        return torch.tensor([], dtype=torch.uint8, device=device).set_(storage)[: self.handle.num_bytes]
+
+
+def bytes_as(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor inside uint8 `memory` at byte `offset`, as a view."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return memory[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when all that this process has queued on a GPU is done: another process looks at the memory next."""
     if device.type == "cuda":
-        return CudaMemory(num_bytes, name, device)
-    raise ValueError(f"memory {name!r} on device {device}: only cpu and cuda memory can be shared with an engine")
+        torch.cuda.synchronize(device)
 
 
-def open_handle(handle: MemoryHandle) -> MappedMemory:
-    """Maps the memory of another process of this host: of the host read-only, of a GPU only from the same GPU.
+def _start_time(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot; None if it does not run. Tells a process from a later one with its id."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The command (field 2) may hold spaces and parentheses; the state is field 3, the start time field 22.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
 
-    Raises:
-        RefitError: the owner is gone, the epoch of the handle is not the memory's, or this process does not see the GPU.
-    """
-    return MappedHostMemory(handle) if isinstance(handle, HostHandle) else MappedCudaMemory(handle)
+
+def _gpu_uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@contextmanager
+def _without_expandable_segments() -> Iterator[None]:
+    """Allocations within it come from cudaMalloc and have a cudaIpcMemHandle, also where PYTORCH_CUDA_ALLOC_CONF asks for others."""
+    settings = cast(dict[str, dict[str, object]], torch.cuda.memory._snapshot())["allocator_settings"]
+    if not settings["expandable_segments"]:
+        yield
+        return
+    # torch resets every option that is not in the string it is handed.
+    text = next((str(settings[name]) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if settings.get(name)), "")
+    torch._C._accelerator_setAllocatorSettings(with_expandable_segments(text, False))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(with_expandable_segments(text, True))
+
+
+def with_expandable_segments(settings: str, value: bool) -> str:
+    """PYTORCH_ALLOC_CONF's text with this value of one option, the others as they are."""
+    others = [option for option in settings.split(",") if option.strip() and option.partition(":")[0].strip() != "expandable_segments"]
+    return ",".join([*others, f"expandable_segments:{value}"])

@@ -1,24 +1,24 @@
-"""Engine side of a refit: a worker copies its boxes from its unit's memory into its live tensors, and proves what stands there."""
+"""Engine side of a refit: a worker copies boxes from the memory of its GPU into its live tensors, and proves what they hold then."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Slot, lengths, tiling_fault
-from conversion.schedule import CHECKSUM_BYTES, Pull, WorkerPart
+from conversion.schedule import CHECKSUM_BYTES, Pull, Schedule
 from conversion.tensors import box_view, torch_dtype
-from mrl.refit.checksum import Checksums
-from mrl.refit.copies import Copies, Copy
+from mrl.refit import RefitError
+from mrl.refit.checksum import Checksums, Value
+from mrl.refit.copies import Copies, TensorCopy
 from mrl.refit.device_checksum import bytes_of
-from mrl.refit.errors import RefitError
-from mrl.refit.memory import MappedMemory, SharedMemory, open_handle
-from mrl.refit.transforms import Value
-from mrl.refit.unit import ArenaRow, ExchangeMemory, UnitHandles, bytes_as, reads_arena, wait_for
+from mrl.refit.exchange import ExchangeMemory, GpuHandles
+from mrl.refit.memory import ArenaRow, MappedMemory, SharedMemory, bytes_as, wait_for
 
 # Enough to see a pattern; a wrong layout makes thousands.
 _MAX_REPORTED = 8
@@ -35,7 +35,7 @@ class VerifyReport:
     total_bytes: int
     """All bytes of the worker's live parameters and persistent buffers."""
     mismatches: tuple[str, ...]
-    """One line for each box that differs: slot, box, source rank, unit."""
+    """One line for each box that differs: slot, box, source rank, GPU."""
 
 
 class _Round(NamedTuple):
@@ -44,7 +44,7 @@ class _Round(NamedTuple):
     checksums: Checksums
     """Of the live boxes, in the order of the pulls."""
     expected_words: Tensor
-    """int64: where the expected checksums stand in the memory's body, in words."""
+    """int64: where the expected checksums are in the memory's body, in words."""
     num_bytes: int
     """Of the live boxes."""
 
@@ -70,46 +70,44 @@ class Puller:
     def __init__(
         self,
         live: Callable[[], Mapping[Slot, Tensor]],
-        part: WorkerPart,
-        handles: UnitHandles,
+        schedule: Schedule,
+        worker: int,
+        handles: GpuHandles,
         *,
         own_memory: SharedMemory | None = None,
         addresses: Mapping[Slot, int] | None = None,
     ) -> None:
-        """Maps the unit's memory and prepares all copies.
+        """Maps the memory of the worker's GPU and prepares all copies.
 
-        `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call. `own_memory` is the
-        exchange memory where it belongs to this process (a dedicated engine) and need not be mapped. `addresses` are those of an earlier
-        puller of this model.
+        `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call; `worker` is its
+        number in the schedule. `own_memory` is the exchange memory where it belongs to this process (a dedicated engine) and need not be
+        mapped. `addresses` are those of an earlier puller of this model.
 
         Raises:
             RefitError: some element of a live tensor is not written exactly once by pulls and padding, the schedule names a tensor, shape
-                or dtype that the model does not have, a tensor has moved since `addresses`, or the unit's memory cannot be mapped or lies
-                on another device.
+                or dtype that the model does not have, a tensor has moved since `addresses`, or the memory of the GPU cannot be mapped or
+                is on another device.
         """
         self._live = live
-        self._unit = handles.unit
-        tensors = live()
-        rounds = part.all_pulls()
-        check_coverage(tensors, [pull for pulls in rounds for pull in pulls], part.padding)
+        self._gpu = handles.gpu
+        tensors, rounds, padding = live(), schedule.pulls(worker), schedule.class_of(worker).padding
+        check_coverage(tensors, list(chain.from_iterable(rounds)), padding)
         # CUDA graphs and views of the model hold addresses, so writing elsewhere would change nothing that is read.
         self.addresses = dict(addresses) if addresses is not None else _addresses(tensors)
         self._check_addresses(tensors)
         self._total_bytes = sum(tensor.nbytes for tensor in tensors.values())
         assert handles.exchange is None or own_memory is None
-        self._exchange = open_handle(handles.exchange) if handles.exchange else None
+        self._exchange = MappedMemory(handles.exchange) if handles.exchange else None
         memory = self._exchange or own_memory
         assert memory is not None
-        check_devices(tensors, memory.tensor.device, unit=handles.unit)
+        check_devices(tensors, memory.tensor.device, gpu=handles.gpu)
         self._parts = ExchangeMemory.split(memory.tensor)
-        near = {route.peer for route in part.receives if reads_arena(route, memory.tensor.device)}
-        assert near <= handles.peers.keys(), "handles without the arenas of the node: see handles_of"
-        mapped = {rank: handles.peers[rank] for rank in near}
-        if handles.arena:
-            mapped[handles.unit] = handles.arena
-        self._arenas = {rank: _Arena(open_handle(arena.memory), arena.table) for rank, arena in mapped.items()}
+        mapped = dict(handles.peers) | ({handles.gpu: handles.arena} if handles.arena else {})
+        if memory.tensor.device.type == "cpu":
+            assert schedule.mappable_ranks(worker) <= mapped.keys(), "handles without the arenas of the node: see handles_for"
+        self._arenas = {rank: _Arena(MappedMemory(arena.memory), arena.table) for rank, arena in mapped.items()}
         self._rounds = [self._prepare(tensors, pulls) for pulls in rounds]
-        self._padding = [_Padding(slot, box, box_view(tensors[slot], box)) for slot, boxes in part.padding.items() for box in boxes]
+        self._padding = [_Padding(slot, box, box_view(tensors[slot], box)) for slot, boxes in padding.items() for box in boxes]
         self._last_written = 0
         self._reports: dict[int, VerifyReport] = {}
 
@@ -118,7 +116,7 @@ class Puller:
         """Copies the boxes of one round into the live tensors and returns their bytes there. Round 0 also zeroes the padding.
 
         Raises:
-            RefitError: the unit's memory is stale or its owner gone, or the round was not exchanged before.
+            RefitError: the memory of the GPU is stale or its owner gone, or the round was not exchanged before.
         """
         if round_index == 0:
             self._reports = {}
@@ -143,7 +141,7 @@ class Puller:
             padding_bytes += padding.target.nbytes
             # By bytes: a negative zero or a NaN is not what the forward pass of a fresh engine would read.
             if bytes_of(padding.target).any():
-                mismatches.append(f"padding of {padding.slot} box {padding.box} is not zero on the worker of unit {self._unit}")
+                mismatches.append(f"padding of {padding.slot} box {padding.box} is not zero on the worker of GPU {self._gpu}")
         report = VerifyReport(plan.num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
         self._reports[round_index] = report
         return report
@@ -162,7 +160,7 @@ class Puller:
             raise RefitError("refit: " + "; ".join(mismatches[:_MAX_REPORTED]) + (f"; and {more} more" if more > 0 else ""))
         if len(self._reports) != len(self._rounds) or num_bytes + padding_bytes != self._total_bytes:
             raise RefitError(
-                f"refit: the worker of unit {self._unit} verified {len(self._reports)} of {len(self._rounds)} rounds, "
+                f"refit: the worker of GPU {self._gpu} verified {len(self._reports)} of {len(self._rounds)} rounds, "
                 f"{num_bytes} bytes and {padding_bytes} bytes of padding of {self._total_bytes} live bytes"
             )
         # Only here: whenever the model has moved, what was written and verified elsewhere is of no use.
@@ -170,25 +168,24 @@ class Puller:
         return VerifyReport(num_bytes, padding_bytes, self._total_bytes, ())
 
     def _prepare(self, tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull]) -> _Round:
-        targets = [box_view(tensors[pull.target], pull.target_box) for pull in pulls]
-        copies = [Copy(target, self._source(pull), pull.transform) for target, pull in zip(targets, pulls, strict=True)]
-        checksums = Checksums([Value(target, None, target.dtype) for target in targets])
-        words = torch.tensor([pull.checksum_offset // CHECKSUM_BYTES for pull in pulls], dtype=torch.int64)
-        num_bytes = sum(target.nbytes for target in targets)
-        return _Round(pulls, Copies(copies), checksums, words.to(self._parts.body.device), num_bytes)
+        targets = [box_view(tensors[pull.copy.target], pull.copy.box) for pull in pulls]
+        copies = [TensorCopy(target, self._source(pull), pull.copy.transform) for target, pull in zip(targets, pulls, strict=True)]
+        words = torch.tensor([pull.checksum_offset // CHECKSUM_BYTES for pull in pulls], dtype=torch.int64).to(self._parts.body.device)
+        checksums = Checksums([Value(target) for target in targets])
+        return _Round(pulls, Copies(copies), checksums, words, sum(target.nbytes for target in targets))
 
     def _source(self, pull: Pull) -> Tensor:
-        dtype = torch_dtype(pull.source_dtype)
-        shape = lengths(pull.target_box)
-        if pull.source_rank not in self._arenas:
-            assert pull.origin == "exchange"
+        slot, box, dtype_name = pull.holding
+        dtype, shape = torch_dtype(dtype_name), lengths(pull.copy.box)
+        if pull.rank not in self._arenas:
+            assert pull.offset is not None
             return bytes_as(self._parts.body, pull.offset, shape, dtype)
-        memory, table = self._arenas[pull.source_rank]
-        row = table[pull.source_slot]
-        if row.dtype != pull.source_dtype:
-            raise RefitError(f"{pull.source_slot} of rank {pull.source_rank} is {row.dtype}, the schedule says {pull.source_dtype}")
+        memory, table = self._arenas[pull.rank]
+        row = table[slot]
+        if row.dtype != dtype_name:
+            raise RefitError(f"{slot} of rank {pull.rank} is {row.dtype}, the schedule says {dtype_name}")
         # Boxes differ at most by leading dimensions of length 1 (experts stacked in the engine), so this is a view.
-        return box_view(bytes_as(memory.tensor, row.offset, row.shape, dtype), pull.source_box).view(shape)
+        return box_view(bytes_as(memory.tensor, row.offset, row.shape, dtype), box).view(shape)
 
     def _check_addresses(self, tensors: Mapping[Slot, Tensor]) -> None:
         addresses = _addresses(tensors)
@@ -202,21 +199,21 @@ class Puller:
         current, num_written = self._parts.stamps.tolist()
         if current != round_index or num_written == self._last_written:
             raise RefitError(
-                f"unit {self._unit} has not exchanged round {round_index} since the last pull: "
-                f"round {current} lies there, the {num_written}th written"
+                f"GPU {self._gpu} has not exchanged round {round_index} since the last pull: "
+                f"its memory holds round {current}, the {num_written}th written"
             )
         self._last_written = num_written
 
     def _describe(self, pull: Pull) -> str:
-        return f"{pull.target} box {pull.target_box} differs from source rank {pull.source_rank} (pulled from unit {self._unit})"
+        return f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} (pulled on GPU {self._gpu})"
 
 
 def _addresses(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
     return {slot: tensor.data_ptr() for slot, tensor in tensors.items()}
 
 
-def check_devices(tensors: Mapping[Slot, Tensor], device: torch.device, *, unit: int) -> None:
-    """Returns if all live tensors lie on `device`, where the memory of their unit lies.
+def check_devices(tensors: Mapping[Slot, Tensor], device: torch.device, *, gpu: int) -> None:
+    """Returns if all live tensors are on `device`, where the memory of their GPU is.
 
     Raises:
         RefitError: naming a tensor and both devices.
@@ -224,28 +221,28 @@ def check_devices(tensors: Mapping[Slot, Tensor], device: torch.device, *, unit:
     for slot, tensor in tensors.items():
         if tensor.device != device:
             raise RefitError(
-                f"{slot} of the engine lies on {tensor.device}, the memory of its unit {unit} on {device}: an engine worker runs on the "
-                "device of the policy rank of its unit; remove device_ids from policy.generation.vllm_kwargs"
+                f"{slot} of the engine is on {tensor.device}, the memory of its GPU {gpu} on {device}: an engine worker runs on the "
+                "device of the policy rank of its GPU; remove device_ids from policy.generation.vllm_kwargs"
             )
 
 
 def check_coverage(tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull], padding: Mapping[Slot, Sequence[Box]]) -> None:
     """Returns if pulls and padding together write every element of every live tensor exactly once.
 
-    The schedule was proven against tables; this proves it against the model that really stands there.
+    The schedule was proven against tables; this proves it against the live model.
 
     Raises:
         RefitError: naming each slot that is missing, incomplete, written twice, or of another dtype.
     """
     boxes: dict[Slot, list[Box]] = {slot: list(padding.get(slot, ())) for slot in tensors}
     faults = [f"{slot} is not in the engine" for slot in padding if slot not in tensors]
-    for pull in pulls:
-        if pull.target not in tensors:
-            faults.append(f"{pull.target} is not in the engine")
-        elif (dtype := tensors[pull.target].dtype) != torch_dtype(pull.target_dtype):
-            faults.append(f"{pull.target} is {dtype} in the engine and {pull.target_dtype} in the schedule")
+    for copy in (pull.copy for pull in pulls):
+        if copy.target not in tensors:
+            faults.append(f"{copy.target} is not in the engine")
+        elif (dtype := tensors[copy.target].dtype) != torch_dtype(copy.dtype):
+            faults.append(f"{copy.target} is {dtype} in the engine and {copy.dtype} in the schedule")
         else:
-            boxes[pull.target].append(pull.target_box)
+            boxes[copy.target].append(copy.box)
     for slot, tensor in tensors.items():
         fault = tiling_fault(tensor.shape, boxes[slot])
         if fault is not None:

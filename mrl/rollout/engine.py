@@ -23,10 +23,10 @@ from mrl.capacity import phases
 from mrl.capacity.phases import Phase
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig
+from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout import sampler
 from mrl.rollout.callers import Callers, Question
-from mrl.rollout.messages import WorkerRefit
 from mrl.types import Rollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Engine:
         return self._workers("tensor_dtypes")
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
-        """Hands each worker its part of the schedule, in the order of TP ranks.
+        """Lets each worker compute its part of the schedule; `workers` are in the order of TP ranks.
 
         Raises:
             RefitError: the schedule does not write every live element exactly once, or memory of a trainer rank cannot be mapped.

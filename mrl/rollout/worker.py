@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes
-from mrl.refit.errors import RefitError
+from mrl.refit import RefitError
+from mrl.refit.checksum import digest
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup
+from mrl.refit.inputs import ExchangeMember, WorkerRefit
 from mrl.refit.pull import Puller, VerifyReport
-from mrl.refit.unit import UnitHandles
-from mrl.refit.zero import digest
-from mrl.rollout.messages import ExchangeSeat, WorkerRefit
 from mrl.rollout.routes import RouteRecorder
 
 if current_platform.is_cpu():
@@ -57,7 +55,7 @@ class RefitWorker:
         return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
-        """Maps the memory of its unit's trainer rank, or takes a seat in the exchange, and prepares this worker's copies; see `Puller`.
+        """Computes the schedule, maps the memory of its GPU's trainer rank or joins the exchange, and prepares its copies; see `Puller`.
 
         Collective over all participants of the exchange for the workers of dedicated engines.
         """
@@ -67,12 +65,16 @@ class RefitWorker:
             self.exchange.close()
         self.puller = self.exchange = None
         check_tensors(self.get_model())
-        if isinstance(mine.source, ExchangeSeat):
-            self.exchange = take_seat(mine.source, next(self.get_model().parameters()).device)
-        handles = self.exchange.handles() if self.exchange else mine.source
-        assert isinstance(handles, UnitHandles)
-        own_memory = self.exchange.memory if self.exchange else None
-        self.puller = Puller(lambda: engine_tensors(self.get_model()), mine.part, handles, own_memory=own_memory, addresses=self.addresses)
+        schedule, handles, own_memory = mine.inputs.schedule(), mine.memory, None
+        if isinstance(handles, ExchangeMember):
+            device = next(self.get_model().parameters()).device
+            group = ExchangeGroup(handles.address, mine.worker, device=device, timeout_s=handles.timeout_s)
+            # Without a trainer rank on its GPU it receives, and sends nothing.
+            self.exchange = Exchange(schedule, mine.worker, {}, None, group=group)
+            handles, own_memory = self.exchange.handles(), self.exchange.memory
+        self.puller = Puller(
+            lambda: engine_tensors(self.get_model()), schedule, mine.worker, handles, own_memory=own_memory, addresses=self.addresses
+        )
         self.addresses = self.puller.addresses
 
     def exchange_round(self, round_index: int) -> None:
@@ -114,12 +116,6 @@ class RefitWorker:
     def _prepared(self) -> Puller:
         assert self.puller is not None, "pull before prepare_refit"
         return self.puller
-
-
-def take_seat(seat: ExchangeSeat, device: torch.device) -> Exchange:
-    """The exchange of a worker that has no trainer rank on its unit: it receives, and sends nothing."""
-    group = ExchangeGroup(seat.address, seat.part.rank, device=device, timeout_s=seat.timeout_s)
-    return Exchange(seat.part, {}, None, group=group)
 
 
 def engine_tensors(model: nn.Module) -> dict[Slot, Tensor]:

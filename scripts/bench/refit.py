@@ -32,12 +32,12 @@ from conversion.boxes import DTYPE_BYTES, Layout, volume
 from conversion.families.common import HfConfig, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
-from conversion.schedule import RankPart, Schedule
+from conversion.schedule import Schedule
 from conversion.tensors import torch_dtype
 from mrl.policy.arena import Arena
-from mrl.refit.exchange import Exchange
+from mrl.refit.exchange import Exchange, GpuHandles, handles_for
 from mrl.refit.group import ExchangeGroup, GroupAddress, Incoming, Outgoing
-from mrl.refit.unit import UnitHandles, handles_of, wait_for
+from mrl.refit.memory import wait_for
 from scripts.bench.shapes import narrowed
 from tests.long.record import Row, record
 from tests.stack.refit import children
@@ -53,7 +53,7 @@ MAX_TIME = {"cpu": 3.5, "cuda": 2.5}
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of the policy and one of the engine, which share units from 0 on."""
+    """A layout of the policy and one of the engine, which share GPUs from 0 on."""
 
     policy: MegatronParallel
     engine: VllmParallel
@@ -76,8 +76,8 @@ class Case:
         """The refit's."""
         targets = self.targets(hf_config)
         nodes = {rank: rank % self.num_hosts for rank in range(self.num_ranks)}
-        units = {target: target for target in targets}
-        return reshard(self.sources(hf_config), targets, unit_of=units, node_of=nodes, buffer_bytes=BUFFER_BYTES)
+        gpus = {target: target for target in targets}
+        return reshard(self.sources(hf_config), targets, gpu_of=gpus, node_of=nodes, buffer_bytes=BUFFER_BYTES)
 
 
 CASES = {
@@ -113,7 +113,7 @@ class CountingGroup(ExchangeGroup):
         super().run(outgoing, incoming, what=what, meanwhile=meanwhile)
 
 
-def build_trainer(state: State, rank: int, layout: Layout, part: RankPart, address: GroupAddress | None, device: str) -> UnitHandles:
+def build_trainer(state: State, rank: int, layout: Layout, schedule: Schedule, address: GroupAddress | None, device: str) -> GpuHandles:
     """Random weights in an arena, and this rank's part of the exchange."""
     generator = torch.Generator(device).manual_seed(rank)
     weights = {
@@ -122,7 +122,7 @@ def build_trainer(state: State, rank: int, layout: Layout, part: RankPart, addre
     }
     state.arena = Arena(weights, name=f"mrl-arena-{rank}")
     state.group = CountingGroup(address, rank, device=torch.device(device), timeout_s=60.0) if address else None
-    state.exchange = Exchange(part, weights, state.arena.handle(), group=state.group)
+    state.exchange = Exchange(schedule, rank, weights, state.arena.handle(), group=state.group)
     return state.exchange.handles()
 
 
@@ -195,12 +195,11 @@ def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> l
         port, _ = cast(tuple[int, int], ranks[0].call(children.count_group))
         address = GroupAddress("127.0.0.1", port, "exchange", len(ranks)) if len(ranks) > 1 else None
         for rank, child in enumerate(ranks):
-            child.send(build_trainer, rank, sources[rank], schedule.rank_part(rank), address, device)
-        handles = {rank: cast(UnitHandles, child.result(children.DEADLINE_S)) for rank, child in enumerate(ranks)}
+            child.send(build_trainer, rank, sources[rank], schedule, address, device)
+        handles = {rank: cast(GpuHandles, child.result(children.DEADLINE_S)) for rank, child in enumerate(ranks)}
         for target, worker in enumerate(workers):
-            part = schedule.worker_part(target)
             worker.call(build_engine, targets[target], device)
-            worker.call(children.prepare_pull, part, handles_of(part, handles))
+            worker.call(children.prepare_pull, schedule, target, handles_for(schedule, target, handles))
         for _ in range(num_repeats + 1):
             repeats.append(Repeat())
             _, repeats[-1].plain_copy = seconds(call_all, workers, plain_copy)

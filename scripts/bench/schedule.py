@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import pickle
 import resource
 import time
 from collections.abc import Mapping
@@ -19,11 +18,11 @@ from pathlib import Path
 
 from conversion.families.common import MegatronParallel, VllmParallel
 from conversion.families.registry import family
-from conversion.links import least_bytes
 from conversion.reshard import reshard
+from scripts.bench.least_bytes import least_bytes
 from tests.long.record import Row, record
 
-UNITS_PER_NODE = 8
+GPUS_PER_NODE = 8
 TRAINER = MegatronParallel(tp=2, pp=2, cp=4, ep=8)
 ENGINES = {"TP4": VllmParallel(4), "TP4 EP4": VllmParallel(4, 4)}
 BUFFER_BYTES = 250_000_000
@@ -49,17 +48,20 @@ def measure(case: Case) -> Row:
     layouts = {place: found.megatron_layout(hf_config, TRAINER, place, "bfloat16", "te") for place in set(coords)}
     sources = {rank: layouts[place] for rank, place in enumerate(coords)}
     workers = [found.vllm_layout(hf_config, engine, worker, "bfloat16") for worker in range(engine.tp)]
-    targets = {unit: workers[unit % engine.tp] for unit in range(case.num_ranks)}
-    units, nodes = {unit: unit for unit in targets}, {unit: unit // UNITS_PER_NODE for unit in targets}
+    targets = {gpu: workers[gpu % engine.tp] for gpu in range(case.num_ranks)}
+    gpus, nodes = {gpu: gpu for gpu in targets}, {gpu: gpu // GPUS_PER_NODE for gpu in targets}
     with_layouts_s = time.process_time()
-    schedule = reshard(sources, targets, unit_of=units, node_of=nodes, buffer_bytes=BUFFER_BYTES)
+    schedule = reshard(sources, targets, gpu_of=gpus, node_of=nodes, buffer_bytes=BUFFER_BYTES)
     built_s = time.process_time()
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    least = least_bytes(sources, targets, unit_of=units, node_of=nodes)
+    least = least_bytes(sources, targets, gpu_of=gpus, node_of=nodes)
     moved, sent = schedule.link_bytes(), schedule.sent_bytes().values()
     part_start = time.process_time()
-    part_bytes = len(pickle.dumps(schedule.rank_part(0))) + len(pickle.dumps(schedule.worker_part(0)))
-    num_copies = [schedule.classes[assignment.class_index].num_copies for assignment in schedule.assignments.values()]
+    _ = schedule.sent_by(0), schedule.received_on(0)
+    num_copies = sum(map(len, schedule.pulls(0)))
+    fingerprint_start = time.process_time()
+    schedule.fingerprint()
+    fingerprint_s = time.process_time() - fingerprint_start
     gb = 1e-9 / case.num_ranks
     return {
         "model": case.config.name.partition(".")[0],
@@ -68,15 +70,15 @@ def measure(case: Case) -> Row:
         "seconds": round(built_s - start, 2),
         "of_them_layouts": round(with_layouts_s - start, 2),
         "peak_mb": round((peak_kib - base_kib) / 1000),
-        "part_ms": round(1000 * (time.process_time() - part_start), 1),
-        "part_mb": round(part_bytes / 1e6, 2),
-        "copies_per_rank": round(sum(num_copies) / len(num_copies)),
+        "part_ms": round(1000 * (fingerprint_start - part_start), 1),
+        "fingerprint_ms": round(1000 * fingerprint_s, 1),
+        "copies_per_worker": num_copies,
         "rounds": schedule.num_rounds,
-        "unit_gb_per_rank": round(moved["unit"] * gb, 2),
+        "gpu_gb_per_rank": round(moved["gpu"] * gb, 2),
         "node_gb_per_rank": round(moved["node"] * gb, 2),
         "network_gb_per_rank": round(moved["network"] * gb, 2),
         "most_sent_over_mean": round(max(sent) * len(sent) / sum(sent), 2),
-        "moved_over_least": round((moved["node"] + moved["network"]) / least.between_units, 4),
+        "moved_over_least": round((moved["node"] + moved["network"]) / least.between_gpus, 4),
         "network_over_least": round(moved["network"] / least.between_nodes, 4),
         "network_gb_per_rank_if_once_per_node": round(least.between_nodes_once * gb, 2),
     }

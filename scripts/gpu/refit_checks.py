@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from conversion.families.registry import family
-from mrl.refit.checksum import Checksums
-from mrl.refit.copies import Copies, Copy
-from mrl.refit.transforms import Value
+from mrl.refit.checksum import Checksums, Value
+from mrl.refit.copies import Copies, TensorCopy
 from scripts.bench import refit as bench
 from scripts.bench.shapes import narrowed
 from scripts.gpu.plan import Missed, Row, Setup, gpu_columns, seconds
@@ -61,8 +60,8 @@ def moving(setup: Setup) -> list[Row]:
         num_bytes = sum(source.nbytes for source in sources)
         plain, copy = (torch.ones(num_bytes, dtype=torch.uint8, device=setup.device) for _ in range(2))
         yardstick = seconds(setup.device, lambda copy=copy, plain=plain: copy.copy_(plain))
-        copies = Copies([Copy(target, source) for target, source in zip(targets, sources, strict=True)])
-        checksums = Checksums([Value(source, None, source.dtype) for source in sources])
+        copies = Copies([TensorCopy(target, source) for target, source in zip(targets, sources, strict=True)])
+        checksums = Checksums([Value(source) for source in sources])
         copying, summing = seconds(setup.device, copies.run), seconds(setup.device, checksums.take)
         assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
         rows.append(

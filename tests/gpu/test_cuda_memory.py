@@ -10,15 +10,13 @@ import torch
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
 from conversion.reshard import reshard
-from conversion.schedule import RankPart, WorkerPart
+from conversion.schedule import Schedule
 from mrl.policy.arena import Arena
-from mrl.refit.cuda_memory import CudaHandle
+from mrl.refit import RefitError
 from mrl.refit.device_checksum import word_sum
-from mrl.refit.errors import RefitError
-from mrl.refit.exchange import Exchange
-from mrl.refit.memory import MappedMemory, SharedMemory, create_memory, open_handle
+from mrl.refit.exchange import Exchange, GpuHandles
+from mrl.refit.memory import MappedMemory, MemoryHandle, SharedMemory
 from mrl.refit.pull import Puller, VerifyReport
-from mrl.refit.unit import UnitHandles
 from tests.stack.refit.children import Child, State
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -54,19 +52,19 @@ def owner_and_reader() -> Iterator[tuple[Child, Child]]:
     reader.stop()
 
 
-def own(state: Gpu, expandable_segments: bool) -> CudaHandle:
+def own(state: Gpu, expandable_segments: bool) -> MemoryHandle:
     """Memory of 0, 1, 2 ... 250, 0 ..."""
     torch._C._accelerator_setAllocatorSettings(f"max_split_size_mb:512,expandable_segments:{expandable_segments}")
     # A cached block of such a segment would fit: it must not be taken.
     del_me = torch.empty(2 * NUM_BYTES, dtype=torch.uint8, device="cuda")
     del del_me
-    state.memory = create_memory(NUM_BYTES, "test", torch.device("cuda", 0))
+    state.memory = SharedMemory(NUM_BYTES, "test", torch.device("cuda", 0))
     settings = cast(dict[str, dict[str, object]], torch.cuda.memory._snapshot())["allocator_settings"]
     assert settings["max_split_size"] == 512 << 20 and settings["expandable_segments"] == expandable_segments
     assert not state.memory.tensor.any()
     state.memory.tensor.copy_(torch.arange(NUM_BYTES) % 251)
     torch.cuda.synchronize()
-    return cast(CudaHandle, state.memory.handle())
+    return state.memory.handle()
 
 
 def add_one(state: Gpu) -> None:
@@ -75,18 +73,18 @@ def add_one(state: Gpu) -> None:
     torch.cuda.synchronize()
 
 
-def bump(state: Gpu) -> CudaHandle:
+def bump(state: Gpu) -> MemoryHandle:
     assert state.memory
     state.memory.bump_epoch()
-    return cast(CudaHandle, state.memory.handle())
+    return state.memory.handle()
 
 
 def release(state: Gpu) -> None:
     state.memory = None
 
 
-def read(state: Gpu, handle: CudaHandle) -> list[int]:
-    state.mapped = open_handle(handle)
+def read(state: Gpu, handle: MemoryHandle) -> list[int]:
+    state.mapped = MappedMemory(handle)
     return state.mapped.tensor[:500].tolist()
 
 
@@ -131,11 +129,11 @@ def test_the_device_checksum_is_that_of_the_host(dtype):
         assert word_sum(tensor.cuda()[:, :7]).item() == word_sum(tensor[:, :7]).item()
 
 
-def build_trainer(state: Gpu, part: RankPart) -> UnitHandles:
+def build_trainer(state: Gpu, schedule: Schedule) -> GpuHandles:
     generator = torch.Generator().manual_seed(0)
     weights = {slot: torch.randn(item.shape, generator=generator).bfloat16().cuda() for slot, item in SOURCE.items()}
     state.arena = Arena(weights, name="arena")
-    state.exchange = Exchange(part, weights, state.arena.handle(), group=None)
+    state.exchange = Exchange(schedule, 0, weights, state.arena.handle(), group=None)
     return state.exchange.handles()
 
 
@@ -149,10 +147,10 @@ def train(state: Gpu) -> None:
         tensor.add_(1.0)
 
 
-def build_engine(state: Gpu, part: WorkerPart, handles: UnitHandles) -> None:
+def build_engine(state: Gpu, schedule: Schedule, handles: GpuHandles) -> None:
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     state.live = {slot: torch.full(item.shape, float("nan"), dtype=dtypes[item.dtype], device="cuda") for slot, item in TARGET.items()}
-    state.puller = Puller(lambda: state.live, part, handles)
+    state.puller = Puller(lambda: state.live, schedule, 0, handles)
 
 
 def pull(state: Gpu) -> dict[str, torch.Tensor]:
@@ -171,9 +169,9 @@ def verify(state: Gpu) -> VerifyReport:
 
 def test_a_refit_inside_one_gpu(owner_and_reader):
     trainer, engine = owner_and_reader
-    schedule = reshard({0: SOURCE}, {0: TARGET}, unit_of={0: 0}, buffer_bytes=1 << 20)
-    handles = trainer.call(build_trainer, schedule.rank_part(0))
-    engine.call(build_engine, schedule.worker_part(0), handles)
+    schedule = reshard({0: SOURCE}, {0: TARGET}, gpu_of={0: 0}, buffer_bytes=1 << 20)
+    handles = trainer.call(build_trainer, schedule)
+    engine.call(build_engine, schedule, handles)
     for _ in range(2):
         weights = trainer.call(exchange)
         live = engine.call(pull)

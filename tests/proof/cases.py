@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from conversion.boxes import DTYPE_BYTES, Layout, Slot, SlotLayout, volume
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
-from conversion.schedule import ALIGNMENT, CHECKSUM_BYTES, Message, RankPart, Route, Schedule, WorkerPart
+from conversion.schedule import ALIGNMENT, CHECKSUM_BYTES, Delivery, Pull, Schedule
 from tests.proof.models import RandomCase, random_case
 from tests.unit.conversion.dense import PADDING, UNWRITTEN, index_arrays, part
 
@@ -24,7 +24,7 @@ TRANSFORMS = {None: 0, "neg_exp": 1 << 40}
 
 
 class Case:
-    """A random model, and random layouts of trainer and engines, on the same units or on units of their own."""
+    """A random model, and random layouts of trainer and engines, on the same GPUs or on GPUs of their own."""
 
     def __init__(self, choose: random.Random) -> None:
         self.drawn = case = random_trainer(choose)
@@ -41,9 +41,9 @@ class Case:
         num_engines = choose.randint(1, min(4, case.world_size // len(workers)))
         self.targets = {target: workers[target % len(workers)] for target in range(num_engines * len(workers))}
         first = choose.choice([0, 0, case.world_size])
-        self.unit_of = {target: first + target for target in self.targets}
+        self.gpu_of = {target: first + target for target in self.targets}
         per_node = choose.choice([1, 2, 4, 1000])
-        self.node_of = {unit: unit // per_node for unit in (*self.sources, *self.unit_of.values())}
+        self.node_of = {gpu: gpu // per_node for gpu in (*self.sources, *self.gpu_of.values())}
         # Small buffers make hundreds of rounds, which take time and show little more.
         self.buffer_bytes = choose.choice([128, 256]) if choose.random() < 0.02 else choose.choice([1 << 11, 1 << 13, 1 << 16, 1 << 20])
         self.canonical = index_arrays(found.canonical(case.hf_config))
@@ -51,7 +51,7 @@ class Case:
     def reshard(self, *, sources: Mapping[int, Layout] | None = None, targets: Mapping[int, Layout] | None = None) -> Schedule:
         """The schedule, by tables that need not be the right ones."""
         return reshard(
-            sources or self.sources, targets or self.targets, unit_of=self.unit_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes
+            sources or self.sources, targets or self.targets, gpu_of=self.gpu_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes
         )
 
     def source_arrays(self, sources: Mapping[int, Layout]) -> dict[int, Arrays]:
@@ -72,7 +72,7 @@ class Case:
 
     def __repr__(self) -> str:
         kind = "checkpoint" if self.to_checkpoint else "engines"
-        return f"{self.drawn} to {kind} on units {list(self.unit_of.values())}, nodes {self.node_of}, buffer {self.buffer_bytes}"
+        return f"{self.drawn} to {kind} on GPUs {list(self.gpu_of.values())}, nodes {self.node_of}, buffer {self.buffer_bytes}"
 
 
 def random_trainer(choose: random.Random) -> RandomCase:
@@ -136,65 +136,74 @@ def carry_out(case: Case, schedule: Schedule, sources: Mapping[int, Arrays]) -> 
         target: {slot: np.full(content.shape, UNWRITTEN, dtype=np.int64) for slot, content in layout.items()}
         for target, layout in case.targets.items()
     }
-    parts = {rank: schedule.rank_part(rank) for rank in {*case.sources, *case.unit_of.values()}}
-    workers = {target: schedule.worker_part(target) for target in targets}
-    for target, worker in workers.items():
-        for slot, boxes in worker.padding.items():
+    gpus = sorted({*case.sources, *case.gpu_of.values()})
+    sent = {gpu: schedule.sent_by(gpu) for gpu in gpus}
+    received = {gpu: schedule.received_on(gpu) for gpu in gpus}
+    pulls = {target: schedule.pulls(target) for target in targets}
+    for target, live in targets.items():
+        for slot, boxes in schedule.class_of(target).padding.items():
             for box in boxes:
-                write(targets[target][slot], box, np.array(PADDING))
+                write(live[slot], box, np.array(PADDING))
     for round in range(schedule.num_rounds):
-        memory = exchanged(case, parts, sources, round)
-        for target, worker in workers.items():
-            pull(worker, round, sources, memory, targets[target])
+        leaving, arriving = ({gpu: rounds[round] for gpu, rounds in items.items()} for items in (sent, received))
+        memory = exchanged(case, schedule, leaving, arriving, sources)
+        for target, live in targets.items():
+            pull(pulls[target][round], case.gpu_of[target], sources, memory, live)
     return targets
 
 
-def pull(worker: WorkerPart, round: int, sources: Mapping[int, Arrays], memory: Mapping[int, dict[int, np.ndarray]], live: Arrays) -> None:
+def pull(pulls: Sequence[Pull], gpu: int, sources: Mapping[int, Arrays], memory: Mapping[int, dict[int, np.ndarray]], live: Arrays) -> None:
     """One round of a worker."""
     checksums = set()
-    for copy in worker.pulls(round):
-        if copy.origin == "arena":
-            values = part(sources[worker.unit][copy.source_slot], copy.source_box)
+    for item in pulls:
+        if item.offset is None:
+            assert item.rank == gpu
+            values = part(sources[gpu][item.holding.slot], item.holding.box)
         else:
-            values = memory[worker.unit][copy.offset]
-        write(live[copy.target], copy.target_box, values + TRANSFORMS[copy.transform])
-        assert copy.checksum_offset % CHECKSUM_BYTES == 0 and copy.checksum_offset not in checksums
-        checksums.add(copy.checksum_offset)
+            values = memory[gpu][item.offset]
+        write(live[item.copy.target], item.copy.box, values + TRANSFORMS[item.copy.transform])
+        assert item.checksum_offset % CHECKSUM_BYTES == 0 and item.checksum_offset not in checksums
+        checksums.add(item.checksum_offset)
 
 
-def exchanged(case: Case, parts: Mapping[int, RankPart], sources: Mapping[int, Arrays], round: int) -> dict[int, dict[int, np.ndarray]]:
-    """Boxes in the exchange memory of every unit by offset, after one round.
+def exchanged(
+    case: Case,
+    schedule: Schedule,
+    leaving: Mapping[int, Sequence[Delivery]],
+    arriving: Mapping[int, Sequence[Delivery]],
+    sources: Mapping[int, Arrays],
+) -> dict[int, dict[int, np.ndarray]]:
+    """Boxes in the exchange memory of every GPU by offset, after one round.
 
     Fails if both ends do not agree on a message, boxes share bytes, or a buffer is too small.
     """
-    sent: dict[tuple[int, int], list[tuple[Route, Message]]] = defaultdict(list)
-    for rank, rank_part in parts.items():
-        outgoing = rank_part.outgoing(round)
-        assert sum(message.num_bytes for _, message in outgoing) <= case.buffer_bytes, (round, rank)
-        for route, message in outgoing:
-            sent[rank, route.peer].append((route, message))
+    sent: dict[tuple[int, int], list[Delivery]] = defaultdict(list)
+    for rank, deliveries in leaving.items():
+        assert sum(delivery.message.num_bytes for delivery in deliveries) <= case.buffer_bytes, rank
+        for delivery in deliveries:
+            assert delivery.rank == rank
+            sent[rank, delivery.gpu].append(delivery)
     memory: dict[int, dict[int, np.ndarray]] = {}
-    for unit, rank_part in parts.items():
+    for gpu, deliveries in arriving.items():
         boxes: dict[int, np.ndarray] = {}
-        # Checksums of local copies come first.
-        end = sum(CHECKSUM_BYTES * len(list(local.copies.copies())) for local in rank_part.locals)
-        incoming = rank_part.incoming(round)
-        assert sum(message.num_bytes for _, message in incoming) <= case.buffer_bytes, (round, unit)
-        # What arrives is the next message that the peer sends here.
-        for route, message in incoming:
-            theirs, theirs_message = sent[route.peer, unit].pop(0)
-            assert theirs_message == message and theirs.source_class == route.source_class
-        for route, message in sorted(incoming, key=lambda item: item[0].base + item[1].offset):
-            start = route.base + message.offset
-            for item in (copy.transfer(route.source_class) for copy in message.copies):
-                assert (start + item.offset) % ALIGNMENT == 0 and start + item.offset >= end
-                assert item.num_bytes == volume(item.box) * DTYPE_BYTES[item.dtype]
-                end = start + item.offset + item.num_bytes
-                boxes[start + item.offset] = part(sources[route.peer][item.slot], item.box)
+        # Checksums of own copies come first.
+        end = sum(CHECKSUM_BYTES * len(schedule.classes[worker.class_index].own) for worker in schedule.workers_on(gpu))
+        assert sum(delivery.message.num_bytes for delivery in deliveries) <= case.buffer_bytes, gpu
+        # What arrives is the next message that the rank sends here.
+        for delivery in deliveries:
+            assert delivery.gpu == gpu and sent[delivery.rank, gpu].pop(0) == delivery
+        for delivery in sorted(deliveries, key=lambda delivery: delivery.offset):
+            start, message = delivery.offset, delivery.message
+            for copy, offset in zip(message.copies, message.copy_offsets, strict=True):
+                slot, box, dtype = copy.holders[delivery.source_class]
+                assert (start + offset) % ALIGNMENT == 0 and start + offset >= end
+                assert copy.num_bytes == volume(box) * DTYPE_BYTES[dtype]
+                end = start + offset + copy.num_bytes
+                boxes[start + offset] = part(sources[delivery.rank][slot], box)
             assert start + message.checksums_offset >= end
             end = start + message.checksums_offset + CHECKSUM_BYTES * len(message.copies)
-        assert end <= rank_part.body_bytes
-        memory[unit] = boxes
+        assert end <= schedule.body_bytes.get(gpu, 0)
+        memory[gpu] = boxes
     assert not any(sent.values())
     return memory
 

@@ -111,8 +111,8 @@ def is_caught(case: Case, rule: str, side: str, change: Change) -> bool | None:
     if faults:
         return True
     # Tied output layers are copies of the embedding: where every worker reads the embedding, nobody reads them.
-    pulls = [pull for target in case.targets for pulls in schedule.worker_part(target).all_pulls() for pull in pulls]
-    return None if side == "source" and rule not in {rule_of(pull.source_slot.name) for pull in pulls} else False
+    pulls = [pull for target in case.targets for pulls in schedule.pulls(target) for pull in pulls]
+    return None if side == "source" and rule not in {rule_of(pull.holding.slot.name) for pull in pulls} else False
 
 
 def rules_of(case: Case) -> Iterator[tuple[str, str]]:

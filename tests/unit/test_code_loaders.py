@@ -31,7 +31,6 @@ LOADERS = {
 """What runs code that a file, a pickle or a text names, or may be told to."""
 
 REASONS = {
-    ("conversion/schedule.py", "pickle.loads"): "a lane of a refit between processes of one run, over Ray's authenticated channels",
     ("conversion/storage/pickles.py", "pickle._Unpickler"): "the restricted reader itself",
     ("conversion/storage/pickles.py", "pickle.Unpickler"): "the type of the restricted reader",
     ("conversion/storage/torch_dist_io.py", "torch.load"): "weights_only=True, of a chunk whose pickle the restricted reader refused",

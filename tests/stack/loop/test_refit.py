@@ -17,7 +17,7 @@ from mrl.cluster.probe import live_digests
 from mrl.cluster.refit import Refit
 from mrl.cluster.waiting import DeadlineExceeded
 from mrl.train import train_step
-from tests.schedules import drop_copies
+from tests.schedules import without_box
 from tests.stack.loop.conftest import DEADLINE_S, LiveRun
 
 
@@ -228,9 +228,8 @@ def test_a_flipped_byte_in_an_engine_is_caught_by_name(live: LiveRun):
 def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
     moving = live.run.supplier.session.refit
     workers = moving._workers(0)
-    lost = next(copy for route in workers[0].part.receives for copy in route.lane.copies())
-    part = drop_copies(workers[0].part, lambda copy: (copy.target, copy.box) == (lost.target, lost.box))
-    workers[0] = dataclasses.replace(workers[0], part=part)
+    lost = next(pull.copy for pull in moving.schedule.pulls(0)[0] if pull.offset is not None)
+    workers[0] = dataclasses.replace(workers[0], inputs=without_box(moving.inputs, lost.target, lost.box))
     with pytest.raises(RuntimeError, match=re.escape(lost.target.name)):
         live.run.supplier.session.engines.call_each("prepare_refit", {0: (workers,)}, deadline_s=DEADLINE_S)
     assert isinstance(moving, Refit)

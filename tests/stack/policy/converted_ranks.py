@@ -14,13 +14,13 @@ from conversion.families.common import MegatronCoords, MegatronParallel
 from conversion.families.registry import family
 from conversion.tensors import box_view
 from mrl.config.schema.megatron import MegatronConfig
-from mrl.refit.unit import live_tensors
 from tests.stack.ranks import Rank
 
 
 def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[int]) -> np.ndarray:
     """This rank's columns of a deepseek_v3 folder's logits, [tokens, vocabulary / tp], by megatron-core's GPTModel of local modules."""
     from mrl.policy import parallel
+    from mrl.policy.arena import live_tensors
 
     megatron = MegatronConfig(tensor_model_parallel_size=tp)
     parallel.initialize(

@@ -443,33 +443,35 @@ def class_origins(rank: Rank, config: RunConfig) -> tuple[dict[str, str], dict[s
 
 
 def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarray], list[tuple[str, int, np.ndarray]]]:
-    """The first refit after steps, into tensors of an engine with one worker, on the unit of rank 0.
+    """The first refit after steps, into tensors of an engine with one worker, on the GPU of rank 0.
 
     Returns these tensors on rank 0, float32 by slot, and this rank's shards of the main parameters.
     """
     import torch.distributed as dist
 
-    from conversion.boxes import Layout
     from conversion.families.common import VllmParallel
     from conversion.families.registry import family
-    from conversion.reshard import reshard
     from conversion.tensors import torch_dtype
     from mrl.refit.group import GroupAddress
+    from mrl.refit.inputs import RankPlace, RefitInputs
     from mrl.refit.pull import Puller
 
     with open_policy(rank, config) as policy:
         hf_config, vllm_cfg = policy._hf_config, config.policy.generation.vllm_cfg
         target = family(hf_config).vllm_layout(hf_config, VllmParallel(), 0, vllm_cfg.precision)
-        layouts: list[Layout] = [{}] * rank.world_size
-        dist.all_gather_object(layouts, policy._layout)
+        places: list[RankPlace] = [policy.layout_arguments()] * rank.world_size
+        dist.all_gather_object(places, policy.layout_arguments())
         # On nodes of their own, ranks send each other what they would read in the arenas of one node.
         nodes = {index: index for index in range(rank.world_size)}
-        schedule = reshard(dict(enumerate(layouts)), {0: target}, unit_of={0: 0}, node_of=nodes, buffer_bytes=100_000)
+        inputs = RefitInputs(
+            hf_config, tuple(places), VllmParallel(), vllm_cfg.precision, {0: (0, ())}, {0: 0}, nodes, buffer_bytes=100_000
+        )
+        schedule = inputs.schedule()
         address = GroupAddress(rank.master_address, rank.master_port, "exchange", rank.world_size)
-        handles = policy.prepare_refit(schedule.rank_part(rank.rank), address)
+        handles = policy.prepare_refit(inputs, address)
         live = {slot: torch.full(content.shape, 7, dtype=torch_dtype(content.dtype)) for slot, content in target.items()}
         is_host = rank.rank == 0
-        puller = Puller(lambda: live, schedule.worker_part(0), handles) if is_host else None
+        puller = Puller(lambda: live, schedule, 0, handles) if is_host else None
         train(policy, 2)
         for index in range(schedule.num_rounds):
             policy.exchange(index)

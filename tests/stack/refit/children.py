@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot
-from conversion.schedule import RankPart, WorkerPart
+from conversion.schedule import Schedule
 from conversion.tensors import box_view, torch_dtype
 from mrl.policy.arena import Arena
-from mrl.refit.exchange import Exchange
+from mrl.refit.copies import converted
+from mrl.refit.exchange import Exchange, ExchangeMemory, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.memory import SharedMemory
 from mrl.refit.pull import Puller, VerifyReport
-from mrl.refit.transforms import apply
-from mrl.refit.unit import UnitHandles
 
 # Starts of processes on a busy machine take most of it.
 DEADLINE_S = 120
@@ -108,7 +107,7 @@ def fill(layout: Layout, canonical: dict[str, Tensor]) -> dict[Slot, Tensor]:
         tensors[slot] = torch.zeros(slot_layout.shape, dtype=torch_dtype(slot_layout.dtype))
         for piece in slot_layout.pieces:
             local = box_view(tensors[slot], piece.local)
-            local.copy_(apply(box_view(canonical[piece.name], piece.box), piece.transform, local.dtype).view(local.shape))
+            local.copy_(converted(box_view(canonical[piece.name], piece.box), piece.transform, local.dtype).view(local.shape))
     return tensors
 
 
@@ -139,8 +138,8 @@ def train(state: State, layouts: dict[int, Layout], canonical: dict[str, Tensor]
         state.arena.tensors()[slot].copy_(tensor)
 
 
-def prepare_exchange(state: State, part: RankPart) -> UnitHandles:
-    state.exchange = Exchange(part, state.arena.tensors(), state.arena.handle(), group=state.group)
+def prepare_exchange(state: State, schedule: Schedule) -> GpuHandles:
+    state.exchange = Exchange(schedule, state.rank, state.arena.tensors(), state.arena.handle(), group=state.group)
     return state.exchange.handles()
 
 
@@ -149,7 +148,7 @@ def exchange(state: State, round_index: int) -> None:
 
 
 def flip_exchanged_byte(state: State, offset: int) -> None:
-    state.exchange._parts.body[offset] ^= 1
+    ExchangeMemory.split(state.exchange.memory.tensor).body[offset] ^= 1
 
 
 def set_weight(state: State, slot: Slot, value: float) -> None:
@@ -171,18 +170,18 @@ def build_engine(state: State, layout: Layout) -> None:
     state.live = {slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype)).fill_(float("nan")) for slot, item in layout.items()}
 
 
-def prepare_pull(state: State, part: WorkerPart, handles: UnitHandles) -> None:
-    state.puller = Puller(lambda: state.live, part, handles, own_memory=state.own_memory)
+def prepare_pull(state: State, schedule: Schedule, worker: int, handles: GpuHandles) -> None:
+    state.puller = Puller(lambda: state.live, schedule, worker, handles, own_memory=state.own_memory)
 
 
-def take_seat(state: State, part: RankPart) -> UnitHandles:
+def receive_alone(state: State, schedule: Schedule) -> GpuHandles:
     """A worker of a dedicated engine receives what it pulls; it has joined the group before."""
-    state.exchange = Exchange(part, {}, None, group=state.group)
+    state.exchange = Exchange(schedule, state.rank, {}, None, group=state.group)
     state.own_memory = state.exchange.memory
     return state.exchange.handles()
 
 
-def leave_seat(state: State) -> None:
+def read_trainer(state: State) -> None:
     state.own_memory = None
 
 

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from mrl.refit.errors import RefitError
+from mrl.refit import RefitError
 from mrl.refit.group import GroupAddress, Incoming, Outgoing
 from tests.stack.refit import children
 from tests.stack.refit.children import Child, State

@@ -20,10 +20,10 @@ from conversion.families.common import MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
 from conversion.schedule import Schedule
-from mrl.refit.errors import RefitError
+from mrl.refit import RefitError
+from mrl.refit.exchange import GpuHandles, handles_for
 from mrl.refit.group import GroupAddress
 from mrl.refit.pull import VerifyReport
-from mrl.refit.unit import UnitHandles, handles_of
 from tests.models import save_nemotron_h
 from tests.schedules import drop_copies
 from tests.stack.refit import children
@@ -58,19 +58,18 @@ class Refit:
     sources: dict[int, Layout]
     targets: dict[int, Layout]
     schedule: Schedule
-    unit_of: dict[int, int]
-    handles: dict[int, UnitHandles]
-    """By unit."""
+    gpu_of: dict[int, int]
+    handles: dict[int, GpuHandles]
+    """By GPU."""
 
     @property
     def participants(self) -> list[Child]:
         """Who takes part in the exchange: trainer ranks, and the workers of dedicated engines."""
-        return [*self.trainers, *(self.workers if min(self.unit_of.values()) >= len(self.trainers) else [])]
+        return [*self.trainers, *(self.workers if min(self.gpu_of.values()) >= len(self.trainers) else [])]
 
     def prepare_pulls(self) -> None:
         for target, worker in enumerate(self.workers):
-            part = self.schedule.worker_part(target)
-            worker.call(children.prepare_pull, part, handles_of(part, self.handles))
+            worker.call(children.prepare_pull, self.schedule, target, handles_for(self.schedule, target, self.handles))
 
     def round(self, index: int) -> list[int]:
         call_all(self.participants, children.exchange, index)
@@ -130,34 +129,34 @@ def prepare(
     *,
     tp: int = 1,
     num_engines: int = 1,
-    first_unit: int = 0,
-    unit_of: dict[int, int] | None = None,
+    first_gpu: int = 0,
+    gpu_of: dict[int, int] | None = None,
     dtypes: tuple[str, str] = ("float32", "float32"),
     buffer_bytes: int = ONE_ROUND,
     on_one_node: bool = False,
 ) -> Refit:
-    """Engines of `tp` workers on units from `first_unit`, or as `unit_of` says, refitted from checkpoint 0.
+    """Engines of `tp` workers on GPUs from `first_gpu`, or as `gpu_of` says, refitted from checkpoint 0.
 
-    From WORLD_SIZE on they are dedicated engines. Units are nodes of their own, which exchange what units of one node read from each other.
+    From WORLD_SIZE on they are dedicated engines. GPUs are nodes of their own, which exchange what GPUs of one node read from each other.
     """
     sources, engine = models.trainers(dtypes[0]), models.engines(tp, dtypes[1])
-    targets = {worker: engine[worker % tp] for worker in unit_of or range(tp * num_engines)}
-    unit_of = unit_of or {worker: first_unit + worker for worker in targets}
-    nodes = {unit: 0 if on_one_node else unit for unit in [*sources, *unit_of.values()]}
-    schedule = reshard(sources, targets, unit_of=unit_of, node_of=nodes, buffer_bytes=buffer_bytes)
+    targets = {worker: engine[worker % tp] for worker in gpu_of or range(tp * num_engines)}
+    gpu_of = gpu_of or {worker: first_gpu + worker for worker in targets}
+    nodes = {gpu: 0 if on_one_node else gpu for gpu in [*sources, *gpu_of.values()]}
+    schedule = reshard(sources, targets, gpu_of=gpu_of, node_of=nodes, buffer_bytes=buffer_bytes)
     trainers, workers = processes[0], processes[1][: len(targets)]
     call_all(trainers, children.build_trainer, sources, models.checkpoints[0])
     for target, worker in enumerate(workers):
         worker.call(children.build_engine, targets[target])
-    if first_unit >= WORLD_SIZE:
+    if first_gpu >= WORLD_SIZE:
         join_world([*trainers, *workers], timeout_s=30.0)
-    handles = {rank: trainer.call(children.prepare_exchange, schedule.rank_part(rank)) for rank, trainer in enumerate(trainers)}
-    for unit, worker in enumerate(workers, first_unit):
-        if unit >= WORLD_SIZE:
-            handles[unit] = worker.call(children.take_seat, schedule.rank_part(unit))
+    handles = {rank: trainer.call(children.prepare_exchange, schedule) for rank, trainer in enumerate(trainers)}
+    for gpu, worker in enumerate(workers, first_gpu):
+        if gpu >= WORLD_SIZE:
+            handles[gpu] = worker.call(children.receive_alone, schedule)
         else:
-            worker.call(children.leave_seat)
-    refit = Refit(trainers, workers, sources, targets, schedule, unit_of, cast(dict[int, UnitHandles], handles))
+            worker.call(children.read_trainer)
+    refit = Refit(trainers, workers, sources, targets, schedule, gpu_of, cast(dict[int, GpuHandles], handles))
     refit.prepare_pulls()
     return refit
 
@@ -168,25 +167,25 @@ def prepare(
         dict(tp=1),
         dict(tp=2),
         dict(tp=2, num_engines=2),
-        dict(unit_of={0: 0, 1: 0}),
-        dict(unit_of={0: 1, 1: 2}),
+        dict(gpu_of={0: 0, 1: 0}),
+        dict(gpu_of={0: 1, 1: 2}),
         dict(tp=2, buffer_bytes=32 << 10),
         # Ranks send in later rounds what their own workers have read in the first.
-        dict(unit_of={0: 0, 1: 1, 2: 2, 3: 3}, buffer_bytes=16 << 10),
+        dict(gpu_of={0: 0, 1: 1, 2: 2, 3: 3}, buffer_bytes=16 << 10),
         dict(tp=1, dtypes=("bfloat16", "bfloat16")),
         dict(tp=2, dtypes=("bfloat16", "float32")),
         dict(tp=2, num_engines=2, on_one_node=True),
         dict(tp=1, on_one_node=True, buffer_bytes=32 << 10, dtypes=("bfloat16", "float32")),
-        dict(tp=1, first_unit=WORLD_SIZE, on_one_node=True),
-        dict(tp=2, num_engines=2, first_unit=WORLD_SIZE, buffer_bytes=64 << 10),
-        dict(tp=2, first_unit=WORLD_SIZE, dtypes=("bfloat16", "float32")),
+        dict(tp=1, first_gpu=WORLD_SIZE, on_one_node=True),
+        dict(tp=2, num_engines=2, first_gpu=WORLD_SIZE, buffer_bytes=64 << 10),
+        dict(tp=2, first_gpu=WORLD_SIZE, dtypes=("bfloat16", "float32")),
     ],
     ids=[
         "tp1",
         "tp2",
         "two_engines_of_tp2",
-        "two_engines_one_unit",
-        "two_engines_two_units",
+        "two_engines_one_gpu",
+        "two_engines_two_gpus",
         "many_rounds",
         "many_rounds_to_four_engines",
         "bf16",
@@ -212,27 +211,26 @@ def test_a_small_buffer_makes_rounds_and_bounds_the_memory(processes, models):
     refit = prepare(processes, models, tp=2, buffer_bytes=32 << 10)
     assert refit.schedule.num_rounds > 3
     for rank in range(2):
-        part = refit.schedule.rank_part(rank)
-        assert sum(message.num_bytes for _, message in part.incoming(1)) <= 32 << 10
-        assert part.packed_bytes() <= 32 << 10
+        for rounds in (refit.schedule.received_on(rank), refit.schedule.sent_by(rank)):
+            assert all(sum(delivery.message.num_bytes for delivery in deliveries) <= 32 << 10 for deliveries in rounds)
     copied = [refit.round(index) for index in range(refit.schedule.num_rounds)]
-    assert [sum(counts) for counts in zip(*copied, strict=True)] == [refit.schedule.copied_bytes(target) for target in range(2)]
+    assert [sum(counts) for counts in zip(*copied, strict=True)] == [refit.schedule.class_of(target).written_bytes for target in range(2)]
 
 
 def test_a_byte_flipped_on_its_way_is_caught(processes, models):
     refit = prepare(processes, models)
     call_all(refit.trainers, children.exchange, 0)
-    pull = next(pull for pull in refit.schedule.worker_part(0).pulls(0) if pull.origin == "exchange")
+    pull = next(pull for pull in refit.schedule.pulls(0)[0] if pull.offset is not None)
     refit.trainers[0].call(children.flip_exchanged_byte, pull.offset + 5)
-    assert_one_mismatch(refit, pull.target, pull.source_rank)
+    assert_one_mismatch(refit, pull.copy.target, pull.rank)
 
 
 def test_a_weight_that_changes_after_its_checksum_is_caught(processes, models):
     refit = prepare(processes, models)
     call_all(refit.trainers, children.exchange, 0)
-    pull = next(pull for pull in refit.schedule.worker_part(0).pulls(0) if pull.origin == "arena" and pull.target.name.endswith("mixer.D"))
-    refit.trainers[0].call(children.set_weight, pull.source_slot, 7.0)
-    assert_one_mismatch(refit, pull.target, pull.source_rank)
+    pull = next(pull for pull in refit.schedule.pulls(0)[0] if pull.offset is None and pull.copy.target.name.endswith("mixer.D"))
+    refit.trainers[0].call(children.set_weight, pull.holding.slot, 7.0)
+    assert_one_mismatch(refit, pull.copy.target, pull.rank)
 
 
 def assert_one_mismatch(refit: Refit, slot: Slot, source_rank: int) -> None:
@@ -240,7 +238,7 @@ def assert_one_mismatch(refit: Refit, slot: Slot, source_rank: int) -> None:
     report = refit.workers[0].call(children.verify, 0)
     assert isinstance(report, VerifyReport)
     assert len(report.mismatches) == 1
-    assert report.mismatches[0].startswith(f"{slot} box") and f"source rank {source_rank} (pulled from unit 0)" in report.mismatches[0]
+    assert report.mismatches[0].startswith(f"{slot} box") and f"source rank {source_rank} (pulled on GPU 0)" in report.mismatches[0]
     with pytest.raises(RefitError, match=slot.name):
         refit.workers[0].call(children.finish)
 
@@ -267,13 +265,13 @@ def test_padding_garbage_is_caught(processes, models):
 
 
 def test_a_byte_flipped_in_a_dedicated_worker_is_caught(processes, models):
-    refit = prepare(processes, models, first_unit=WORLD_SIZE)
+    refit = prepare(processes, models, first_gpu=WORLD_SIZE)
     call_all(refit.participants, children.exchange, 0)
-    pulls = refit.schedule.worker_part(0).pulls(0)
-    assert {pull.origin for pull in pulls} == {"exchange"}
+    pulls = refit.schedule.pulls(0)[0]
+    assert not any(pull.offset is None for pull in pulls)
     refit.workers[0].call(children.flip_exchanged_byte, pulls[3].offset)
     refit.workers[0].call(children.pull, 0)
-    with pytest.raises(RefitError, match=rf"{pulls[3].target.name} box .* \(pulled from unit {WORLD_SIZE}\)"):
+    with pytest.raises(RefitError, match=rf"{pulls[3].copy.target.name} box .* \(pulled on GPU {WORLD_SIZE}\)"):
         refit.workers[0].call(children.verify, 0)
         refit.workers[0].call(children.finish)
 
@@ -281,19 +279,19 @@ def test_a_byte_flipped_in_a_dedicated_worker_is_caught(processes, models):
 def test_on_one_node_only_checksums_travel_and_a_changed_weight_of_another_rank_is_caught(processes, models):
     refit = prepare(processes, models, on_one_node=True)
     call_all(refit.trainers, children.exchange, 0)
-    pull = next(pull for pull in refit.schedule.worker_part(0).pulls(0) if pull.origin == "exchange")
-    assert pull.source_rank != 0
+    pull = next(pull for pull in refit.schedule.pulls(0)[0] if pull.offset is not None)
+    assert pull.rank != 0
     # What the box would have occupied in the exchange memory was not written and is not read.
     refit.trainers[0].call(children.flip_exchanged_byte, pull.offset)
-    refit.trainers[pull.source_rank].call(children.flip_weight_byte, pull.source_slot, pull.source_box)
-    assert_one_mismatch(refit, pull.target, pull.source_rank)
+    refit.trainers[pull.rank].call(children.flip_weight_byte, pull.holding.slot, pull.holding.box)
+    assert_one_mismatch(refit, pull.copy.target, pull.rank)
 
 
 def test_a_missing_box_is_caught(processes, models):
     refit = prepare(processes, models)
-    part = drop_copies(refit.schedule.worker_part(0), lambda copy: copy.target.name.endswith("1.mixer.gate.e_score_correction_bias"))
+    incomplete = drop_copies(refit.schedule, lambda copy: copy.target.name.endswith("1.mixer.gate.e_score_correction_bias"))
     with pytest.raises(RefitError, match="e_score_correction_bias"):
-        refit.workers[0].call(children.prepare_pull, part, refit.handles[0])
+        refit.workers[0].call(children.prepare_pull, incomplete, 0, refit.handles[0])
 
 
 def test_stale_epochs_and_skipped_exchanges_are_refused(processes, models):

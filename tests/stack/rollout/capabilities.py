@@ -22,12 +22,12 @@ from conversion.families.common import MegatronCoords, MegatronParallel, VllmPar
 from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
-from mrl.cluster.refit import build_schedule
+from mrl.cluster.refit import build_schedule, refit_inputs
 from mrl.cluster.units import EngineUnits
 from mrl.config.load import load_config
 from mrl.config.schema.generation import ColocatedConfig, GenerationConfig, VllmConfig
 from mrl.config.schema.run import RunConfig
-from mrl.refit.errors import RefitError
+from mrl.refit import RefitError
 from mrl.refit.pull import check_coverage
 from mrl.rollout.environment import engine_environment
 from tests import models
@@ -136,14 +136,14 @@ def row(case: str, capability: str, folder: Path, parallel: VllmParallel, worker
     policies = SimpleNamespace(call=lambda method, deadline_s: [place])
     units = EngineUnits(0, tuple(range(parallel.tp)))
     placement = SimpleNamespace(engines=(units,), node_of=dict.fromkeys(units.units, 0))
-    schedule = build_schedule(
-        run_config(folder, parallel), cast(Placement, placement), cast(PolicyGroup, policies), cast(EngineGroup, engines)
-    )
+    config = run_config(folder, parallel)
+    inputs = refit_inputs(config, cast(Placement, placement), cast(PolicyGroup, policies), cast(EngineGroup, engines))
+    schedule = build_schedule(config, inputs)
     fault = ""
     for index, model in built.items():
-        part = schedule.worker_part(index)
+        pulls = [pull for pulls in schedule.pulls(index) for pull in pulls]
         try:
-            check_coverage(engine_tensors(model), [pull for pulls in part.all_pulls() for pull in pulls], part.padding)
+            check_coverage(engine_tensors(model), pulls, schedule.class_of(index).padding)
         except RefitError as error:
             fault = f"worker {index}: {error}"
     methods = [getattr(module, "quant_method", None) for module in built[0].modules()]

@@ -10,10 +10,10 @@ import torch
 
 from conversion.boxes import Slot
 from conversion.tensors import dtype_name
-from mrl.refit.errors import RefitError
-from mrl.refit.zero import digest
+from mrl.refit import RefitError
+from mrl.refit.checksum import digest
 from tests.rollouts import StartEngine, differences, random_requests, run
-from tests.schedules import drop_copies
+from tests.schedules import without_box
 from tests.stack.rollout.trainer import Trainer, expected_tensors, refit, vllm_layout
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ def test_a_rebound_parameter_is_named(engine: Engine, trainer: Trainer) -> None:
 def test_a_schedule_that_misses_a_live_tensor_is_refused(engine: Engine, trainer: Trainer) -> None:
     (worker,) = trainer.workers()
     missing = Slot("model.layers.1.mixer.gate.e_score_correction_bias")
-    part = drop_copies(worker.part, lambda copy: copy.target == missing)
+    box = next(copy.box for copy in trainer.schedule.class_of(0).copies() if copy.target == missing)
     with pytest.raises(RefitError, match="e_score_correction_bias"):
-        engine.prepare_refit([replace(worker, part=part)])
+        engine.prepare_refit([replace(worker, inputs=without_box(trainer.inputs, missing, box))])
     engine.prepare_refit([worker])
 
 

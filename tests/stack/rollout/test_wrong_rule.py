@@ -14,19 +14,18 @@ import pytest
 from conversion.families import registry
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
 from conversion.reshard import ScheduleError
-from conversion.schedule import RankPart
 from conversion.storage.safetensors_io import read_layout
 from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup
-from mrl.cluster.refit import Refit, build_schedule
+from mrl.cluster.refit import Refit, build_schedule, refit_inputs
 from mrl.cluster.units import EngineUnits
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.policy.arena import Arena
-from mrl.refit.errors import RefitError
-from mrl.refit.exchange import Exchange
-from mrl.refit.unit import UnitHandles
+from mrl.refit import RefitError
+from mrl.refit.exchange import Exchange, GpuHandles
+from mrl.refit.inputs import RefitInputs
 from tests import models
 from tests.rollouts import StartEngine, random_requests, run
 from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
@@ -51,8 +50,8 @@ class OneRank:
     def layout_arguments(self) -> tuple[MegatronParallel, MegatronCoords, str, Flavour]:
         return MegatronParallel(), MegatronCoords(), "float32", "local"
 
-    def prepare_refit(self, part: RankPart, address: None) -> UnitHandles:
-        self._exchange = Exchange(part, self._arena.tensors(), self._arena.handle(), group=address)
+    def prepare_refit(self, inputs: RefitInputs, address: None) -> GpuHandles:
+        self._exchange = Exchange(inputs.schedule(), 0, self._arena.tensors(), self._arena.handle(), group=address)
         return self._exchange.handles()
 
     def exchange(self, round_index: int) -> None:
@@ -132,7 +131,9 @@ def test_a_wrong_but_consistent_rule_is_caught_before_sampling(
 
 def test_with_grouped_queries_the_schedule_refuses_it(checkpoint: Callable[[int], Path], swap_query_and_key: Callable[[], None]) -> None:
     engines = engines_of(SimpleNamespace(tensor_dtypes=lambda: [()]))
-    build_schedule(*one_unit(checkpoint(0)), engines)
+    config, placement, policies = one_unit(checkpoint(0))
+    inputs = refit_inputs(config, placement, policies, engines)
+    build_schedule(config, inputs)
     swap_query_and_key()
     with pytest.raises(ScheduleError, match="qkv_proj.weight"):
-        build_schedule(*one_unit(checkpoint(0)), engines)
+        build_schedule(config, inputs)

@@ -1,4 +1,4 @@
-"""A trainer of one rank that holds canonical tensors as they stand in the checkpoint, in this process, and its refits."""
+"""A trainer of one rank in this process that reads its weights by Megatron's tables, and its refits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
-from conversion.families.common import EngineDtypes, VllmParallel
+from conversion.boxes import Layout, Slot
+from conversion.families.common import EngineDtypes, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
-from conversion.reshard import reshard
+from conversion.storage.safetensors_io import read_layout
 from mrl.config.schema.generation import Precision
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange
-from mrl.rollout.messages import WorkerRefit
+from mrl.refit.inputs import RefitInputs, WorkerRefit
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
@@ -27,7 +27,7 @@ SINGLE = VllmParallel()
 
 
 class Trainer:
-    """Weights that a test sets, and the trainer side of refits of one engine, whose workers all share the unit of this rank."""
+    """Weights that a test sets, and the trainer side of refits of one engine, whose workers all share the GPU of this rank."""
 
     def __init__(
         self,
@@ -38,22 +38,21 @@ class Trainer:
         live: Sequence[EngineDtypes] | None = None,
     ) -> None:
         """`live` is what `Engine.tensor_dtypes` gives; without it all tensors of the engine are of its precision."""
-        weights = load_file(folder / "model.safetensors")
-        source: Layout = {
-            Slot(name): SlotLayout(tuple(tensor.shape), "float32", (Piece(name, full(tensor.shape), full(tensor.shape)),))
-            for name, tensor in weights.items()
-        }
-        self._num_workers = parallel.tp
-        targets = {worker: vllm_layout(folder, parallel, worker, precision, live[worker] if live else ()) for worker in range(parallel.tp)}
-        self.schedule = reshard({0: source}, targets, unit_of=dict.fromkeys(targets, 0), buffer_bytes=1 << 20)
-        self._arena = Arena({Slot(name): tensor for name, tensor in weights.items()}, name="test-arena")
-        self._exchange = Exchange(self.schedule.rank_part(0), self._arena.tensors(), self._arena.handle(), group=None)
+        hf_config = json.loads((folder / "config.json").read_text())
+        place = (MegatronParallel(), MegatronCoords(), "float32", "local")
+        self._layout = family(hf_config).megatron_layout(hf_config, *place)
+        workers = {worker: (worker, live[worker] if live else ()) for worker in range(parallel.tp)}
+        gpus = dict.fromkeys(workers, 0)
+        self.inputs = RefitInputs(hf_config, (place,), parallel, precision, workers, gpus, {0: 0}, buffer_bytes=1 << 20)
+        self.schedule = self.inputs.schedule()
+        self._arena = Arena(read_layout(folder, self._layout), name="test-arena")
+        self._exchange = Exchange(self.schedule, 0, self._arena.tensors(), self._arena.handle(), group=None)
 
     def load(self, folder: Path) -> None:
         """Takes the weights of another checkpoint."""
         with torch.no_grad():
-            for name, tensor in load_file(folder / "model.safetensors").items():
-                self._arena.tensors()[Slot(name)].copy_(tensor)
+            for slot, tensor in read_layout(folder, self._layout).items():
+                self._arena.tensors()[slot].copy_(tensor)
 
     def exchange(self, round_index: int) -> None:
         """The trainer's part of one round."""
@@ -62,7 +61,7 @@ class Trainer:
     def workers(self) -> list[WorkerRefit]:
         """What `Engine.prepare_refit` needs."""
         handles = self._exchange.handles()
-        return [WorkerRefit(self.schedule.worker_part(worker), handles) for worker in range(self._num_workers)]
+        return [WorkerRefit(self.inputs.signed(self.schedule), worker, handles) for worker in self.inputs.workers]
 
 
 def refit(engine: Engine, trainer: Trainer, version: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
 from conversion.families.registry import FAMILIES
-from mrl.refit.zero import digest
+from mrl.refit.checksum import digest
 from mrl.types import RolloutRequest
 from tests import models
 from tests.parity import Parity, hf_scores
@@ -68,7 +68,7 @@ def witness(
     parity, oracle = Parity(), models.tiny_model(model_type, 1)
     for rollout in rollouts.values():
         parity.add(rollout.generator_logprobs, hf_scores(oracle, rollout.request.token_ids, rollout.token_ids.tolist()))
-    num_bytes = sum(trainer.schedule.copied_bytes(worker) for worker in range(parallel.tp))
+    num_bytes = sum(trainer.schedule.class_of(worker).written_bytes for worker in range(parallel.tp))
     return Witness(sum(map(len, after)), _changed(before, zero), num_bytes, parity)
 
 

@@ -9,7 +9,7 @@ import pytest
 from conversion.boxes import Box, Layout, Piece, Slot, SlotLayout, volume
 from conversion.reshard import ScheduleError, reshard
 from conversion.rounds import split
-from conversion.schedule import Pull, Schedule
+from conversion.schedule import Delivery, Pull, Schedule
 
 
 def rows(start: int, stop: int, width: int = 4) -> Box:
@@ -28,26 +28,30 @@ WHOLE = holder(("a", rows(0, 8), rows(0, 8)), shape=(8, 4))
 
 
 def pulls_of(schedule: Schedule, target: int) -> list[Pull]:
-    return [pull for pulls in schedule.worker_part(target).all_pulls() for pull in pulls]
+    return [pull for pulls in schedule.pulls(target) for pull in pulls]
 
 
-def test_one_half_comes_from_the_own_unit_and_one_from_the_other_rank():
-    schedule = reshard(HALVES, {10: WHOLE}, unit_of={10: 0}, buffer_bytes=1 << 16)
+def most_bytes(rounds: list[list[Delivery]]) -> int:
+    """Bytes of the largest round."""
+    return max(sum(delivery.message.num_bytes for delivery in deliveries) for deliveries in rounds)
+
+
+def test_one_half_comes_from_the_own_gpu_and_one_from_the_other_rank():
+    schedule = reshard(HALVES, {10: WHOLE}, gpu_of={10: 0}, buffer_bytes=1 << 16)
     assert schedule.num_rounds == 1
     local, remote = pulls_of(schedule, 10)
-    assert (local.origin, local.source_rank, local.source_box, local.target_box) == ("arena", 0, rows(0, 4), rows(0, 4))
-    assert (remote.origin, remote.source_rank, remote.source_box, remote.target_box) == ("exchange", 1, rows(0, 4), rows(4, 8))
-    sender, receiver = schedule.rank_part(1), schedule.rank_part(0)
-    ((route, message),) = sender.outgoing(0)
-    (arrival,) = receiver.incoming(0)
-    assert (route.peer, arrival[0].peer, arrival[1]) == (0, 1, message)
-    # 64 bytes of checksums of local copies, 64 of the box, 64 of its checksum.
+    assert (local.offset, local.rank, local.holding.box, local.copy.box) == (None, 0, rows(0, 4), rows(0, 4))
+    assert (remote.rank, remote.holding.box, remote.copy.box) == (1, rows(0, 4), rows(4, 8))
+    ((leaving,),) = schedule.sent_by(1)
+    assert schedule.received_on(0) == [[leaving]]
+    assert (leaving.rank, leaving.gpu) == (1, 0)
+    # 64 bytes of checksums of own copies, 64 of the box, 64 of its checksum.
     assert (local.checksum_offset, remote.offset, remote.checksum_offset) == (0, 64, 128)
-    assert (message.num_bytes, receiver.body_bytes, sender.body_bytes, sender.packed_bytes()) == (128, 192, 0, 128)
-    assert [local.copies.num_bytes for local in receiver.locals] == [64]
-    assert schedule.copied_bytes(10) == 128
-    assert sender.incoming(0) == receiver.outgoing(0) == []
-    assert schedule.link_bytes() == {"unit": 64, "node": 64, "network": 0}
+    assert (leaving.message.num_bytes, schedule.body_bytes, most_bytes(schedule.sent_by(1))) == (128, {0: 192}, 128)
+    assert schedule.class_of(10).own_bytes == 64
+    assert schedule.class_of(10).written_bytes == 128
+    assert schedule.received_on(1) == schedule.sent_by(0) == [[]]
+    assert schedule.link_bytes() == {"gpu": 64, "node": 64, "network": 0}
 
 
 def test_replicas_send_equally_much():
@@ -55,7 +59,7 @@ def test_replicas_send_equally_much():
     lonely = {4 + index: holder(("b", ((0, 1),), ((0, 1),)), shape=(1,)) for index in range(4)}
     both: Layout = {**WHOLE, Slot("v"): SlotLayout((1,), "float32", (Piece("b", ((0, 1),), ((0, 1),)),))}
     schedule = reshard(
-        replicas | lonely, {unit: both for unit in range(4, 8)}, unit_of={unit: unit for unit in range(4, 8)}, buffer_bytes=1 << 16
+        replicas | lonely, {gpu: both for gpu in range(4, 8)}, gpu_of={gpu: gpu for gpu in range(4, 8)}, buffer_bytes=1 << 16
     )
     assert schedule.sent_bytes() == dict.fromkeys(range(4), 128) | dict.fromkeys(range(4, 8), 0)
 
@@ -65,45 +69,42 @@ def test_no_replica_serves_two_engines_while_another_idles():
     more: Layout = {**WHOLE, Slot("v"): SlotLayout((1,), "float32", (Piece("b", ((0, 1),), ((0, 1),)),))}
     sources = {0: more, 1: WHOLE, 2: more, 3: WHOLE}
     targets: dict[int, Layout] = {10: more, 11: WHOLE, 12: WHOLE, 13: WHOLE}
-    schedule = reshard(sources, targets, unit_of={target: target for target in targets}, buffer_bytes=1 << 16)
-    senders = {next(pull.source_rank for pull in pulls_of(schedule, target) if pull.target == Slot("w")) for target in targets}
+    schedule = reshard(sources, targets, gpu_of={target: target for target in targets}, buffer_bytes=1 << 16)
+    senders = {next(pull.rank for pull in pulls_of(schedule, target) if pull.copy.target == Slot("w")) for target in targets}
     assert senders == {0, 1, 2, 3}
 
 
 def test_one_engine_draws_on_all_replicas():
     names = [f"t{index}" for index in range(8)]
     many: Layout = {Slot(name): SlotLayout((8, 4), "float32", (Piece(name, rows(0, 8), rows(0, 8)),)) for name in names}
-    schedule = reshard(dict.fromkeys(range(4), many), {9: many}, unit_of={9: 9}, buffer_bytes=1 << 16)
+    schedule = reshard(dict.fromkeys(range(4), many), {9: many}, gpu_of={9: 9}, buffer_bytes=1 << 16)
     assert schedule.sent_bytes() == dict.fromkeys(range(4), 256)
 
 
 def test_the_own_node_comes_before_the_least_loaded_rank():
-    # Node 0 has rank 0 and units 4 and 5, node 1 has ranks 1 to 3.
+    # Node 0 has rank 0 and GPUs 4 and 5, node 1 has ranks 1 to 3.
     node_of = {0: 0, 4: 0, 5: 0, 1: 1, 2: 1, 3: 1}
-    schedule = reshard(dict.fromkeys(range(4), WHOLE), {4: WHOLE, 5: WHOLE}, unit_of={4: 4, 5: 5}, node_of=node_of, buffer_bytes=1 << 16)
+    schedule = reshard(dict.fromkeys(range(4), WHOLE), {4: WHOLE, 5: WHOLE}, gpu_of={4: 4, 5: 5}, node_of=node_of, buffer_bytes=1 << 16)
     assert schedule.sent_bytes() == {0: 256, 1: 0, 2: 0, 3: 0}
-    assert schedule.link_bytes() == {"unit": 0, "node": 256, "network": 0}
+    assert schedule.link_bytes() == {"gpu": 0, "node": 256, "network": 0}
 
 
 def test_rounds_and_boxes_stay_within_the_buffer():
-    schedule = reshard({0: holder(shape=(0,)), 1: WHOLE}, {0: WHOLE}, unit_of={0: 0}, buffer_bytes=128)
+    schedule = reshard({0: holder(shape=(0,)), 1: WHOLE}, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=128)
     assert schedule.num_rounds == 2
-    receiver = schedule.rank_part(0)
     boxes = []
-    for round in range(schedule.num_rounds):
-        ((_, message),) = receiver.incoming(round)
-        assert message.num_bytes <= 128
-        boxes += [copy.box for copy in message.copies]
+    for (delivery,) in schedule.received_on(0):
+        assert delivery.message.num_bytes <= 128
+        boxes += [copy.box for copy in delivery.message.copies]
     assert sum(map(volume, boxes)) == 32
-    assert receiver.body_bytes <= 128
+    assert schedule.body_bytes[0] <= 128
 
 
 def test_workers_take_turns_where_one_rank_serves_many():
     targets = dict.fromkeys(range(4), WHOLE)
-    schedule = reshard({9: WHOLE}, targets, unit_of={target: target for target in targets}, buffer_bytes=256)
-    sender = schedule.rank_part(9)
-    assert sender.packed_bytes() <= 256
-    assert sorted(route.peer for round in range(schedule.num_rounds) for route, _ in sender.outgoing(round)) == [0, 1, 2, 3]
+    schedule = reshard({9: WHOLE}, targets, gpu_of={target: target for target in targets}, buffer_bytes=256)
+    assert most_bytes(schedule.sent_by(9)) <= 256
+    assert sorted(delivery.gpu for deliveries in schedule.sent_by(9) for delivery in deliveries) == [0, 1, 2, 3]
 
 
 def test_split_cuts_rows_first():
@@ -114,29 +115,28 @@ def test_split_cuts_rows_first():
 def test_experts_are_stacked_by_a_leading_dimension():
     sources = {0: holder(("e0", rows(0, 2), rows(0, 2)), shape=(2, 4)), 1: holder(("e1", rows(0, 2), rows(0, 2)), shape=(2, 4))}
     target = holder(("e0", rows(0, 2), ((0, 1), *rows(0, 2))), ("e1", rows(0, 2), ((1, 2), *rows(0, 2))), shape=(2, 2, 4))
-    schedule = reshard(sources, {0: target}, unit_of={0: 0}, buffer_bytes=128)
+    schedule = reshard(sources, {0: target}, gpu_of={0: 0}, buffer_bytes=128)
     first, second = pulls_of(schedule, 0)
-    assert (first.source_box, first.target_box) == (rows(0, 2), ((0, 1), *rows(0, 2)))
-    assert (second.source_box, second.target_box) == (rows(0, 2), ((1, 2), *rows(0, 2)))
+    assert (first.holding.box, first.copy.box) == (rows(0, 2), ((0, 1), *rows(0, 2)))
+    assert (second.holding.box, second.copy.box) == (rows(0, 2), ((1, 2), *rows(0, 2)))
     # The same with boxes that must be split.
     sources = {0: holder(shape=(0,)), 1: holder(("e0", rows(0, 2, 16), rows(0, 2, 16)), shape=(2, 16))}
     target = holder(("e0", rows(0, 2, 16), ((0, 1), *rows(0, 2, 16))), shape=(1, 2, 16))
-    schedule = reshard(sources, {0: target}, unit_of={0: 0}, buffer_bytes=128)
+    schedule = reshard(sources, {0: target}, gpu_of={0: 0}, buffer_bytes=128)
     pulls = pulls_of(schedule, 0)
-    assert [pull.target_box for pull in pulls] == [((0, 1), *pull.source_box) for pull in pulls]
+    assert [pull.copy.box for pull in pulls] == [((0, 1), *pull.holding.box) for pull in pulls]
     assert len(pulls) == schedule.num_rounds == 2
 
 
 def test_dtypes_and_transforms_travel_with_the_copy():
     source = holder(("a", rows(0, 8), rows(0, 8)), shape=(8, 4), dtype="bfloat16")
     target: Layout = {Slot("A"): SlotLayout((8, 4), "float32", (Piece("a", rows(0, 8), rows(0, 8), "neg_exp"),))}
-    schedule = reshard({0: holder(shape=(0,)), 1: source}, {0: target}, unit_of={0: 0}, buffer_bytes=1024)
+    schedule = reshard({0: holder(shape=(0,)), 1: source}, {0: target}, gpu_of={0: 0}, buffer_bytes=1024)
     (pull,) = pulls_of(schedule, 0)
-    ((route, message),) = schedule.rank_part(1).outgoing(0)
-    (transfer,) = [copy.transfer(route.source_class) for copy in message.copies]
-    assert (pull.source_dtype, pull.target_dtype, pull.transform) == ("bfloat16", "float32", "neg_exp")
-    assert (transfer.dtype, transfer.target_dtype, transfer.transform, transfer.num_bytes) == ("bfloat16", "float32", "neg_exp", 64)
-    assert schedule.copied_bytes(0) == 128
+    ((leaving,),) = schedule.sent_by(1)
+    assert leaving.message.copies == (pull.copy,) and pull.holding == pull.copy.holders[leaving.source_class]
+    assert (pull.holding.dtype, pull.copy.dtype, pull.copy.transform, pull.copy.num_bytes) == ("bfloat16", "float32", "neg_exp", 64)
+    assert schedule.class_of(0).written_bytes == 128
 
 
 def test_casts_are_told_by_kind_of_tensor_and_roundings_by_another_word():
@@ -149,7 +149,7 @@ def test_casts_are_told_by_kind_of_tensor_and_roundings_by_another_word():
         }
 
     def casts(source: Layout, target: Layout) -> list[str]:
-        return reshard({0: source}, {0: target}, unit_of={0: 0}, buffer_bytes=1024).casts()
+        return reshard({0: source}, {0: target}, gpu_of={0: 0}, buffer_bytes=1024).casts()
 
     trainer = layout(gate="float32", A="bfloat16", norm="bfloat16")
     assert casts(trainer, trainer) == []
@@ -164,21 +164,18 @@ def test_casts_are_told_by_kind_of_tensor_and_roundings_by_another_word():
 
 def test_padding_is_listed_and_counts_as_covered():
     target = holder(("a", rows(0, 8), rows(0, 8)), shape=(10, 4), padding=(rows(8, 10),))
-    schedule = reshard(HALVES, {0: target}, unit_of={0: 0}, buffer_bytes=1024)
-    assert schedule.worker_part(0).padding == {Slot("w"): (rows(8, 10),)}
+    schedule = reshard(HALVES, {0: target}, gpu_of={0: 0}, buffer_bytes=1024)
+    assert schedule.class_of(0).padding == {Slot("w"): (rows(8, 10),)}
 
 
-def test_parts_pickle_and_are_small():
-    schedule = reshard(HALVES, {0: WHOLE}, unit_of={0: 0}, buffer_bytes=1 << 16)
-    for part in (schedule.rank_part(1), schedule.worker_part(0)):
-        assert pickle.loads(pickle.dumps(part)) == part
-        assert len(pickle.dumps(part)) < 1500
+def test_a_summary_counts_copies_workers_and_rounds():
+    schedule = reshard(HALVES, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=1 << 16)
     assert "2 copies to 1 engine workers in 1 rounds" in schedule.summary
 
 
 def test_equal_layouts_need_not_be_one_object():
     sources = {rank: pickle.loads(pickle.dumps(WHOLE)) for rank in range(4)}
-    schedule = reshard(sources, {8: WHOLE, 9: WHOLE}, unit_of={8: 8, 9: 9}, buffer_bytes=1 << 16)
+    schedule = reshard(sources, {8: WHOLE, 9: WHOLE}, gpu_of={8: 8, 9: 9}, buffer_bytes=1 << 16)
     assert set(schedule.source_class.values()) == {0}
 
 
@@ -206,21 +203,21 @@ def test_equal_layouts_need_not_be_one_object():
 )
 def test_layouts_that_do_not_fit_are_refused(target: Layout, message: str):
     with pytest.raises(ScheduleError, match=message):
-        reshard(HALVES, {0: target}, unit_of={0: 0}, buffer_bytes=1024)
+        reshard(HALVES, {0: target}, gpu_of={0: 0}, buffer_bytes=1024)
 
 
 def test_a_tensor_that_no_target_asks_for_is_refused():
     extra: Layout = {Slot("bias"): SlotLayout((2,), "float32", (Piece("b", ((0, 2),), ((0, 2),)),))}
     with pytest.raises(ScheduleError, match=r"box \(\(0, 2\),\) of b is held by ranks \[0\], but no target reads it"):
-        reshard({0: {**HALVES[0], **extra}, 1: HALVES[1]}, {0: WHOLE}, unit_of={0: 0}, buffer_bytes=1024)
+        reshard({0: {**HALVES[0], **extra}, 1: HALVES[1]}, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=1024)
 
 
 def test_a_transformed_source_is_refused():
     source: Layout = {Slot("A"): SlotLayout((8, 4), "float32", (Piece("a", rows(0, 8), rows(0, 8), "neg_exp"),))}
     with pytest.raises(ScheduleError, match="holds a transformed"):
-        reshard({0: source}, {0: WHOLE}, unit_of={0: 0}, buffer_bytes=1024)
+        reshard({0: source}, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=1024)
 
 
 def test_a_buffer_smaller_than_a_message_is_refused():
     with pytest.raises(ValueError, match="refit buffer of 127 bytes is too small; it takes at least 128"):
-        reshard(HALVES, {0: WHOLE}, unit_of={0: 0}, buffer_bytes=127)
+        reshard(HALVES, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=127)

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from conversion.boxes import Slot
-from mrl.policy.arena import Arena
-from mrl.refit.memory import open_handle
-from mrl.refit.unit import bytes_as, live_tensors
+from mrl.policy.arena import Arena, live_tensors
+from mrl.refit.memory import MappedMemory, bytes_as
 
 
 class Model(nn.Module):
@@ -73,7 +72,7 @@ def test_another_mapping_reads_what_training_writes():
     model = Model()
     arena = Arena(live_tensors(model), name="test")
     handle = arena.handle()
-    memory = open_handle(handle.memory).tensor
+    memory = MappedMemory(handle.memory).tensor
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model.linear(torch.ones(2, 5)).sum().backward()
     optimizer.step()

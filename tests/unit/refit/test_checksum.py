@@ -7,8 +7,7 @@ import zlib
 import pytest
 import torch
 
-from mrl.refit.checksum import Checksums, checksum
-from mrl.refit.transforms import Value
+from mrl.refit.checksum import Checksums, Value, checksum
 
 
 def test_equals_zlib_over_c_order_bytes():

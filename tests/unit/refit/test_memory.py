@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from conversion.schedule import align
-from mrl.refit.cuda_memory import with_expandable_segments
-from mrl.refit.errors import RefitError
-from mrl.refit.host_memory import HostMemory
-from mrl.refit.memory import create_memory, open_handle
+from mrl.refit import RefitError
+from mrl.refit.memory import MappedMemory, SharedMemory, with_expandable_segments
 
+CPU = torch.device("cpu")
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def own(connection: Connection) -> None:
     """Owns a memory of 0, 1, 2 ... until told to end; "bump" makes its handles stale."""
-    memory = HostMemory(1000, "test")
+    memory = SharedMemory(1000, "test", CPU)
     memory.tensor.copy_(torch.arange(1000) % 251)
     connection.send(memory.handle())
     while connection.poll(60) and connection.recv() == "bump":
@@ -43,7 +42,7 @@ def owner():
 
 def test_another_process_maps_the_bytes_and_its_epochs(owner):
     process, connection, handle = owner
-    mapped = open_handle(handle)
+    mapped = MappedMemory(handle)
     assert torch.equal(mapped.tensor, (torch.arange(1000) % 251).to(torch.uint8))
     assert mapped.tensor.data_ptr() % 64 == 0
 
@@ -53,18 +52,18 @@ def test_another_process_maps_the_bytes_and_its_epochs(owner):
     with pytest.raises(RefitError, match="stale handle.*is at epoch 2, the handle is of epoch 1"):
         mapped.check()
     with pytest.raises(RefitError, match="stale handle"):
-        open_handle(handle)
-    open_handle(new_handle).check()
+        MappedMemory(handle)
+    MappedMemory(new_handle).check()
 
     process.kill()
     process.join(10)
     with pytest.raises(RefitError, match="owner.*gone"):
-        open_handle(new_handle)
+        MappedMemory(new_handle)
 
 
 def test_a_mapping_notices_that_its_owner_died(owner):
     process, _, handle = owner
-    mapped = open_handle(handle)
+    mapped = MappedMemory(handle)
     process.kill()
     process.join(10)
     with pytest.raises(RefitError, match="owner.*gone"):
@@ -74,67 +73,67 @@ def test_a_mapping_notices_that_its_owner_died(owner):
 
 
 def test_a_reused_process_id_is_another_owner(monkeypatch):
-    memory = HostMemory(10, "test")
-    mapped = open_handle(memory.handle())
-    monkeypatch.setattr("mrl.refit.host_memory._start_time", lambda pid: 1)
+    memory = SharedMemory(10, "test", CPU)
+    mapped = MappedMemory(memory.handle())
+    monkeypatch.setattr("mrl.refit.memory._start_time", lambda pid: 1)
     with pytest.raises(RefitError, match="owner.*gone"):
         mapped.check()
 
 
 def test_a_descriptor_that_is_something_else_is_refused():
-    handle = HostMemory(10, "test").handle()
+    handle = SharedMemory(10, "test", CPU).handle()
     fd = os.memfd_create("other")
     try:
         with pytest.raises(RefitError, match="something else"):
-            open_handle(replace(handle, fd=fd))
+            MappedMemory(replace(handle, fd=fd))
         os.truncate(f"/proc/self/fd/{fd}", os.stat(f"/proc/self/fd/{fd}").st_size + 4096 + 10)
         with pytest.raises(RefitError, match="not shared memory of ours"):
-            open_handle(replace(handle, fd=fd))
+            MappedMemory(replace(handle, fd=fd))
     finally:
         os.close(fd)
 
 
 def test_released_memory_is_refused_even_where_its_descriptor_is_used_again():
-    memory = HostMemory(10, "old")
+    memory = SharedMemory(10, "old", CPU)
     old = memory.handle()
-    mapped = open_handle(old)
+    mapped = MappedMemory(old)
     del memory
     with pytest.raises(RefitError, match="stale handle.*was released"):
         mapped.check()
-    memory = HostMemory(10, "new")
+    memory = SharedMemory(10, "new", CPU)
     assert memory.handle().fd == old.fd
     with pytest.raises(RefitError, match="stale handle"):
-        open_handle(old)
+        MappedMemory(old)
 
 
 def test_a_forked_child_does_not_release_the_memory_of_its_parent():
-    memory = HostMemory(10, "test")
+    memory = SharedMemory(10, "test", CPU)
     child = os.fork()
     if child == 0:
         del memory
         os._exit(0)
     os.waitpid(child, 0)
-    open_handle(memory.handle()).check()
+    MappedMemory(memory.handle()).check()
 
 
 def test_memory_has_no_name_and_goes_with_its_last_user():
     before = set(os.listdir("/dev/shm"))
-    memory = HostMemory(1 << 20, "mrl-leak-probe")
+    memory = SharedMemory(1 << 20, "mrl-leak-probe", CPU)
     assert set(os.listdir("/dev/shm")) == before
     memory.tensor.fill_(7)
     tensor = memory.tensor
-    mapped = open_handle(memory.handle())
+    mapped = MappedMemory(memory.handle())
     del memory
     assert tensor[0] == 7 and mapped.tensor[-1] == 7
     del tensor, mapped
     assert "mrl-leak-probe" not in Path("/proc/self/maps").read_text()
 
 
-def test_the_device_decides_the_kind_of_memory():
-    memory = create_memory(10, "test", torch.device("cpu"))
-    assert isinstance(memory, HostMemory) and memory.tensor.tolist() == [0] * 10
+def test_only_memory_of_a_host_or_a_gpu_is_shared():
+    memory = SharedMemory(10, "test", CPU)
+    assert memory.handle().gpu is None and memory.tensor.tolist() == [0] * 10
     with pytest.raises(ValueError, match="'test' on device meta"):
-        create_memory(10, "test", torch.device("meta"))
+        SharedMemory(10, "test", torch.device("meta"))
 
 
 def test_align():

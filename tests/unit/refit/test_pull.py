@@ -13,10 +13,10 @@ from conversion.boxes import Piece, Slot, SlotLayout, full
 from conversion.reshard import reshard
 from conversion.schedule import Schedule
 from mrl.policy.arena import Arena
-from mrl.refit.errors import RefitError
+from mrl.refit import RefitError
+from mrl.refit.checksum import check_unchanged, digest
 from mrl.refit.exchange import Exchange
 from mrl.refit.pull import Puller
-from mrl.refit.zero import check_unchanged, digest
 from tests.schedules import drop_copies
 
 W, STACK, DECAY, GATE = Slot("w"), Slot("experts"), Slot("A"), Slot("gate")
@@ -36,8 +36,8 @@ TARGET = {
 
 
 @dataclass
-class Unit:
-    """One trainer rank and one engine worker on its unit."""
+class OneGpu:
+    """One trainer rank and one engine worker on its GPU."""
 
     schedule: Schedule
     weights: dict[Slot, Tensor]
@@ -46,8 +46,8 @@ class Unit:
     live: dict[Slot, Tensor]
 
     def puller(self, *, without: Slot | None = None, addresses: Mapping[Slot, int] | None = None) -> Puller:
-        part = drop_copies(self.schedule.worker_part(0), lambda copy: copy.target == without)
-        return Puller(lambda: self.live, part, self.exchange.handles(), addresses=addresses)
+        schedule = drop_copies(self.schedule, lambda copy: copy.target == without)
+        return Puller(lambda: self.live, schedule, 0, self.exchange.handles(), addresses=addresses)
 
     def expected(self) -> dict[Slot, Tensor]:
         weights = {slot.name: tensor for slot, tensor in self.weights.items()}
@@ -60,155 +60,155 @@ class Unit:
 
 
 @pytest.fixture
-def unit() -> Unit:
+def gpu() -> OneGpu:
     torch.manual_seed(0)
-    schedule = reshard({0: SOURCE}, {0: TARGET}, unit_of={0: 0}, buffer_bytes=1 << 20)
+    schedule = reshard({0: SOURCE}, {0: TARGET}, gpu_of={0: 0}, buffer_bytes=1 << 20)
     weights = {slot: torch.randn(layout.shape).to(getattr(torch, layout.dtype)) for slot, layout in SOURCE.items()}
     arena = Arena(weights, name="test")
-    exchange = Exchange(schedule.rank_part(0), weights, arena.handle(), group=None)
+    exchange = Exchange(schedule, 0, weights, arena.handle(), group=None)
     live = {slot: torch.full(layout.shape, float("nan")) for slot, layout in TARGET.items()}
-    return Unit(schedule, weights, arena, exchange, live)
+    return OneGpu(schedule, weights, arena, exchange, live)
 
 
-def refit(unit: Unit, puller: Puller) -> None:
-    for round_index in range(unit.schedule.num_rounds):
-        unit.exchange.run(round_index)
+def refit(gpu: OneGpu, puller: Puller) -> None:
+    for round_index in range(gpu.schedule.num_rounds):
+        gpu.exchange.run(round_index)
         puller.pull(round_index)
         puller.verify(round_index)
 
 
-def test_every_live_byte_is_written_and_verified(unit):
-    puller = unit.puller()
+def test_every_live_byte_is_written_and_verified(gpu):
+    puller = gpu.puller()
     for _ in range(2):
-        refit(unit, puller)
+        refit(gpu, puller)
         report = puller.finish()
-        assert all(torch.equal(unit.live[slot], tensor) for slot, tensor in unit.expected().items())
+        assert all(torch.equal(gpu.live[slot], tensor) for slot, tensor in gpu.expected().items())
         assert report.padding_bytes == 2 * 4 * 4
-        assert report.num_bytes + report.padding_bytes == report.total_bytes == sum(tensor.nbytes for tensor in unit.live.values())
+        assert report.num_bytes + report.padding_bytes == report.total_bytes == sum(tensor.nbytes for tensor in gpu.live.values())
         # The next refit brings new weights.
-        for tensor in unit.weights.values():
+        for tensor in gpu.weights.values():
             tensor.add_(1.0)
 
 
-def test_pull_reports_the_bytes_of_the_schedule(unit):
-    puller = unit.puller()
+def test_pull_reports_the_bytes_of_the_schedule(gpu):
+    puller = gpu.puller()
     num_bytes = 0
-    for round_index in range(unit.schedule.num_rounds):
-        unit.exchange.run(round_index)
+    for round_index in range(gpu.schedule.num_rounds):
+        gpu.exchange.run(round_index)
         num_bytes += puller.pull(round_index)
-    assert num_bytes == unit.schedule.copied_bytes(0)
+    assert num_bytes == gpu.schedule.class_of(0).written_bytes
 
 
-def test_a_byte_that_changes_after_the_pull_is_caught(unit):
-    puller = unit.puller()
-    unit.exchange.run(0)
+def test_a_byte_that_changes_after_the_pull_is_caught(gpu):
+    puller = gpu.puller()
+    gpu.exchange.run(0)
     puller.pull(0)
-    unit.live[STACK].view(torch.uint8).view(-1)[70] ^= 1
+    gpu.live[STACK].view(torch.uint8).view(-1)[70] ^= 1
     mismatches = puller.verify(0).mismatches
     assert len(mismatches) == 1
-    assert mismatches[0].startswith("experts box ((1, 2), (0, 3), (0, 4)) differs from source rank 0 (pulled from unit 0)")
+    assert mismatches[0].startswith("experts box ((1, 2), (0, 3), (0, 4)) differs from source rank 0 (pulled on GPU 0)")
     with pytest.raises(RefitError, match="experts box"):
         puller.finish()
 
 
-def test_a_byte_that_changes_before_the_pull_is_caught(unit):
-    puller = unit.puller()
-    unit.exchange.run(0)
-    unit.weights[Slot("A_log")][2] += 1
+def test_a_byte_that_changes_before_the_pull_is_caught(gpu):
+    puller = gpu.puller()
+    gpu.exchange.run(0)
+    gpu.weights[Slot("A_log")][2] += 1
     puller.pull(0)
     assert ["A box" in line for line in puller.verify(0).mismatches] == [True]
 
 
-def test_padding_is_rewritten_and_verified(unit):
-    puller = unit.puller()
-    unit.exchange.run(0)
+def test_padding_is_rewritten_and_verified(gpu):
+    puller = gpu.puller()
+    gpu.exchange.run(0)
     puller.pull(0)
-    assert torch.equal(unit.live[W][6:], torch.zeros(2, 4))
-    unit.live[W][7, 1] = -0.0
+    assert torch.equal(gpu.live[W][6:], torch.zeros(2, 4))
+    gpu.live[W][7, 1] = -0.0
     assert [line.startswith("padding of w box ((6, 8), (0, 4))") for line in puller.verify(0).mismatches] == [True]
     with pytest.raises(RefitError, match="padding of w"):
         puller.finish()
-    refit(unit, puller)
+    refit(gpu, puller)
     puller.finish()
 
 
-def test_the_schedule_must_fit_the_live_model(unit):
+def test_the_schedule_must_fit_the_live_model(gpu):
     with pytest.raises(RefitError, match=r"experts \(2, 3, 4\)"):
-        unit.puller(without=STACK)
-    unit.live[Slot("lora")] = torch.ones(2)
+        gpu.puller(without=STACK)
+    gpu.live[Slot("lora")] = torch.ones(2)
     with pytest.raises(RefitError, match=r"lora \(2,\)"):
-        unit.puller()
-    del unit.live[Slot("lora")]
-    unit.live[GATE] = unit.live[GATE].bfloat16()
+        gpu.puller()
+    del gpu.live[Slot("lora")]
+    gpu.live[GATE] = gpu.live[GATE].bfloat16()
     with pytest.raises(RefitError, match="gate is torch.bfloat16 in the engine and float32 in the schedule"):
-        unit.puller()
-    unit.live[GATE] = torch.ones(3, 4)
+        gpu.puller()
+    gpu.live[GATE] = torch.ones(3, 4)
     with pytest.raises(RefitError, match=r"gate \(3, 4\)"):
-        unit.puller()
-    del unit.live[GATE]
+        gpu.puller()
+    del gpu.live[GATE]
     with pytest.raises(RefitError, match="gate is not in the engine"):
-        unit.puller()
+        gpu.puller()
 
 
-def test_live_tensors_must_stay_where_they_are(unit):
-    puller = unit.puller()
-    refit(unit, puller)
-    unit.live[GATE] = unit.live[GATE].clone()
+def test_live_tensors_must_stay_where_they_are(gpu):
+    puller = gpu.puller()
+    refit(gpu, puller)
+    gpu.live[GATE] = gpu.live[GATE].clone()
     with pytest.raises(RefitError, match="rebound.*gate"):
         puller.finish()
-    refit(unit, puller)
+    refit(gpu, puller)
     with pytest.raises(RefitError, match="rebound.*gate"):
         puller.finish()
     # What reads the old memory does so after another preparation too.
     with pytest.raises(RefitError, match="rebound.*gate"):
-        unit.puller(addresses=puller.addresses)
+        gpu.puller(addresses=puller.addresses)
 
 
-def test_an_engine_on_another_device_than_its_unit_is_refused(unit):
-    unit.live = {slot: tensor.to("meta") for slot, tensor in unit.live.items()}
-    with pytest.raises(RefitError, match=r"w of the engine lies on meta, the memory of its unit 0 on cpu.*device_ids"):
-        unit.puller()
+def test_an_engine_on_another_device_than_its_gpu_is_refused(gpu):
+    gpu.live = {slot: tensor.to("meta") for slot, tensor in gpu.live.items()}
+    with pytest.raises(RefitError, match=r"w of the engine is on meta, the memory of its GPU 0 on cpu.*device_ids"):
+        gpu.puller()
 
 
-def test_a_pull_needs_an_exchange_of_its_own(unit):
-    puller = unit.puller()
+def test_a_pull_needs_an_exchange_of_its_own(gpu):
+    puller = gpu.puller()
     with pytest.raises(RefitError, match="has not exchanged round 0"):
         puller.pull(0)
-    refit(unit, puller)
+    refit(gpu, puller)
     with pytest.raises(RefitError, match="has not exchanged round 0"):
         puller.pull(0)
 
 
-def test_a_round_that_was_not_verified_is_no_refit(unit):
-    puller = unit.puller()
+def test_a_round_that_was_not_verified_is_no_refit(gpu):
+    puller = gpu.puller()
     with pytest.raises(RefitError, match="0 of 1 rounds"):
         puller.finish()
-    unit.exchange.run(0)
+    gpu.exchange.run(0)
     puller.pull(0)
     with pytest.raises(RefitError, match="0 of 1 rounds"):
         puller.finish()
 
 
-def test_an_old_handle_is_refused(unit):
-    puller = unit.puller()
-    unit.arena._memory.bump_epoch()
-    unit.exchange.run(0)
+def test_an_old_handle_is_refused(gpu):
+    puller = gpu.puller()
+    gpu.arena._memory.bump_epoch()
+    gpu.exchange.run(0)
     with pytest.raises(RefitError, match="stale handle"):
         puller.pull(0)
 
 
-def test_refit_zero_names_what_the_tables_get_wrong(unit):
-    unit.live = {slot: tensor.clone() for slot, tensor in unit.expected().items()}
-    before = digest(unit.live)
-    refit(unit, unit.puller())
-    check_unchanged(before, digest(unit.live))
+def test_refit_zero_names_what_the_tables_get_wrong(gpu):
+    gpu.live = {slot: tensor.clone() for slot, tensor in gpu.expected().items()}
+    before = digest(gpu.live)
+    refit(gpu, gpu.puller())
+    check_unchanged(before, digest(gpu.live))
 
     # Another layout that both sides agree on, but not vLLM's loader: the experts in another order.
     swapped = replace(TARGET[STACK], pieces=tuple(Piece(f"e{1 - i}", full((3, 4)), ((i, i + 1), (0, 3), (0, 4))) for i in range(2)))
-    unit.schedule = reshard({0: SOURCE}, {0: {**TARGET, STACK: swapped}}, unit_of={0: 0}, buffer_bytes=1 << 20)
-    unit.exchange = Exchange(unit.schedule.rank_part(0), unit.weights, unit.arena.handle(), group=None)
-    puller = unit.puller()
-    refit(unit, puller)
+    gpu.schedule = reshard({0: SOURCE}, {0: {**TARGET, STACK: swapped}}, gpu_of={0: 0}, buffer_bytes=1 << 20)
+    gpu.exchange = Exchange(gpu.schedule, 0, gpu.weights, gpu.arena.handle(), group=None)
+    puller = gpu.puller()
+    refit(gpu, puller)
     puller.finish()
     with pytest.raises(RefitError, match="changed 1 of 4 tensors.*on experts$"):
-        check_unchanged(before, digest(unit.live))
+        check_unchanged(before, digest(gpu.live))

@@ -12,5 +12,5 @@ def test_cpu_hosts_need_more_than_gpu_hosts() -> None:
 
 
 def test_the_driver_does_not_import_vllm() -> None:
-    code = "import sys, mrl.rollout.environment, mrl.rollout.messages; sys.exit('vllm' in sys.modules)"
+    code = "import sys, mrl.rollout.environment, mrl.refit.inputs; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

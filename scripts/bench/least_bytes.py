@@ -16,8 +16,8 @@ _Boxes = dict[str, list[Box]]
 class LeastBytes:
     """Bytes of a refit that no schedule can save, in the sources' dtypes."""
 
-    between_units: int
-    """What the rank on a worker's unit does not hold, over all workers."""
+    between_gpus: int
+    """What the rank on a worker's GPU does not hold, over all workers."""
     between_nodes: int
     """What no rank on a worker's node holds, once for each worker."""
     between_nodes_once: int
@@ -25,7 +25,7 @@ class LeastBytes:
 
 
 def least_bytes(
-    sources: Mapping[int, Layout], targets: Mapping[int, Layout], *, unit_of: Mapping[int, int], node_of: Mapping[int, int]
+    sources: Mapping[int, Layout], targets: Mapping[int, Layout], *, gpu_of: Mapping[int, int], node_of: Mapping[int, int]
 ) -> LeastBytes:
     """The least that any schedule between these layouts moves; arguments as for `conversion.reshard.reshard`."""
     layouts = {id(layout): layout for layout in (*sources.values(), *targets.values())}
@@ -36,14 +36,14 @@ def least_bytes(
     workers_on: dict[int, list[int]] = defaultdict(list)
     sources_on: dict[int, set[int]] = defaultdict(set)
     for target, layout in targets.items():
-        workers_on[node_of[unit_of[target]]].append(id(layout))
+        workers_on[node_of[gpu_of[target]]].append(id(layout))
     for rank, layout in sources.items():
         sources_on[node_of[rank]].add(id(layout))
     lacking = _Lacking(contents, element)
-    units = sum(lacking.bytes([id(layout)], {id(sources[unit_of[t]])} if unit_of[t] in sources else set()) for t, layout in targets.items())
+    gpus = sum(lacking.bytes([id(layout)], {id(sources[gpu_of[t]])} if gpu_of[t] in sources else set()) for t, layout in targets.items())
     nodes = sum(lacking.bytes([worker], sources_on[node]) for node, workers in workers_on.items() for worker in workers)
     once = sum(lacking.bytes(workers, sources_on[node]) for node, workers in workers_on.items())
-    return LeastBytes(units, nodes, once)
+    return LeastBytes(gpus, nodes, once)
 
 
 class _Lacking:
