@@ -68,7 +68,7 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
         assert [engine.units for engine in placement.engines] == [(2,)]
         assert refit.schedule.num_rounds > 1 and refit.schedule.link_bytes()["unit"] == 0
         zero = refit.zero()
-        assert zero.weight_version == 1 and zero.verified_bytes == refit.schedule.copied_bytes(2)
+        assert zero.weight_version == 1 and zero.verified_bytes == refit.schedule.class_of(2).written_bytes
 
         def digest() -> dict[Slot, int]:
             return cast(dict[int, list[dict[Slot, int]]], engines.call("live_digest", deadline_s=DEADLINE_S))[0][0]

@@ -142,7 +142,7 @@ def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
     assert schedule.num_rounds > 1
     targets = [unit for engine in live.run.supplier.session.refit.units for unit in engine.units]
     assert len(targets) == 2
-    assert report.copied_bytes == sum(schedule.copied_bytes(target) for target in targets) == report.verified_bytes
+    assert report.copied_bytes == sum(schedule.class_of(target).written_bytes for target in targets) == report.verified_bytes
     live_bytes = sum(live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values())))
     assert report.verified_bytes + report.padding_bytes == live_bytes
 

@@ -221,6 +221,7 @@ def test_a_byte_flipped_on_its_way_is_caught(processes, models):
     refit = prepare(processes, models)
     call_all(refit.trainers, children.exchange, 0)
     pull = next(pull for pull in refit.schedule.pulls(0)[0] if pull.offset is not None)
+    assert pull.offset is not None
     refit.trainers[0].call(children.flip_exchanged_byte, pull.offset + 5)
     assert_one_mismatch(refit, pull.copy.target, pull.rank)
 
