@@ -66,7 +66,7 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
     with placed_units(config) as placement:
         policies, engines, refit = start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
         assert [engine.units for engine in placement.engines] == [(2,)]
-        assert refit.schedule.num_rounds > 1 and refit.schedule.link_bytes()["unit"] == 0
+        assert refit.schedule.num_rounds > 1 and refit.schedule.link_bytes()["gpu"] == 0
         zero = refit.zero()
         assert zero.weight_version == 1 and zero.verified_bytes == refit.schedule.class_of(2).written_bytes
 
