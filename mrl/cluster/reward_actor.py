@@ -57,8 +57,7 @@ class RewardActor:
         Raises:
             RuntimeError: one does not start, because a user's function cannot be imported for example.
         """
-        from mrl.envs.registry import build_environment
-        from mrl.envs.scorer import Scorer
+        from mrl.envs.scorer import Scorer, build_environment
 
         config = self.config
         # What users name is tried now; what comes with mrl starts when the first row needs it.

@@ -2,8 +2,8 @@
 
 `python -m mrl.envs.child MODULE:FACTORY OPTIONS SOCKET_FD PARENT_PID MEMORY_BYTES ALLOWANCES`.
 
-Small on purpose: no torch, ray or vllm, so that it starts in about a second and its death costs one verdict.
-Once the function is loaded, the process keeps what ALLOWANCES (with commas between) names and what `confine_worker` leaves everybody.
+It imports no torch, ray or vllm, so that it starts in about a second and its death costs one verdict.
+Once the function is loaded, the process may only do what ALLOWANCES (comma-separated) names and what `confine_worker` leaves to everybody.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import socket
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import asdict
 from typing import cast
 
 from mrl.envs.confine import Allowance, Unconfined, confine_worker
-from mrl.envs.messages import encode, take_message
-from mrl.envs.task import RowFault, Score, Task
+from mrl.envs.task import LENGTH_BYTES, RowFault, Score, Task, encode
 
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Answers the fields of a `Task` with those of an `Outcome`, or with `{"error", "culprit"}`, until the parent hangs up."""
+    """Limits this process, loads the reward function, and answers tasks until the parent hangs up."""
     entry_point, options, socket_fd, parent_pid, memory_bytes, allowances = sys.argv[1:]
     contain(int(parent_pid), int(memory_bytes))
     # The parent reports what it cannot score; libraries that log each bad answer would drown that.
     logging.disable(logging.CRITICAL)
     module_name, _, factory_name = entry_point.partition(":")
     score: Score = getattr(importlib.import_module(module_name), factory_name)(**json.loads(options))
-    # After the function is loaded: imports probe their host, and models write caches. What the host cannot enforce the pool has told.
+    # After the function is loaded: imports probe their host, and models write caches. The parent has warned if the host cannot confine.
     with suppress(Unconfined):
         confine_worker(tempfile.gettempdir(), cast(list[Allowance], allowances.split(",")))
     with socket.socket(fileno=int(socket_fd)) as connection:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def contain(parent_pid: int, memory_bytes: int) -> None:
-    """Limits this process, and binds its life to the parent's."""
+    """Limits the memory of this process, and ends it with its parent."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the line above
         sys.exit("the parent is gone")
@@ -54,26 +54,21 @@ def contain(parent_pid: int, memory_bytes: int) -> None:
 
 
 def serve(connection: socket.socket, score: Score) -> None:
-    """Scores one request after another; returns when the other side closes."""
-    buffer = bytearray()
+    """Scores one request after another: the fields of a `Task`, in order. Returns when the other side closes."""
     # No deadline: an idle child waits for work as long as its parent lives, and the kernel ends it with the parent.
-    while data := connection.recv(1 << 16):
-        buffer += data
-        request = take_message(buffer)
-        if request is not None:
-            connection.sendall(answer(score, request))
+    with connection.makefile("rb") as requests:
+        while length := requests.read(LENGTH_BYTES):
+            turns, *others = json.loads(requests.read(int.from_bytes(length)))
+            connection.sendall(answer(score, Task(tuple(turns), *others)))
 
 
-def answer(score: Score, request: dict[str, object]) -> bytes:
-    """The encoded outcome, or the encoded reason why there is none: whatever the reward function raises ends here.
+def answer(score: Score, task: Task) -> bytes:
+    """The encoded fields of the `Outcome`, or `{"error", "culprit"}` if the reward function raises, whatever it raises.
 
-    Graders say that a row is at fault by `RowFault`, that the machine is by `OSError` or `RuntimeError`; all else came of the text.
+    A grader blames the row by `RowFault` and the machine by `OSError` or `RuntimeError`; every other error is the text's.
     """
     try:
-        turns = request["turns"]
-        assert isinstance(turns, list)
-        task = Task(tuple(turns), str(request["expected"]), str(request["prompt"]), str(request["row"]))
-        return encode(score(task).as_message())
+        return encode(asdict(score(task)))
     except MemoryError:
         return encode({"error": "out of memory", "culprit": "text"})
     except (Exception, SystemExit) as error:

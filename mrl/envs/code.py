@@ -1,4 +1,4 @@
-"""Programs: the last code block of the text against the row's tests, all of which must pass. Runs in `mrl.envs.child`."""
+"""Programs: the last code block of the text must pass all tests of the row. Runs in `mrl.envs.child`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import builtins
 import functools
 import itertools
 import json
+import logging
 import os
 import re
 import subprocess
@@ -18,23 +19,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from mrl.envs import sandbox
 from mrl.envs.scratch import scratch_folder
-from mrl.envs.task import Outcome, RowFault, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, field_of, text_after_thinking
+
+if TYPE_CHECKING:
+    from mrl.config.schema.env import EnvConfig
+
+logger = logging.getLogger(__name__)
 
 UNCONFINED = "unconfined"
 """Flag of a program that ran where the kernel could not confine it."""
+# What a child may take beyond the time that its function allows a program, before it is the child that hangs.
+GRACE_S = 10.0
 
 # How often a running program's files and threads are counted: between two looks a disk takes a few hundred MB more.
 LOOK_S = 0.05
 MAX_FILES, MAX_FILE_BYTES, MAX_THREADS = 64, 64 << 20, 128
-# What a program may print beyond four times the expected text: white space, more digits.
+# Bytes that a program may print beyond four times the expected text: white space, more digits.
 SPARE_OUTPUT_BYTES = 1 << 20
 STDERR_TAIL_BYTES = 4096
 OPENING, CLOSING = re.compile(r"[ \t]*```[^`]*"), re.compile(r"[ \t]*```[ \t]*")
-
 
 PROBE_TIMEOUT_S = 30.0
 PROBE = """
@@ -51,7 +58,7 @@ for attempt in (lambda: open(path), lambda: open(path, "a"), os.fork, socket.soc
 
 @dataclass(frozen=True)
 class Test:
-    """What a program is given, and what must come of it."""
+    """A program's input and its expected result."""
 
     given: str
     """stdin, or one JSON value per line: the arguments."""
@@ -59,21 +66,48 @@ class Test:
     """stdout, or the returned value as JSON."""
 
 
+def environment(config: EnvConfig) -> Environment:
+    """Declares `code`.
+
+    Raises:
+        RuntimeError: this host cannot confine programs, and `env.code.allow_unconfined` is off.
+    """
+    section = config.code
+    lack = probe()
+    if lack and not section.allow_unconfined:
+        raise RuntimeError(
+            f"the environment code does not start: {lack}. Use another host or container (python -m mrl.doctor says what holds), or set "
+            "env.code.allow_unconfined=true, with which programs of the model may read and change what this user may"
+        )
+    if lack:
+        logger.warning("env.code.allow_unconfined=true: programs of the model may read and change what this user may: %s", lack)
+    options = {"test_timeout_s": section.unit_test_timeout_s, "timeout_s": section.timeout_s, "may_escape": bool(lack)}
+    return Environment(
+        "mrl.envs.code:make",
+        options,
+        num_workers=min(section.num_workers, os.cpu_count() or 1),
+        timeout_s=section.timeout_s + GRACE_S,
+        row_fields=("verifier_metadata.unit_tests", "unit_tests"),
+        allowances=("processes",),
+        blames_text=True,
+    )
+
+
 def make(test_timeout_s: float, timeout_s: float, may_escape: bool) -> Score:
     """The reward function; a test may take `test_timeout_s`, all tests of a program `timeout_s`.
 
-    With `may_escape`, programs run where the kernel cannot confine them too, and their outcomes are flagged.
+    With `may_escape`, programs also run where the kernel cannot confine them, and their outcomes are flagged.
     """
     return functools.partial(score, test_timeout_s=test_timeout_s, timeout_s=timeout_s, may_escape=may_escape)
 
 
 def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bool = False) -> Outcome:
-    """1 if the program passes every test, else 0; it is not tried further after the first failure. `extracted` tells what happened.
+    """1 if the program passes every test, else 0; the first failed test ends it. `extracted` says what happened.
 
     A program that runs out of its time has failed, as in a contest.
 
     Raises:
-        RowFault: the row has no tests, or they are none.
+        RowFault: the row has no tests, or broken ones.
         RuntimeError: the program cannot be confined, and may not escape.
     """
     tests, function = tests_of(task.fields)
@@ -94,21 +128,20 @@ def tests_of(fields: dict[str, object]) -> tuple[list[Test], str]:
     """The tests of a row, `verifier_metadata.unit_tests` or `unit_tests`, and the function that they call; empty: stdin and stdout.
 
     Raises:
-        RowFault: they are not there, or not lists of texts of equal length.
+        RowFault: there are none, or they are not lists of texts of equal length.
     """
     metadata = fields.get("verifier_metadata")
-    tests = field_of(metadata if isinstance(metadata, dict) else fields, "unit_tests", dict)
-    assert isinstance(tests, dict)
-    inputs, outputs = field_of(tests, "inputs", list), field_of(tests, "outputs", list)
-    assert isinstance(inputs, list) and isinstance(outputs, list)
+    tests: dict[str, object] = field_of(metadata if isinstance(metadata, dict) else fields, "unit_tests", dict)
+    inputs: list[object] = field_of(tests, "inputs", list)
+    outputs: list[object] = field_of(tests, "outputs", list)
     if len(inputs) != len(outputs) or not inputs or not all(isinstance(text, str) for text in inputs + outputs):
         raise RowFault(f"unit_tests must have texts, as many inputs as outputs, at least one; not {len(inputs)} and {len(outputs)}")
     function = tests.get("fn_name") or ""
-    return [Test(given, expected) for given, expected in zip(inputs, outputs, strict=True)], str(function)
+    return [Test(str(given), str(expected)) for given, expected in zip(inputs, outputs, strict=True)], str(function)
 
 
 def last_code_block(text: str) -> str | None:
-    """What the last pair of ``` lines encloses; None if there is none."""
+    """The lines between the last pair of ``` lines; None if there is none."""
     block, start = None, None
     lines = text.split("\n")
     for index, line in enumerate(lines):
@@ -134,8 +167,8 @@ def run_test(program: str, test: Test, function: str, seconds: float, *, may_esc
     with scratch_folder() as folder:
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
         (folder / "stdin").write_text(given, encoding="utf-8")
-        # Into files, which the kernel limits: a pipe would fill this process's memory. They are read through what is opened here: a
-        # program may put a link, a FIFO or a folder in the place of a name.
+        # Output goes to files, whose size the kernel limits; a pipe would fill this process's memory. They are read through these
+        # descriptors: a program may put a link, a FIFO or a folder in the place of a name.
         with (
             (folder / "stdin").open() as stdin,
             (folder / "stdout").open("w+b") as stdout,
@@ -157,7 +190,7 @@ def run_test(program: str, test: Test, function: str, seconds: float, *, may_esc
 
 
 def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | IO[bytes]], *, may_escape: bool) -> str | None:
-    """Why the program in `folder` did not end well; None if it did."""
+    """Why the program in `folder` failed; None if it ended with exit code 0."""
     stdin, stdout, stderr, result = files
     started, starting = os.pipe()
     arguments = [str(folder / "program.py"), function, str(seconds), str(result.fileno()), str(starting), str(int(may_escape))]
@@ -184,13 +217,13 @@ def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | 
             raise RuntimeError(f"the program cannot be confined: {last_words}")
     name = last_words.partition(":")[0]
     kind = getattr(builtins, name, None)
-    # The names of Python's own exceptions alone: what else a program says is not to reach people, samples or the report.
+    # Only names of Python's own exceptions: nothing else that a program says may reach people, samples or the report.
     is_known = isinstance(kind, type) and issubclass(kind, BaseException)
     return f"exit code {process.returncode}{f', {name}' if is_known else ''}"
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: float) -> str | None:
-    """Waits for the program; why it must be ended before, None if it need not."""
+    """Waits for the program. Why it must be killed before its end; None if it ended by itself."""
     while (left := end - time.monotonic()) > 0:
         with suppress(subprocess.TimeoutExpired):
             process.wait(min(LOOK_S, left))
@@ -202,7 +235,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: 
 
 
 def _excess(folder: Path, threads: Path) -> str | None:
-    """What a program has more of than it may; None if nothing."""
+    """The limit on files or threads that a program exceeds; None if it keeps to all."""
     try:
         with os.scandir(folder) as entries:
             sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in itertools.islice(entries, MAX_FILES + 1)]
@@ -231,7 +264,7 @@ def _last_line(file: IO[str] | IO[bytes]) -> str:
 
 
 def probe() -> str:
-    """What this host lacks to confine programs: "" if a program can neither read, write, fork nor connect where it must not."""
+    """Tries on this host what a program must not do: read, write, fork, connect. Returns what the host lacks to stop it; "" if nothing."""
     with tempfile.NamedTemporaryFile("w", prefix="mrl-probe-") as secret:
         try:
             reason = run_test(PROBE, Test(secret.name, ""), "", PROBE_TIMEOUT_S)
@@ -242,7 +275,7 @@ def probe() -> str:
 
 @functools.cache
 def python_files() -> tuple[str, ...]:
-    """Files and folders that Python and the packages of this environment are loaded from; no checkout, no home folder."""
+    """Files and folders from which Python and the packages of this environment load; no checkout, no home folder."""
     paths = {path for name, path in sysconfig.get_paths().items() if "lib" in name}
     paths |= {os.path.join(prefix, name) for prefix in (sys.base_prefix, sys.prefix) for name in ("lib", "lib64")}
     paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime"}

@@ -1,7 +1,7 @@
 """Confines the calling process with Landlock (files) and seccomp (system calls): programs under reward tightly, reward workers loosely.
 
-By the standard library: PyPI's landlock is one author's alpha, and pyseccomp (last release 2021) needs a libseccomp on every host.
-Nothing of mrl is imported: `mrl.envs.sandbox` loads this file by its path in a fresh interpreter, once per test.
+Standard library only: PyPI's landlock is one author's alpha, and pyseccomp (last release 2021) needs a libseccomp on every host.
+It imports nothing of mrl: `mrl.envs.sandbox` loads this file by its path in a fresh interpreter, once per test.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 Allowance = Literal["network", "processes", "files"]
-"""What a reward worker may do beyond computing and reading: open sockets, start processes, write outside its scratch folder."""
+"""A right of a reward worker beyond computing and reading: open sockets, start processes, write outside its scratch folder."""
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""linux/audit.h, by machine; their order is that of the columns of the tables below."""
+"""Numbers of linux/audit.h by machine, in the order of the columns of the tables below."""
 MACHINE = os.uname().machine
 
 PROGRAM_CALLS = """
@@ -36,18 +36,18 @@ nanosleep 35 101, times 100 153, getpid 39 172, getppid 110 173, getpgrp 111 -, 
 geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getrlimit 97 163,
 setrlimit 160 164, getrusage 98 165, uname 63 160, sysinfo 99 179, getrandom 318 278, wait4 61 260, waitid 247 95
 """
-"""All that a program may call beside `CHECKED_CALLS`: `name x86_64 aarch64`, `-` where an architecture lacks it."""
+"""System calls that a program may use beside `CHECKED_CALLS`: `name x86_64 aarch64`, `-` if an architecture lacks it."""
 
 CHECKED_CALLS = """
 open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, kill 62 129, tgkill 234 131
 """
-"""Calls whose arguments decide; see `_checks`."""
+"""Calls that are allowed by their arguments; see `_checks`."""
 
 PROCESS_CALLS = """
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
 pidfd_send_signal 424 424
 """
-"""What a worker without `processes` may not call, beside `clone`, `kill`, `tgkill` and `prlimit64` of others."""
+"""Calls that a worker without `processes` may not use, beside `clone`, `kill`, `tgkill` and `prlimit64` of others."""
 
 NEVER_CALLS = """
 ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, pidfd_getfd 438 438, kcmp 312 272,
@@ -55,7 +55,7 @@ io_uring_setup 425 425, userfaultfd 323 282, bpf 321 280, perf_event_open 298 24
 unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, move_mount 429 429, open_tree 428 428, fsopen 430 430, pivot_root 155 41,
 chroot 161 51, init_module 175 105, finit_module 313 273, kexec_load 246 104, kexec_file_load 320 294, open_by_handle_at 304 265
 """
-"""What no worker may call: memory of others, namespaces, and ways around this filter."""
+"""Calls that no worker may use: memory of others, namespaces, and ways around this filter."""
 
 OTHER_CALLS = """
 socket 41 198, socketpair 53 199, clone3 435 435, seccomp 317 277, capget 125 90, capset 126 91, landlock_create_ruleset 444 444,
@@ -63,7 +63,7 @@ landlock_add_rule 445 445, landlock_restrict_self 446 446
 """
 
 LAST_CALL = 450
-"""The kernel may know later ones that libc tries first: they are answered as by an old kernel, so that libc falls back."""
+"""The filter answers later calls, which libc may try first, as an old kernel does, so that libc falls back."""
 X32_BIT = 0x40000000
 
 # linux/seccomp.h and linux/bpf_common.h
@@ -94,18 +94,18 @@ CREATE, ADD, RESTRICT, RULE_PATH, VERSION = "landlock_create_ruleset", "landlock
 TCP_BIND_CONNECT, SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 3, 1, 2
 
 Check = tuple[int, int, tuple[int, ...], int]
-"""Index of an argument, mask, the masked values that are allowed, and what others are answered with."""
+"""Index of an argument, a mask, the allowed masked values, and the answer to all others."""
 
 
 class Unconfined(Exception):
-    """The host cannot confine a process; says what it lacks."""
+    """The host cannot confine a process; the message says what it lacks."""
 
 
 def confine_program(readable: Iterable[str], folder: str) -> None:
-    """Leaves this process its memory, threads, `readable` files, and regular files in `folder`; for good.
+    """Restricts this process for good to its memory, its threads, `readable` files, and regular files in `folder`.
 
     Raises:
-        Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. What there is holds all the same.
+        Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. The rest applies all the same.
     """
     read_only = READ_FILE | READ_DIR
     grants = {path: read_only for path in readable} | {folder: read_only | WRITE_FILE | TRUNCATE | MAKE_REG}
@@ -113,24 +113,24 @@ def confine_program(readable: Iterable[str], folder: str) -> None:
 
 
 def program_actions() -> dict[str, int | Check]:
-    """What the system calls of a program that has this process's id are answered with; all others with EPERM."""
-    actions: dict[str, int | Check] = dict.fromkeys(_numbers(PROGRAM_CALLS), ALLOW)
+    """The answers to the system calls of a program that has this process's id; all other calls get EPERM."""
+    actions: dict[str, int | Check] = dict.fromkeys(call_numbers(PROGRAM_CALLS), ALLOW)
     # libc tries clone where clone3 is not there.
     return actions | _checks() | {"clone3": ENOSYS}
 
 
 def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
-    """Takes from all threads of this process, for good, what `allowances` does not name: sockets, processes, writes outside `folder`.
+    """Forbids all threads of this process for good what `allowances` does not name: sockets, processes, writes outside `folder`.
 
-    Threads that run already keep their file rights: Landlock has no way to take them.
+    Threads that run already keep their file rights: Landlock cannot take them.
 
     Raises:
         Unconfined: as for `confine_program`.
     """
     allowed = set(allowances)
-    actions: dict[str, int | Check] = dict.fromkeys(_numbers(NEVER_CALLS), EPERM)
+    actions: dict[str, int | Check] = dict.fromkeys(call_numbers(NEVER_CALLS), EPERM)
     if "processes" not in allowed:
-        actions |= dict.fromkeys(_numbers(PROCESS_CALLS), EPERM) | {"clone3": ENOSYS}
+        actions |= dict.fromkeys(call_numbers(PROCESS_CALLS), EPERM) | {"clone3": ENOSYS}
         actions |= {name: check for name, check in _checks().items() if name in ("clone", "kill", "tgkill", "prlimit64")}
     if "network" not in allowed:
         # asyncio wakes itself through a pair of streams, which reaches nobody else.
@@ -151,7 +151,7 @@ def filter_program(actions: Mapping[str, int | Check], default: int) -> bytes:
 
     Numbers of later kernels get ENOSYS, x32's EPERM; the 32-bit entry ends the process.
     """
-    numbers = _numbers(PROGRAM_CALLS, CHECKED_CALLS, PROCESS_CALLS, NEVER_CALLS, OTHER_CALLS)
+    numbers = call_numbers(PROGRAM_CALLS, CHECKED_CALLS, PROCESS_CALLS, NEVER_CALLS, OTHER_CALLS)
     code = [_op(LOAD, 4), _op(EQUAL, AUDIT_ARCH[MACHINE], 1, 0), _op(RETURN, KILL), _op(LOAD, 0)]
     code += [_op(AT_LEAST, X32_BIT, 0, 1), _op(RETURN, EPERM), _op(AT_LEAST, LAST_CALL + 1, 0, 1), _op(RETURN, ENOSYS)]
     for name, action in actions.items():
@@ -184,11 +184,8 @@ def _apply(
     has_network: bool = False,
 ) -> None:
     code, lacks = filter_program(actions, default), []
-    for step in (
-        lambda: _drop_privileges(privileges),
-        lambda: _restrict_files(rights, grants, has_network=has_network),
-        lambda: install(code),
-    ):
+    restrict_files = partial(_restrict_files, rights, grants, has_network=has_network)
+    for step in (partial(_drop_privileges, privileges), restrict_files, partial(install, code)):
         try:
             step()
         except Unconfined as error:
@@ -211,7 +208,7 @@ def _restrict_files(rights: int, grants: Mapping[str, int], *, has_network: bool
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            continue  # not on this host, or not for this user: nothing is granted
+            continue  # not on this host, or closed to this user: there is nothing to grant
         access &= rights if os.path.isdir(path) else rights & FILE_RIGHTS
         done = done and (not access or _call(ADD, ruleset, RULE_PATH, struct.pack("=Qi", access, fd), 0) == 0)
         os.close(fd)
@@ -224,7 +221,7 @@ def _restrict_files(rights: int, grants: Mapping[str, int], *, has_network: bool
 
 
 def _drop_privileges(kept: int) -> None:
-    """Leaves root only these privileges (capabilities, a bit each); nobody else has any."""
+    """Leaves root only these privileges (capabilities, a bit each); other users have none."""
     header, held = struct.pack("=Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     if _call("capget", header, held) == 0:
         kept &= struct.unpack("=6I", held)[1]
@@ -239,7 +236,7 @@ def _all_rights() -> int:
 
 
 def _checks() -> dict[str, int | Check]:
-    """Threads but no processes, signals to itself alone, no file without a name, no limit of others, and few controls of files."""
+    """Allows threads but no processes, signals to itself alone, no unnamed files, no limits of others, and few controls of files."""
     # Truncating what is opened for reading needs no right of Landlock's older versions.
     flags = O_TMPFILE_BIT | O_TRUNC | O_ACCMODE
     modes = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | O_TRUNC, os.O_RDWR | O_TRUNC)
@@ -269,8 +266,12 @@ def _op(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, operand)
 
 
-def _numbers(*tables: str) -> dict[str, int]:
-    """Numbers by name on this machine."""
+def call_numbers(*tables: str) -> dict[str, int]:
+    """Numbers of system calls by name, of tables as above, on this machine.
+
+    Raises:
+        Unconfined: they are not known for this machine.
+    """
     if MACHINE not in AUDIT_ARCH:
         raise Unconfined(f"the machine is {MACHINE}; system calls are known for {' and '.join(AUDIT_ARCH)}")
     column = 1 + list(AUDIT_ARCH).index(MACHINE)
@@ -279,7 +280,7 @@ def _numbers(*tables: str) -> dict[str, int]:
 
 
 def _call(name: str, *arguments: bytes | ctypes.Array[ctypes.c_char] | int | None) -> int:
-    return int(_libc().syscall(_numbers(OTHER_CALLS)[name], *arguments))
+    return int(_libc().syscall(call_numbers(OTHER_CALLS)[name], *arguments))
 
 
 @cache

@@ -14,14 +14,14 @@ FILE_NAME = "endpoints.json"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the engines of a run listen."""
+    """Addresses and key of a run's engines."""
 
     base_urls: list[str]
     """One for each engine, `http://HOST:PORT/v1`."""
     api_key: str
-    """Good for all of them, and for this run alone."""
+    """Valid for all of them, and for this run alone."""
     model: str
-    """What requests may call the model; they may also leave it out."""
+    """The model's name in requests, which may also leave it out."""
 
     def base_url(self, session_id: str) -> str:
         """The engine of a session: the same one for all its requests, sessions spread evenly."""
@@ -29,7 +29,7 @@ class Endpoints:
 
 
 def read_endpoints(file: str | Path | None = None) -> Endpoints:
-    """The endpoints of a run, from its `endpoints.json`; inside a reward function of the run the file need not be named.
+    """The endpoints of a run, from its `endpoints.json`; a reward function of the run need not name the file.
 
     Read it again after a connection fails: an engine that was started anew may have another address.
 
@@ -46,7 +46,7 @@ def read_endpoints(file: str | Path | None = None) -> Endpoints:
 
 
 def write_endpoints(folder: Path, endpoints: Endpoints) -> None:
-    """Writes `endpoints.json` at once, for the eyes of its owner alone."""
+    """Writes `endpoints.json` in one step, readable by its owner alone."""
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / f".{FILE_NAME}.new"
     new.unlink(missing_ok=True)

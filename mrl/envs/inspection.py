@@ -1,4 +1,4 @@
-"""What is wrong with a rollout, whatever its answer: think tags that do not pair, tokens that nobody wants, an answer that is none."""
+"""Finds faults in a rollout's form, whatever its answer: unpaired think tags, unwanted tokens, an empty answer, broken tool calls."""
 
 from __future__ import annotations
 
@@ -18,37 +18,36 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Rules:
-    """What to look for."""
+    """The faults that a run looks for."""
 
     penalties: RewardPenaltiesConfig
     flaws: tuple[FlawKind, ...]
     open_tag: str
     close_tag: str
     special_texts: tuple[str, ...]
-    """Texts of special tokens, which are no part of an answer."""
+    """Texts of special tokens, which do not count as part of an answer."""
 
 
 @dataclass(frozen=True)
 class Remarks:
-    """What was found: why the reward is 0, and the turns that are flawed."""
+    """The faults of one rollout: why its reward is 0, and which turns are flawed."""
 
     penalties: tuple[str, ...] = ()
     flaws: tuple[Flaw, ...] = ()
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Turn:
     """A turn of the model as text."""
 
-    text: str
-    num_open: int
-    """Thoughts that stand open where the turn begins."""
     thought: str
     answer: str
+    is_malformed: bool
+    """Whether its think tags do not pair."""
 
 
 def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) -> Rules | None:
-    """The rules of a run; None if there are none. `special_texts` as the tokenizer names its special tokens."""
+    """The rules of a run; None if there are none. `special_texts` are the tokenizer's special tokens."""
     advantages: dict[FlawKind, float | None] = {
         "invalid_tool_call": config.grpo.invalid_tool_call_advantage,
         "malformed_thinking": config.grpo.malformed_thinking_advantage,
@@ -64,28 +63,27 @@ def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) ->
 
 
 def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
-    """What is wrong with a rollout, by the rules."""
+    """The penalties and flaws of a rollout, by the rules."""
     turns = _turns(rollout, decode, rules)
     asked = rules.penalties
     unwanted = set((asked.token_ids.unwanted if asked.token_ids else None) or ())
     generated = [token for turn in rollout.turns for token in rollout.token_ids[turn.start : turn.stop].tolist()]
-    is_malformed = [_is_malformed(said, rules) for said in turns]
     found = {
-        "duplicated_reasoning": asked.penalize_duplicated_reasoning and any(said.thought and said.thought == said.answer for said in turns),
+        "duplicated_reasoning": asked.penalize_duplicated_reasoning and any(turn.thought and turn.thought == turn.answer for turn in turns),
         # A tool call is an answer.
         "empty_final_answer": asked.penalize_empty_final_answer and not turns[-1].answer,
         "unwanted_token": asked.penalize_unwanted_tokens and not unwanted.isdisjoint(generated),
-        "malformed_think_tag": asked.penalize_malformed_think_tag and any(is_malformed),
+        "malformed_think_tag": asked.penalize_malformed_think_tag and any(turn.is_malformed for turn in turns),
     }
-    is_flawed: dict[FlawKind, list[bool]] = {
-        "invalid_tool_call": [any(call.error for call in tool_calls(said.answer)) for said in turns],
-        "malformed_thinking": is_malformed,
+    is_flawed: dict[FlawKind, Callable[[_Turn], bool]] = {
+        "invalid_tool_call": lambda turn: any(call.error for call in tool_calls(turn.answer)),
+        "malformed_thinking": lambda turn: turn.is_malformed,
     }
     flaws = tuple(
-        Flaw(kind, turn.start, turn.stop)
+        Flaw(kind, span.start, span.stop)
         for kind in rules.flaws
-        for turn, is_so in zip(rollout.turns, is_flawed[kind], strict=True)
-        if is_so
+        for span, turn in zip(rollout.turns, turns, strict=True)
+        if is_flawed[kind](turn)
     )
     return Remarks(tuple(name for name, is_so in found.items() if is_so), flaws)
 
@@ -98,7 +96,7 @@ def amend(verdict: Verdict, remarks: Remarks) -> Verdict:
     return replace(verdict, flaws=remarks.flaws)
 
 
-def _turns(rollout: Rollout, decode: Decode, rules: Rules) -> list[_Said]:
+def _turns(rollout: Rollout, decode: Decode, rules: Rules) -> list[_Turn]:
     before, turns = decode(rollout.request.token_ids), []
     for index, turn in enumerate(rollout.turns):
         if index:
@@ -108,7 +106,9 @@ def _turns(rollout: Rollout, decode: Decode, rules: Rules) -> list[_Said]:
         thought, tag, answer = text.partition(rules.close_tag)
         if not tag:
             thought, answer = (text, "") if num_open > 0 else ("", text)
-        turns.append(_Said(text, num_open, _plain(thought, rules), _plain(answer, rules)))
+        # The model closes a thought that the prompt opened, once, closes no other, and opens none.
+        is_malformed = num_open not in (0, 1) or rules.open_tag in text or text.count(rules.close_tag) != num_open
+        turns.append(_Turn(_plain(thought, rules), _plain(answer, rules), is_malformed))
     return turns
 
 
@@ -116,8 +116,3 @@ def _plain(text: str, rules: Rules) -> str:
     for special in (rules.open_tag, *rules.special_texts):
         text = text.replace(special, "")
     return text.strip()
-
-
-def _is_malformed(said: _Said, rules: Rules) -> bool:
-    """A thought that the prompt opened must be closed once; where none stands open none is closed. None is ever opened."""
-    return said.num_open not in (0, 1) or rules.open_tag in said.text or said.text.count(rules.close_tag) != said.num_open

@@ -1,20 +1,82 @@
-"""Verifiable instructions of IFEval (arXiv:2311.07911), by checks of our own: all of a row's count. Runs in `mrl.envs.child`."""
+"""Verifiable instructions of IFEval (arXiv:2311.07911), by checks of our own: a text must follow all of its row.
+
+`detect` finds the language among those that instructions ask for: by its script, its letters, and the words that every text has.
+Runs in `mrl.envs.child`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import TYPE_CHECKING, TypeVar
 
-from mrl.envs.languages import detect
-from mrl.envs.task import Outcome, RowFault, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of, text_after_thinking
+
+if TYPE_CHECKING:
+    from mrl.config.schema.env import EnvConfig
 
 UNKNOWN = "unknown_instruction"
-"""Flag of a rollout whose row has an instruction that there is no check for: it counts as not followed."""
+"""Flag of a rollout whose row has an instruction without a check; it counts as not followed."""
+
+READ_CHARACTERS = 100_000
+
+# Scripts of one language, by the first word of Unicode's character names.
+SCRIPTS: Mapping[str, str] = {
+    "HANGUL": "ko",
+    "THAI": "th",
+    "BENGALI": "bn",
+    "TAMIL": "ta",
+    "TELUGU": "te",
+    "KANNADA": "kn",
+    "MALAYALAM": "ml",
+    "GUJARATI": "gu",
+    "GURMUKHI": "pa",
+    "HEBREW": "he",
+    "GREEK": "el",
+    "CJK": "zh",
+}
+# Scripts that several languages share: letters that only one of them has, in order; the last language has none of these.
+LETTERS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "ARABIC": (("ur", "ٹڈڑںےھ"), ("fa", "پچژگی"), ("ar", "")),
+    "CYRILLIC": (("uk", "їєіґ"), ("ru", "ыэё"), ("bg", "")),
+}
+WORDS: Mapping[str, str] = {
+    "en": "the of and to in is that it was for on are with as this be have from not you which by an at",
+    "de": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch es an werden aus er hat dass sie",
+    "es": "de la que el en y los se del las un por con no una su para es al lo como más pero sus le este sí porque",
+    "fr": "de la le et les des en un du une que est pour qui dans a par plus pas au sur ne se ce il sont avec son nous",
+    "it": "di e il la che in un è per una sono con non del della le si da come anche più dei nel alla ma questo gli",
+    "pt": "de a o que e do da em um para é com não uma os no se na por mais as dos como mas foi ao ele das à seu ou são",
+    "nl": "de het een van en in is dat op te zijn met voor niet aan er ook als maar om bij nog naar door wordt ze deze",
+    "fi": "ja on ei se että oli hän joka kun niin mutta myös tai kuin ovat sen mitä voi olla jos tämä ole sekä",
+    "pl": "i w na z się do nie to że jest o jak po za od przez przy są dla tym jego oraz lub może ale które być",
+    "sv": "och att det i en som är av för den till inte på med har de ett om var från men så kan vi ska",
+    "vi": "và của là các có được cho trong không một những này để với người khi đã về từ như cũng đến",
+    "sw": "na ya wa kwa ni katika za la kuwa cha hii kama yake lakini pia au hiyo watu wake si kutoka sana",
+    "tr": "ve bir bu için ile da de olarak daha çok en gibi olan ama kadar sonra değil ne var her",
+    "id": "yang dan di ini itu dengan untuk tidak dari dalam akan pada juga saya adalah ke karena bisa ada mereka",
+    "hi": "है के में की और को का से हैं यह पर एक नहीं कि लिए भी था जो कर तो",
+    "mr": "आहे आणि च्या मध्ये या ते हे की तो आहेत नाही एक होते साठी करून मी तर असे",
+    "ne": "छ र को मा लाई हो यो पनि गर्न भने छन् एक हुन् तथा गर्ने का थियो बाट",
+}
+SHARED: Mapping[str, tuple[str, ...]] = {
+    "LATIN": tuple(code for code in WORDS if code not in ("hi", "mr", "ne")),
+    "DEVANAGARI": ("hi", "mr", "ne"),
+}
 
 Arguments = Mapping[str, object]
 Check = Callable[[str, Arguments], bool]
+T = TypeVar("T")
+
+
+def environment(config: EnvConfig) -> Environment:
+    """Declares `instruction_following`."""
+    section = config.instruction_following
+    fields = ("instruction_id_list", "kwargs")
+    return built_in("instruction_following", num_workers=section.num_workers, timeout_s=section.timeout_s, row_fields=fields)
 
 
 def make() -> Score:
@@ -25,14 +87,13 @@ def make() -> Score:
 def score(task: Task) -> Outcome:
     """1 if the text follows every instruction of `instruction_id_list`, with the arguments of `kwargs` at the same place, else 0.
 
-    An instruction that is not known is not followed, and flagged as `unknown_instruction`.
+    An unknown instruction counts as not followed, and gets the flag `unknown_instruction`.
 
     Raises:
         RowFault: the row has no instructions, or an instruction lacks an argument.
     """
-    fields = task.fields
-    names = cast(list[object], field_of(fields, "instruction_id_list", list))
-    given = cast(list[object], fields.get("kwargs", [None] * len(names)))
+    names: list[object] = field_of(task.fields, "instruction_id_list", list)
+    given: list[object] = field_of({"kwargs": [None] * len(names), **task.fields}, "kwargs", list)
     if not names or len(given) != len(names):
         raise RowFault(f"the row has {len(names)} instructions and {len(given)} kwargs; they must be as many, and at least one")
     text = text_after_thinking(task.text)
@@ -69,25 +130,25 @@ def _compare(count: int, arguments: Arguments, number: str, relation: str) -> bo
             raise TypeError(f"{relation}={other!r}")
 
 
+def _argument(arguments: Arguments, name: str, kind: type[T]) -> T:
+    value = arguments[name]
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r}")
+    return value
+
+
 def _int(arguments: Arguments, name: str) -> int:
     value = arguments[name]
-    if not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r}")
-    return int(value)
+    # Parquet makes floats of integers beside nulls.
+    return int(value) if isinstance(value, float) else _argument(arguments, name, int)
 
 
 def _texts(arguments: Arguments, name: str) -> list[str]:
-    value = arguments[name]
-    if not isinstance(value, list):
-        raise TypeError(f"{name}={value!r}")
-    return [str(text) for text in value]
+    return [str(text) for text in _argument(arguments, name, list)]
 
 
 def _str(arguments: Arguments, name: str) -> str:
-    value = arguments[name]
-    if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r}")
-    return value
+    return _argument(arguments, name, str)
 
 
 def words(text: str) -> list[str]:
@@ -151,7 +212,7 @@ def _is_json(text: str, arguments: Arguments) -> bool:
 
 
 def _title(line: str) -> str:
-    """What stands between the first << and the last >>."""
+    """The text between the first << and the last >>."""
     return line.partition("<<")[2].rpartition(">>")[0].strip()
 
 
@@ -161,6 +222,26 @@ def _two_responses(text: str, arguments: Arguments) -> bool:
         return False
     answers = [part for part in parts if part]
     return len(answers) == 2 and answers[0] != answers[1]
+
+
+def detect(text: str) -> str:
+    """ISO 639-1 code of a text's language, judged by its beginning; empty if it cannot be told."""
+    text = text[:READ_CHARACTERS]
+    scripts = Counter(unicodedata.name(character, "").split(" ")[0].split("-")[0] for character in text if character.isalpha())
+    if not scripts:
+        return ""
+    if scripts["HIRAGANA"] + scripts["KATAKANA"] > 0.1 * scripts.total():
+        return "ja"
+    script = scripts.most_common(1)[0][0]
+    if script in SCRIPTS:
+        return SCRIPTS[script]
+    if script in LETTERS:
+        return next(code for code, letters in LETTERS[script] if not letters or any(letter in text for letter in letters))
+    # Not by \w, which leaves out the vowel signs of Indian scripts.
+    words = Counter(re.split(r"[\s!-/:-@\[-`{-~।…«»“”]+", text.lower()))
+    scores = {code: sum(words[word] for word in WORDS[code].split()) for code in SHARED.get(script, ())}
+    best = max(scores, key=scores.__getitem__, default="")
+    return best if best and scores[best] > 0 else ""
 
 
 def _count(text: str, part: str) -> int:
@@ -209,4 +290,4 @@ CHECKS: Mapping[str, Check] = {
     "change_case:english_lowercase": lambda text, a: text.islower() and _is_english(text),
     "punctuation:no_comma": lambda text, a: "," not in text,
 }
-"""Check of every instruction that is known, by IFEval's id."""
+"""The checks, by IFEval's id of the instruction."""

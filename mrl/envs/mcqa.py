@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from mrl.envs.task import Outcome, RowFault, Score, Task, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, text_after_thinking
+
+if TYPE_CHECKING:
+    from mrl.config.schema.env import EnvConfig
 
 BOXED = re.compile(r"\\boxed\{\s*+(?:\\(?:text|mathrm|mathbf|textbf)\{)?\s*+\(?([A-Za-z])\)?[.:]?\s*+\}")
 ANSWER = re.compile(r"(?i)answer(?:\s++is)?\s*+[:=]?\s*+\**+\s*+\(?([A-Z])\)?(?![\w'])")
+
+
+def environment(config: EnvConfig) -> Environment:
+    """Declares `mcqa`."""
+    section = config.mcqa
+    fields = ("options", "expected_answer", "template_metadata")
+    return built_in("mcqa", num_workers=section.num_workers, timeout_s=section.timeout_s, row_fields=fields)
 
 
 def make() -> Score:
@@ -30,8 +41,7 @@ def score(task: Task) -> Outcome:
     if not re.fullmatch("[A-Z]", expected) or (letters and expected not in letters):
         raise RowFault(f"the expected answer {expected!r} is none of the options {', '.join(letters) or 'A to Z'}")
     patterns = own_patterns(fields.get("template_metadata"))
-    text = text_after_thinking(task.text)
-    choice = choose(text, [*patterns, BOXED] if patterns else [BOXED, ANSWER], letters)
+    choice = choose(text_after_thinking(task.text), [*patterns, BOXED] if patterns else [BOXED, ANSWER], letters)
     return Outcome(float(choice == expected), extracted=choice)
 
 

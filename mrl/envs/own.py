@@ -6,13 +6,22 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import json
 import numbers
+import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mrl import env
 from mrl.config.rules.environments import ENTRY_POINT_GROUP
-from mrl.envs.task import MASK_SAMPLE, Outcome, Score, Task
+from mrl.envs.task import MASK_SAMPLE, Environment, Outcome, Score, Task
+
+if TYPE_CHECKING:
+    from mrl.config.schema.env import EnvConfig
 
 TOTALS = ("reward", "score")
 """Keys of a returned dict that hold the reward itself. `score` is verl's."""
@@ -29,8 +38,23 @@ VALUES: dict[str, Callable[[Task], object]] = {
     "ground_truth": lambda task: task.expected,
     "extra_info": lambda task: task.fields,
 }
-"""What a parameter of this name gets."""
+"""The value of a parameter, by its name."""
 POSITIONAL = ("prompt", "response", "reference_answer")
+
+
+def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environment:
+    """Declares one of `env.own.functions`, or a function that an installed package offers; `endpoints` as `build_environment` has it."""
+    own = config.own
+    return Environment(
+        "mrl.envs.own:make",
+        {"function": own.functions.get(name, name)},
+        num_workers=own.num_workers,
+        timeout_s=own.timeout_s,
+        # Children find a user's module where Python finds it here: Ray gives its processes the driver's folders.
+        search_path=tuple(os.path.abspath(path) for path in sys.path),
+        variables={} if endpoints is None else {env.MRL_ENDPOINTS.name: str(endpoints)},
+        allowances=tuple(own.allow),
+    )
 
 
 def make(function: str) -> Score:
@@ -40,8 +64,7 @@ def make(function: str) -> Score:
         ValueError: there is no such function, or its parameters are not known.
     """
     found = load(function)
-    arguments = arguments_of(found, function)
-    return functools.partial(_score, found, arguments)
+    return functools.partial(_score, found, arguments_of(found, function))
 
 
 def load(function: str) -> Callable[..., object]:
@@ -65,7 +88,7 @@ def load(function: str) -> Callable[..., object]:
 
 
 def arguments_of(function: Callable[..., object], name: str) -> list[str]:
-    """What each parameter gets, in order: by its name in `VALUES`; three parameters without defaults of other names get `POSITIONAL`.
+    """The name in `VALUES` for each parameter, in order; three parameters without defaults of other names get `POSITIONAL`.
 
     Raises:
         ValueError: a parameter without a default has another name.
@@ -74,14 +97,10 @@ def arguments_of(function: Callable[..., object], name: str) -> list[str]:
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = [parameter for parameter in needed if parameter not in VALUES]
-    if not unknown:
-        known = []
-        for parameter in plain:
-            if parameter.name not in VALUES:
-                break  # it has a default, and so has everything behind it
-            known.append(parameter.name)
-        if len(known) >= len(needed):
-            return known
+    # Up to the first unknown name: it has a default, and so has every parameter behind it.
+    known = [p.name for p in itertools.takewhile(lambda p: p.name in VALUES, plain)]
+    if not unknown and len(known) >= len(needed):
+        return known
     if len(needed) == len(POSITIONAL) == len([p for p in plain if p.default is p.empty]):
         return list(POSITIONAL)
     raise ValueError(
@@ -91,7 +110,7 @@ def arguments_of(function: Callable[..., object], name: str) -> list[str]:
 
 
 def outcome(returned: object) -> Outcome:
-    """What a returned value means: a number; or a dict with `reward` or `score`, else with components that add up to the reward.
+    """The outcome of a returned value: a number; or a dict with `reward` or `score`, else with components that add up to the reward.
 
     Of a dict's other entries, numbers are components, `extracted` is text, `mask_sample` masks, and `observation` is what the
     environment answers: a text, which the user says, or messages. The pool refuses what is no finite number.
@@ -106,12 +125,11 @@ def outcome(returned: object) -> Outcome:
     components = {str(key): _number(value, f"component {key!r}") for key, value in returned.items() if key not in special}
     if total is None and not components:
         raise TypeError(f"the returned dict has no reward: {returned!r:.100}")
-    masks = returned.get(MASK_SAMPLE, False)
     return Outcome(
         reward=sum(components.values()) if total is None else _number(returned[total], f"{total!r}"),
         extracted=str(returned.get("extracted", "")),
         components=components,
-        flags=(MASK_SAMPLE,) if masks else (),
+        flags=(MASK_SAMPLE,) if returned.get(MASK_SAMPLE, False) else (),
         observation=_messages(returned.get("observation")),
     )
 
@@ -128,7 +146,7 @@ def _score(function: Callable[..., object], arguments: list[str], task: Task) ->
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Whether the kernel, or the missing network, is behind an error."""
+    """Whether an error comes from the kernel's refusal, or from the missing network."""
     while error is not None:
         if isinstance(error, PermissionError | socket.gaierror):
             return True

@@ -1,20 +1,30 @@
-"""Scores rollouts in a pool of child processes that can be killed. A fault of a reward function costs one verdict, never the run."""
+"""Scores rollouts in child processes with deadlines. A fault of a reward function costs one verdict, never the run.
+
+Our own, not Pebble, loky or multiprocessing: their children answer in pickles, with which a child that a text has taken over runs code in
+the parent; they inherit the parent's environment with its secrets; and a deadline kills the child, but not the processes that it started.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
-import math
-import time
+import os
+import signal
+import socket
+import subprocess
+import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import astuple
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeGuard
+from typing import Literal, TypeGuard, TypeVar
 
+import mrl
 from mrl.config.texts import safe_text
-from mrl.envs.task import Task
-from mrl.envs.worker import RewardFunction, Worker, WorkerDied
+from mrl.envs.scratch import Scratch
+from mrl.envs.task import LENGTH_BYTES, MAX_MESSAGE_BYTES, Environment, Task, encode
 from mrl.types import Verdict
 
 logger = logging.getLogger(__name__)
@@ -23,64 +33,144 @@ logger = logging.getLogger(__name__)
 MEMORY_BYTES = 2 << 30
 START_TIMEOUT_S = 60.0
 MAX_FAILED_STARTS = 3
+# A killed process is gone at once, unless the kernel holds it (a dead network file system).
+KILL_TIMEOUT_S = 10.0
 MAX_CACHED_VERDICTS = 20_000
 # Longer rollouts hardly repeat, and would fill the memory.
 MAX_CACHED_CHARACTERS = 1_000
 # Longer texts go last: what makes a grader slow is long, or odd, and odd ones are refused before they are parsed.
 LONG_CHARACTERS = 20_000
-# A child that computed for so much of its deadline was not kept from its work by the machine.
+# The machine did not keep a child from its work if the child computed for this share of its deadline.
 GUILTY_CPU_SHARE = 0.5
 MAX_EXTRACTED_CHARACTERS = 1_000
 
 TEXT_FAULT = "text_fault"
 """Flag of a rollout whose text made its grader fail: its reward is 0."""
 
-
-def never() -> bool:
-    """The patience of a caller who waits for every verdict."""
-    return False
+T = TypeVar("T")
 
 
-@dataclass
-class _Round:
-    """What is known while tasks are scored."""
+class WorkerDied(Exception):
+    """The child closed its end or sends no valid message; it can only be replaced."""
 
-    verdicts: dict[Task, Verdict] = field(default_factory=dict)
-    suspects: deque[Task] = field(default_factory=deque)
-    """Their child crashed, or sat out their deadline; each is tried once more, last and alone."""
-    tried_alone: set[Task] = field(default_factory=set)
+
+class Worker:
+    """One child process, and the parent's end of the socket to it."""
+
+    def __init__(self, environment: Environment, *, memory_bytes: int) -> None:
+        """Starts the child and returns at once; its first message says that it is ready."""
+        self.is_ready = False
+        self._scratch = Scratch()
+        self._socket, child_socket = socket.socketpair()
+        self._socket.setblocking(False)
+        # A new interpreter, never a fork: the parent holds torch, Ray and threads. -P: no module of the working directory is picked up.
+        # An environment of our own: no secret of the parent reaches code that judges model output.
+        with child_socket:
+            numbers = [str(child_socket.fileno()), str(os.getpid()), str(memory_bytes)]
+            arguments = [environment.factory, json.dumps(dict(environment.options)), *numbers, ",".join(environment.allowances)]
+            variables = {
+                "PYTHONPATH": os.pathsep.join([str(Path(mrl.__file__).parents[1]), *environment.search_path]),
+                "PYTHONHASHSEED": "0",
+                "PYTHONUTF8": "1",
+                "TMPDIR": str(self._scratch.path),
+                **environment.variables,
+            }
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "mrl.envs.child", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[child_socket.fileno()],
+                start_new_session=True,
+                cwd="/",
+                env=variables,
+            )
+
+    def is_silent(self) -> bool:
+        """Whether the child lives and has sent nothing since its last answer."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        return False
+
+    async def ask(self, message: bytes) -> dict[str, object]:
+        """The child's answer.
+
+        Raises:
+            WorkerDied: it ended, or does not answer with a message.
+        """
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._socket, message)
+        except OSError as error:
+            raise WorkerDied(f"it does not read: {error}") from error
+        return await self.read()
+
+    async def read(self) -> dict[str, object]:
+        """The child's next message.
+
+        Raises:
+            WorkerDied: it ended, or what it sent is no message.
+        """
+        try:
+            length = int.from_bytes(await self._receive(LENGTH_BYTES))
+            if length > MAX_MESSAGE_BYTES:
+                raise WorkerDied(f"a message of {length} bytes is longer than {MAX_MESSAGE_BYTES}")
+            message = json.loads(await self._receive(length))
+        except (OSError, ValueError, RecursionError) as error:
+            raise WorkerDied(str(error)) from error
+        if not isinstance(message, dict):
+            raise WorkerDied(f"its message is a {type(message).__name__}, not an object")
+        return message
+
+    async def _receive(self, num_bytes: int) -> bytearray:
+        data = bytearray()
+        while len(data) < num_bytes:
+            part = await asyncio.get_running_loop().sock_recv(self._socket, min(num_bytes - len(data), 1 << 16))
+            if not part:
+                raise WorkerDied("it ended")
+            data += part
+        return data
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the child itself since its start. Of one that ended the kernel keeps the record until `kill` waits for it."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def kill(self) -> int | None:
+        """Kills the child and what it started in its session, and returns the exit code (negative: a signal)."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            logger.debug("reward child %d was gone already", self._process.pid)
+        self._socket.close()
+        try:
+            return self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("reward child %d does not die within %.0f s; it is left behind", self._process.pid, KILL_TIMEOUT_S)
+            return None
+        finally:
+            self._scratch.remove()
 
 
 class RewardPool:
-    """`num_workers` children that run one reward function.
+    """The children of one environment. One thread builds and uses a pool: the kernel kills the children when that thread ends.
 
     `counts` holds how many verdicts had each status, and `cached`: those that another equal task had already got.
     """
 
-    def __init__(
-        self,
-        function: RewardFunction,
-        *,
-        num_workers: int,
-        timeout_s: float,
-        memory_bytes: int = MEMORY_BYTES,
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, environment: Environment, *, memory_bytes: int = MEMORY_BYTES) -> None:
         """Starts the children and waits until they are ready.
 
         Raises:
             RuntimeError: a child does not start.
         """
-        self.function = function
-        self.timeout_s = timeout_s
+        self.environment = environment
         self.memory_bytes = memory_bytes
-        self.start_timeout_s = start_timeout_s
         self.counts: Counter[str] = Counter()
         self._cache: OrderedDict[Task, Verdict] = OrderedDict()
         self._num_failed_starts = 0
-        self._workers = [self._start() for _ in range(num_workers)]
-        while not all(worker.is_ready for worker in self._workers):
-            self._wait(_Round())
+        self._workers = [self._start() for _ in range(environment.num_workers)]
+        asyncio.run(self._with_each_worker(self._ready))
 
     def __enter__(self) -> RewardPool:
         return self
@@ -89,123 +179,147 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """Kills the children. The kernel does the same when the thread that made the pool ends."""
+        """Kills the children."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
 
-    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool] = never) -> list[Verdict]:
-        """One verdict per task, in order. Equal tasks are scored once; good verdicts of short texts are remembered.
+    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool] = lambda: False) -> list[Verdict]:
+        """One verdict per task, in order. Equal tasks are scored once; the pool remembers good verdicts of short texts.
 
-        A task that takes longer than the pool's `timeout_s`, or is not begun when `gives_up` says so, gets
-        status `timeout`; one that kills its child `crash`; one whose reward function raises, or gives a reward that is no finite number,
-        `error`. All of these are not valid, and say why. But what a text does to a function that `blames_text` is valid: reward 0, flag
-        `text_fault`. A deadline is the text's doing if its child computed all the while; any other one, and a crash, if it happens again
-        when the task is tried once more, after all others and alone.
+        A task that takes longer than the environment's `timeout_s`, or that has not begun when `gives_up` returns True, gets status
+        `timeout`; one that kills its child `crash`; one whose reward function raises, or gives a reward that is no finite number, `error`.
+        None of these is valid, and each says why. But if the environment `blames_text`, a fault of the text is valid: reward 0, flag
+        `text_fault`. A missed deadline is the text's fault if the child computed all the while; any other one, and a crash, if it happens
+        again when the pool tries the task once more, after all others and alone.
 
         Raises:
             RuntimeError: children do not start any more, or the pool is closed.
         """
-        self._replace_dead()
-        now = _Round({task: self._cache[task] for task in tasks if task in self._cache})
-        fresh = [task for task in dict.fromkeys(tasks) if task not in now.verdicts]
-        queue = deque(sorted(fresh, key=lambda task: len(task.text) > LONG_CHARACTERS))
-        self.counts["cached"] += len(tasks) - len(queue)
-        while queue or now.suspects or any(worker.task for worker in self._workers):
-            if (queue or now.suspects) and gives_up():
-                now.verdicts.update((task, _failed("timeout", task, "not begun in time")) for task in queue)
-                now.verdicts.update((task, _failed("timeout", task, "no time for a second try")) for task in now.suspects)
-                queue.clear()
-                now.suspects.clear()
-            for index, worker in enumerate(self._workers):
-                if not queue and now.suspects and not any(worker.task for worker in self._workers) and worker.is_idle:
-                    now.tried_alone.add(now.suspects[0])
-                    self._ask(index, now.suspects.popleft(), now)
-                elif queue and worker.is_idle:
-                    self._ask(index, queue.popleft(), now)
-            self._wait(now)
-        for task in dict.fromkeys(tasks):
-            self._remember(task, now.verdicts[task])
-        self.counts.update(now.verdicts[task].status for task in tasks)
-        return [now.verdicts[task] for task in tasks]
-
-    def _start(self) -> Worker:
-        return Worker(self.function, memory_bytes=self.memory_bytes, start_timeout_s=self.start_timeout_s)
-
-    def _replace_dead(self) -> None:
-        """Restarts children that ended while idle, before a task is lost on one."""
         if not self._workers:
-            raise RuntimeError(f"the reward pool of {self.function} is closed")
-        for index, worker in enumerate(self._workers):
-            if worker.is_idle and wait([worker.fileno()], timeout=0):
-                self._replace(index, "crash", "it ended while idle", _Round())
+            raise RuntimeError(f"the reward pool of {self.environment} is closed")
+        verdicts = {task: self._cache[task] for task in tasks if task in self._cache}
+        fresh = [task for task in dict.fromkeys(tasks) if task not in verdicts]
+        self.counts["cached"] += len(tasks) - len(fresh)
+        verdicts |= asyncio.run(self._score(deque(sorted(fresh, key=lambda task: len(task.text) > LONG_CHARACTERS)), gives_up))
+        for task in dict.fromkeys(tasks):
+            self._remember(task, verdicts[task])
+        self.counts.update(verdicts[task].status for task in tasks)
+        return [verdicts[task] for task in tasks]
 
-    def _ask(self, index: int, task: Task, now: _Round) -> None:
+    async def _score(self, queue: deque[Task], gives_up: Callable[[], bool]) -> dict[Task, Verdict]:
+        verdicts, suspects = dict[Task, Verdict](), deque[Task]()
+
+        async def judge_next(index: int, queue: deque[Task], *, is_last_try: bool) -> None:
+            task = queue.popleft()
+            if gives_up():
+                verdicts[task] = _failed("timeout", task, "no time for a second try" if is_last_try else "not begun in time")
+            elif (verdict := await self._judge(index, task, is_last_try=is_last_try)) is not None:
+                verdicts[task] = verdict
+            else:
+                suspects.append(task)
+
+        async def work_off_queue(index: int) -> None:
+            while queue:
+                await judge_next(index, queue, is_last_try=False)
+
+        await self._with_each_worker(work_off_queue)
+        while suspects:
+            await judge_next(len(suspects) % len(self._workers), suspects, is_last_try=True)
+        return verdicts
+
+    async def _judge(self, index: int, task: Task, *, is_last_try: bool) -> Verdict | None:
+        """The verdict that one child gives; None if the child died or missed its deadline, and the task may not be at fault."""
         try:
-            self._workers[index].ask(task, self.timeout_s)
-        except WorkerDied as error:
-            self._replace(index, "crash", str(error), now)
+            message = encode(astuple(task))
         except ValueError as error:
             # Texts are bounded where they enter, so it is the row that is too long.
-            now.verdicts[task] = _failed("error", task, f"the row is too long: {error}")
-
-    def _wait(self, now: _Round) -> None:
-        """Waits for the next answer, death or deadline of a child that works or starts, and files what comes of it."""
-        waiting = [(index, worker) for index, worker in enumerate(self._workers) if not worker.is_idle]
-        if not waiting:
-            return
-        remaining_s = min(worker.deadline for _, worker in waiting) - time.monotonic()
-        readable = wait([worker.fileno() for _, worker in waiting], timeout=max(0.0, remaining_s))
-        for index, worker in waiting:
-            if worker.fileno() in readable:
-                self._read(index, now)
-            elif time.monotonic() >= worker.deadline:
-                self._replace(index, "timeout", "deadline", now)
-
-    def _read(self, index: int, now: _Round) -> None:
-        worker = self._workers[index]
+            return _failed("error", task, f"the row is too long: {error}")
+        worker, timeout_s = await self._ready(index), self.environment.timeout_s
+        cpu_s_before, is_guilty = worker.cpu_s(), is_last_try
+        status: Literal["timeout", "crash"]
         try:
-            message = worker.read()
+            return self._verdict(task, await _within(timeout_s, worker.ask(message)))
+        except TimeoutError:
+            status, reason = "timeout", "deadline"
+            is_guilty |= worker.cpu_s() - cpu_s_before >= GUILTY_CPU_SHARE * timeout_s
         except WorkerDied as error:
-            self._replace(index, "crash", str(error), now)
-            return
-        if message is None:
-            return
-        if worker.task is None:
-            worker.is_ready = True
-            self._num_failed_starts = 0
-            return
-        if message.get("culprit") == "text" and self.function.blames_text:
-            now.verdicts[worker.task] = _zero(worker.task, str(message["error"]))
-        else:
-            now.verdicts[worker.task] = _verdict(worker.task, message)
-        worker.task = None
+            status, reason = "crash", str(error)
+        reason = f"{status} of {self.environment}, {reason}, exit code {self._replace(index)}"
+        if not self.environment.blames_text:
+            return _failed(status, task, reason)
+        return _zero(task, reason) if is_guilty else None
 
-    def _replace(self, index: int, status: Literal["timeout", "crash"], reason: str, now: _Round) -> None:
-        """Kills a child, files a verdict for its task or lists it with the suspects, and starts another child in its place."""
-        worker = self._workers[index]
-        has_computed = status == "timeout" and worker.cpu_s() >= GUILTY_CPU_SHARE * self.timeout_s
-        exit_code = worker.kill()
-        if worker.task is not None:
-            reason = f"{status} of {self.function}, {reason}, exit code {exit_code}"
-            if not self.function.blames_text:
-                now.verdicts[worker.task] = _failed(status, worker.task, reason)
-            elif has_computed or worker.task in now.tried_alone:
-                now.verdicts[worker.task] = _zero(worker.task, reason)
-            else:
-                now.suspects.append(worker.task)
-        elif not worker.is_ready:
-            self._num_failed_starts += 1
-            if self._num_failed_starts >= MAX_FAILED_STARTS:
+    def _verdict(self, task: Task, answer: dict[str, object]) -> Verdict:
+        """The verdict that follows from a child's answer."""
+        if "error" in answer:
+            reason, culprit = str(answer["error"]), answer.get("culprit")
+            if culprit == "text" and self.environment.blames_text:
+                return _zero(task, reason)
+            if culprit == "row":
+                reason += f"; {self.environment} reads {', '.join(self.environment.row_fields)} of a row"
+            return _failed("error", task, reason)
+        reward, components = answer.get("reward"), answer.get("components")
+        if not _is_number(reward):
+            return _failed("error", task, f"the reward is {reward!r:.100}, not a finite number")
+        if not isinstance(components, dict) or not all(map(_is_number, components.values())):
+            return _failed("error", task, f"the components of the reward are {components!r:.100}, not finite numbers")
+        extracted, flags, observation = (answer.get(name) for name in ("extracted", "flags", "observation"))
+        if not isinstance(extracted, str) or not isinstance(flags, list) or not _are_messages(observation):
+            return _failed("error", task, f"the answer {str(answer):.100} is no outcome")
+        return Verdict(
+            reward=float(reward),
+            is_valid=True,
+            status="ok",
+            extracted=safe_text(extracted, MAX_EXTRACTED_CHARACTERS),
+            text=_text(task),
+            components={safe_text(name): float(value) for name, value in components.items()},
+            flags=tuple(safe_text(str(flag)) for flag in flags),
+            observation=tuple({key: safe_text(value) for key, value in message.items()} for message in observation),
+        )
+
+    def _start(self) -> Worker:
+        return Worker(self.environment, memory_bytes=self.memory_bytes)
+
+    async def _with_each_worker(self, work: Callable[[int], Awaitable[object]]) -> None:
+        """Runs `work` for the index of each child, all at once; if one raises, closes the pool once the others are done."""
+        results = await asyncio.gather(*map(work, range(len(self._workers))), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
                 self.close()
-                raise RuntimeError(
-                    f"the reward child of {self.function} does not start: {status}, exit code {exit_code}, "
-                    f"{self._num_failed_starts} times in a row; its own words stand on stderr"
-                )
+                raise result
+
+    async def _ready(self, index: int) -> Worker:
+        """This child, once it can be asked; replaces one that died, or sent something, while idle.
+
+        Raises:
+            RuntimeError: children did not start, `MAX_FAILED_STARTS` times in a row.
+        """
+        while not (worker := self._workers[index]).is_ready or not worker.is_silent():
+            if worker.is_ready:
+                self._replace(index)
+                continue
+            try:
+                await _within(START_TIMEOUT_S, worker.read())
+                worker.is_ready, self._num_failed_starts = True, 0
+            except (TimeoutError, WorkerDied) as error:
+                self._num_failed_starts += 1
+                status, exit_code = "timeout" if isinstance(error, TimeoutError) else "crash", self._replace(index)
+                if self._num_failed_starts >= MAX_FAILED_STARTS:
+                    raise RuntimeError(
+                        f"the reward child of {self.environment} does not start: {status}, exit code {exit_code}, "
+                        f"{self._num_failed_starts} times in a row; its own message is on stderr"
+                    ) from error
+        return worker
+
+    def _replace(self, index: int) -> int | None:
+        """Kills a child and starts another in its place; returns the exit code of the old one."""
+        exit_code = self._workers[index].kill()
         self._workers[index] = self._start()
+        return exit_code
 
     def _remember(self, task: Task, verdict: Verdict) -> None:
-        """Keeps good verdicts of short texts: what is masked may not have been the text's fault."""
+        """Keeps good verdicts of short texts; a mask may not have been the text's fault."""
         if verdict.status == "ok" and len(verdict.text) <= MAX_CACHED_CHARACTERS:
             self._cache[task] = verdict
             self._cache.move_to_end(task)
@@ -213,45 +327,43 @@ class RewardPool:
                 self._cache.popitem(last=False)
 
 
-def _verdict(task: Task, message: dict[str, object]) -> Verdict:
-    """The verdict that a child's answer amounts to."""
-    if "error" in message:
-        return _failed("error", task, str(message["error"]))
-    reward, components = message.get("reward"), message.get("components")
-    if not _is_number(reward):
-        return _failed("error", task, f"the reward is {reward!r:.100}, not a finite number")
-    if not isinstance(components, dict) or not all(map(_is_number, components.values())):
-        return _failed("error", task, f"the components of the reward are {components!r:.100}, not finite numbers")
-    extracted, flags, observation = (message.get(name) for name in ("extracted", "flags", "observation"))
-    if not isinstance(extracted, str) or not isinstance(flags, list) or not isinstance(observation, list):
-        return _failed("error", task, f"the answer {str(message):.100} is no outcome")
-    return Verdict(
-        reward=float(reward),
-        is_valid=True,
-        status="ok",
-        extracted=safe_text(extracted, MAX_EXTRACTED_CHARACTERS),
-        text=_text(task),
-        components={safe_text(name): float(value) for name, value in components.items()},
-        flags=tuple(safe_text(str(flag)) for flag in flags),
-        observation=tuple(_safe_message(message) for message in observation),
-    )
+async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
+    """The result of `work`, even if it arrives in the moment in which the time is over.
 
+    `asyncio.timeout` would drop such a result; where the parent was kept from running, that would blame a text that was judged in time.
 
-def _safe_message(message: Mapping[str, str]) -> Mapping[str, str]:
-    return {key: safe_text(value) for key, value in message.items()}
+    Raises:
+        TimeoutError: there is none.
+    """
+    task = asyncio.ensure_future(work)
+    # The work begins before its time does: other coroutines may run first.
+    await asyncio.sleep(0)
+    await asyncio.wait([task], timeout=seconds)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+        raise TimeoutError
+    return task.result()
 
 
 def _zero(task: Task, reason: str) -> Verdict:
-    """The verdict on a text that made its grader fail. The reason is no part of the answer: it is not shown in samples."""
+    """The verdict on a text that made its grader fail. Samples show `extracted`, and not the reason."""
     return Verdict(reward=0.0, is_valid=True, status="ok", extracted="", text=_text(task), flags=(TEXT_FAULT,), reason=reason)
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _failed(status: Literal["timeout", "crash", "error"], task: Task, reason: str) -> Verdict:
     return Verdict(reward=0.0, is_valid=False, status=status, extracted="", text=_text(task), reason=reason)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    # By comparison, which also takes integers that are no float: a child that a text has taken over sends whatever it likes.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _are_messages(value: object) -> TypeGuard[list[dict[str, str]]]:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and all(isinstance(text, str) for text in message.values()) for message in value
+    )
 
 
 def _text(task: Task) -> str:

@@ -1,9 +1,10 @@
-"""The process in which one generated program meets one test.
+"""The process that runs one generated program on one test.
 
 `python -I sandbox.py PROGRAM FUNCTION SECONDS RESULT_FD STARTED_FD MAY_ESCAPE PATHS`
-runs in a folder of its own. With an empty FUNCTION the program is run, its input on stdin; else `[arguments...]` is read from stdin as
-JSON and what the function returns is written to RESULT_FD. A byte to STARTED_FD says that the program is confined (see `confine.py`) and
-begins; with MAY_ESCAPE=1 it begins where the kernel cannot confine it too. Standard library only, and nothing of mrl: it starts per test.
+runs in a folder of its own. With an empty FUNCTION it runs the program, whose input is stdin; else it reads `[arguments...]` from stdin as
+JSON, calls the function, and writes what this returns to RESULT_FD. It writes a byte to STARTED_FD when the program is confined (see
+`confine.py`) and begins; with MAY_ESCAPE=1 the program also begins where the kernel cannot confine it. Standard library only, and nothing
+of mrl: one starts per test.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ FILE_BYTES = 32 << 20
 NUM_OPEN_FILES = 64
 PR_SET_PDEATHSIG = 1
 
-# What solutions of contests take for granted; names of later modules win, and those that Python has anyway are left alone.
+# Modules that solutions of contests take for granted; names of later ones win over earlier ones, and Python's own over all.
 PRELUDE = "bisect collections copy datetime fractions functools heapq itertools json math operator random re string sys typing".split()
 UNPACKED = "bisect collections functools heapq itertools math typing".split()
 
 
 def main() -> None:
-    """Runs the program and leaves; a return code other than 0 says that it failed."""
+    """Runs the program; an exit code other than 0 says that it failed."""
     program, function, seconds, result_fd, started_fd, may_escape, paths = sys.argv[1:]
     names = prelude()
     limit(float(seconds))
@@ -50,14 +51,14 @@ def main() -> None:
 
 
 def prelude() -> dict[str, object]:
-    """The names that a program finds."""
+    """Names that a program may use without importing them."""
     modules = {name: importlib.import_module(name) for name in PRELUDE}
     unpacked = {name: value for module in UNPACKED for name, value in vars(modules[module]).items() if name[0] != "_"}
     return {name: value for name, value in {**unpacked, **modules}.items() if not hasattr(builtins, name)}
 
 
 def limit(seconds: float) -> None:
-    """Limits this process: its life, its memory, time and files."""
+    """Limits memory, time and files of this process, and ends it with its parent."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     cpu_seconds = math.ceil(seconds) + 1
     for kind, most in {
@@ -73,8 +74,8 @@ def limit(seconds: float) -> None:
 
 
 def confine(paths: list[str], *, may_escape: bool) -> None:
-    """Leaves the program `paths` to read and its folder to write; ends this process where the kernel cannot, unless it `may_escape`."""
-    # By its path: an isolated interpreter does not find mrl, and beside this file stand a math.py and a code.py.
+    """Lets the program read `paths` and write its folder, and nothing else; exits if the kernel cannot, unless the program `may_escape`."""
+    # By its path: an isolated interpreter does not find mrl, and this folder has a math.py and a code.py.
     spec = importlib.util.spec_from_file_location("confine", os.path.join(os.path.dirname(__file__), "confine.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Scores rollouts while others are still being generated, in a thread per environment: nobody waits for the slowest."""
+"""Starts environments by name, and scores rollouts while others are still generated, with a thread per environment."""
 
 from __future__ import annotations
 
@@ -11,23 +11,58 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from mrl.envs.task import MASK_SAMPLE, Task
+from mrl.envs import code, instruction_following, mcqa, own, structured_outputs, workplace_assistant
+from mrl.envs import math as mathematics
+from mrl.envs.confine import landlock_abi
+from mrl.envs.pool import RewardPool
+from mrl.envs.scratch import remove_abandoned
+from mrl.envs.task import MASK_SAMPLE, Environment, Task
 from mrl.types import Verdict
+
+if TYPE_CHECKING:
+    from mrl.config.schema.env import EnvConfig
 
 logger = logging.getLogger(__name__)
 
+ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {
+    "math": mathematics.environment,
+    "mcqa": mcqa.environment,
+    "code": code.environment,
+    "instruction_following": instruction_following.environment,
+    "structured_outputs": structured_outputs.environment,
+    "workplace_assistant": workplace_assistant.environment,
+}
+"""The built-in environments; each module declares its own."""
 
-class Environment(Protocol):
-    """What judges rollouts; see `RewardPool.score`."""
+
+def build_environment(name: str, config: EnvConfig, *, endpoints: Path | None = None) -> RewardPool:
+    """The environment of this name, started: a built-in one, one of `env.own.functions`, or one of an installed package.
+
+    `endpoints` is the file with the addresses of the engines, if they have any; the user's own functions find it.
+
+    Raises:
+        RuntimeError: its children do not start, because the user's function cannot be imported for example; or this host cannot confine
+            the programs of `code`.
+    """
+    remove_abandoned()
+    if landlock_abi() == 0:
+        logger.warning("The reward children of %s may write files: this kernel has no Landlock; see python -m mrl.doctor", name)
+    declare = ENVIRONMENTS.get(name)
+    return RewardPool(declare(config) if declare else own.environment(name, config, endpoints))
+
+
+class Judge(Protocol):
+    """Judges rollouts; see `RewardPool.score`."""
 
     def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]: ...
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A rollout to be judged."""
+    """A rollout to judge."""
 
     request_id: str
     env_name: str
@@ -35,26 +70,26 @@ class Answer:
 
 
 class Scorer:
-    """Judges answers in the order in which they arrive, as many at a time as have arrived."""
+    """Judges answers in the order in which they arrive: each round of an environment takes all that wait for it."""
 
     def __init__(
         self,
-        build: Callable[[str], Environment],
+        build: Callable[[str], Judge],
         names: Sequence[str],
         *,
         timeout_s: float,
         masks_flagged: bool = True,
         keeps_fresh: bool = False,
     ) -> None:
-        """`build` starts an environment: those of `names` now, within `timeout_s`, others when they are first needed.
+        """`build` starts an environment: those of `names` now, within `timeout_s`, others when a rollout first needs them.
 
-        With `masks_flagged`, rollouts that their environment flags with `mask_sample` are not valid. With `keeps_fresh`, somebody calls
+        With `masks_flagged`, rollouts that their environment flags with `mask_sample` are not valid. Set `keeps_fresh` if somebody calls
         `take_fresh`.
         """
-        self.environments: dict[str, Environment] = {}
+        self.environments: dict[str, Judge] = {}
+        self.keeps_fresh = keeps_fresh
         self._build = build
         self._masks_flagged = masks_flagged
-        self._keeps_fresh = keeps_fresh
         # The children of an environment end with the thread that started them.
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._changed = threading.Condition()
@@ -79,7 +114,7 @@ class Scorer:
             self._rounds.append(self._thread(name).submit(self._score_waiting, name))
 
     def take_fresh(self, timeout_s: float) -> dict[str, Verdict]:
-        """Verdicts that are new since the last call, by request id; waits up to `timeout_s` for the first. `collect` has them too.
+        """New verdicts since the last call, by request id; waits up to `timeout_s` for the first. `collect` returns them too.
 
         Raises:
             RuntimeError: an environment failed; see `RewardPool.score`.
@@ -92,9 +127,9 @@ class Scorer:
         return fresh
 
     def collect(self, *, patience_s: float, timeout_s: float) -> tuple[Mapping[str, Verdict], float]:
-        """Verdicts of everything handed in since the last call, by request id, and the seconds that they took, waited for or not.
+        """Verdicts of all answers since the last call, by request id, and the seconds that they took, waited for or not.
 
-        Answers that are not begun `patience_s` after this call get status `timeout`.
+        Answers that have not begun `patience_s` after this call get status `timeout`.
 
         Raises:
             TimeoutError: there is an answer without a verdict after `timeout_s`.
@@ -112,7 +147,7 @@ class Scorer:
         return verdicts, seconds
 
     def close(self) -> None:
-        """Drops what waits, and ends the threads, and with them the environments, once what has begun is judged."""
+        """Drops what waits, and ends the threads, and with them the environments, once the rounds that have begun end."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -121,7 +156,7 @@ class Scorer:
             self._threads[name] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rewards-{name}")
         return self._threads[name]
 
-    def _environment(self, name: str) -> Environment:
+    def _environment(self, name: str) -> Judge:
         if name not in self.environments:
             self.environments[name] = self._build(name)
         return self.environments[name]
@@ -135,23 +170,22 @@ class Scorer:
             if self._num_busy == 0:
                 self._busy_since = time.monotonic()
             self._num_busy += 1
-        verdicts: list[Verdict] = []
+        verdicts: dict[str, Verdict] = {}
         try:
             scored = self._environment(name).score([answer.task for answer in answers], gives_up=self._gives_up)
-            verdicts = [self._masked(verdict) for verdict in scored]
+            verdicts = {answer.request_id: self._masked(verdict) for answer, verdict in zip(answers, scored, strict=True)}
         finally:
             with self._changed:
                 self._num_busy -= 1
                 if self._num_busy == 0:
                     self._seconds += time.monotonic() - self._busy_since
-                for answer, verdict in zip(answers, verdicts, strict=False):
-                    self._verdicts[answer.request_id] = verdict
-                    if self._keeps_fresh:
-                        self._fresh[answer.request_id] = verdict
+                self._verdicts.update(verdicts)
+                if self.keeps_fresh:
+                    self._fresh.update(verdicts)
                 self._changed.notify_all()
-        for answer, verdict in zip(answers, verdicts, strict=True):
+        for request_id, verdict in verdicts.items():
             if not verdict.is_valid:
-                logger.warning("Rollout %s (%s) is not scored: %s", answer.request_id, name, verdict.reason)
+                logger.warning("Rollout %s (%s) is not scored: %s", request_id, name, verdict.reason)
 
     def _masked(self, verdict: Verdict) -> Verdict:
         if self._masks_flagged and verdict.is_valid and MASK_SAMPLE in verdict.flags:

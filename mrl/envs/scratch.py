@@ -1,4 +1,4 @@
-"""Temporary folders in which hostile code writes: removed whatever it leaves there, and by the next run if the owner was killed."""
+"""Temporary folders in which hostile code writes. Whatever it leaves there is removed, by the next run if the owner was killed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 PREFIX = "mrl-scratch-"
-# A folder that is younger may not be locked yet.
+# The owner of a younger folder may not have locked it yet.
 MIN_ABANDONED_S = 60.0
 
 
 class Scratch:
-    """A folder that ends with this object; once its process is killed, the kernel drops its lock, and `remove_abandoned` may take it."""
+    """A locked folder that lives as long as this object. Once its process is dead, `remove_abandoned` takes the folder."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -34,9 +34,14 @@ class Scratch:
         self._finalizer()
 
 
+def _release(fd: int, path: Path) -> None:
+    os.close(fd)
+    remove_folder(path)
+
+
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for the body, removed behind it. Its owner is the process whose own scratch folder holds it, if there is one."""
+    """A folder for the body of a `with`. It lies in the scratch folder of the calling process, if that has one."""
     path = Path(tempfile.mkdtemp(prefix="mrl-code-"))
     try:
         yield path
@@ -45,7 +50,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Removes scratch folders of this user whose owners were killed, in whichever PID namespace they lived."""
+    """Removes scratch folders of this user whose owners were killed, in any PID namespace."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -62,13 +67,8 @@ def remove_abandoned() -> None:
             os.close(fd)
 
 
-def _release(fd: int, path: Path) -> None:
-    os.close(fd)
-    remove_folder(path)
-
-
 def remove_folder(folder: Path) -> None:
-    """Removes a folder that no process writes any more, however deep it is and whatever its permissions; warns if something stays."""
+    """Removes a folder to which no process writes any more, at any depth and with any permissions; warns if something stays."""
     try:
         os.chmod(folder, 0o700)
         unguessed, num_moved = secrets.token_hex(8), 0

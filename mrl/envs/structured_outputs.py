@@ -13,10 +13,19 @@ from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, Schema, SchemaResource
 
-from mrl.envs.task import Outcome, RowFault, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of, text_after_thinking
 
 if TYPE_CHECKING:
     from referencing._core import Resolver
+
+    from mrl.config.schema.env import EnvConfig
+
+
+def environment(config: EnvConfig) -> Environment:
+    """Declares `structured_outputs`."""
+    section = config.structured_outputs
+    fields = ("schema_str", "schema_type")
+    return built_in("structured_outputs", num_workers=section.num_workers, timeout_s=section.timeout_s, row_fields=fields)
 
 
 def make() -> Score:
@@ -25,15 +34,15 @@ def make() -> Score:
 
 
 def score(task: Task) -> Outcome:
-    """1 if what follows `</think>` is one JSON value of `schema_str` made strict, else 0; `extracted` names the place and the keyword.
+    """1 if the text after `</think>` is one JSON value of `schema_str` made strict; `extracted` names the violated keyword and its place.
 
     Raises:
-        RowFault: the row's schema is none, refers to what is not in it, or its `schema_type` is not json.
+        RowFault: the row's schema is invalid, refers to something outside of it, or its `schema_type` is not json.
     """
     fields = task.fields
     if fields.get("schema_type", "json") != "json":
         raise RowFault(f"schema_type {fields['schema_type']!r:.100} is not supported; only json is")
-    validator = _validator(str(field_of(fields, "schema_str", str)))
+    validator = _validator(field_of(fields, "schema_str", str))
     try:
         value = json.loads(text_after_thinking(task.text), parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -53,7 +62,7 @@ def strict(schema: object) -> object:
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    # What is data, not schema, stays as it is.
+    # The values of these keys are data, not schemas.
     result = {key: value if key in ("enum", "const", "default", "examples", "required") else strict(value) for key, value in schema.items()}
     properties = schema.get("properties")
     if isinstance(properties, dict) and schema.get("type", "object") in ("object", ["object"], ["object", "null"]):
@@ -70,7 +79,7 @@ def _validator(schema_text: str) -> Draft202012Validator:
         Draft202012Validator.check_schema(schema)
         made = strict(schema)
         assert isinstance(made, dict | bool)  # what a checked schema is
-        # Metaschemas are at hand; whatever else a reference names is not fetched.
+        # References resolve to metaschemas and the schema itself; nothing is fetched.
         resource = DRAFT202012.create_resource(made)
         _resolve_all(REGISTRY.resolver_with_root(resource), resource)
         validator = Draft202012Validator(made, registry=REGISTRY)

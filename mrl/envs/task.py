@@ -1,34 +1,47 @@
-"""What a reward function is asked, and what it answers. Standard library only: reward children import this."""
+"""Tasks of reward functions, their outcomes, and declarations of environments. Standard library only: reward children import this."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mrl.envs.confine import Allowance
 
 MASK_SAMPLE = "mask_sample"
 """Flag of an outcome that must not be trained on; NeMo RL's name."""
 
+MAX_MESSAGE_BYTES = 64 << 20
+"""A rollout of a million tokens takes 4 MiB of text; a longer message comes from a broken row or a hostile child."""
+LENGTH_BYTES = 4
+"""A message between parent and child is JSON after its length in bytes, big-endian."""
+
+# With one worker, all texts would wait for the deadline of a slow one.
+MIN_WORKERS = 2
+
+T = TypeVar("T")
+
 
 class RowFault(ValueError):
-    """The row is at fault: no text of a model could be judged by it."""
+    """The row is at fault: no text of a model can be judged by it."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A rollout to be judged. Two equal tasks get one verdict."""
+    """A rollout to judge. Two equal tasks get one verdict."""
 
     turns: tuple[str, ...]
-    """What the model said, turn by turn, decoded without special tokens."""
+    """The model's turns, decoded without special tokens."""
     expected: str = ""
     prompt: str = ""
     """The question as the row gives it."""
     row: str = "{}"
-    """What else the row holds for its environment: a JSON object, as text."""
+    """The row's other fields for its environment: a JSON object, as text."""
 
     @property
     def text(self) -> str:
-        """What the model said last."""
+        """The model's last turn."""
         return self.turns[-1]
 
     @property
@@ -39,33 +52,64 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a reward function says of a task."""
+    """A reward function's judgement of a task."""
 
     reward: float
     extracted: str = ""
-    """What was taken for the answer, for people who read samples."""
+    """The part of the text that counts as the answer, for people who read samples."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """What the reward consists of, by name."""
+    """The parts of the reward, by name."""
     flags: tuple[str, ...] = ()
-    """What is to be counted beside the reward; `mask_sample` keeps the rollout out of the loss."""
+    """Names to count beside the reward; `mask_sample` keeps the rollout out of the loss."""
     observation: tuple[Mapping[str, str], ...] = ()
-    """Messages (`role`, `content`) with which the conversation goes on, if turns are left. `reward` stands if it does not."""
-
-    def as_message(self) -> dict[str, object]:
-        """For the pipe to the pool."""
-        return asdict(self)
+    """Messages (`role`, `content`) that continue the conversation if turns are left. `reward` stands if none are."""
 
 
 Score = Callable[[Task], Outcome]
-"""A reward function. What it raises costs the rollout its verdict or its reward: see `RewardFunction.blames_text`."""
+"""A reward function. What it raises costs the rollout its verdict or its reward: see `Environment.blames_text`."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Declares how one environment judges: its reward function, its children and their limits."""
+
+    factory: str
+    """`MODULE:NAME` of the function that builds the `Score` in a child."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Arguments of the factory, in JSON's types."""
+    num_workers: int = 1
+    timeout_s: float = 10.0
+    """Seconds for one task."""
+    row_fields: tuple[str, ...] = ()
+    """Fields of a row that the reward function reads."""
+    search_path: tuple[str, ...] = ()
+    """Folders from which children import a user's own modules."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the children beside those that every child has."""
+    allowances: tuple[Allowance, ...] = ()
+    """Rights of the children beyond computing and reading."""
+    blames_text: bool = False
+    """Whether the function is written to judge any text at all, so that a text that makes it fail gets reward 0 and no mask. A user's own
+    function may fail by its own mistake, or because a server that it asks does not answer."""
+
+    def __str__(self) -> str:
+        return str(self.options.get("function", self.factory))
+
+
+def built_in(
+    name: str, *, num_workers: int, timeout_s: float, row_fields: tuple[str, ...], options: Mapping[str, object] | None = None
+) -> Environment:
+    """Declares the environment of `mrl/envs/{name}.py`, whose `make` takes `options`."""
+    num_workers = max(MIN_WORKERS, num_workers)
+    return Environment(f"mrl.envs.{name}:make", options or {}, num_workers, timeout_s, row_fields, blames_text=True)
 
 
 def text_after_thinking(text: str) -> str:
-    """What follows the last `</think>`, without white space around it; all of a text that has none."""
+    """The text behind the last `</think>`, stripped; the whole text, stripped, if it has no such tag."""
     return text.rpartition("</think>")[2].strip()
 
 
-def field_of(fields: Mapping[str, object], name: str, kind: type) -> object:
+def field_of(fields: Mapping[str, object], name: str, kind: type[T]) -> T:
     """A field that the row must have.
 
     Raises:
@@ -75,3 +119,15 @@ def field_of(fields: Mapping[str, object], name: str, kind: type) -> object:
     if not isinstance(value, kind):
         raise RowFault(f"the row's field {name!r} must be a {kind.__name__}, not {value!r:.80}")
     return value
+
+
+def encode(message: object) -> bytes:
+    """The bytes of one message between a reward child and its parent.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    body = json.dumps(message).encode("ascii")
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes is longer than {MAX_MESSAGE_BYTES}")
+    return len(body).to_bytes(LENGTH_BYTES) + body

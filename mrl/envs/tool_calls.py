@@ -20,12 +20,16 @@ class ToolCall:
     name: str
     arguments: Mapping[str, object]
     error: str = ""
-    """Why it cannot be carried out; then the rest is what could be read."""
+    """Why it cannot be carried out; then name and arguments are as far as they could be read."""
 
 
 def tool_calls(text: str, tools: Sequence[object] = ()) -> list[ToolCall]:
-    """The calls of a text, in order, broken ones with their error. Arguments get the types that the `tools` of the row declare."""
-    types = {name: _types(parameters) for name, parameters in _declared(tools)}
+    """The calls of a text, in order, broken ones with their error. Arguments get the types that the `tools` of the row declare.
+
+    `tools` as OpenAI's Responses or Chat Completions declare them.
+    """
+    plain = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
+    types = {str(tool.get("name")): _types(tool.get("parameters")) for tool in plain if isinstance(tool, dict)}
     return [_call(block, types) for block in BLOCK.findall(text)]
 
 
@@ -57,12 +61,6 @@ def _value(text: str, kind: object) -> object:
         return json.loads(text.lower() if kind == "boolean" else text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{text!r:.100} is no {kind}") from error
-
-
-def _declared(tools: Sequence[object]) -> list[tuple[str, object]]:
-    """Names and parameters of tools, as OpenAI's Responses and Chat Completions declare them."""
-    plain = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
-    return [(str(tool.get("name")), tool.get("parameters")) for tool in plain if isinstance(tool, dict)]
 
 
 def _types(parameters: object) -> Mapping[str, object]:

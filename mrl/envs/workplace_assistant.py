@@ -1,21 +1,52 @@
-"""An office with tools: over several turns the model must bring it into the state that the right calls bring about.
+"""An office with tools, after WorkBench (arXiv:2405.00823): e-mail, calendar, web site visits, tasks, customers, a directory.
 
-Nothing is kept between two turns: each is judged by a replay of the whole conversation, so that any child can answer at any time.
-Runs in `mrl.envs.child`.
+Over several turns the model must bring the office into the state that the right calls lead to. The state is plain: records in tables; a
+tool is a function of the state and its arguments. No state survives a turn: the grader replays the whole conversation, so that any child
+can judge any turn. Runs in `mrl.envs.child`.
 """
 
 from __future__ import annotations
 
+import copy
 import csv
-import functools
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from mrl.envs.task import Outcome, RowFault, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of, text_after_thinking
 from mrl.envs.tool_calls import ToolCall, tool_calls
-from mrl.envs.workplace_tools import FIELDS, Office, Record, Tables, ToolError
+
+if TYPE_CHECKING:
+    from mrl.config.schema.env import EnvConfig
+
+Record = dict[str, object]
+Tables = dict[str, list[Record]]
+Tool = Callable[..., object]
+"""Takes the office, and what `TOOLS` binds, by position, so that a model's arguments cannot replace them."""
+
+NOW = "2023-11-30 00:00:00"
+"""The time at which every conversation takes place."""
+PAGE_SIZE = 5
+TIME_CHARACTERS, DAY_CHARACTERS = 19, 10
+"""Lengths of `2023-11-30 00:00:00` and of `2023-11-30`."""
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "emails": ("email_id", "inbox/outbox", "sender/recipient", "subject", "sent_datetime", "body"),
+    "events": ("event_id", "event_name", "participant_email", "event_start", "duration"),
+    "visits": ("visitor_id", "date_of_visit", "page_views", "session_duration_seconds", "traffic_source", "user_engaged"),
+    "tasks": ("task_id", "task_name", "assigned_to_email", "list_name", "due_date", "board"),
+    "customers": (
+        *("customer_id", "assigned_to_email", "customer_name", "customer_email", "customer_phone", "last_contact_date"),
+        *("product_interest", "status", "notes", "follow_up_by"),
+    ),
+    "directory": ("email_address",),
+    "plots": ("plot_id", "time_min", "time_max", "value_to_plot", "plot_type"),
+}
+"""Fields of each table; the first one identifies a record."""
 
 CSV_FILES: Mapping[str, str] = {
     "emails": "emails.csv",
@@ -28,7 +59,279 @@ CSV_FILES: Mapping[str, str] = {
 """WorkBench's files (github.com/olly-styles/WorkBench, data/processed and data/raw)."""
 
 INVALID_CALL = "invalid_tool_call"
-"""Flag of a conversation with a call that could not be read."""
+"""Flag of a conversation with a call that cannot be read."""
+
+
+class ToolError(Exception):
+    """A tool's error, which it answers instead of a result; it leaves the state unchanged."""
+
+
+@dataclass
+class Office:
+    """The state of one conversation."""
+
+    tables: Tables
+    created: set[int]
+    """`id()` of records that the conversation made."""
+
+    @staticmethod
+    def open(tables: Mapping[str, list[Record]]) -> Office:
+        """An office with copies of these records.
+
+        Raises:
+            ValueError: a table or a field is not known.
+        """
+        unknown = [name for name in tables if name not in FIELDS]
+        for name in tables.keys() & FIELDS.keys():
+            unknown += [f"{name}.{key}" for row in tables[name] for key in row if key not in FIELDS[name]]
+        if unknown:
+            raise ValueError(
+                f"tables of the office are {', '.join(FIELDS)}, with fields as in mrl/envs/workplace_assistant.py; not {unknown[:5]}"
+            )
+        return Office({name: copy.deepcopy(list(tables.get(name, []))) for name in FIELDS}, set())
+
+    def call(self, name: str, arguments: Mapping[str, object]) -> object:
+        """The result of a tool.
+
+        Raises:
+            ToolError: there is no such tool or record, or an argument is missing or not known.
+        """
+        tool = TOOLS.get(name)
+        if tool is None:
+            raise ToolError(f"there is no tool {name!r}")
+        try:
+            return tool(self, **{key: value for key, value in arguments.items() if value is not None})
+        except TypeError as error:
+            raise ToolError(f"{name}: {error}") from error
+
+    def digest(self) -> object:
+        """The state for comparison: all records without order or case; new ones without the id that they happened to get."""
+        return {name: sorted(self._content(name, row) for row in rows) for name, rows in self.tables.items()}
+
+    def _content(self, table: str, row: Record) -> list[str]:
+        skipped = FIELDS[table][0] if id(row) in self.created else None
+        return [f"{key}={row.get(key, '')}".casefold() for key in FIELDS[table] if key != skipped]
+
+    def find(self, table: str, key: object) -> Record:
+        """The record with this id.
+
+        Raises:
+            ToolError: there is none.
+        """
+        id_field = FIELDS[table][0]
+        row = next((row for row in self.tables[table] if str(row.get(id_field)) == str(key)), None)
+        if row is None:
+            raise ToolError(f"no {id_field} {key!r}")
+        return row
+
+    def find_named(self, table: str, named: Mapping[str, object]) -> Record:
+        """The record whose id is the only argument.
+
+        Raises:
+            ToolError: there is none, or there are other arguments.
+        """
+        key = FIELDS[table][0]
+        if set(named) != {key}:
+            raise ToolError(f"the arguments must have {key}, and nothing else that is not known; not {sorted(named)}")
+        return self.find(table, named[key])
+
+    def add(self, table: str, **values: object) -> str:
+        """Makes a record and gives back its id, one above the highest."""
+        id_field = FIELDS[table][0]
+        numbers = [int(str(row[id_field])) for row in self.tables[table] if str(row.get(id_field, "")).isdigit()]
+        row: Record = {id_field: f"{max(numbers, default=0) + 1:08d}", **values}
+        self.tables[table].append(row)
+        self.created.add(id(row))
+        return str(row[id_field])
+
+
+def get(table: str, office: Office, /, field: str, **named: object) -> object:
+    """One field of a record."""
+    row = office.find_named(table, named)
+    if field not in FIELDS[table]:
+        raise ToolError(f"no field {field!r}; there are {', '.join(FIELDS[table])}")
+    return {field: row.get(field, "")}
+
+
+def update(table: str, office: Office, /, field: str, new_value: object, **named: object) -> object:
+    """Changes one field of a record."""
+    row = office.find_named(table, named)
+    if field not in FIELDS[table][1:]:
+        raise ToolError(f"no field {field!r} that can be changed; there are {', '.join(FIELDS[table][1:])}")
+    row[field] = new_value
+    return "updated"
+
+
+def delete(table: str, office: Office, /, **named: object) -> object:
+    """Removes a record."""
+    office.tables[table].remove(office.find_named(table, named))
+    return "deleted"
+
+
+def create(table: str, needed: tuple[str, ...], optional: tuple[str, ...], office: Office, /, **named: object) -> object:
+    """Makes a record of its arguments."""
+    missing, unknown = [key for key in needed if key not in named], named.keys() - {*needed, *optional}
+    if missing or unknown:
+        raise ToolError(f"arguments missing: {missing}, not known: {sorted(unknown)}")
+    return office.add(table, **named)
+
+
+def find_address(office: Office, /, name: str = "") -> object:
+    """E-mail addresses that contain a name."""
+    return [row["email_address"] for row in office.tables["directory"] if name.lower() in str(row.get("email_address", "")).lower()]
+
+
+def send_email(office: Office, /, recipient: str, subject: str, body: str) -> object:
+    """Sends an e-mail."""
+    message = {"sender/recipient": recipient, "subject": subject, "sent_datetime": NOW, "body": body}
+    office.add("emails", **{"inbox/outbox": "outbox"}, **message)
+    return "sent"
+
+
+def forward_email(office: Office, /, email_id: str, recipient: str) -> object:
+    """Sends an e-mail on."""
+    row = office.find("emails", email_id)
+    return send_email(office, recipient, f"FW: {row.get('subject', '')}", str(row.get("body", "")))
+
+
+def reply_email(office: Office, /, email_id: str, body: str) -> object:
+    """Answers an e-mail."""
+    row = office.find("emails", email_id)
+    return send_email(office, str(row.get("sender/recipient", "")), str(row.get("subject", "")), body)
+
+
+def search_emails(
+    office: Office, /, query: str = "", date_min: object = None, date_max: object = None, page: object = 1, page_size: object = PAGE_SIZE
+) -> object:
+    """E-mails with all words of a query, newest first."""
+    rows = [row for row in office.tables["emails"] if _between(row, "sent_datetime", date_min, date_max, DAY_CHARACTERS)]
+    rows = [row for row in rows if _has_words(row, ("subject", "body", "sender/recipient"), query)]
+    return _page(sorted(rows, key=lambda row: str(row.get("sent_datetime", "")), reverse=True), page, page_size)
+
+
+def search_events(
+    office: Office, /, query: str = "", time_min: object = None, time_max: object = None, page: object = 1, page_size: object = PAGE_SIZE
+) -> object:
+    """Events with all words of a query in name or participant."""
+    rows = [row for row in office.tables["events"] if _between(row, "event_start", time_min, time_max, TIME_CHARACTERS)]
+    rows = [row for row in rows if _has_words(row, ("event_name", "participant_email"), query)]
+    return _page(sorted(rows, key=lambda row: str(row.get("event_start", ""))), page, page_size)
+
+
+def search_tasks(office: Office, /, **named: object) -> object:
+    """Tasks whose fields contain the given texts."""
+    return _search(office, "tasks", named, ())
+
+
+def search_customers(office: Office, /, page: object = 1, page_size: object = PAGE_SIZE, **named: object) -> object:
+    """Customers whose fields contain the given texts, and whose dates lie within the given `<field>_min` and `<field>_max`."""
+    return _page(_search(office, "customers", named, ("last_contact_date", "follow_up_by")), page, page_size)
+
+
+def visits_of(office: Office, /, visitor_id: str) -> object:
+    """All visits of a visitor."""
+    rows = [row for row in office.tables["visits"] if str(row.get("visitor_id")) == str(visitor_id)]
+    if not rows:
+        raise ToolError(f"no visitor_id {visitor_id!r}")
+    return rows
+
+
+def count_visits(
+    value: Callable[[Record], float], is_mean: bool, office: Office, /, time_min: object = None, time_max: object = None
+) -> object:
+    """The sum, or the mean, of a number of each visit, per day."""
+    days: dict[str, list[float]] = {}
+    for row in office.tables["visits"]:
+        if _between(row, "date_of_visit", time_min, time_max, DAY_CHARACTERS):
+            days.setdefault(str(row.get("date_of_visit", ""))[:DAY_CHARACTERS], []).append(value(row))
+    return {day: sum(values) / (len(values) if is_mean else 1) for day, values in sorted(days.items())}
+
+
+def count_sources(office: Office, /, traffic_source: str = "", **times: object) -> object:
+    """Visits from a source per day."""
+    return count_visits(lambda row: float(traffic_source in ("", str(row.get("traffic_source")))), False, office, **times)
+
+
+def _search(office: Office, table: str, named: Mapping[str, object], dates: tuple[str, ...]) -> list[Record]:
+    texts = {key: value for key, value in named.items() if key in FIELDS[table][1:]}
+    if unknown := named.keys() - texts.keys() - {f"{key}_{end}" for key in dates for end in ("min", "max")}:
+        raise ToolError(f"arguments not known: {sorted(unknown)}")
+    return [
+        row
+        for row in office.tables[table]
+        if all(str(value).lower() in str(row.get(key, "")).lower() for key, value in texts.items())
+        and all(_between(row, key, named.get(f"{key}_min"), named.get(f"{key}_max"), TIME_CHARACTERS) for key in dates)
+    ]
+
+
+def _page(rows: list[Record], page: object, page_size: object) -> list[Record]:
+    try:
+        first, size = int(str(page)), int(str(page_size))
+    except ValueError as error:
+        raise ToolError(f"page: {error}") from error
+    if first < 1 or size < 1:
+        raise ToolError("page and page_size count from 1")
+    return rows[(first - 1) * size : first * size]
+
+
+def _has_words(row: Record, fields: tuple[str, ...], query: object) -> bool:
+    text = " ".join(str(row.get(field, "")) for field in fields).lower()
+    return all(word in text for word in str(query).lower().split())
+
+
+def _between(row: Record, field: str, low: object, high: object, length: int) -> bool:
+    value = str(row.get(field, ""))[:length]
+    return (low is None or value >= str(low)[:length]) and (high is None or value <= str(high)[:length])
+
+
+_CRM, _PROJECTS = "customer_relationship_manager", "project_management"
+_NEEDED_OF_CUSTOMERS = ("customer_name", "assigned_to_email", "status")
+_OTHERS_OF_CUSTOMERS = tuple(key for key in FIELDS["customers"][1:] if key not in _NEEDED_OF_CUSTOMERS)
+
+TOOLS: Mapping[str, Tool] = {
+    "company_directory_find_email_address": find_address,
+    "email_get_email_information_by_id": partial(get, "emails"),
+    "email_search_emails": search_emails,
+    "email_send_email": send_email,
+    "email_delete_email": partial(delete, "emails"),
+    "email_forward_email": forward_email,
+    "email_reply_email": reply_email,
+    "calendar_get_event_information_by_id": partial(get, "events"),
+    "calendar_search_events": search_events,
+    "calendar_create_event": partial(create, "events", ("event_name", "participant_email", "event_start", "duration"), ()),
+    "calendar_delete_event": partial(delete, "events"),
+    "calendar_update_event": partial(update, "events"),
+    "analytics_get_visitor_information_by_id": visits_of,
+    "analytics_create_plot": partial(create, "plots", FIELDS["plots"][1:], ()),
+    "analytics_total_visits_count": partial(count_visits, lambda row: 1.0, False),
+    "analytics_engaged_users_count": partial(count_visits, lambda row: float(str(row.get("user_engaged")).lower() in ("true", "1")), False),
+    "analytics_traffic_source_count": count_sources,
+    "analytics_get_average_session_duration": partial(count_visits, lambda row: float(str(row.get("session_duration_seconds") or 0)), True),
+    f"{_PROJECTS}_get_task_information_by_id": partial(get, "tasks"),
+    f"{_PROJECTS}_search_tasks": search_tasks,
+    f"{_PROJECTS}_create_task": partial(create, "tasks", FIELDS["tasks"][1:], ()),
+    f"{_PROJECTS}_delete_task": partial(delete, "tasks"),
+    f"{_PROJECTS}_update_task": partial(update, "tasks"),
+    f"{_CRM}_search_customers": search_customers,
+    f"{_CRM}_update_customer": partial(update, "customers"),
+    f"{_CRM}_add_customer": partial(create, "customers", _NEEDED_OF_CUSTOMERS, _OTHERS_OF_CUSTOMERS),
+    f"{_CRM}_delete_customer": partial(delete, "customers"),
+}
+"""By the names that rows of the Nemotron-3-Nano blend declare."""
+
+
+def environment(config: EnvConfig) -> Environment:
+    """Declares `workplace_assistant`."""
+    section = config.workplace_assistant
+    # Children start in the root folder.
+    path = None if section.tables_path is None else os.path.abspath(section.tables_path)
+    return built_in(
+        "workplace_assistant",
+        num_workers=section.num_workers,
+        timeout_s=section.timeout_s,
+        row_fields=("ground_truth", "tables", "tools"),
+        options={"tables_path": path},
+    )
 
 
 def make(tables_path: str | None) -> Score:
@@ -39,7 +342,7 @@ def make(tables_path: str | None) -> Score:
     """
     tables = {} if tables_path is None else load_tables(Path(tables_path))
     Office.open(tables)
-    return functools.partial(score, shared_tables=tables)
+    return partial(score, shared_tables=tables)
 
 
 def load_tables(path: Path) -> Tables:
@@ -67,10 +370,10 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
     As long as the last turn calls tools, their results are the observation.
 
     Raises:
-        RowFault: the row has no ground truth, or it cannot be carried out: then no conversation could be right.
+        RowFault: the row has no ground truth, or one that cannot be carried out, so that no conversation can be right.
     """
     fields = task.fields
-    truth = cast(list[object], field_of(fields, "ground_truth", list))
+    truth: list[object] = field_of(fields, "ground_truth", list)
     try:
         tables = {**shared_tables, **cast(Mapping[str, list[Record]], fields.get("tables") or {})}
         right = _replay_truth(Office.open(tables), truth)
@@ -78,8 +381,7 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
         raise RowFault(f"tables or ground_truth: {error}") from error
     parameters = fields.get("responses_create_params")
     tools = fields.get("tools") or (parameters.get("tools") if isinstance(parameters, dict) else None) or []
-    office, flags = Office.open(tables), set()
-    results: list[str] = []
+    office, flags, results = Office.open(tables), set[str](), list[str]()
     for turn in task.turns:
         calls = tool_calls(text_after_thinking(turn), cast(list[object], tools))
         results = [_result(office, call) for call in calls]

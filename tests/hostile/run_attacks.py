@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mrl.config.schema.env import CodeEnvConfig, EnvConfig
 from mrl.envs import confine
-from mrl.envs.registry import build_environment
+from mrl.envs.scorer import build_environment
 from mrl.envs.task import Task
 from tests.hostile.attacks import GRADING, GROUPS, PRELUDE, READS, SHARE, programs
 
@@ -165,8 +165,8 @@ def outside_of(name: str, folder: Path, listener: Listener, answer: str, *, is_t
     shared = Path(f"/dev/shm/mrl-hostile-{os.getpid()}-{folder.name}")
     shared.write_text(answer)
     tables = (confine.CHECKED_CALLS, confine.PROCESS_CALLS, confine.NEVER_CALLS, confine.OTHER_CALLS)
-    column = 1 + list(confine.AUDIT_ARCH).index(confine.MACHINE)
-    rows = [row.split() for table in tables for row in table.split(",")]
+    # An attack calls what this machine lacks by number -1.
+    calls = dict.fromkeys((row.split()[0] for table in tables for row in table.split(",")), -1) | confine.call_numbers(*tables)
     outside = Outside(
         name=name,
         folder=str(folder),
@@ -180,7 +180,7 @@ def outside_of(name: str, folder: Path, listener: Listener, answer: str, *, is_t
         unix=listener.unix,
         datagram=listener.datagram,
         abstract=listener.abstract,
-        calls={row[0]: int(row[column].replace("-", "-1")) for row in rows},
+        calls=calls,
     )
     return outside
 

@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mrl.config.schema.env import EnvConfig
-from mrl.envs.messages import MAX_MESSAGE_BYTES
 from mrl.envs.pool import LONG_CHARACTERS, TEXT_FAULT, RewardPool
-from mrl.envs.registry import build_environment
-from mrl.envs.task import Task
-from mrl.envs.worker import RewardFunction
+from mrl.envs.scorer import build_environment
+from mrl.envs.task import MAX_MESSAGE_BYTES, Environment, Task
 
 # One of its faults leaves a file, to be another the second time.
-FAULTS = RewardFunction("tests.hostile.fault_grader:make", allowances=("files",), blames_text=True)
+FAULTS = Environment("tests.hostile.fault_grader:make", allowances=("files",), blames_text=True)
 SCHEMA = {"$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}, "$ref": "#/$defs/tree"}
 NUM_HONEST = 48
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(FAULTS, num_workers=2, timeout_s=1.0) as pool:
+    with RewardPool(replace(FAULTS, num_workers=2, timeout_s=1.0)) as pool:
         yield pool
 
 
@@ -77,22 +76,29 @@ def test_a_row_that_is_too_long_is_the_rows_fault(pool: RewardPool):
     assert "row is too long" in verdict.reason
 
 
+def test_a_fault_of_the_row_names_the_fields_that_are_read(graders: dict[str, RewardPool]):
+    (verdict,) = graders["instruction_following"].score([Task(("good",), row='{"instruction_ids": []}')])
+    assert (verdict.status, verdict.is_valid) == ("error", False)
+    assert "instruction_id_list, kwargs" in verdict.reason
+
+
 def test_what_the_pool_has_no_patience_for_is_masked(pool: RewardPool):
     verdicts = pool.score([Task(("never begun",)), Task(("spin, never begun",))], gives_up=lambda: True)
     assert [(verdict.status, verdict.is_valid, verdict.reward, verdict.flags) for verdict in verdicts] == [POOL, POOL]
 
 
 def test_a_second_try_that_the_pool_has_no_patience_for_is_masked():
-    with RewardPool(FAULTS, num_workers=1, timeout_s=0.5) as pool:
+    with RewardPool(replace(FAULTS, num_workers=1, timeout_s=0.5)) as pool:
         patience = iter([False])
         (verdict,) = pool.score([Task(("hang",))], gives_up=lambda: next(patience, True))
-    assert (verdict.status, verdict.is_valid, verdict.reason) == ("timeout", False, "no time for a second try")
+    assert (verdict.status, verdict.is_valid) == ("timeout", False)
+    assert "second try" in verdict.reason
 
 
 @pytest.mark.parametrize("text", ["hang", "spin"])
 def test_a_users_own_function_is_not_believed_that_the_text_did_it(text: str):
-    own = RewardFunction("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"})
-    with RewardPool(own, num_workers=1, timeout_s=0.5) as pool:
+    own = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"})
+    with RewardPool(replace(own, num_workers=1, timeout_s=0.5)) as pool:
         (verdict,) = pool.score([Task((text,))])
     assert (verdict.status, verdict.is_valid, verdict.reward, verdict.flags) == OWN
 
@@ -196,7 +202,7 @@ def test_costly_mathematics_masks_no_honest_neighbour(graders: dict[str, RewardP
 
 @pytest.mark.attack("an answer starves the others")
 def test_long_texts_and_suspects_go_last():
-    with RewardPool(FAULTS, num_workers=1, timeout_s=5.0) as pool:
+    with RewardPool(replace(FAULTS, num_workers=1, timeout_s=5.0)) as pool:
         verdicts = pool.score([Task(("exit",)), Task(("x" * (LONG_CHARACTERS + 1),)), Task(("a",)), Task(("b",))])
     # The crash ends the first child, so that the second one counts from 1.
     assert [verdict.extracted for verdict in verdicts] == ["", "3", "1", "2"]

@@ -12,9 +12,8 @@ import pytest
 
 from mrl.config.texts import safe_text
 from mrl.envs import instruction_following as instructions
-from mrl.envs import math, math_bounds, mcqa
+from mrl.envs import math, math_value, mcqa
 from mrl.envs.code import last_code_block
-from mrl.envs.languages import detect
 from mrl.envs.tool_calls import tool_calls
 from tests.sources import ROOT
 
@@ -52,22 +51,22 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
     "mrl.envs.math.ANSWER_LINE": lambda text: math.score_dapo(text, "1"),
     "mrl.envs.math.plain_answer": lambda text: math.score_dapo(f"answer: {text[: math.DAPO_TAIL_CHARACTERS]}", "1"),
-    "mrl.envs.math.DECIMAL": math.DECIMAL.fullmatch,
-    "mrl.envs.math.FRACTION": math.FRACTION.fullmatch,
-    "mrl.envs.math.OPERATION": every(math.OPERATION),
-    "mrl.envs.math.NUMBER_ALONE": lambda text: math.NUMBER_ALONE.search(text[-math.LEFT_CHARACTERS :]),
-    "mrl.envs.math.PERCENT": math.PERCENT.match,
-    "mrl.envs.math._decimal": lambda text: re.sub(r"[^\d.+-]", "", text),
-    "mrl.envs.math_bounds._PARTS": math_bounds.size_of,
-    "mrl.envs.math_bounds._DIGITS": math_bounds.size_of,
-    "mrl.envs.math_bounds._EAGER": math_bounds.size_of,
-    "mrl.envs.math_bounds._EAGER_COST": every(math_bounds._EAGER_COST),
-    "mrl.envs.math_bounds._NUMBER_RUN": math_bounds.search_cost,
-    "mrl.envs.math_bounds._ENVIRONMENTS": math_bounds.search_cost,
+    "mrl.envs.math_value.DECIMAL": math_value.DECIMAL.fullmatch,
+    "mrl.envs.math_value.FRACTION": math_value.FRACTION.fullmatch,
+    "mrl.envs.math_value.OPERATION": every(math_value.OPERATION),
+    "mrl.envs.math_value.NUMBER_ALONE": lambda text: math_value.NUMBER_ALONE.search(text[-math_value.LEFT_CHARACTERS :]),
+    "mrl.envs.math_value.PERCENT": math_value.PERCENT.match,
+    "mrl.envs.math_value._decimal": lambda text: re.sub(r"[^\d.+-]", "", text),
+    "mrl.envs.math_value._PARTS": math_value.size_of,
+    "mrl.envs.math_value._DIGITS": math_value.size_of,
+    "mrl.envs.math_value._EAGER": math_value.size_of,
+    "mrl.envs.math_value._EAGER_COST": lambda text: math_value.size_of(f"gcd {text}"),
+    "mrl.envs.math_value._NUMBER_RUN": math_value.search_cost,
+    "mrl.envs.math_value._ENVIRONMENTS": math_value.search_cost,
     "mrl.envs.mcqa.BOXED": every(mcqa.BOXED),
     "mrl.envs.mcqa.ANSWER": every(mcqa.ANSWER),
     "mrl.envs.mcqa.choose": lambda text: mcqa.choose(text, [mcqa.BOXED, mcqa.ANSWER], []),
-    "mrl.envs.languages.detect": detect,
+    "mrl.envs.instruction_following.detect": instructions.detect,
     "mrl.envs.tool_calls.BLOCK": lambda text: tool_calls(f"<tool_call>{text}"),
     "mrl.envs.tool_calls.FUNCTION": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
     "mrl.envs.tool_calls.PARAMETER": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
@@ -196,5 +195,5 @@ def test_no_text_takes_more_than_linear_time(head: str, piece: str):
 )
 def test_math_verifys_patterns_are_bounded(piece: str):
     started = time.process_time()
-    math.score((piece * NUM_CHARACTERS)[:NUM_CHARACTERS], "42")
+    math_value.score((piece * NUM_CHARACTERS)[:NUM_CHARACTERS], "42")
     assert time.process_time() - started < CPU_BUDGET_S

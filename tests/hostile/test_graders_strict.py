@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
-from mrl.envs.math import TOO_COSTLY, score
+from mrl.envs.math_value import TOO_COSTLY, score
 from mrl.envs.mcqa import score as score_choice
 from mrl.envs.structured_outputs import score as score_json
 from mrl.envs.task import RowFault, Task

@@ -17,8 +17,7 @@ from mrl.config.texts import MAX_TEXT_CHARACTERS, safe_text
 from mrl.data.prompts import load_prompts
 from mrl.data.turns import TurnFormat
 from mrl.envs.pool import MAX_EXTRACTED_CHARACTERS, RewardPool
-from mrl.envs.task import Task
-from mrl.envs.worker import RewardFunction
+from mrl.envs.task import Environment, Task
 from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.run_folder import RunFolder
 from mrl.types import Prompt, Rollout, RolloutGroup, RolloutInfo, Verdict
@@ -102,9 +101,9 @@ def test_an_id_that_cannot_be_printed_is_a_bad_row(tmp_path: Path, row_id: str):
 
 @breaks
 def test_what_a_grader_says_again_is_safe():
-    function = RewardFunction("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:echo"})
+    function = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:echo"})
     texts = [safe_text(text, 100_000) if len(text) > 100_000 else text for text in HOSTILE.values()]
-    with RewardPool(function, num_workers=2, timeout_s=20.0) as pool:
+    with RewardPool(replace(function, num_workers=2, timeout_s=20.0)) as pool:
         verdicts = pool.score([Task((text,)) for text in texts])
     for verdict in verdicts:
         assert verdict.status == "ok" and len(verdict.extracted) <= MAX_EXTRACTED_CHARACTERS

@@ -15,9 +15,8 @@ import pytest
 
 from mrl.config.schema.env import BUILT_IN, EnvConfig, OwnEnvConfig
 from mrl.envs.pool import RewardPool
-from mrl.envs.registry import build_environment
-from mrl.envs.task import Task
-from mrl.envs.worker import RewardFunction
+from mrl.envs.scorer import build_environment
+from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 from tests.hostile.attacks import SHARE
 from tests.sources import ROOT
@@ -107,7 +106,7 @@ def test_a_program_that_outlives_its_grader_leaves_no_folder():
     options = {"test_timeout_s": 60.0, "timeout_s": 60.0, "may_escape": False}
     program = f"```\nimport time\nopen('{name}', 'w')\ntime.sleep(60)\n```"
     task = Task((program,), row=json.dumps({"unit_tests": {"inputs": [""], "outputs": [""]}}))
-    with RewardPool(RewardFunction("mrl.envs.code:make", options, allowances=("processes",)), num_workers=1, timeout_s=2.0) as pool:
+    with RewardPool(Environment("mrl.envs.code:make", options, timeout_s=2.0, allowances=("processes",))) as pool:
         assert pool.score([task])[0].status == "timeout"
     assert [*Path(tempfile.gettempdir()).glob(f"mrl-*/{name}"), *Path(tempfile.gettempdir()).glob(f"mrl-*/*/{name}")] == []
 
@@ -126,7 +125,7 @@ ON_SUCH_A_HOST = """
 import json, sys
 from mrl.config.schema.env import CodeEnvConfig, EnvConfig
 from mrl.envs import code, confine
-from mrl.envs.registry import build_environment
+from mrl.envs.scorer import build_environment
 from mrl.envs.task import Task
 call, allow = sys.argv[1], sys.argv[2] == "True"
 confine.install(confine.filter_program({call: confine.ENOSYS}, confine.ALLOW))

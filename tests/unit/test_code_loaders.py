@@ -37,7 +37,7 @@ REASONS = {
     ("mrl/policy/checkpoint.py", "torch.load"): "weights_only=True, of common.pt",
     ("mrl/policy/cpu.py", "importlib.import_module"): "names that stand in the same file",
     ("mrl/rollout/cpu.py", "importlib.import_module"): "names that stand in the same file",
-    ("mrl/envs/child.py", "importlib.import_module"): "scorers of mrl.envs, named by its own scorer",
+    ("mrl/envs/child.py", "importlib.import_module"): "reward functions of mrl.envs, named by its own declarations",
     ("mrl/envs/own.py", "importlib.import_module"): "the user's reward function, which is trusted code",
     ("mrl/envs/sandbox.py", "importlib.import_module"): "the modules of the prelude, listed in the file",
     ("mrl/envs/sandbox.py", "runpy.run_path"): "the program under reward, in a child of its own",

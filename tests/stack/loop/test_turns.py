@@ -25,7 +25,7 @@ class Again(CoinToss):
 
 def set_turns(actor, max_turns: int, environment: object) -> None:
     actor.max_turns = max_turns
-    actor.scorer._keeps_fresh = max_turns > 1
+    actor.scorer.keeps_fresh = max_turns > 1
     actor.scorer.environments["math"] = environment
 
 

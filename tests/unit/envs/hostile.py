@@ -1,6 +1,7 @@
 """A reward function that misbehaves on command. Runs in a child process."""
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ def score(prompt, response, reference_answer):
         case "spin":
             while True:
                 pass
+        case "nap":
+            time.sleep(0.5)
         case "exit":
             os._exit(7)
         case "sys.exit":
@@ -35,17 +38,19 @@ def score(prompt, response, reference_answer):
         case "print":
             print("noise on stdout " * 10_000)
         case "garbage":
-            for fd in range(3, 32):
-                try:
-                    os.write(fd, b"\x00\x00\x00\x04junk")
-                except OSError:
-                    continue
+            write_everywhere(b"\x00\x00\x00\x04junk")
         case "huge":
-            for fd in range(3, 32):
-                try:
-                    os.write(fd, b"\xff" * 64)
-                except OSError:
-                    continue
+            write_everywhere(b"\xff" * 64)
+            time.sleep(60)
+        case "no JSON" | "no object" | "no text":
+            write_everywhere(
+                {"no JSON": b"\x00\x00\x00\x04junk", "no object": b"\x00\x00\x00\x02[]", "no text": b"\x00\x00\x00\x01\xff"}[text]
+            )
+            time.sleep(60)
+        case "forged reward" | "forged observation":
+            forged = {"reward": 1.0, "components": {}, "extracted": "", "flags": [], "observation": []}
+            body = json.dumps(forged | ({"reward": 10**400} if text == "forged reward" else {"observation": [7]})).encode()
+            write_everywhere(len(body).to_bytes(4) + body)
             time.sleep(60)
         case "nan":
             return float("nan")
@@ -77,6 +82,14 @@ def score(prompt, response, reference_answer):
         case "null pointer":
             ctypes.string_at(0)
     return {"reward": 1.0 if text == expected else 0.0, "extracted": text}
+
+
+def write_everywhere(data):
+    for fd in range(3, 32):
+        try:
+            os.write(fd, data)
+        except OSError:
+            continue
 
 
 def echo(response):

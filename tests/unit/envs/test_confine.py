@@ -23,7 +23,7 @@ def test_numbers_are_those_of_the_kernels_headers(machine: str, monkeypatch: pyt
     # asm-generic numbers fstatat alike and calls it newfstatat on 64 bits only further down.
     numbers = {name: int(number) for name, number in reversed(defined)} | ({"newfstatat": 79} if machine == "aarch64" else {})
     monkeypatch.setattr(confine, "MACHINE", machine)
-    ours = confine._numbers(*TABLES)
+    ours = confine.call_numbers(*TABLES)
     assert ours == {name: numbers[name] for name in ours}
     missing = {row.split()[0] for table in TABLES for row in table.split(",")} - set(ours)
     assert not missing & set(numbers)
@@ -78,7 +78,7 @@ CASES = [
 @pytest.mark.parametrize(("machine", "arch"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])
 def test_the_filter_of_programs(machine: str, arch: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(confine, "MACHINE", machine)
-    numbers = confine._numbers(*TABLES)
+    numbers = confine.call_numbers(*TABLES)
     code = confine.filter_program(confine.program_actions(), confine.EPERM)
     for name, arguments, answer in CASES:
         assert decide(code, numbers[name], *arguments, arch=arch) == answer, (name, arguments)
@@ -89,6 +89,6 @@ def test_the_filter_of_programs(machine: str, arch: int, monkeypatch: pytest.Mon
 
 def test_another_machine_confines_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(confine, "MACHINE", "riscv64")
-    with pytest.raises(confine.Unconfined, match="riscv64; system calls are known for x86_64 and aarch64"):
+    with pytest.raises(confine.Unconfined, match="riscv64.*x86_64 and aarch64"):
         confine.filter_program({}, confine.ALLOW)
     assert confine.landlock_abi() == 0

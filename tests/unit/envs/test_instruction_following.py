@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from mrl.envs.instruction_following import CHECKS, UNKNOWN, score
-from mrl.envs.languages import SCRIPTS, WORDS, detect
+from mrl.envs.instruction_following import CHECKS, SCRIPTS, UNKNOWN, WORDS, detect, score
 from mrl.envs.task import Task
 
 # (instruction, arguments, a text that follows it, a text that does not)

@@ -1,8 +1,8 @@
 import pytest
 from math_verify import parse
 
-from mrl.envs.math import ANSWER_TARGETS, find_answer, make, score, score_dapo
-from mrl.envs.math_bounds import size_of
+from mrl.envs.math import make, score_dapo
+from mrl.envs.math_value import ANSWER_TARGETS, find_answer, score, size_of
 from mrl.envs.task import Outcome, Task
 
 RIGHT = [

@@ -4,16 +4,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mrl.envs import pool as pool_module
 from mrl.envs.pool import RewardPool
-from mrl.envs.task import Task
-from mrl.envs.worker import RewardFunction
+from mrl.envs.task import Environment, Task
 
-HOSTILE = RewardFunction("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"}, allowances=("processes",))
+HOSTILE = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"}, allowances=("processes",))
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -23,7 +23,7 @@ def tasks(pairs: Sequence[tuple[str, str]]) -> list[Task]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(HOSTILE, num_workers=2, timeout_s=2.0, memory_bytes=1 << 28) as pool:
+    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=2.0), memory_bytes=1 << 28) as pool:
         yield pool
 
 
@@ -38,6 +38,9 @@ def pool() -> Iterator[RewardPool]:
         ("null pointer", "crash"),
         ("garbage", "crash"),
         ("huge", "crash"),
+        ("no JSON", "crash"),
+        ("no object", "crash"),
+        ("no text", "crash"),
         ("bomb", "error"),
         ("raise", "error"),
         ("sys.exit", "error"),
@@ -68,9 +71,16 @@ def test_a_fault_costs_one_verdict(pool: RewardPool, fault: str, status: str):
     assert pool.counts[status] == before + 1
 
 
+@pytest.mark.parametrize("forged", ["forged reward", "forged observation"])
+def test_an_answer_that_no_reward_function_gives_is_refused(forged: str):
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=5.0)) as pool:
+        (verdict,) = pool.score(tasks([(forged, "x")]))
+    assert (verdict.status, verdict.is_valid) == ("error", False)
+
+
 def test_memory_taken_bit_by_bit_ends_at_the_limit():
     # A host under load takes its time to hand out memory.
-    with RewardPool(HOSTILE, num_workers=1, timeout_s=60.0, memory_bytes=1 << 28) as patient:
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=60.0), memory_bytes=1 << 28) as patient:
         verdicts = patient.score(tasks([("grow", "x"), ("good", "good")]))
     assert [verdict.status for verdict in verdicts] == ["error", "ok"]
 
@@ -117,7 +127,7 @@ def test_long_texts_are_not_remembered(pool: RewardPool):
 
 def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool_module, "MAX_CACHED_VERDICTS", 3)
-    with RewardPool(HOSTILE, num_workers=1, timeout_s=5.0) as pool:
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=5.0)) as pool:
         items = [(f"bounded {i}", "") for i in range(5)]
         pool.score(tasks(items))
         pool.score(tasks(items[2:]))
@@ -126,10 +136,22 @@ def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_is_not_begun_in_time_is_a_timeout():
-    with RewardPool(HOSTILE, num_workers=1, timeout_s=0.5) as pool:
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=0.5)) as pool:
         patience = iter([False])
         verdicts = pool.score(tasks([("hang", "a"), ("hang", "b"), ("hang", "c"), ("late", "late")]), gives_up=lambda: next(patience, True))
     assert [verdict.status for verdict in verdicts] == ["timeout"] * 4
+
+
+def test_an_answer_in_time_counts_though_the_parent_is_held_up():
+    pauses_s = iter([0.0, 0.0, 2.0])
+
+    def hold_up() -> bool:
+        time.sleep(next(pauses_s, 0.0))
+        return False
+
+    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=1.5)) as pool:
+        verdicts = pool.score(tasks([("nap", "nap"), ("quick", "quick"), ("after the pause", "after the pause")]), gives_up=hold_up)
+    assert [verdict.status for verdict in verdicts] == ["ok"] * 3
 
 
 def test_a_child_that_dies_idle_costs_nothing(pool: RewardPool):
@@ -144,19 +166,20 @@ def test_a_child_that_dies_idle_costs_nothing(pool: RewardPool):
 
 def test_children_that_cannot_start_are_an_error():
     with pytest.raises(RuntimeError, match="no_such_module.*does not start.*3 times"):
-        RewardPool(RewardFunction("no_such_module:make"), num_workers=1, timeout_s=1.0)
+        RewardPool(Environment("no_such_module:make"))
 
 
 def test_a_closed_pool_refuses():
-    pool = RewardPool(HOSTILE, num_workers=1, timeout_s=1.0)
+    pool = RewardPool(replace(HOSTILE, num_workers=1, timeout_s=1.0))
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.score(tasks([("a", "a")]))
 
 
 def test_the_grandchild_of_a_killed_child_is_gone():
-    with RewardPool(HOSTILE, num_workers=1, timeout_s=0.5) as pool:
-        (child,) = [pid for pid in children(os.getpid()) if os.getpgid(pid) == pid and session_is_ours(pid, pool)]
+    others = set(children(os.getpid()))
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=0.5)) as pool:
+        (child,) = set(children(os.getpid())) - others
         pool.score(tasks([("fork", "")]))
         deadline = time.monotonic() + 10
         while members(child) and time.monotonic() < deadline:
@@ -166,8 +189,8 @@ def test_the_grandchild_of_a_killed_child_is_gone():
 
 def test_children_die_with_their_parent():
     code = (
-        "from mrl.envs.pool import RewardPool; from mrl.envs.task import Task; from mrl.envs.worker import RewardFunction; "
-        f"RewardPool({HOSTILE!r}, num_workers=2, timeout_s=9).score([Task(('spin',))])"
+        "from mrl.envs.pool import RewardPool; from mrl.envs.task import Environment, Task; "
+        f"RewardPool({replace(HOSTILE, num_workers=2, timeout_s=9)!r}).score([Task(('spin',))])"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 60
@@ -183,14 +206,14 @@ def test_children_die_with_their_parent():
 
 
 def test_a_child_is_small():
-    code = "import sys, mrl.envs.child, mrl.envs.math; print(*sorted({'torch', 'ray', 'vllm', 'transformers'} & sys.modules.keys()))"
+    code = "import sys, mrl.envs.child, mrl.envs.math_value; print(*sorted({'torch', 'ray', 'vllm', 'transformers'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
 
 
 def test_mathematics_end_to_end():
-    function = RewardFunction("mrl.envs.math:make", {"impl": "hf_math_verify", "is_strict": False})
-    with RewardPool(function, num_workers=1, timeout_s=5.0) as pool:
+    mathematics = Environment("mrl.envs.math:make", {"impl": "hf_math_verify", "is_strict": False}, timeout_s=5.0)
+    with RewardPool(mathematics) as pool:
         verdicts = pool.score(tasks([("046", "46"), ("47", "46"), ("9^9^9^9^9", "3"), ("46", ""), ("\\boxed{\\frac12}", "0.5")]))
     assert [(verdict.status, verdict.reward) for verdict in verdicts] == [
         ("ok", 1.0),
@@ -232,7 +255,3 @@ def members(group: int) -> list[int]:
 def spinning(parent: int) -> list[int]:
     """Children that have used more CPU time than a start takes, in clock ticks."""
     return [pid for pid in children(parent) if (fields := stat(pid)) and int(fields[11]) > 30]
-
-
-def session_is_ours(pid: int, pool: RewardPool) -> bool:
-    return pid in [worker._process.pid for worker in pool._workers]

@@ -5,8 +5,7 @@ import pytest
 
 from mrl.envs.task import Outcome, Task
 from mrl.envs.tool_calls import ToolCall, tool_calls
-from mrl.envs.workplace_assistant import load_tables, make
-from mrl.envs.workplace_tools import TOOLS, Office, Record, Tables, ToolError
+from mrl.envs.workplace_assistant import TOOLS, Office, Record, Tables, ToolError, load_tables, make
 
 
 def email(number: int, sender: str, subject: str, day: int) -> Record:

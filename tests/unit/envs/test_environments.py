@@ -4,18 +4,26 @@ import pytest
 
 from mrl.config.rules.environments import SERVERS, environment_names
 from mrl.config.schema.env import BUILT_IN, EnvConfig, MathEnvConfig, OwnEnvConfig
-from mrl.envs.registry import build_environment
+from mrl.envs.scorer import ENVIRONMENTS, build_environment
 from mrl.envs.task import Task
+from tests.sources import ROOT
 
 
 def test_every_built_in_environment_starts():
     config = EnvConfig(math=MathEnvConfig(num_workers=1, timeout_s=3.0))
-    assert set(SERVERS.values()) == set(BUILT_IN)
+    assert set(SERVERS.values()) == set(BUILT_IN) == set(ENVIRONMENTS)
     for name in BUILT_IN:
         with build_environment(name, config) as pool:
             if name == "math":
-                assert pool.timeout_s == 3.0
+                assert pool.environment.timeout_s == 3.0
                 assert pool.score([Task(("046",), "46")])[0].reward == 1.0
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_page_names_the_fields_that_an_environment_reads(name: str):
+    page = (ROOT / "docs" / "environments.md").read_text()
+    (line,) = [line for line in page.split("\n") if line.startswith(f"| `{name}` |")]
+    assert [field for field in ENVIRONMENTS[name](EnvConfig()).row_fields if f"`{field}`" not in line] == []
 
 
 def test_a_reward_function_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
