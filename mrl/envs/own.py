@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import numbers
+import operator
 import os
 import socket
 import sys
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import env
-from mrl.config.rules.environments import ENTRY_POINT_GROUP
 from mrl.envs.task import MASK_SAMPLE, Environment, Outcome, Score, Task
 
 if TYPE_CHECKING:
@@ -44,10 +44,14 @@ POSITIONAL = ("prompt", "response", "reference_answer")
 
 def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environment:
     """Declares one of `env.own.functions`, or a function that an installed package offers; `endpoints` as `build_environment` has it."""
+    # Here, so that children import no config.
+    from mrl.config.rules.environments import ENTRY_POINT_GROUP
+
     own = config.own
+    installed = {point.name: f"{point.module}:{point.attr}" for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     return Environment(
         "mrl.envs.own:make",
-        {"function": own.functions.get(name, name)},
+        {"function": own.functions.get(name) or installed.get(name, name)},
         num_workers=own.num_workers,
         timeout_s=own.timeout_s,
         # Children find a user's module where Python finds it here: Ray gives its processes the driver's folders.
@@ -58,7 +62,7 @@ def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environ
 
 
 def make(function: str) -> Score:
-    """The reward function `pkg.mod:fn`, or the one that an installed package gives this name in the group `mrl.rewards`.
+    """The reward function `pkg.mod:fn`.
 
     Raises:
         ValueError: there is no such function, or its parameters are not known.
@@ -68,18 +72,14 @@ def make(function: str) -> Score:
 
 
 def load(function: str) -> Callable[..., object]:
-    """The function behind a dotted path or a name of the entry point group.
+    """The function at `pkg.mod:fn`.
 
     Raises:
         ValueError: there is none.
     """
-    module, colon, name = function.partition(":")
+    module, _, name = function.partition(":")
     try:
-        if colon:
-            found = getattr(importlib.import_module(module), name)
-        else:
-            (entry_point,) = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=function)
-            found = entry_point.load()
+        found = operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"no reward function {function!r}: {error}") from error
     if not callable(found):
