@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
+from conversion.cuts import Canonical, ColumnParallel, Cut, Experts, Gated, Qkv, Replicated, RowParallel, Sections
 from conversion.families.common import Family, HfConfig, Model, Rule
-from conversion.layouts import Canonical, Column, Cut, Experts, Gated, Qkv, Replicated, Row, Sections
 
 Kind = Literal["column", "row", "whole"]
 """Whether Megatron cuts the rows or the columns of a weight over ranks, or nothing."""
@@ -127,7 +127,7 @@ def _factors(rule: Rule, dim: int) -> tuple[Rule, Rule]:
     cut = _cut(rule)
     first = cut.tensors[0]
     a = Canonical(_factor(first.name, "A"), (dim, first.shape[1]))
-    return _rule(rule, Row(a) if isinstance(cut, Row) else Replicated(a), INPUT), _rule(rule, _output_cut(cut, dim), OUTPUT)
+    return _rule(rule, RowParallel(a) if isinstance(cut, RowParallel) else Replicated(a), INPUT), _rule(rule, _output_cut(cut, dim), OUTPUT)
 
 
 def _output_cut(cut: Cut, dim: int) -> Cut:
@@ -138,9 +138,9 @@ def _output_cut(cut: Cut, dim: int) -> Cut:
         return replace(cut, query=b(cut.query), key=b(cut.key), value=b(cut.value))
     if isinstance(cut, Gated):
         return Gated(b(cut.gate), b(cut.up))
-    if isinstance(cut, Column | Sections):
+    if isinstance(cut, ColumnParallel | Sections):
         return replace(cut, tensor=b(cut.tensor))
-    assert isinstance(cut, Row | Replicated), cut
+    assert isinstance(cut, RowParallel | Replicated), cut
     return Replicated(b(cut.tensor))
 
 

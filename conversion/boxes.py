@@ -102,6 +102,11 @@ def place(box: Box, inside: Box, local: Box) -> Box:
     return local[:extra] + moved
 
 
+def counted_from(box: Box, origin: Box) -> Box:
+    """`box` with places counted from the start of `origin`."""
+    return tuple((start - low, stop - low) for (start, stop), (low, _) in zip(box, origin, strict=True))
+
+
 def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Elements `start` to `stop` of a tensor, counted row by row, as boxes in this order: 2n - 1 at most in n dimensions."""
     if start >= stop:

@@ -20,11 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from conversion.families.common import MegatronParallel
+from conversion.files.durable import publish, sync_tree, write_atomic
+from conversion.files.hashes import file_hashes
+from conversion.files.hf_folder import INDEX_FILE, weight_files
+from conversion.files.manifest import MANIFEST, TABLE_VERSION, check_files, read_manifest
+from conversion.files.owners import heartbeat, is_alive, owned, owned_name, owner_of, removal_name, remove_leftover
+from conversion.files.reading import sha256_file
 from conversion.progress import log_progress
-from conversion.storage.file_hashes import file_hashes
-from conversion.storage.files import INDEX_FILE, publish, sha256_file, sync_tree, weight_files, write_atomic
-from conversion.storage.manifest import MANIFEST, TABLE_VERSION, check_files, read_manifest
-from conversion.storage.owners import heartbeat, is_alive, owned, owned_name, owner_of, removal_name, remove_leftover
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ Build = Callable[[Path], None]
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """What the marker of an entry tells; the marker is written last."""
 
     model: str
@@ -144,7 +146,7 @@ def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     check_files(folder, names[part::num_parts])
 
 
-def discard(folder: Path, seen: Entry | None) -> None:
+def discard(folder: Path, seen: CacheEntry | None) -> None:
     """Takes a damaged checkpoint, `seen` with this marker (None if unreadable), out of the cache; not one that replaced it meanwhile."""
     remove_entry(folder.parent, lambda entry: read_entry(entry) == seen)
 
@@ -171,10 +173,10 @@ def remove_entry(entry: Path, may_go: Callable[[Path], bool]) -> bool:
     return True
 
 
-def read_entry(folder: Path) -> Entry | None:
+def read_entry(folder: Path) -> CacheEntry | None:
     """What an entry's marker tells; None if the entry is not complete."""
     try:
-        return Entry(**json.loads((folder / MARKER).read_text(encoding="utf-8")))
+        return CacheEntry(**json.loads((folder / MARKER).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
 
@@ -193,7 +195,7 @@ def _mark_used(entry: Path) -> bool:
 def _conversion(hf: Path, dtype: str | None, parallel: MegatronParallel) -> Build:
     def build(out: Path) -> None:
         # Finding an entry must not cost the import of torch.
-        from conversion.to_megatron import convert_hf_to_mcore
+        from conversion.convert import convert_hf_to_mcore
 
         convert_hf_to_mcore(hf, out, parallel=parallel, dtype=dtype, progress=log_progress("conversion"))
 
@@ -253,7 +255,7 @@ def _build(hf: Path, root: Path, key: str, aside: Path, dead: list[Path], *, dty
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     sync_tree(aside)
     num_bytes = sum(record.size for record in read_manifest(folder).files.values())
-    entry = Entry(str(hf.absolute()), dtype, num_bytes, time.time(), sha256_file(folder / MANIFEST))
+    entry = CacheEntry(str(hf.absolute()), dtype, num_bytes, time.time(), sha256_file(folder / MANIFEST))
     write_atomic(aside / MARKER, json.dumps(asdict(entry), indent=1))
     if publish(aside, final):
         logger.info("%s is in the cache (%.2f GB, %.1f s)", hf, num_bytes / 1e9, time.monotonic() - started)

@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.cache import BUILDING, ENTRIES, HASHES, LEASES, MARKER, Entry, read_entry, remove_entry
-from conversion.storage.canary import CANARIES, retire_canary
-from conversion.storage.owners import is_alive, owned, owner_of, remove_leftover, time_of_folder
+from conversion.cache import BUILDING, ENTRIES, HASHES, LEASES, MARKER, CacheEntry, read_entry, remove_entry
+from conversion.files.canary import CANARIES, retire_canary
+from conversion.files.owners import is_alive, owned, owner_of, remove_leftover, time_of_folder
 
 DAY_S = 86400.0
 
@@ -19,7 +19,7 @@ class Item:
 
     path: Path
     key: str
-    entry: Entry | None
+    entry: CacheEntry | None
     """None if it is not a complete entry."""
     num_bytes: int
     used: float

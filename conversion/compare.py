@@ -1,4 +1,4 @@
-"""Two folders of weights side by side, and a folder against its manifest. Either may be of Hugging Face or a Megatron checkpoint."""
+"""Compares two folders of weights, and a folder with its manifest. Either may be a Hugging Face folder or a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 
 from conversion.boxes import lengths
-from conversion.storage.file_boxes import BLOCK_BYTES, BoxSource, blocks, byte_view, content_checksums
-from conversion.storage.manifest import file_faults, read_manifest
-from conversion.storage.safetensors_io import SafetensorsFolder
-from conversion.tensors import dtype_name, torch_dtype
-from conversion.to_hf import open_checkpoint
+from conversion.convert import open_checkpoint
+from conversion.files.manifest import file_faults, read_manifest
+from conversion.files.safetensors import SafetensorsFolder
+from conversion.tensors import BoxSource, blocks, byte_view, content_checksums, dtype_name, torch_dtype
 
 
 def differences(first: Path, second: Path) -> Iterator[str]:
@@ -29,13 +28,14 @@ def differences(first: Path, second: Path) -> Iterator[str]:
         yield from (f"{name}: only in {first}" for name in sorted(names - other_names))
         yield from (f"{name}: only in {second}" for name in sorted(other_names - names))
         for name in sorted(names & other_names):
-            shapes, dtypes = (a.shape(name), b.shape(name)), (a.dtype(name), b.dtype(name))
-            if shapes[0] != shapes[1]:
-                yield f"{name}: shape {shapes[0]} and {shapes[1]}"
-            elif dtypes[0] != dtypes[1]:
-                yield f"{name}: dtype {dtype_name(dtypes[0])} and {dtype_name(dtypes[1])}{_value_fault(a, b, name)}"
-            elif fault := _value_fault(a, b, name):
-                yield f"{name}: {fault.removeprefix('; ')}"
+            if a.shape(name) != b.shape(name):
+                yield f"{name}: shape {a.shape(name)} and {b.shape(name)}"
+                continue
+            faults = [_value_fault(a, b, name)]
+            if a.dtype(name) != b.dtype(name):
+                faults.insert(0, f"dtype {dtype_name(a.dtype(name))} and {dtype_name(b.dtype(name))}")
+            if any(faults):
+                yield f"{name}: {'; '.join(filter(None, faults))}"
 
 
 def faults_against_manifest(folder: Path) -> Iterator[str]:
@@ -70,19 +70,17 @@ def _open(folder: Path, stack: ExitStack) -> tuple[set[str], BoxSource]:
 
 
 def _value_fault(a: BoxSource, b: BoxSource, name: str) -> str:
-    """How the values of two tensors of one shape differ, "; " before it; empty if they do not. Equal dtypes are compared bit by bit."""
+    """How the values of two tensors of one shape differ; empty if they do not. Compares equal dtypes bit by bit."""
     num_different, largest, shape = 0, 0.0, a.shape(name)
-    dtypes = a.dtype(name), b.dtype(name)
     # Of two dtypes the wider one holds the values of both.
-    dtype = dtypes[0] if dtypes[0] == dtypes[1] else torch.promote_types(*dtypes)
-    for box in blocks(shape, BLOCK_BYTES // dtype.itemsize):
+    dtype = torch.promote_types(a.dtype(name), b.dtype(name))
+    for box in blocks(shape, dtype.itemsize):
         first, second = (torch.empty(lengths(box), dtype=dtype) for _ in range(2))
         a.read_into(name, box, first)
         b.read_into(name, box, second)
         if byte_view(first) == byte_view(second):
             continue
-        bits = (tensor.reshape(-1).view(torch.uint8).view(-1, dtype.itemsize) for tensor in (first, second))
-        left, right = bits
+        left, right = (tensor.reshape(-1).view(torch.uint8).view(-1, dtype.itemsize) for tensor in (first, second))
         num_different += int((left != right).any(dim=1).sum())
         largest = max(largest, float((first.double() - second.double()).abs().nan_to_num(float("inf")).max()))
-    return f"; {num_different} of {torch.Size(shape).numel()} values differ, by at most {largest:.3g}" if num_different else ""
+    return f"{num_different} of {torch.Size(shape).numel()} values differ, by at most {largest:.3g}" if num_different else ""

@@ -1,11 +1,39 @@
-"""Boxes of torch tensors: views and value changes."""
+"""Boxes of torch tensors: views, value changes, checksums, and reading them from files."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
-from conversion.boxes import DTYPE_BYTES, Box
+from conversion.boxes import DTYPE_BYTES, Box, SlotLayout, full, lengths
+
+BLOCK_BYTES = 4 << 20
+"""What is read and hashed at once: small enough for the caches of a core, large enough to hide the cost of a call."""
+
+
+class BoxSource(Protocol):
+    """Tensors by name, of which boxes can be read."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """dtype of a tensor as it is stored."""
+        ...
+
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Copies a box into a tensor of the box's lengths, cast to its dtype."""
+        ...
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -26,8 +54,7 @@ def dtype_name(dtype: torch.dtype) -> str:
         ValueError: layouts have no such dtype.
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPE_BYTES:
-        raise ValueError(f"dtype {name} of a weight is not supported; use one of {sorted(DTYPE_BYTES)}")
+    torch_dtype(name)
     return name
 
 
@@ -36,7 +63,12 @@ def box_view(tensor: Tensor, box: Box) -> Tensor:
     return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
 
 
-def merged(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, which it shares."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def merge_lora(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """base + scale * B A of an adapter's factors, computed in float32, in the dtype of the base; the base's bits where the product is 0."""
     change = (b.float() @ a.float()).mul_(scale)
     # -0.0 + 0.0 would lose its sign.
@@ -56,3 +88,96 @@ def transformed(tensor: Tensor, transform: str | None) -> Tensor:
     if transform != "neg_exp":
         raise ValueError(f"unknown transform {transform!r}; known: neg_exp")
     return -torch.exp(tensor.float())
+
+
+@torch.no_grad()
+def fill_from(tensor: Tensor, content: SlotLayout, source: BoxSource) -> None:
+    """Reads every piece of a slot from its source into the slot's tensor, cast to its dtype; padding becomes zero."""
+    for box in content.padding:
+        box_view(tensor, box).zero_()
+    for piece in content.pieces:
+        extra = len(piece.local) - len(piece.box)
+        target = box_view(tensor[tuple(start for start, _ in piece.local[:extra])], piece.local[extra:])
+        if piece.transform is None:
+            source.read_into(piece.name, piece.box, target)
+        else:
+            values = torch.empty(lengths(piece.box), dtype=source.dtype(piece.name))
+            source.read_into(piece.name, piece.box, values)
+            target.copy_(transformed(values, piece.transform))
+
+
+def read_whole(source: BoxSource, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """A whole tensor, in `dtype` or as it is stored."""
+    tensor = torch.empty(source.shape(name), dtype=dtype or source.dtype(name))
+    source.read_into(name, full(tensor.shape), tensor)
+    return tensor
+
+
+def blocks(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
+    """Boxes of consecutive rows that tile the shape in order, of about `BLOCK_BYTES` each and of one row at least."""
+    if not shape:
+        yield ()
+        return
+    step = max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * itemsize))
+    for start in range(0, shape[0], step):
+        yield ((start, min(start + step, shape[0])), *full(shape[1:]))
+
+
+def content_checksums(source: BoxSource, name: str, dtype: torch.dtype) -> tuple[str, int]:
+    """sha256 and CRC-32 of a tensor's content in a dtype, row by row, little-endian. Reads one block after the other."""
+    digest, crc32 = hashlib.sha256(), 0
+    for box in blocks(source.shape(name), dtype.itemsize):
+        block = torch.empty(lengths(box), dtype=dtype)
+        source.read_into(name, box, block)
+        digest.update(byte_view(block))
+        crc32 = isal_zlib.crc32(byte_view(block), crc32)
+    return digest.hexdigest(), crc32
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A row-major tensor at a place in a file."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def read_stored(file: int, stored: StoredTensor, box: Box, target: Tensor) -> None:
+    """Copies a box of a stored tensor into `target`, which has the box's lengths; casts to its dtype.
+
+    `file` is a descriptor of `stored.path`. Reads whole rows, straight into `target` where that has the same layout. The file is not
+    mapped: a mapping would count as memory of the process, and an error of the disk would kill it.
+
+    Raises:
+        ValueError: the file ends before the tensor does.
+    """
+    if not box:
+        stored, box, target = StoredTensor(stored.path, stored.offset, stored.dtype, (1,)), ((0, 1),), target.view(1)
+    (start, stop), *rest = box
+    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+    if len(box) > 1 and (stop - start == 1 or row_bytes > BLOCK_BYTES):
+        for index in range(start, stop):
+            row = StoredTensor(stored.path, stored.offset + index * row_bytes, stored.dtype, stored.shape[1:])
+            read_stored(file, row, tuple(rest), target[index - start])
+        return
+    is_direct = (
+        target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous() and full(stored.shape[1:]) == tuple(rest)
+    )
+    step = stop - start if is_direct else max(1, BLOCK_BYTES // max(1, row_bytes))
+    for low in range(start, stop, step):
+        part = target[low - start : min(low + step, stop) - start]
+        rows = part if is_direct else torch.empty((len(part), *stored.shape[1:]), dtype=stored.dtype)
+        _read_exactly(file, stored.path, stored.offset + low * row_bytes, byte_view(rows))
+        if not is_direct:
+            part.copy_(box_view(rows, ((0, len(part)), *rest)))
+
+
+def _read_exactly(file: int, path: Path, offset: int, target: memoryview) -> None:
+    done = 0
+    while done < len(target):
+        num_bytes = os.preadv(file, [target[done:]], offset + done)
+        if not num_bytes:
+            raise ValueError(f"{path} ends at byte {offset + done}, before the tensor that it should hold; the file is damaged")
+        done += num_bytes

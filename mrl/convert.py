@@ -12,10 +12,9 @@ from pathlib import Path
 
 from conversion.cache_gc import DAY_S, Item, cache_items, collect_garbage
 from conversion.compare import differences, faults_against_manifest
+from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, export_adapters
 from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
-from conversion.to_hf import convert_mcore_to_hf, export_adapters
-from conversion.to_megatron import convert_hf_to_mcore
 from mrl import env
 from mrl.config.hub import model_folder
 from mrl.store.console import bar_progress

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from conversion.to_hf import convert_mcore_to_hf
+from conversion.convert import convert_mcore_to_hf
 from mrl.cluster.head import NoCluster
 from mrl.cluster.session import start_engines
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded

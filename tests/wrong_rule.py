@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from conversion.cuts import Qkv
 from conversion.families import nemotron_h
 from conversion.families.common import HfConfig, Model
-from conversion.layouts import Qkv
 from tests import models
 
 ATTENTION_LAYER = str(models.TINY_NEMOTRON_H["hybrid_override_pattern"]).index("*")

@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Literal
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout
+from conversion.cuts import AxisRank, Cut, Cutout, Experts
 from conversion.families.settings import HfConfig
-from conversion.layouts import Cut, Cutout, Experts, Shard
 
 Flavour = Literal["local", "te"]
 """Megatron's layer specs: of plain torch modules, or of Transformer Engine's."""
@@ -241,8 +241,8 @@ def _megatron_layout(
         raise ValueError(
             f"virtual_pipeline_model_parallel_size={parallel.vpp}: Megatron's hybrid models have no virtual stages; leave it out"
         )
-    dense, experts = Shard(parallel.tp, coords.tp), Shard(parallel.etp, coords.etp, "expert_tensor_parallel_size")
-    placement = Shard(parallel.ep, coords.ep, "expert_model_parallel_size")
+    dense, experts = AxisRank(parallel.tp, coords.tp), AxisRank(parallel.etp, coords.etp, "expert_tensor_parallel_size")
+    placement = AxisRank(parallel.ep, coords.ep, "expert_model_parallel_size")
     layout: Layout = {}
     for chunk, layer, rule in _model(family, config_key).stage(parallel, coords.pp):
         local_name, cut = rule.megatron, rule.cut
@@ -261,9 +261,9 @@ def _megatron_layout(
 def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes) -> Layout:
     if family.vllm_layers is None:
         raise ValueError(f"config.json: model_type={json.loads(config_key).get('model_type')!r} is converted only; it has no vLLM layout")
-    dense = Shard(parallel.tp, worker, "vllm_cfg.tensor_parallel_size")
-    experts = dense if parallel.ep == 1 else Shard(1, 0)
-    placement = Shard(parallel.ep, worker if parallel.ep > 1 else 0, "vllm_cfg.expert_parallel_size")
+    dense = AxisRank(parallel.tp, worker, "vllm_cfg.tensor_parallel_size")
+    experts = dense if parallel.ep == 1 else AxisRank(1, 0)
+    placement = AxisRank(parallel.ep, worker if parallel.ep > 1 else 0, "vllm_cfg.expert_parallel_size")
     for name, found in live:
         if found not in _CASTABLE:
             raise ValueError(f"{name} is {found} in the engine, to which a refit casts no weights; use an engine without quantisation")

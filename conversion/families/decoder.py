@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from conversion.cuts import Canonical, Experts, Gated, Qkv, Replicated, RowParallel, Vocabulary
 from conversion.families.common import Model, Rule
 from conversion.families.settings import HfConfig, choice, positive_integer, positive_number
-from conversion.layouts import Canonical, Experts, Gated, Qkv, Replicated, Row, Vocabulary
 
 # What no family has that we convert, by the only values that mean "without"; the first is the default.
 COMMON_SUPPORTED: dict[str, tuple[object, ...]] = {
@@ -250,7 +250,7 @@ def attention(prefix: str, decoder: Decoder) -> tuple[Rule, ...]:
             )
             for name in "qk"
         ]
-    output = Row(Canonical(prefix + "self_attn.o_proj.weight", (decoder.hidden, rows)))
+    output = RowParallel(Canonical(prefix + "self_attn.o_proj.weight", (decoder.hidden, rows)))
     return (*rules, Rule(output, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
 
 
@@ -267,7 +267,7 @@ def gated_mlp(hf: str, hidden: int, width: int, megatron: str, vllm: str) -> tup
     """Both linear layers of a gated MLP; prefixes for each holder."""
     return (
         Rule(_gated(hf, ("gate_proj", "up_proj"), width, hidden), megatron + "linear_fc1.weight", vllm + "gate_up_proj.weight"),
-        Rule(Row(Canonical(hf + "down_proj.weight", (hidden, width))), megatron + "linear_fc2.weight", vllm + "down_proj.weight"),
+        Rule(RowParallel(Canonical(hf + "down_proj.weight", (hidden, width))), megatron + "linear_fc2.weight", vllm + "down_proj.weight"),
     )
 
 
@@ -283,7 +283,7 @@ def gated_experts(prefix: str, hidden: int, moe: Moe) -> tuple[Rule, ...]:
     gate, up, down = moe.names
     expert = block + "experts.{expert}."
     first = Experts(_gated(expert, (gate, up), moe.width, hidden), moe.num_experts)
-    second = Experts(Row(Canonical(f"{expert}{down}.weight", (hidden, moe.width))), moe.num_experts)
+    second = Experts(RowParallel(Canonical(f"{expert}{down}.weight", (hidden, moe.width))), moe.num_experts)
     return (
         Rule(_replicated(block + "gate.weight", moe.num_experts, hidden), "mlp.router.weight", moe.block + "gate.weight"),
         _experts(first, "linear_fc1", moe.block + "experts.routed_experts.w13_weight"),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from conversion.cuts import Canonical, ColumnParallel, Replicated, RowParallel
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model, Rule
-from conversion.families.routers import sigmoid_router
-from conversion.families.settings import check_settings, choice, positive_integer, positive_number
-from conversion.layouts import Canonical, Column, Replicated, Row
+from conversion.families.settings import check_settings, choice, positive_integer, positive_number, sigmoid_router
 
 _SUPPORTED = decoder.COMMON_SUPPORTED | {
     "moe_layer_freq": (1, None),
@@ -125,18 +124,18 @@ def _latent_attention(hf: str, found: decoder.Decoder, latent: Attention) -> tup
         _down(hf + "kv_a_proj_with_mqa", "linear_kv_down_proj", latent.kv_rank + latent.rotary_dim, found.hidden),
         _norm(hf + "kv_a_layernorm", "linear_kv_up_proj", "kv_layernorm", latent.kv_rank),
         _up(hf + "kv_b_proj", "linear_kv_up_proj", kv_rows, latent.kv_rank),
-        Rule(Row(Canonical(hf + "o_proj.weight", (found.hidden, heads * latent.value_dim))), "self_attention.linear_proj.weight"),
+        Rule(RowParallel(Canonical(hf + "o_proj.weight", (found.hidden, heads * latent.value_dim))), "self_attention.linear_proj.weight"),
     )
 
 
 def _up(hf: str, megatron: str, *shape: int) -> Rule:
-    return Rule(Column(Canonical(hf + ".weight", shape)), f"self_attention.{megatron}.weight")
+    return Rule(ColumnParallel(Canonical(hf + ".weight", shape)), f"self_attention.{megatron}.weight")
 
 
 def _down(hf: str, megatron: str, *shape: int) -> Rule:
     # Transformer Engine's specs give every rank all of it, the local ones cut it.
     tensor = Canonical(hf + ".weight", shape)
-    return Rule(Replicated(tensor), f"self_attention.{megatron}.weight", local_cut=Column(tensor))
+    return Rule(Replicated(tensor), f"self_attention.{megatron}.weight", local_cut=ColumnParallel(tensor))
 
 
 def _norm(hf: str, fused: str, local: str, size: int) -> Rule:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model
-from conversion.families.routers import softmax_router
-from conversion.families.settings import check_settings, positive_integer
+from conversion.families.settings import check_settings, positive_integer, softmax_router
 
 _SUPPORTED = decoder.COMMON_SUPPORTED | {"router_jitter_noise": (0.0, 0, None)}
 

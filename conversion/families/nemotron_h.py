@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from conversion.cuts import Canonical, ColumnParallel, Experts, Qkv, Replicated, RowParallel, Section, Sections, Vocabulary
 from conversion.families.common import Family, HfConfig, Model, Rule
-from conversion.families.routers import sigmoid_router
-from conversion.families.settings import check_settings, positive_integer, positive_number
-from conversion.layouts import Canonical, Column, Experts, Qkv, Replicated, Row, Section, Sections, Vocabulary
+from conversion.families.settings import check_settings, positive_integer, positive_number, sigmoid_router
 
 # Names of transformers 5 (`layers_block_type`) and letters of NVIDIA's files (`hybrid_override_pattern`).
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
@@ -143,15 +142,15 @@ def _mamba(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
         _same("mixer.in_proj.weight", Sections(tensor("in_proj.weight", inner + channels + heads, sizes.hidden), sections)),
         _same("mixer.conv1d.weight", Sections(tensor("conv1d.weight", channels, 1, sizes.conv_kernel), conv_sections)),
         _same("mixer.conv1d.bias", Sections(tensor("conv1d.bias", channels), conv_sections)),
-        Rule(Column(tensor("A_log", heads), transform="neg_exp"), "mixer.A_log", "mixer.A"),
-        _same("mixer.D", Column(tensor("D", heads))),
-        _same("mixer.dt_bias", Column(tensor("dt_bias", heads))),
-        _same("mixer.norm.weight", Column(tensor("norm.weight", inner))),
-        _same("mixer.out_proj.weight", Row(tensor("out_proj.weight", sizes.hidden, inner))),
+        Rule(ColumnParallel(tensor("A_log", heads), transform="neg_exp"), "mixer.A_log", "mixer.A"),
+        _same("mixer.D", ColumnParallel(tensor("D", heads))),
+        _same("mixer.dt_bias", ColumnParallel(tensor("dt_bias", heads))),
+        _same("mixer.norm.weight", ColumnParallel(tensor("norm.weight", inner))),
+        _same("mixer.out_proj.weight", RowParallel(tensor("out_proj.weight", sizes.hidden, inner))),
     )
 
 
-def _same(name: str, cut: Column | Row | Sections) -> Rule:
+def _same(name: str, cut: ColumnParallel | RowParallel | Sections) -> Rule:
     return Rule(cut, name, name)
 
 
@@ -159,7 +158,7 @@ def _attention(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
     rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     query = Canonical(prefix + "mixer.q_proj.weight", (rows, sizes.hidden))
     key, value = (Canonical(f"{prefix}mixer.{name}_proj.weight", (kv_rows, sizes.hidden)) for name in "kv")
-    output = Row(Canonical(prefix + "mixer.o_proj.weight", (sizes.hidden, rows)))
+    output = RowParallel(Canonical(prefix + "mixer.o_proj.weight", (sizes.hidden, rows)))
     return (
         _norm(prefix, sizes, "self_attention.linear_qkv.layer_norm_weight", local="input_layernorm.weight"),
         Rule(Qkv(query, key, value, sizes.head_dim), "self_attention.linear_qkv.weight", "mixer.qkv_proj.weight"),
@@ -195,7 +194,7 @@ def _latent_projections(prefix: str, hidden: int, latent: int) -> tuple[Rule, ..
 def _experts(prefix: str, sizes: Sizes, hf: str, megatron: str, vllm: str) -> Rule:
     width = sizes.latent or sizes.hidden
     shape = (sizes.expert, width) if hf == "up_proj" else (width, sizes.expert)
-    cut = Column if hf == "up_proj" else Row
+    cut = ColumnParallel if hf == "up_proj" else RowParallel
     return Rule(
         Experts(cut(Canonical(f"{prefix}mixer.experts.{{expert}}.{hf}.weight", shape)), sizes.num_experts),
         f"mlp.experts.{megatron}.weight{{expert}}",
@@ -215,8 +214,8 @@ def _mlp(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
 def _dense(hf: str, hidden: int, width: int, megatron: str, vllm: str) -> tuple[Rule, ...]:
     up, down = Canonical(hf + "up_proj.weight", (width, hidden)), Canonical(hf + "down_proj.weight", (hidden, width))
     return (
-        Rule(Column(up), megatron + "linear_fc1.weight", vllm + "up_proj.weight"),
-        Rule(Row(down), megatron + "linear_fc2.weight", vllm + "down_proj.weight"),
+        Rule(ColumnParallel(up), megatron + "linear_fc1.weight", vllm + "up_proj.weight"),
+        Rule(RowParallel(down), megatron + "linear_fc2.weight", vllm + "down_proj.weight"),
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model
-from conversion.families.routers import softmax_router
-from conversion.families.settings import check_settings, choice, positive_integer
+from conversion.families.settings import check_settings, choice, positive_integer, softmax_router
 
 # vLLM builds a shared expert for this key, which transformers does not know.
 _SUPPORTED = decoder.COMMON_SUPPORTED | {"shared_expert_intermediate_size": (0, None)}

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.storage.files import weight_files
+from conversion.files.hf_folder import weight_files
 from mrl.config.model import read_model
 from mrl.config.schema.run import RunConfig
 

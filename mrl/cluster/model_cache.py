@@ -11,7 +11,7 @@ from typing import cast
 
 from conversion.cache import cached_mcore, discard, mcore_in_use, read_entry, root_of
 from conversion.families.common import MegatronParallel
-from conversion.storage.canary import PATIENCE_S, is_answered, release_canary, retire_canary
+from conversion.files.canary import PATIENCE_S, is_answered, release_canary, retire_canary
 from mrl import env
 from mrl.cluster.waiting import wait_all
 

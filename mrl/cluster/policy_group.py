@@ -13,7 +13,7 @@ from typing import cast
 import ray
 
 from conversion.cache import check_entry
-from conversion.storage.canary import answer_canary
+from conversion.files.canary import answer_canary
 from mrl import env
 from mrl.capacity.start_deadline import start_deadline
 from mrl.cluster.environment import policy_variables

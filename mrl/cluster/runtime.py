@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
 
-from conversion.storage.owners import Owner, heartbeat, may_live, this_process
+from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl.cluster.head import join_cluster
 from mrl.cluster.reaper import start_reaper
 from mrl.config.schema.run import RunConfig

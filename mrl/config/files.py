@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import mrl
-from conversion.storage.files import read_file
+from conversion.files.reading import read_file
 from mrl.config.bounds import check_yaml
 from mrl.config.dialect.names import RENAMED
 from mrl.config.errors import ConfigError

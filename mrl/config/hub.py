@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from conversion.storage.files import weight_files
+from conversion.files.hf_folder import weight_files
 
 logger = logging.getLogger(__name__)
 

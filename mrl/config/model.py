@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from conversion.families.registry import FAMILIES, family
-from conversion.storage.files import read_json
+from conversion.files.reading import read_json
 from mrl.config.hub import cached_folder, is_hub_id, is_prepared, model_folder
 from mrl.config.overridden import overridden_config
 from mrl.config.partial import NotKnown

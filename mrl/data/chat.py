@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from conversion.storage.files import check_files, read_file
+from conversion.files.reading import check_plain_folder, read_file
 from mrl.data.fields import Message, RowError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # takes seconds to import; readers of data without text need not wait
 
     try:
-        check_files(Path(folder))
+        check_plain_folder(Path(folder))
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RecursionError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)

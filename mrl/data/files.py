@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from conversion.storage.files import name_inside, read_json
+from conversion.files.reading import name_inside, read_json
 from mrl.config.datasets import known_dataset
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
-from conversion.storage.files import write_atomic
+from conversion.files.durable import write_atomic
 from mrl.config.rules.data import train_datasets, validation_datasets
 from mrl.config.texts import safe_text
 from mrl.data.fields import Fields, RowError, json_object

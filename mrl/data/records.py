@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from conversion.storage.files import open_file
+from conversion.files.reading import open_file
 from mrl.data.fields import MAX_LINE_BYTES
 
 MAX_EXPANSION = 50

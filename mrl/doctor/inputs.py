@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conversion.storage.files import weight_files
+from conversion.files.hf_folder import weight_files
 from mrl import env
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.hub import is_hub_id

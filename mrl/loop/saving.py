@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from conversion.storage.manifest import FileRecord
+from conversion.files.manifest import FileRecord
 from mrl.capacity.phases import Phase
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.config.schema.run import RunConfig

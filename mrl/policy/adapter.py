@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from conversion.adapters import Kind
-from conversion.tensors import merged
+from conversion.tensors import merge_lora
 from mrl.config.schema.peft import PeftConfig
 
 
@@ -96,8 +96,8 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, base: Tensor, target: Tensor) -> None:
-        """Writes what the layer's weight `base` is with the adapter; see `conversion.tensors.merged`."""
-        target.copy_(merged(base, self.linear_in.weight, self.linear_out.weight, self._scale))
+        """Writes what the layer's weight `base` is with the adapter; see `conversion.tensors.merge_lora`."""
+        target.copy_(merge_lora(base, self.linear_in.weight, self.linear_out.weight, self._scale))
 
     def _drop(self, x: Tensor, is_own: bool) -> Tensor:
         if not self.training or not self._dropout:

@@ -25,8 +25,8 @@ from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
-from conversion.storage.files import open_file
-from conversion.storage.torch_dist_io import TorchDistFolder
+from conversion.files.reading import open_file
+from conversion.files.torch_dist import TorchDistFolder
 from mrl.policy import lora, reward_head, shares
 from mrl.policy.checkpoint_writer import InProcessStrategy, Writing
 from mrl.policy.optimizer import hybrids, parts

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from conversion.storage.files import sync_file
-from conversion.storage.manifest import FileRecord, file_record
+from conversion.files.durable import sync_file
+from conversion.files.manifest import FileRecord, file_record
 from mrl.policy.reports import WriteReport
 
 

@@ -17,9 +17,9 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from conversion.cuts import MEGATRON_VOCABULARY_MULTIPLE
 from conversion.families.common import HfConfig
 from conversion.families.registry import family
-from conversion.layouts import MEGATRON_VOCABULARY_MULTIPLE
 from mrl.policy import compat
 from mrl.policy.frozen import freeze
 from mrl.policy.fusions import fusion_arguments

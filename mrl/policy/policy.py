@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from conversion.boxes import Slot
 from conversion.families.common import MegatronCoords
 from conversion.families.registry import family
-from conversion.storage.safetensors_io import fill_layout
+from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase

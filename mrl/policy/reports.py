@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conversion.storage.manifest import FileRecord
+from conversion.files.manifest import FileRecord
 
 
 @dataclass(frozen=True)

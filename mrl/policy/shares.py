@@ -23,7 +23,7 @@ from megatron.core.optimizer import DistributedOptimizer
 from torch import Tensor
 
 from conversion.boxes import Box, full, intersect, lengths, place, range_boxes, volume
-from conversion.storage.torch_dist_io import TorchDistFolder
+from conversion.files.torch_dist import TorchDistFolder
 from conversion.tensors import box_view
 
 SHARDING_TYPE = "fully_reshardable"

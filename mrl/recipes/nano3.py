@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from conversion.storage.files import sync_file, sync_folder, write_atomic
+from conversion.files.durable import sync_file, sync_folder, write_atomic
 from mrl.config.rules.environments import environment_of_agent
 from mrl.data.fields import Fields, RowError, json_object, text_of
 from mrl.data.files import SUFFIXES

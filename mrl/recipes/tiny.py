@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.storage.files import publish
+from conversion.files.durable import publish
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from conversion.families.registry import family
-from conversion.storage.checkpoint_folder import read_config
-from conversion.storage.files import INDEX_FILE, open_file, weight_files
-from conversion.storage.safetensors_header import Entry, read_header
+from conversion.files.hf_folder import INDEX_FILE, HeaderTensor, read_config, read_header, weight_files
+from conversion.files.reading import open_file
 from mrl.doctor.findings import Finding
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ def _check_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[
     except ValueError as error:
         return [Finding("model", "problem", f"{error}; {AGAIN}")]
     problems: list[str] = []
-    stored: dict[str, Entry] = {}
+    stored: dict[str, HeaderTensor] = {}
     for path in files:
         try:
             stored |= _header(path)
@@ -89,7 +88,7 @@ def _check_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[
     return [Finding("model", "ok", text)]
 
 
-def _misfits(stored: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _misfits(stored: Mapping[str, HeaderTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Problems of a folder's tensors: missing, unknown, or of another shape."""
     wrong_shape = {name for name in shapes.keys() & stored.keys() if stored[name].shape != shapes[name]}
     faults = {
@@ -128,7 +127,7 @@ def check_disk(folder: Path, min_free_bytes: int) -> Finding:
     return Finding("disk", "problem", f"{text}, {need}")
 
 
-def _header(path: Path) -> dict[str, Entry]:
+def _header(path: Path) -> dict[str, HeaderTensor]:
     file = open_file(path)
     try:
         return read_header(file, path)

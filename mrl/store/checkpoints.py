@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.storage.files import name_inside, read_file, read_json, sha256_file, sync_file, sync_folder, write_atomic
-from conversion.storage.manifest import FileRecord, file_record
+from conversion.files.durable import sync_file, sync_folder, write_atomic
+from conversion.files.manifest import FileRecord, file_record
+from conversion.files.reading import name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig
 from mrl.store.ownership import unowned
 from mrl.types import RunState

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.storage.files import write_atomic
+from conversion.files.durable import write_atomic
 from mrl.algo.evaluation import consensus_at_k, pass_at_k
 from mrl.types import RolloutGroup
 

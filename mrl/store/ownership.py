@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from conversion.storage.files import write_atomic
-from conversion.storage.owners import HEARTBEAT_S, Owner, heartbeat, this_process
+from conversion.files.durable import write_atomic
+from conversion.files.owners import HEARTBEAT_S, Owner, heartbeat, this_process
 from mrl import env
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from html import escape
 from pathlib import Path
 
-from conversion.storage.files import write_atomic
+from conversion.files.durable import write_atomic
 from mrl.store.charts import Series, line_chart, stacked_chart
 
 PHASES = ("generation", "reward", "train", "refit", "validation", "checkpoint")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from conversion.storage.files import write_atomic
+from conversion.files.durable import write_atomic
 from mrl.config.redact import resolved_yaml
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text

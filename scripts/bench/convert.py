@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conversion.to_hf import convert_mcore_to_hf
-from conversion.to_megatron import convert_hf_to_mcore
+from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from tests.long.record import Row, record
 from tests.unit.conversion.hf_folders import large_config, write_large_folder
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from conversion import to_megatron
+from conversion import convert as conversion_module
 from conversion.compare import differences, faults_against_manifest
-from conversion.to_hf import convert_mcore_to_hf
-from conversion.to_megatron import convert_hf_to_mcore
+from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from tests.unit.conversion.hf_folders import large_config, write_large_folder
 
 
@@ -57,7 +56,7 @@ def content(folder: Path) -> dict[str, str]:
 def test_what_a_killed_conversion_left_is_continued(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str, num_kills: int
 ):
-    monkeypatch.setattr(to_megatron, "MAX_FILE_BYTES", 40_000_000)
+    monkeypatch.setattr(conversion_module, "MAX_FILE_BYTES", 40_000_000)
     source, convert = hf, to_mcore
     if direction == "mcore-to-hf":
         to_mcore(hf, tmp_path / "mcore")
@@ -87,7 +86,7 @@ def test_what_a_killed_conversion_left_is_continued(
 
 
 def test_a_leftover_of_another_source_is_not_continued(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(to_megatron, "MAX_FILE_BYTES", 40_000_000)
+    monkeypatch.setattr(conversion_module, "MAX_FILE_BYTES", 40_000_000)
     pid = in_child(to_mcore, hf, tmp_path / "out")
     while not list(tmp_path.rglob("*.finished")):
         time.sleep(0.005)

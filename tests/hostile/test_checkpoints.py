@@ -18,9 +18,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from conversion.cache import Entry, cached_mcore, check_entry, read_entry
-from conversion.storage.manifest import MANIFEST, Manifest, file_names, file_record, read_manifest, write_manifest
-from conversion.storage.pickles import METADATA_NAMES, unpickle
+from conversion.cache import CacheEntry, cached_mcore, check_entry, read_entry
+from conversion.files.manifest import MANIFEST, Manifest, file_names, file_record, read_manifest, write_manifest
 from mrl.config.schema.run import CheckpointingConfig
 from mrl.store.checkpoints import CheckpointStore
 from tests import models
@@ -206,7 +205,7 @@ def raise_(message: str) -> None:
 
 
 def read(folder: Path) -> Metadata:
-    metadata = unpickle((folder / ".metadata").read_bytes(), METADATA_NAMES, "the honest one")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
     assert isinstance(metadata, Metadata)
     return metadata
 
@@ -265,7 +264,7 @@ def seal_step(weights: Path) -> None:
 def seal_entry(folder: Path) -> None:
     """Manifest and marker of a cache entry, so that its checksums are right."""
     old, entry = read_manifest(folder), read_entry(folder.parent)
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, CacheEntry)
     write_manifest(folder, Manifest(old.source, old.tensors, {name: file_record(folder / name) for name in file_names(folder)}))
     digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     (folder.parent / "entry.json").write_text(json.dumps(vars(entry) | {"manifest_sha256": digest}))

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conversion.storage.safetensors_io import SafetensorsFolder
+from conversion.files.safetensors import SafetensorsFolder
 from mrl.config.model import read_model
 from mrl.config.schema.data import DatasetConfig
 from mrl.data.chat import load_tokenizer

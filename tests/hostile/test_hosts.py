@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.storage.owners import ABANDONED_S, Owner, this_process
+from conversion.files.owners import ABANDONED_S, Owner, this_process
 from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE, RAY_FOLDER, ray_runtime, reclaim_dead_owners
 from mrl.config.load import load_config
 

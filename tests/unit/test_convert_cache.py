@@ -10,7 +10,7 @@ import pytest
 
 from conversion.cache import cached_mcore, mcore_in_use
 from conversion.cache_gc import DAY_S, cache_items
-from conversion.storage.owners import owned_name
+from conversion.files.owners import owned_name
 from mrl.convert import main
 from tests.unit.conversion.cached_models import save_model
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.storage.files import sha256_file
+from conversion.files.reading import sha256_file
 from mrl.evaluate import find_target
 
 

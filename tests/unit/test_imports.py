@@ -35,13 +35,8 @@ ALLOWED_BESIDE = {("mrl.config", "conversion"), ("mrl.config", "mrl.env")}
 HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 # The files of conversion/ that touch bytes; all others are tables and need the standard library only.
 BYTE_MODULES = {
-    *(f"conversion.{name}" for name in "compare merged tensors to_hf to_megatron".split()),
-    *(
-        f"conversion.storage.{name}"
-        for name in (
-            "attempts file_boxes finished_files manifest pickles safetensors_io safetensors_out torch_archive torch_dist_io torch_dist_out"
-        ).split()
-    ),
+    *(f"conversion.{name}" for name in "compare convert lora_export tensors".split()),
+    *(f"conversion.files.{name}" for name in "checkpoint_metadata hashed_files manifest safetensors torch_dist torch_dist_writer".split()),
 }
 # What a bare GPU machine has: enough to try the policy and the refit without the rest.
 BARE_LIBRARIES = {"isal", "megatron", "numpy", "safetensors", "torch", "triton"}

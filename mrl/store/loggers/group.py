@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from conversion.storage.files import write_atomic
+from conversion.files.durable import write_atomic
 from mrl.config.redact import redact
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from conversion.cache import Entry, check_entry, read_entry
+from conversion.cache import CacheEntry, check_entry, read_entry
 from conversion.families.common import MegatronParallel
-from conversion.storage.canary import answer_canary
+from conversion.files.canary import answer_canary
 from mrl.cluster.model_cache import check_shared, starting_weights
 from mrl.cluster.runtime import ray_runtime
 from mrl.config.load import load_config
@@ -78,7 +78,7 @@ def test_of_two_runs_that_find_the_same_damage_one_repairs_it(tmp_path: Path):
     with starting_weights(model, tmp_path / "cache", MegatronParallel()) as weights:
         assert weights.cached is not None
         (weights.cached / "manifest.json").write_text("damaged")
-        repaired: list[Entry | None] = []
+        repaired: list[CacheEntry | None] = []
 
         def check_while_another_repairs(folder: Path) -> None:
             try:

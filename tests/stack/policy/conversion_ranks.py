@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from conversion.storage.safetensors_io import read_layout
+from conversion.files.safetensors import read_layout
 from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import open_policy, train
 from tests.stack.policy.save_ranks import save

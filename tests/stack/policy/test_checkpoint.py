@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from conversion.boxes import Slot
 from conversion.families.registry import family
-from conversion.storage.torch_dist_io import TorchDistFolder
+from conversion.files.torch_dist import TorchDistFolder
 from tests import models
 from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.ranks import RankPool

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from conversion.storage.torch_dist_io import TorchDistFolder
+from conversion.files.torch_dist import TorchDistFolder
 from mrl.convert import main as convert
 from tests import models
 from tests.sources import ROOT

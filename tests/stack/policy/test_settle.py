@@ -11,7 +11,7 @@ import torch
 
 from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
-from conversion.storage.safetensors_io import read_layout
+from conversion.files.safetensors import read_layout
 from conversion.tensors import box_view
 from tests import models
 from tests.stack.policy import policy_ranks

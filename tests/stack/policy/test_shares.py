@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conversion.storage.torch_dist_io import TorchDistFolder
+from conversion.files.torch_dist import TorchDistFolder
 from tests import models
 from tests.stack.policy import policy_ranks, share_ranks
 from tests.stack.ranks import RankPool

@@ -10,7 +10,7 @@ import pytest
 
 from conversion.cache import cached_mcore
 from conversion.families.registry import family
-from conversion.storage.torch_dist_io import TorchDistFolder
+from conversion.files.torch_dist import TorchDistFolder
 from tests import models
 from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.policy.layouts import EP2, TP2_SP, assert_close, gradients_of

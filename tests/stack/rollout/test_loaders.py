@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from conversion.families.common import VllmParallel
 from conversion.families.registry import FAMILIES, family
-from conversion.storage.safetensors_io import read_layout
+from conversion.files.safetensors import read_layout
 from conversion.tensors import dtype_name
 from mrl.config.schema.generation import Precision
 from tests import models

@@ -13,8 +13,8 @@ import pytest
 
 from conversion.families import registry
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
+from conversion.files.safetensors import read_layout
 from conversion.reshard import ScheduleError
-from conversion.storage.safetensors_io import read_layout
 from mrl.cluster.engine_group import EngineGroup
 from mrl.cluster.placement import Placement
 from mrl.cluster.policy_group import PolicyGroup

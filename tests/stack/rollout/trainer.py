@@ -14,7 +14,7 @@ from torch import Tensor
 from conversion.boxes import Layout, Slot
 from conversion.families.common import EngineDtypes, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
-from conversion.storage.safetensors_io import read_layout
+from conversion.files.safetensors import read_layout
 from mrl.config.schema.generation import Precision
 from mrl.policy.arena import Arena
 from mrl.refit.exchange import Exchange

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -16,10 +17,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from conversion import cache, to_megatron
+from conversion import cache, convert
+from conversion.convert import convert_hf_to_mcore
 from conversion.families.registry import family
-from conversion.storage.finished_files import FinishedFiles
-from conversion.to_megatron import convert_hf_to_mcore
+from conversion.files.hashed_files import FinishedFiles, HashedFile
 from tests.unit.conversion.dense import TINY
 
 TIMEOUT_S = 30.0
@@ -67,31 +68,32 @@ def fill_unseeing(hf: Path, root: Path, log: Path) -> str:
 
 def fill_in_files(hf: Path, root: Path, log: Path) -> None:
     """`fill` in files of 64 KB; `log` with the suffix .kept gets a line for each that an earlier attempt had finished."""
-    to_megatron.MAX_FILE_BYTES = 1 << 16
-    kept = FinishedFiles.kept
+    convert.MAX_FILE_BYTES = 1 << 16
+    written = FinishedFiles.written
 
-    def logged(self: FinishedFiles, path: Path) -> object | None:
-        note = kept(self, path)
-        if note is not None:
+    def logged(self: FinishedFiles, path: Path, write: Callable[[HashedFile], object]) -> tuple[object, bool]:
+        note, is_kept = written(self, path, write)
+        if is_kept:
             with log.with_suffix(".kept").open("a") as file:
                 file.write(f"{path.name}\n")
-        return note
+        return note, is_kept
 
-    FinishedFiles.kept = logged
+    FinishedFiles.written = logged
     fill(hf, root, log)
 
 
 def fill_and_die(hf: Path, root: Path, log: Path) -> None:
     """`fill_in_files`, killed by itself before the fourth file, once the records of two stand beside them."""
-    finish = FinishedFiles.finish
+    written = FinishedFiles.written
 
-    def finish_three(self: FinishedFiles, path: Path, note: object) -> None:
-        finish(self, path, note)
+    def write_three(self: FinishedFiles, path: Path, write: Callable[[HashedFile], object]) -> tuple[object, bool]:
+        found = written(self, path, write)
         while path.name == "__2_0.distcp":
             if len(list(path.parent.glob("*.finished"))) >= 2:
                 os.kill(os.getpid(), signal.SIGKILL)
+        return found
 
-    FinishedFiles.finish = finish_three
+    FinishedFiles.written = write_three
     fill_in_files(hf, root, log)
 
 

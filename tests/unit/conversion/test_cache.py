@@ -14,11 +14,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from conversion import cache
-from conversion.cache import Entry, cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
-from conversion.storage import file_hashes
-from conversion.storage.manifest import verify_manifest
-from conversion.storage.owners import owned, owned_name, removal_name
-from conversion.to_megatron import convert_hf_to_mcore
+from conversion.cache import CacheEntry, cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
+from conversion.convert import convert_hf_to_mcore
+from conversion.files import hashes
+from conversion.files.manifest import file_faults
+from conversion.files.owners import owned, owned_name, removal_name
 from tests.unit.conversion.cached_models import fill_until, light_processes, save_model
 
 
@@ -45,7 +45,7 @@ def elsewhere(name: str) -> str:
 
 def test_the_first_use_converts_and_the_second_finds(hf: Path, root: Path):
     folder = cached_mcore(hf, root)
-    verify_manifest(folder)
+    assert file_faults(folder) == []
     check_entry(folder)
     entry = read_entry(folder.parent)
     assert entry is not None and entry.model == str(hf)
@@ -56,7 +56,7 @@ def test_the_first_use_converts_and_the_second_finds(hf: Path, root: Path):
 
 
 def test_the_key_follows_from_content_alone(hf: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(file_hashes, "SETTLED_S", -1.0)
+    monkeypatch.setattr(hashes, "SETTLED_S", -1.0)
     key = entry_key(hf, root, dtype=None)
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -193,7 +193,7 @@ def test_what_another_process_publishes_meanwhile_stays(hf: Path, root: Path, mo
     final.mkdir(parents=True)
     number, looks = built.stat().st_ino, []
 
-    def look_too_early(folder: Path) -> Entry | None:
+    def look_too_early(folder: Path) -> CacheEntry | None:
         found = read_entry(folder)
         looks.append(folder)
         if len(looks) == (1 if moment == "before it is looked for again" else 2):
@@ -233,7 +233,7 @@ def test_an_entry_that_gc_takes_out_and_puts_back_is_found(hf: Path, root: Path,
     aside = root / "building" / removal_name(entry.name)
     looks = []
 
-    def look_too_early(folder: Path) -> Entry | None:
+    def look_too_early(folder: Path) -> CacheEntry | None:
         looks.append(folder)
         found = read_entry(folder)
         if len(looks) == 1:

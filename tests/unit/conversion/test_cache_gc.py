@@ -15,8 +15,8 @@ import pytest
 from conversion import cache, cache_gc
 from conversion.cache import MARKER, cached_mcore, check_entry, entry_key, mcore_in_use
 from conversion.cache_gc import DAY_S, cache_items, collect_garbage
-from conversion.storage.owners import ABANDONED_S, owned, owned_name
-from conversion.to_megatron import convert_hf_to_mcore
+from conversion.convert import convert_hf_to_mcore
+from conversion.files.owners import ABANDONED_S, owned, owned_name
 from tests.unit.conversion.cached_models import save_model
 
 
@@ -40,7 +40,7 @@ def names(root: Path) -> list[str]:
 
 
 def name_of_the_dead(what: str) -> str:
-    code = f"from conversion.storage.owners import owned_name; print(owned_name({what!r}))"
+    code = f"from conversion.files.owners import owned_name; print(owned_name({what!r}))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 

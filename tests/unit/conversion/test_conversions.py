@@ -15,13 +15,12 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from conversion.boxes import tiling_fault
 from conversion.compare import differences, faults_against_manifest
+from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from conversion.families.common import MegatronParallel
 from conversion.families.registry import FAMILIES, family
-from conversion.storage.checkpoint_folder import file_state
-from conversion.storage.chunks import files_of_ranks
-from conversion.storage.manifest import check_files, read_manifest
-from conversion.to_hf import convert_mcore_to_hf
-from conversion.to_megatron import convert_hf_to_mcore
+from conversion.files.manifest import check_files, read_manifest
+from conversion.files.reading import file_state
+from conversion.files.torch_dist_writer import files_of_ranks
 from tests.unit.conversion.hf_folders import tiny_config, write_folder
 
 # Files that each layout gives: its ranks with different coordinates.
@@ -165,7 +164,7 @@ def test_zeros_of_different_sign_differ(pair: tuple[Path, Path], tmp_path: Path)
 
 def test_a_wrong_rule_is_found_by_verify_although_every_file_is_as_it_was_written(pair: tuple[Path, Path], tmp_path: Path, monkeypatch):
     """Checksums of tensors come from the source by another path than what is written."""
-    import conversion.storage.torch_dist_out as out
+    import conversion.files.torch_dist_writer as out
 
     real = out.fill_from
 

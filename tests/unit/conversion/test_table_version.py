@@ -11,7 +11,7 @@ import pytest
 
 from conversion.boxes import Layout
 from conversion.families.registry import FAMILIES, family
-from conversion.storage.manifest import TABLE_VERSION, FileRecord, Manifest, TensorRecord
+from conversion.files.manifest import TABLE_VERSION, FileRecord, Manifest, TensorRecord
 
 _DECODER: dict[str, object] = dict(
     vocab_size=100,
@@ -116,7 +116,7 @@ def test_a_changed_layout_has_another_table_version(model_type: str):
     known = DIGESTS.get(TABLE_VERSION, {}).get(model_type)
     assert digest(model_type) == known, (
         "checkpoints of this family are laid out in another way than before, or manifests are: raise TABLE_VERSION of "
-        "conversion.storage.manifest, so that no run takes an old one out of the cache, and add the digests of the new version here"
+        "conversion.files.manifest, so that no run takes an old one out of the cache, and add the digests of the new version here"
     )
 
 

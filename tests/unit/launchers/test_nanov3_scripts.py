@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from conversion.families.registry import family
-from conversion.storage.files import INDEX_FILE
+from conversion.files.hf_folder import INDEX_FILE
 from tests.sources import ROOT
 from tests.unit.conversion.families.test_nemotron_h import NANO_30B
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conversion.families.registry import family
-from conversion.storage.files import INDEX_FILE
+from conversion.files.hf_folder import INDEX_FILE
 from mrl import prepare
 from tests.sources import ROOT
 from tests.unit.conversion.hf_folders import tiny_config

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.storage.manifest import file_record
+from conversion.files.manifest import file_record
 from mrl.config.schema.run import CheckpointingConfig
 from mrl.store.checkpoints import MANIFEST, MARKER, CheckpointStore, find_damage
 from mrl.types import RunState

@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout
-from conversion.storage.files import INDEX_FILE
-from conversion.storage.manifest import FINISHED_SUFFIX
-from conversion.storage.safetensors_io import SafetensorsFolder, fill_layout, read_layout
-from conversion.storage.safetensors_out import write_safetensors
+from conversion.files.hf_folder import INDEX_FILE
+from conversion.files.manifest import FINISHED_SUFFIX
+from conversion.files.safetensors import SafetensorsFolder, fill_layout, read_layout, write_safetensors
 from tests.unit.conversion.memory import InMemory
 
 TENSORS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from conversion.storage.owners import owned_name
+from conversion.files.owners import owned_name
 
 # Network file systems may show a new name late.
 PATIENCE_S = 20.0

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from conversion.storage.files import INDEX_FILE, SINGLE_FILE, publish, weight_files, write_atomic
+from conversion.files.durable import publish, write_atomic
+from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, weight_files
 
 
 def test_of_many_who_publish_one_wins(tmp_path: Path):

@@ -23,7 +23,7 @@ class Canonical:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class AxisRank:
     """Part `rank` of `size` equal parts; `axis` names the parallel size in messages."""
 
     size: int
@@ -42,7 +42,7 @@ class Shard:
         return self.rank * step, (self.rank + 1) * step
 
 
-WHOLE = Shard(1, 0)
+WHOLE = AxisRank(1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class Cut(ABC):
         """The canonical tensors, in the order of the Hugging Face checkpoint."""
 
     @abstractmethod
-    def megatron(self, shard: Shard) -> Cutout:
+    def megatron(self, shard: AxisRank) -> Cutout:
         """The tensor of a Megatron rank."""
 
-    def vllm(self, shard: Shard) -> Cutout:
+    def vllm(self, shard: AxisRank) -> Cutout:
         """The tensor of a vLLM worker."""
         return self.megatron(shard)
 
@@ -85,13 +85,13 @@ class Replicated(Cut):
     def tensors(self) -> tuple[Canonical, ...]:
         return (self.tensor,)
 
-    def megatron(self, shard: Shard) -> Cutout:
+    def megatron(self, shard: AxisRank) -> Cutout:
         whole = _full(self.tensor.shape)
         return Cutout(self.tensor.shape, (Piece(self.tensor.name, whole, whole),))
 
 
 @dataclass(frozen=True)
-class Column(Cut):
+class ColumnParallel(Cut):
     """Rows (the first dimension, outputs of a linear layer) are cut. `transform` is vLLM's."""
 
     tensor: Canonical
@@ -101,17 +101,17 @@ class Column(Cut):
     def tensors(self) -> tuple[Canonical, ...]:
         return (self.tensor,)
 
-    def megatron(self, shard: Shard) -> Cutout:
+    def megatron(self, shard: AxisRank) -> Cutout:
         return _stack(self.tensor, [shard.part(self.tensor.shape[0], f"rows of {self.tensor.name}")])
 
-    def vllm(self, shard: Shard) -> Cutout:
+    def vllm(self, shard: AxisRank) -> Cutout:
         cut = self.megatron(shard)
         pieces = tuple(Piece(piece.name, piece.box, piece.local, self.transform) for piece in cut.pieces)
         return Cutout(cut.shape, pieces)
 
 
 @dataclass(frozen=True)
-class Row(Cut):
+class RowParallel(Cut):
     """Columns (the second dimension, inputs of a linear layer) are cut."""
 
     tensor: Canonical
@@ -120,7 +120,7 @@ class Row(Cut):
     def tensors(self) -> tuple[Canonical, ...]:
         return (self.tensor,)
 
-    def megatron(self, shard: Shard) -> Cutout:
+    def megatron(self, shard: AxisRank) -> Cutout:
         rows, total = self.tensor.shape
         start, stop = shard.part(total, f"columns of {self.tensor.name}")
         shape = (rows, stop - start)
@@ -139,16 +139,16 @@ class Vocabulary(Cut):
     def tensors(self) -> tuple[Canonical, ...]:
         return (self.tensor,)
 
-    def megatron(self, shard: Shard) -> Cutout:
+    def megatron(self, shard: AxisRank) -> Cutout:
         return self._padded(shard, _round_up(self.tensor.shape[0], MEGATRON_VOCABULARY_MULTIPLE * shard.size))
 
-    def vllm(self, shard: Shard) -> Cutout:
+    def vllm(self, shard: AxisRank) -> Cutout:
         return self._padded(shard, _round_up(self.tensor.shape[0], VLLM_VOCABULARY_MULTIPLE))
 
     def checkpoint(self) -> dict[str, Cutout]:
         return {"": self.megatron(WHOLE) if self.padded_rows is None else self._padded(WHOLE, self.padded_rows)}
 
-    def _padded(self, shard: Shard, padded_rows: int) -> Cutout:
+    def _padded(self, shard: AxisRank, padded_rows: int) -> Cutout:
         rows, *tail = self.tensor.shape
         start, stop = shard.part(padded_rows, f"padded rows of {self.tensor.name}")
         shape = (stop - start, *tail)
@@ -178,10 +178,10 @@ class Sections(Cut):
     def tensors(self) -> tuple[Canonical, ...]:
         return (self.tensor,)
 
-    def megatron(self, shard: Shard) -> Cutout:
+    def megatron(self, shard: AxisRank) -> Cutout:
         return self._cut(shard, share_single_units=False)
 
-    def vllm(self, shard: Shard) -> Cutout:
+    def vllm(self, shard: AxisRank) -> Cutout:
         # vLLM gives every worker a copy of a single Mamba group.
         return self._cut(shard, share_single_units=True)
 
@@ -192,7 +192,7 @@ class Sections(Cut):
             offset += section.rows
         return cuts
 
-    def _cut(self, shard: Shard, *, share_single_units: bool) -> Cutout:
+    def _cut(self, shard: AxisRank, *, share_single_units: bool) -> Cutout:
         ranges, offset = [], 0
         for section in self.sections:
             part = WHOLE if share_single_units and section.num_units == 1 else shard
@@ -216,7 +216,7 @@ class Qkv(Cut):
     def tensors(self) -> tuple[Canonical, ...]:
         return self.query, self.key, self.value
 
-    def megatron(self, shard: Shard) -> Cutout:
+    def megatron(self, shard: AxisRank) -> Cutout:
         """Equal row blocks of [q of group 0 | k 0 | v 0 | q of group 1 | ...]; a block may begin inside of a head."""
         num_groups = self.key.shape[0] // self.head_dim
         parts = []
@@ -233,7 +233,7 @@ class Qkv(Cut):
             offset += stop - start
         return _concatenate(clipped)
 
-    def vllm(self, shard: Shard) -> Cutout:
+    def vllm(self, shard: AxisRank) -> Cutout:
         """[q of the worker | k | v]; with more workers than key heads, several workers hold the same key head."""
         num_heads, num_groups = (tensor.shape[0] // self.head_dim for tensor in (self.query, self.key))
         first, last = shard.part(num_heads, f"heads of {self.query.name}")
@@ -262,7 +262,7 @@ class Gated(Cut):
     def tensors(self) -> tuple[Canonical, ...]:
         return self.gate, self.up
 
-    def megatron(self, shard: Shard) -> Cutout:
+    def megatron(self, shard: AxisRank) -> Cutout:
         start, stop = shard.part(self.gate.shape[0], f"rows of {self.gate.name}")
         return _concatenate([(self.gate, start, stop), (self.up, start, stop)])
 
@@ -287,7 +287,7 @@ class Experts:
             tensor.name: [tensor.name.replace("{expert}", str(index)) for index in range(self.num_experts)] for tensor in self.cut.tensors
         }
 
-    def megatron(self, expert_shard: Shard, shard: Shard) -> list[Cutout]:
+    def megatron(self, expert_shard: AxisRank, shard: AxisRank) -> list[Cutout]:
         """The tensors of a rank, by local expert."""
         cut = self.cut.megatron(shard)
         pieces = [(self._names[piece.name], piece.box, piece.local, piece.transform) for piece in cut.pieces]
@@ -300,7 +300,7 @@ class Experts:
         """The global tensor [experts, ...] of a Megatron checkpoint."""
         return self._stacked(self.cut.megatron(WHOLE), range(self.num_experts))
 
-    def vllm(self, expert_shard: Shard, shard: Shard) -> Cutout:
+    def vllm(self, expert_shard: AxisRank, shard: AxisRank) -> Cutout:
         """The tensor [local experts, ...] of a worker under vLLM's linear placement, where the first workers may hold one expert more."""
         if expert_shard.size > self.num_experts:
             raise ValueError(f"{expert_shard.axis}={expert_shard.size} is more than the {self.num_experts} experts")

@@ -1,13 +1,75 @@
-"""How the global tensors of a Megatron checkpoint are cut into chunks, and which file each chunk goes to. Standard library only."""
+"""Writes Megatron's torch_dist checkpoints without Megatron: how tensors are cut into chunks and files, and the files.
+
+A file is what torch's FileSystemWriter makes: one torch.save after the other. The writer itself keeps every tensor of a file in memory
+until the file is complete, so it cannot write large files.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import math
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, cast
 
-from conversion.boxes import DTYPE_BYTES, Box, Layout, Piece, Slot, SlotLayout, full, intersect, lengths, place, subtract
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from conversion.boxes import (
+    DTYPE_BYTES,
+    Box,
+    Layout,
+    Piece,
+    Slot,
+    SlotLayout,
+    counted_from,
+    full,
+    intersect,
+    lengths,
+    place,
+    subtract,
+    volume,
+)
 from conversion.families.common import Family, HfConfig, MegatronCoords, MegatronParallel
+from conversion.files.checkpoint_metadata import METADATA_FILE
+from conversion.files.hashed_files import FinishedFiles, HashedFile
+from conversion.files.manifest import FileRecord
+from conversion.progress import Report, counter
+from conversion.tensors import BoxSource, fill_from, torch_dtype
+
+MAX_CHUNK_BYTES = 1 << 30
+"""Larger tensors are cut: one chunk is held in memory."""
+
+Place = tuple[int, int]
+"""Offset and length of a chunk in its file, in bytes."""
+
+# What megatron.core.dist_checkpointing looks for before it opens a folder.
+_MEGATRON_METADATA = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+# Modules that keep an `_extra_state` in checkpoints (scales of FP8) where they are Transformer Engine's. It is empty here, but Megatron's
+# loader insists on the keys. Some versions have it in norms too; those that have not ignore it.
+_MODULES_WITH_EXTRA_STATE = (
+    *("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "fc1_latent_proj", "fc2_latent_proj", "output_layer"),
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+    *("input_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +98,8 @@ def restricted(content: SlotLayout, box: Box) -> SlotLayout:
         if common is not None:
             extra = len(piece.local) - len(piece.box)
             inside = place(common[extra:], piece.local[extra:], piece.box)
-            pieces.append(Piece(piece.name, inside, _counted_from(common, box), piece.transform))
-    padding = tuple(_counted_from(common, box) for hole in content.padding if (common := intersect(hole, box)) is not None)
+            pieces.append(Piece(piece.name, inside, counted_from(common, box), piece.transform))
+    padding = tuple(counted_from(common, box) for hole in content.padding if (common := intersect(hole, box)) is not None)
     return replace(content, shape=lengths(box), pieces=tuple(pieces), padding=padding)
 
 
@@ -144,7 +206,7 @@ def _chunks(layout: Layout, boxes: ChunkBoxes, max_bytes: int) -> list[Chunk]:
 
 def _limited(box: Box, max_elements: int) -> Iterator[Box]:
     """A box in slices along its longest dimension, of at most about `max_elements` each."""
-    num_elements = math.prod(lengths(box))
+    num_elements = volume(box)
     if num_elements <= max_elements:
         yield box
         return
@@ -169,5 +231,82 @@ def is_stacked(content: SlotLayout) -> bool:
     return any(len(piece.local) > len(piece.box) for piece in content.pieces)
 
 
-def _counted_from(box: Box, origin: Box) -> Box:
-    return tuple((start - low, stop - low) for (start, stop), (low, _) in zip(box, origin, strict=True))
+def write_torch_dist(
+    folder: Path, layout: Layout, files: Sequence[Sequence[Chunk]], source: BoxSource, *, progress: Report | None = None
+) -> dict[str, FileRecord]:
+    """Writes a checkpoint of weights that megatron.core.dist_checkpointing loads at any parallel layout; checksums of its data files.
+
+    `files` holds the chunks of each file, which together are the layout's tensors. What an interrupted call has written of them is kept
+    if it is still right. `progress` gets numbers of bytes as they are done.
+    """
+    report = progress or counter(None, 0)
+    metadata = Metadata(
+        {
+            slot.name: TensorStorageMetadata(TensorProperties(dtype=torch_dtype(content.dtype)), torch.Size(content.shape), [])
+            for slot, content in layout.items()
+        },
+        storage_data={},
+        storage_meta=StorageMeta(),
+        version=CURRENT_DCP_VERSION,
+    )
+    with FinishedFiles() as finished:
+        for index, chunks in enumerate(files):
+            path = folder / f"__{index}_0.distcp"
+            extra_states = sorted(_extra_states(layout)) if index == 0 else []
+            note, is_kept = finished.written(
+                path, lambda out, states=extra_states, chunks=chunks: _write_file(out, states, chunks, source, report)
+            )
+            if is_kept:
+                report(sum(chunk.num_bytes for chunk in chunks), is_kept=True)
+            _describe(metadata, path.name, extra_states, chunks, cast("list[Place]", note))
+        records = finished.records()
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps(_MEGATRON_METADATA), encoding="utf-8")
+    return records
+
+
+def _write_file(file: HashedFile, extra_states: Sequence[str], chunks: Sequence[Chunk], source: BoxSource, report: Report) -> list[Place]:
+    file.write(_EMPTY_STATE * len(extra_states))
+    places = []
+    for chunk in chunks:
+        tensor = torch.empty(chunk.content.shape, dtype=torch_dtype(chunk.content.dtype))
+        fill_from(tensor, chunk.content, source)
+        start = file.tell()
+        torch.save(tensor, cast(IO[bytes], file))
+        places.append((start, file.tell() - start))
+        report(tensor.nbytes)
+    return places
+
+
+def _describe(metadata: Metadata, file: str, extra_states: Sequence[str], chunks: Sequence[Chunk], places: Sequence[Place]) -> None:
+    """Adds what a file holds."""
+    assert metadata.storage_data is not None
+    for position, key in enumerate(extra_states):
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file, position * len(_EMPTY_STATE), len(_EMPTY_STATE))
+    for chunk, (start, length) in zip(chunks, places, strict=True):
+        offsets = torch.Size(chunk.offsets)
+        entry = metadata.state_dict_metadata[chunk.key]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.content.shape)))
+        metadata.storage_data[MetadataIndex(chunk.key, offsets)] = _StorageInfo(file, start, length)
+
+
+def _empty_state() -> bytes:
+    stream = io.BytesIO()
+    torch.save([None], stream)
+    return stream.getvalue()
+
+
+_EMPTY_STATE = _empty_state()
+
+
+def _extra_states(layout: Layout) -> set[str]:
+    keys = set()
+    for slot, content in layout.items():
+        module = slot.name.rpartition(".weight")[0]
+        if module.split(".")[-1] in _MODULES_WITH_EXTRA_STATE:
+            num_shards = content.shape[0] if is_stacked(content) else 1
+            keys |= {f"{module}._extra_state/shard_{index}_{num_shards}" for index in range(num_shards)}
+    return keys

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.storage.manifest import MANIFEST, file_record, seal, verify_manifest
+from conversion.files.manifest import MANIFEST, file_faults, file_record, seal
 
 
 def test_a_folder_is_sealed_only_with_all_files_that_were_written(tmp_path: Path):
@@ -18,4 +18,4 @@ def test_a_folder_is_sealed_only_with_all_files_that_were_written(tmp_path: Path
     assert not (tmp_path / MANIFEST).exists()
     (tmp_path / "other").rename(tmp_path / "data")
     seal(tmp_path, {}, {}, written)
-    verify_manifest(tmp_path)
+    assert file_faults(tmp_path) == []

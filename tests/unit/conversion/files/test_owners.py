@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from conversion.storage import owners
-from conversion.storage.owners import ABANDONED_S, heartbeat, is_alive, owned, owned_name, owner_of, this_process
+from conversion.files import owners
+from conversion.files.owners import ABANDONED_S, heartbeat, is_alive, owned, owned_name, owner_of, this_process
 from tests.unit.conversion.cached_models import light_processes
 
 
@@ -34,7 +34,7 @@ def test_host_names_of_any_form_fit_into_a_name(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_process_lives_until_it_ends_even_if_nobody_reaps_it(tmp_path: Path):
-    code = "from conversion.storage.owners import owned_name; print(owned_name('key'), flush=True); input()"
+    code = "from conversion.files.owners import owned_name; print(owned_name('key'), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         path = tmp_path / child.stdout.readline().strip()

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from conversion.storage.files import sha256_file, write_atomic
-from conversion.storage.owners import time_of_folder
+from conversion.files.durable import write_atomic
+from conversion.files.owners import time_of_folder
+from conversion.files.reading import sha256_file
 
 # A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
 SETTLED_S = 2.0

@@ -1,4 +1,4 @@
-"""Adapters in a Megatron checkpoint: its weights with them merged, and the adapters alone in PEFT's format."""
+"""LoRA adapters of a Megatron checkpoint: merged into its weights, or exported alone in PEFT's format."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conversion.adapters import adapter_family, factor_names, layers_of_keys
-from conversion.boxes import Box, Layout, full, lengths
+from conversion.boxes import Box, Layout, lengths
 from conversion.families.registry import family
-from conversion.storage.attempts import built_aside
-from conversion.storage.checkpoint_folder import Checkpoint, read_config, write_json
-from conversion.storage.torch_dist_io import CanonicalTensors, TorchDistFolder
-from conversion.tensors import merged
+from conversion.files.durable import built_aside
+from conversion.files.hf_folder import read_config, write_json
+from conversion.files.torch_dist import CanonicalTensors, CheckpointPaths, TorchDistFolder
+from conversion.tensors import merge_lora, read_whole
 
 RUN_CONFIG_FILE = "run_config.yaml"
 _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -24,7 +24,7 @@ _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True)
 class CheckpointAdapters:
-    """The adapters that a checkpoint has beside its weights."""
+    """The adapters that a checkpoint has beside its weights, with their size and scale."""
 
     layers: tuple[str, ...]
     dim: int
@@ -39,24 +39,24 @@ class CheckpointAdapters:
         return self.alpha / self.dim
 
 
-def find_adapters(checkpoint: Checkpoint, folder: TorchDistFolder) -> CheckpointAdapters | None:
+def find_adapters(paths: CheckpointPaths, folder: TorchDistFolder) -> CheckpointAdapters | None:
     """The adapters of a checkpoint, None if it has none.
 
     Raises:
-        ValueError: it does not say how they are scaled.
+        ValueError: the checkpoint's settings do not give their scale.
     """
     layers = layers_of_keys(sorted(folder.keys))
     if not layers:
         return None
-    path = checkpoint.iteration / RUN_CONFIG_FILE
+    path = paths.iteration / RUN_CONFIG_FILE
     # JSON is YAML, and what mrl writes.
     settings = read_config(path).get("peft")
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: no section peft, which gives dim and alpha of the adapters in this checkpoint")
     dim, alpha = int(settings["dim"]), float(settings["alpha"])
-    base = family(checkpoint.hf_config)
-    layout = adapter_family(base, layers, dim).torch_dist_layout(checkpoint.hf_config, "float32")
-    return CheckpointAdapters(layers, dim, alpha, factor_names(base, checkpoint.hf_config, layers), layout)
+    base = family(paths.hf_config)
+    layout = adapter_family(base, layers, dim).torch_dist_layout(paths.hf_config, "float32")
+    return CheckpointAdapters(layers, dim, alpha, factor_names(base, paths.hf_config, layers), layout)
 
 
 class MergedTensors:
@@ -94,14 +94,7 @@ class MergedTensors:
         base = torch.empty(lengths(box), dtype=self.dtype(name))
         self._tensors.read_into(name, box, base)
         rows, columns = (slice(*bounds) for bounds in box)
-        target.copy_(merged(base, a[:, columns], b[rows], self._adapters.scale))
-
-
-def read_whole(tensors: CanonicalTensors, name: str) -> Tensor:
-    """A whole canonical tensor, in the dtype that it is stored in."""
-    tensor = torch.empty(tensors.shape(name), dtype=tensors.dtype(name))
-    tensors.read_into(name, full(tensor.shape), tensor)
-    return tensor
+        target.copy_(merge_lora(base, a[:, columns], b[rows], self._adapters.scale))
 
 
 def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_config: Mapping[str, object], out: Path) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isal import isal_zlib
 
-from conversion.storage.files import name_inside, open_file, read_file
+from conversion.files.reading import name_inside, open_file, read_file
 
 MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
 FINISHED_SUFFIX = ".finished"
-"""Of the records beside the finished files of a folder that is not complete; see `conversion.storage.finished_files`."""
+"""Of the records beside the finished files of a folder that is not complete; see `conversion.files.hashed_files`."""
 
 _BLOCK_BYTES = 8 << 20
 _NO_CHECKSUM = '"sha256": ""'
@@ -32,12 +32,12 @@ class TensorRecord:
     sha256: str
     """Of its content in `dtype`, row by row, little-endian."""
     crc32: int
-    """Of the same. Much faster than sha256: what is checked while the tensor is read for something else."""
+    """Of the same. Much faster than sha256: checked while the tensor is read for another purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of the folder."""
+    """Size and checksums of a file."""
 
     size: int
     sha256: str
@@ -50,7 +50,7 @@ class Manifest:
     """What a folder holds."""
 
     source: Mapping[str, object]
-    """What it was made of, for people; the tensors' checksums are what identifies it."""
+    """What it was made of, for people; the tensors' checksums identify it."""
     tensors: Mapping[str, TensorRecord]
     files: Mapping[str, FileRecord]
     """By path relative to the folder; every file but the manifest itself."""
@@ -101,24 +101,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path} is missing or damaged ({error!r}); convert again with python -m mrl.convert") from error
 
 
-def file_record(path: Path) -> FileRecord:
-    """Checksums of a file, which is read once."""
-    sha256, crc32, size = hashlib.sha256(), 0, 0
-    for block in _blocks(path):
-        sha256.update(block)
-        crc32 = isal_zlib.crc32(block, crc32)
-        size += len(block)
-    return FileRecord(size, sha256.hexdigest(), crc32)
-
-
-def file_names(folder: Path) -> list[str]:
-    """Every file below a folder but its manifest, by relative path."""
-    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in paths if path != MANIFEST)
-
-
 def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, TensorRecord], known: Mapping[str, FileRecord]) -> None:
-    """Writes the manifest of a folder that is complete. Files are read for their checksums, except those that are `known`.
+    """Writes the manifest of a complete folder. Reads files for their checksums, except those that are `known`.
 
     Raises:
         ValueError: a known file is missing.
@@ -132,7 +116,7 @@ def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, Tenso
 
 
 def check_same_tensors(source: Path, tensors: Mapping[str, TensorRecord]) -> None:
-    """Returns if tensors that were read from a folder are those of its manifest, or if it has none. Looks only where dtypes are the same.
+    """Returns if tensors read from a folder match its manifest, or if it has none. Compares only tensors of the same dtype.
 
     Raises:
         ValueError: the source is damaged, or the manifest is.
@@ -146,66 +130,58 @@ def check_same_tensors(source: Path, tensors: Mapping[str, TensorRecord]) -> Non
     _refuse(source, [f"{name}: not the values that were written" for name in different] + [f"{name}: missing" for name in missing])
 
 
-def verify_manifest(folder: Path) -> None:
-    """Returns if every file of a folder is as its manifest says, and there is no other. Reads all bytes once.
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Returns if these files of a folder, by relative path, match its manifest. For loading: reads them once, by CRC-32.
 
     Raises:
         ValueError: a file is missing, differs, or is not listed; or there is no manifest.
     """
-    _refuse(folder, file_faults(folder))
+    files = read_manifest(folder).files
+    _refuse(folder, list(filter(None, (_fault(folder, name, files.get(name), with_sha256=False) for name in names))))
 
 
 def file_faults(folder: Path) -> list[str]:
-    """How the files of a folder differ from its manifest, one line each. Reads all bytes once.
+    """How the files of a folder differ from its manifest, one line each; empty if they match. Reads all bytes once.
 
     Raises:
         ValueError: there is no manifest, or it is damaged.
     """
-    manifest = read_manifest(folder)
-    faults = [f"{name}: not in the manifest" for name in file_names(folder) if name not in manifest.files]
-    faults += [fault for name, record in manifest.files.items() if (fault := _fault(folder / name, name, record, with_sha256=True))]
-    return faults
+    files = read_manifest(folder).files
+    unlisted = [name for name in file_names(folder) if name not in files]
+    return list(filter(None, (_fault(folder, name, files.get(name), with_sha256=True) for name in (*unlisted, *files))))
 
 
-def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Returns if these files of a folder, by relative path, are as its manifest says. Meant for loading: reads them once, by crc32.
-
-    Raises:
-        ValueError: a file is missing, differs, or is not listed; or there is no manifest.
-    """
-    manifest = read_manifest(folder)
-    faults = []
-    for name in names:
-        record = manifest.files.get(name)
-        fault = f"{name}: not in the manifest" if record is None else _fault(folder / name, name, record, with_sha256=False)
-        faults += [fault] if fault else []
-    _refuse(folder, faults)
+def file_names(folder: Path) -> list[str]:
+    """Every file below a folder but its manifest, by relative path."""
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in paths if path != MANIFEST)
 
 
-def _fault(path: Path, name: str, record: FileRecord, *, with_sha256: bool) -> str | None:
-    if not path.is_file():
-        return f"{name}: missing"
-    size = path.stat().st_size
-    if size != record.size:
-        return f"{name}: {size} bytes instead of {record.size}"
-    found = file_record(path) if with_sha256 else FileRecord(size, record.sha256, file_crc32(path))
-    return None if found == record else f"{name}: its checksum differs, so the file is damaged"
-
-
-def file_crc32(path: Path) -> int:
-    """CRC-32 of a file."""
-    crc32 = 0
-    for block in _blocks(path):
-        crc32 = isal_zlib.crc32(block, crc32)
-    return crc32
-
-
-def _blocks(path: Path) -> Iterator[memoryview]:
-    """The content of a file; each block is overwritten by the next."""
+def file_record(path: Path, *, with_sha256: bool = True) -> FileRecord:
+    """Checksums of a file, which is read once; an empty sha256 unless asked for."""
+    sha256, crc32, size = hashlib.sha256(), 0, 0
     buffer = bytearray(_BLOCK_BYTES)
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):
-            yield memoryview(buffer)[:num_bytes]
+            block = memoryview(buffer)[:num_bytes]
+            if with_sha256:
+                sha256.update(block)
+            crc32 = isal_zlib.crc32(block, crc32)
+            size += num_bytes
+    return FileRecord(size, sha256.hexdigest() if with_sha256 else "", crc32)
+
+
+def _fault(folder: Path, name: str, expected: FileRecord | None, *, with_sha256: bool) -> str | None:
+    path = folder / name
+    if expected is None:
+        return f"{name}: not in the manifest"
+    if not path.is_file():
+        return f"{name}: missing"
+    if (size := path.stat().st_size) != expected.size:
+        return f"{name}: {size} bytes instead of {expected.size}"
+    found = file_record(path, with_sha256=with_sha256)
+    is_same = found.crc32 == expected.crc32 and (not with_sha256 or found.sha256 == expected.sha256)
+    return None if is_same else f"{name}: its checksum differs, so the file is damaged"
 
 
 def _refuse(folder: Path, faults: list[str]) -> None:

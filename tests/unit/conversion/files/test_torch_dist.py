@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
 from conversion.families.registry import family
-from conversion.storage import torch_dist_io
-from conversion.storage.chunks import Chunk, files_of_size, restricted
-from conversion.storage.torch_dist_io import CanonicalTensors, TorchDistFolder
-from conversion.storage.torch_dist_out import write_torch_dist
+from conversion.files import torch_dist
+from conversion.files.torch_dist import CanonicalTensors, TorchDistFolder
+from conversion.files.torch_dist_writer import Chunk, files_of_size, restricted, write_torch_dist
+from conversion.tensors import byte_view
 from tests.unit.conversion.dense import TINY
 from tests.unit.conversion.memory import InMemory
 
@@ -69,7 +72,7 @@ def test_every_slot_keeps_its_dtype(tmp_path: Path):
 def test_experts_are_stored_one_by_one_and_extra_state_is_there(tmp_path: Path):
     layout = FAMILY.torch_dist_layout(TINY, "float32")
     written(tmp_path, layout, random_tensors())
-    entries = TorchDistFolder(tmp_path)._metadata.state_dict_metadata
+    entries = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     chunks = entries["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].chunks  # type: ignore[union-attr]  # a tensor
     assert [tuple(chunk.offsets) for chunk in chunks] == [(index, 0, 0) for index in range(8)]
     assert len(entries["decoder.layers.0.mixer.out_proj.weight"].chunks) == 1  # type: ignore[union-attr]  # a tensor
@@ -183,21 +186,104 @@ def test_chunks_that_overlap_and_leave_as_much_out_are_refused(tmp_path: Path):
 
 
 def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_dist_io, "MAX_OPEN_FILES", 2)
+    monkeypatch.setattr(torch_dist, "MAX_OPEN_FILES", 2)
     tensor = torch.randn(12, 3)
     source = TorchDistFolder(in_files_of_rows(tmp_path, tensor))
     for _ in range(2):
         assert torch.equal(source.read("decoder.a"), tensor)
-        assert len(source._files) == 2
+        assert len([link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(str(tmp_path))]) == 2
 
 
 def test_what_only_torch_can_read_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tensor = torch.randn(8, 6)
     save_checkpoint({"decoder.a": tensor.t().contiguous().t()}, checkpoint_id=tmp_path, no_dist=True)
     real, loads = torch.load, []
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loads.append(args) or real(*args, **kwargs))
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loads.append((args, kwargs)) or real(*args, **kwargs))
     source, rows = TorchDistFolder(tmp_path), torch.empty(8, 6)
     for row in range(8):
         source.read_into("decoder.a", ((row, row + 1), (0, 6)), rows[row : row + 1])
     assert torch.equal(rows, tensor)
-    assert len(loads) == 1
+    assert len([options for _, options in loads if options["map_location"] == "cpu"]) == 1
+
+
+TENSORS = [
+    torch.randn(3, 5),
+    torch.randn(7).bfloat16(),
+    torch.tensor(3),
+    torch.randn(1, 4, 6).half(),
+    torch.arange(9, dtype=torch.int8),
+    torch.randn(2, 2).double(),
+]
+
+
+def saved(folder: Path, tensor: Tensor) -> Path:
+    """A checkpoint of `a` by torch itself; the file that holds it."""
+    save_checkpoint({"a": tensor}, checkpoint_id=folder, no_dist=True)
+    return folder / "__0_0.distcp"
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}")
+def test_what_torch_saves_is_read_in_place_and_a_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: Tensor):
+    data = saved(tmp_path, tensor)
+    real, devices = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: devices.append(kwargs["map_location"]) or real(*args, **kwargs))
+    assert torch.equal(TorchDistFolder(tmp_path).read("a"), tensor)
+    assert devices == ["meta"]
+    content = bytearray(data.read_bytes())
+    last = content.index(bytes(byte_view(tensor))) + tensor.nbytes - 1
+    content[last] ^= 1
+    data.write_bytes(content)
+    assert not torch.equal(TorchDistFolder(tmp_path, verify=False).read("a"), tensor)
+    with pytest.raises(ValueError, match="a cannot be read: __0_0.distcp at byte 0 is damaged: .*/data/0 does not have its CRC-32"):
+        TorchDistFolder(tmp_path).read("a")
+
+
+def test_content_that_would_end_behind_the_archive_is_refused(tmp_path: Path):
+    data = saved(tmp_path, torch.zeros(100))
+    content = bytearray(data.read_bytes())
+    header = content.rindex(b"PK\x03\x04", 0, content.index(b"/data/0"))
+    # How long the extra field is, after which the content begins.
+    content[header + 28 : header + 30] = b"\xff\xff"
+    data.write_bytes(content)
+    with pytest.raises(ValueError, match="a cannot be read: .*"):
+        TorchDistFolder(tmp_path, verify=False).read("a")
+
+
+def test_other_orders_of_bytes_and_compressed_records_are_left_to_torch(tmp_path: Path):
+    tensor = torch.randn(5)
+    for name, order, compression in (("big", b"big", zipfile.ZIP_STORED), ("deflated", b"little", zipfile.ZIP_DEFLATED)):
+        data = saved(tmp_path / name, tensor)
+        with zipfile.ZipFile(data) as archive:
+            records = {info.filename: archive.read(info) for info in archive.infolist()}
+        with zipfile.ZipFile(data, "w", compression) as archive:
+            for file, content in records.items():
+                stored = order if file.endswith("/byteorder") else content
+                archive.writestr(file, stored[::-1] if order == b"big" and file.endswith("/data/0") else stored)
+        metadata = pickle.loads((tmp_path / name / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.length = data.stat().st_size
+        (tmp_path / name / ".metadata").write_bytes(pickle.dumps(metadata))
+        read = TorchDistFolder(tmp_path / name).read("a")
+        assert torch.equal(read, tensor.flip(0) if order == b"big" else tensor)
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK", b"no archive at all"])
+def test_what_is_no_archive_is_damaged(tmp_path: Path, damage: bytes):
+    saved(tmp_path, torch.zeros(3)).write_bytes(damage)
+    with pytest.raises(ValueError, match="a cannot be read: __0_0.distcp at byte 0 is damaged"):
+        TorchDistFolder(tmp_path).read("a")
+
+
+def test_a_chunk_that_runs_something_is_not_read(tmp_path: Path):
+    class Evil:
+        def __reduce__(self):
+            return eval, ("__import__('os').system('touch /tmp/it_ran')",)
+
+    data = saved(tmp_path, torch.zeros(3))
+    torch.save(Evil(), data)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.length = data.stat().st_size
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="is not a plain tensor, so it is not read: its pickle asks for eval$"):
+        TorchDistFolder(tmp_path).read("a")

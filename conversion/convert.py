@@ -1,0 +1,214 @@
+"""Converts a Hugging Face folder to a Megatron checkpoint and back, in bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from conversion.boxes import DTYPE_BYTES, Layout
+from conversion.families.common import MegatronParallel
+from conversion.families.registry import family
+from conversion.files.checkpoint_metadata import METADATA_FILE
+from conversion.files.durable import IO_TIMEOUT_S, built_aside
+from conversion.files.hf_folder import copy_companions, read_config, write_json
+from conversion.files.manifest import MANIFEST, TABLE_VERSION, TensorRecord, check_files, check_same_tensors, read_manifest, seal
+from conversion.files.reading import file_state
+from conversion.files.safetensors import SafetensorsFolder, write_safetensors
+from conversion.files.torch_dist import (
+    EMBEDDING_KEY,
+    HF_CONFIG_FILE,
+    ITERATION_FOLDER,
+    LATEST_FILE,
+    CanonicalTensors,
+    CheckpointPaths,
+    TorchDistFolder,
+    find_checkpoint,
+)
+from conversion.files.torch_dist_writer import MAX_CHUNK_BYTES, files_of_ranks, files_of_size, write_torch_dist
+from conversion.lora_export import RUN_CONFIG_FILE, CheckpointAdapters, MergedTensors, find_adapters, write_peft
+from conversion.progress import Progress, counter
+from conversion.tensors import content_checksums, dtype_name, torch_dtype
+
+logger = logging.getLogger(__name__)
+
+NO_RANKS = MegatronParallel()
+# What an interruption costs at most: finished files are kept.
+MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
+
+# Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one tensor.
+_STACKED_LAYERS_KEY = "decoder.layers.self_attention.linear_proj.weight"
+
+Result = TypeVar("Result")
+
+
+def convert_hf_to_mcore(
+    hf: Path, out: Path, *, parallel: MegatronParallel = NO_RANKS, dtype: str | None = None, progress: Progress | None = None
+) -> None:
+    """Writes the Megatron checkpoint of a Hugging Face folder, loadable at any parallel layout.
+
+    `parallel` only says how data are cut into files: one for each (tp, pp, ep, etp) rank, which then reads no other; by default, files of
+    at most 5 GB. Tensors keep the dtypes of the source, unless `dtype` ("bfloat16" or "float32") names one for all. The next call with
+    the same arguments continues a call that was killed.
+
+    Raises:
+        ValueError: the folder is missing or incomplete, its model is not supported, or it changes meanwhile; or `out` exists.
+    """
+    if not (hf / "config.json").exists():
+        raise ValueError(f"--hf {hf} has no config.json; name the folder of a Hugging Face model")
+    hf_config = read_config(hf / "config.json")
+    model = family(hf_config)
+    with SafetensorsFolder(hf) as source:
+        canonical = model.canonical(hf_config)
+        source.check(canonical)
+        if dtype is not None and (hf / MANIFEST).exists():
+            # The checksums of tensors say nothing of what they are cast to.
+            check_files(hf, [path.name for path in source.files])
+        dtypes = {name: dtype or dtype_name(source.dtype(name)) for name in canonical}
+        layout = _with_dtypes(model.torch_dist_layout(hf_config, "float32"), dtypes)
+        if parallel == NO_RANKS:
+            files = files_of_size(layout, MAX_FILE_BYTES, MAX_CHUNK_BYTES)
+        else:
+            files = files_of_ranks(model, hf_config, parallel, layout, MAX_CHUNK_BYTES)
+        states = _states([hf / "config.json", *source.files])
+        origin = {"format": "huggingface", "folder": str(hf.resolve()), "files": states}
+        plan = {"source": origin, "dtype": dtype, "parallel": asdict(parallel), "table_version": TABLE_VERSION}
+        total = sum(math.prod(shape) * DTYPE_BYTES[dtypes[name]] for name, shape in canonical.items())
+        with built_aside(out, plan) as folder:
+            iteration = folder / ITERATION_FOLDER
+            iteration.mkdir(exist_ok=True)
+            # Taken from the source by another path than what is written, so that `verify` proves the way from one to the other.
+            with _in_background(lambda name: content_checksums(source, name, torch_dtype(dtypes[name])), canonical) as checksums:
+                data = write_torch_dist(iteration, layout, files, source, progress=counter(progress, total))
+                tensors = {
+                    name: TensorRecord(dtypes[name], shape, *checksums[name].result(IO_TIMEOUT_S)) for name, shape in canonical.items()
+                }
+            check_same_tensors(hf, tensors)
+            if _states([hf / "config.json", *source.files]) != states:
+                raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")
+            write_json(iteration / HF_CONFIG_FILE, hf_config)
+            # JSON is YAML too. NeMo RL's loader looks for this file.
+            write_json(iteration / RUN_CONFIG_FILE, {"model": model.megatron_arguments(hf_config)})
+            (folder / "tokenizer").mkdir(exist_ok=True)
+            copy_companions(hf, folder / "tokenizer")
+            (folder / LATEST_FILE).write_text("0", encoding="utf-8")
+            seal(folder, origin, tensors, {f"{ITERATION_FOLDER}/{name}": record for name, record in data.items()})
+
+
+def convert_mcore_to_hf(
+    mcore: Path, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None, progress: Progress | None = None
+) -> None:
+    """Writes the Hugging Face folder of a Megatron checkpoint: weights, config.json, tokenizer files and generation settings.
+
+    Tensors keep the dtypes of the checkpoint, unless `dtype` names one for all. If the checkpoint has a manifest, all that is read is
+    compared with it. The next call with the same arguments continues a call that was killed.
+
+    Raises:
+        ValueError: the checkpoint is missing, incomplete, damaged, or does not fit its config; or `out` exists.
+    """
+    opened = open_checkpoint(mcore)
+    source, iteration = opened.tensors, opened.paths.iteration
+    root = iteration.parent
+    if (root / MANIFEST).exists():
+        described = {f"{iteration.name}/{name}" for name in (METADATA_FILE, HF_CONFIG_FILE)}
+        if dtype is not None:
+            # The checksums of tensors say nothing of what they are cast to.
+            described |= {name for name in read_manifest(root).files if name.startswith(f"{iteration.name}/")}
+        check_files(root, sorted(described))
+    states = _states([path for path in sorted(iteration.iterdir()) if path.is_file()])
+    origin = {"format": "torch_dist", "folder": str(iteration.resolve()), "files": states}
+    plan = {"source": origin, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "table_version": TABLE_VERSION}
+    target = None if dtype is None else torch_dtype(dtype)
+    report = counter(progress, sum(math.prod(source.shape(name)) * (target or source.dtype(name)).itemsize for name in source.names))
+    with built_aside(out, plan) as folder:
+        tensors, files = write_safetensors(folder, source, source.names, max_shard_bytes=max_shard_bytes, dtype=target, progress=report)
+        check_same_tensors(root, tensors)
+        config = {**opened.paths.hf_config}
+        # transformers 5 writes "dtype", older versions "torch_dtype".
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype or dtype_name(opened.folder.dtype(EMBEDDING_KEY))
+        write_json(folder / "config.json", config)
+        if opened.paths.tokenizer is None:
+            logger.warning("no tokenizer folder beside %s: the export has none", root)
+        else:
+            copy_companions(opened.paths.tokenizer, folder)
+        seal(folder, origin, tensors, files)
+
+
+def export_adapters(mcore: Path, out: Path) -> None:
+    """Writes the LoRA adapters of a Megatron checkpoint as a folder of the library PEFT.
+
+    Raises:
+        ValueError: it has none, is missing, incomplete or damaged, or `out` exists.
+    """
+    opened = open_checkpoint(mcore)
+    if opened.adapters is None:
+        raise ValueError(f"--mcore {mcore}: the checkpoint has no adapters (policy.megatron_cfg.peft); mcore-to-hf converts its weights")
+    write_peft(opened.factors, opened.adapters, opened.paths.hf_config, out)
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A Megatron checkpoint to read canonical tensors from."""
+
+    paths: CheckpointPaths
+    folder: TorchDistFolder
+    tensors: CanonicalTensors | MergedTensors
+    """Its weights, with adapters merged if it has some."""
+    factors: CanonicalTensors
+    """Its weights, and the factors of adapters."""
+    adapters: CheckpointAdapters | None
+
+
+def open_checkpoint(mcore: Path) -> OpenCheckpoint:
+    """The checkpoint in a step folder, a weights folder or an iter_ folder.
+
+    Raises:
+        ValueError: it is missing, incomplete, or does not fit its config.
+    """
+    paths = find_checkpoint(mcore)
+    # Whoever reads tensors compares them with the checksums of a manifest.
+    folder = TorchDistFolder(paths.iteration, verify=not (paths.iteration.parent / MANIFEST).exists())
+    rows, vocabulary = folder.shape(EMBEDDING_KEY)[0], paths.hf_config.get("vocab_size")
+    if not isinstance(vocabulary, int) or rows < vocabulary:
+        raise ValueError(f"{paths.iteration}: {EMBEDDING_KEY} has {rows} rows, less than vocab_size={vocabulary} of {HF_CONFIG_FILE}")
+    layout = family(paths.hf_config).torch_dist_layout(paths.hf_config, "float32", rows, stacked_layers=_STACKED_LAYERS_KEY in folder.keys)
+    adapters = find_adapters(paths, folder)
+    if adapters is None:
+        tensors = CanonicalTensors(folder, layout)
+        return OpenCheckpoint(paths, folder, tensors, tensors, None)
+    factors = CanonicalTensors(folder, layout | adapters.layout)
+    return OpenCheckpoint(paths, folder, MergedTensors(factors, adapters), factors, adapters)
+
+
+def _states(paths: Iterable[Path]) -> dict[str, list[int]]:
+    """The state of each file of a source: another state is another source. Checksums of tensors prove the contents."""
+    return {path.name: file_state(path) for path in paths}
+
+
+@contextmanager
+def _in_background(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[dict[str, Future[Result]]]:
+    """Results by name, made in their order while the `with` block runs."""
+    # One thread would be slower than the writing.
+    pool = ThreadPoolExecutor(2)
+    try:
+        yield {name: pool.submit(work, name) for name in names}
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _with_dtypes(layout: Layout, dtypes: Mapping[str, str]) -> Layout:
+    """The layout in the dtypes of its canonical tensors."""
+    stored: Layout = {}
+    for slot, content in layout.items():
+        found = {dtypes[piece.name] for piece in content.pieces}
+        if len(found) > 1:
+            raise ValueError(
+                f"tensors of {slot} have several dtypes ({sorted(found)}): {content.pieces[0].name} and others; set --dtype to store one"
+            )
+        stored[slot] = replace(content, dtype=found.pop())
+    return stored

@@ -1,0 +1,118 @@
+"""Writes files and folders that survive crashes and races: synced, built aside, published by rename. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from conversion.files.owners import REMOVED, heartbeat, is_alive, owned, owned_name, remove_leftover
+
+# A file system that does not answer for this long will not.
+IO_TIMEOUT_S = 3600.0
+
+# Names in a folder that is being built: what it is to become, and the content.
+_PLAN, _CONTENT = "plan.json", "content"
+
+
+def sync_file(path: Path) -> None:
+    """Forces a file's content to disk."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Forces a folder's entries (names, renames) to disk."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Forces `folder` and everything below it to disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync_file(path)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces `path` by `text`: a reader sees the old or the new content, never a part."""
+    # Not the process id: on a shared file system several hosts may write the same file.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    aside.write_text(text, encoding="utf-8")
+    sync_file(aside)
+    aside.rename(path)
+    sync_folder(path.parent)
+
+
+def publish(aside: Path, final: Path) -> bool:
+    """Renames the folder `aside` to `final`, whole or not at all. Returns False and leaves `aside` if `final` already exists.
+
+    Of several processes that publish one folder exactly one gets True, on network file systems too: rename(2) decides, without a lock.
+    """
+    folder = aside.stat()
+    try:
+        aside.rename(final)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        # A file server whose first answer got lost is asked again, and no longer finds what it has renamed.
+        if error.errno != errno.ENOENT or not final.exists() or not os.path.samestat(folder, final.stat()):
+            raise
+    sync_folder(final.parent)
+    return True
+
+
+@contextmanager
+def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
+    """Yields a folder to fill, which becomes `out` when the `with` block ends without error.
+
+    The folder may hold files of a killed attempt with the same `plan` (plain values). A ValueError in the block removes it.
+
+    Raises:
+        ValueError: `out` exists.
+    """
+    if out.exists():
+        raise ValueError(f"--out {out} exists; remove it or choose another")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    what = f".{out.name}.partial"
+    aside = out.parent / owned_name(what)
+    _take_over(what, aside, plan)
+    folder = aside / _CONTENT
+    folder.mkdir(parents=True, exist_ok=True)
+    (aside / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
+    try:
+        with heartbeat(aside):
+            yield folder
+            sync_tree(folder)
+            if not publish(folder, out):
+                raise ValueError(f"--out {out} exists by now: another process has written it; remove it or choose another")
+    except ValueError:
+        shutil.rmtree(aside)
+        raise
+    shutil.rmtree(aside)
+
+
+def _take_over(what: str, aside: Path, plan: Mapping[str, object]) -> None:
+    """Renames the folder of one dead attempt with the same plan to `aside`, and removes the folders of other dead attempts."""
+    for leftover in owned(aside.parent, what):
+        if is_alive(leftover):
+            continue
+        # Errors: the attempt had not begun, or another process has taken the folder.
+        with suppress(OSError, ValueError):
+            if not aside.exists() and json.loads((leftover / _PLAN).read_text(encoding="utf-8")) == plan:
+                leftover.rename(aside)
+                continue
+        remove_leftover(leftover)
+    for leftover in owned(aside.parent, f"{what}{REMOVED}"):
+        if not is_alive(leftover):
+            remove_leftover(leftover)
