@@ -54,13 +54,14 @@ class Cutout:
     padding: tuple[Box, ...] = ()
 
 
+@dataclass(frozen=True)
 class Cut(ABC):
-    """How one or a few canonical tensors become one tensor of each holder."""
+    """How one or a few canonical tensors, which are fields of each kind of cut, become one tensor of each holder."""
 
     @property
-    @abstractmethod
     def tensors(self) -> tuple[Canonical, ...]:
         """The canonical tensors, in the order of the Hugging Face checkpoint."""
+        return tuple(value for value in vars(self).values() if isinstance(value, Canonical))
 
     @abstractmethod
     def megatron(self, shard: AxisRank) -> Cutout:
@@ -81,10 +82,6 @@ class Replicated(Cut):
 
     tensor: Canonical
 
-    @property
-    def tensors(self) -> tuple[Canonical, ...]:
-        return (self.tensor,)
-
     def megatron(self, shard: AxisRank) -> Cutout:
         whole = _full(self.tensor.shape)
         return Cutout(self.tensor.shape, (Piece(self.tensor.name, whole, whole),))
@@ -96,10 +93,6 @@ class ColumnParallel(Cut):
 
     tensor: Canonical
     transform: str | None = None
-
-    @property
-    def tensors(self) -> tuple[Canonical, ...]:
-        return (self.tensor,)
 
     def megatron(self, shard: AxisRank) -> Cutout:
         return _stack(self.tensor, [shard.part(self.tensor.shape[0], f"rows of {self.tensor.name}")])
@@ -116,10 +109,6 @@ class RowParallel(Cut):
 
     tensor: Canonical
 
-    @property
-    def tensors(self) -> tuple[Canonical, ...]:
-        return (self.tensor,)
-
     def megatron(self, shard: AxisRank) -> Cutout:
         rows, total = self.tensor.shape
         start, stop = shard.part(total, f"columns of {self.tensor.name}")
@@ -134,10 +123,6 @@ class Vocabulary(Cut):
     tensor: Canonical
     padded_rows: int | None = None
     """Rows in a Megatron checkpoint; None for what Megatron pads to at tp 1."""
-
-    @property
-    def tensors(self) -> tuple[Canonical, ...]:
-        return (self.tensor,)
 
     def megatron(self, shard: AxisRank) -> Cutout:
         return self._padded(shard, _round_up(self.tensor.shape[0], MEGATRON_VOCABULARY_MULTIPLE * shard.size))
@@ -174,10 +159,6 @@ class Sections(Cut):
     tensor: Canonical
     sections: tuple[Section, ...]
 
-    @property
-    def tensors(self) -> tuple[Canonical, ...]:
-        return (self.tensor,)
-
     def megatron(self, shard: AxisRank) -> Cutout:
         return self._cut(shard, share_single_units=False)
 
@@ -211,10 +192,6 @@ class Qkv(Cut):
     key: Canonical
     value: Canonical
     head_dim: int
-
-    @property
-    def tensors(self) -> tuple[Canonical, ...]:
-        return self.query, self.key, self.value
 
     def megatron(self, shard: AxisRank) -> Cutout:
         """Equal row blocks of [q of group 0 | k 0 | v 0 | q of group 1 | ...]; a block may begin inside of a head."""
@@ -257,10 +234,6 @@ class Gated(Cut):
 
     gate: Canonical
     up: Canonical
-
-    @property
-    def tensors(self) -> tuple[Canonical, ...]:
-        return self.gate, self.up
 
     def megatron(self, shard: AxisRank) -> Cutout:
         start, stop = shard.part(self.gate.shape[0], f"rows of {self.gate.name}")

@@ -1,1 +1,1 @@
-"""One file per Hugging Face model_type: names, sizes, layouts, Megatron arguments."""
+"""Families of models, by Hugging Face model_type: names, sizes, layouts, Megatron arguments."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from conversion.cuts import Canonical, Experts, Gated, Qkv, Replicated, RowParallel, Vocabulary
-from conversion.families.common import Model, Rule
+from conversion.families.common import Family, Model, Rule
 from conversion.families.settings import HfConfig, choice, positive_integer, positive_number
 
 # What no family has that we convert, by the only values that mean "without"; the first is the default.
@@ -25,38 +26,14 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 @dataclass(frozen=True)
-class Yarn:
-    """YaRN's scaling of rotary positions (arXiv:2309.00071), as transformers reads it."""
-
-    factor: float
-    original_max_positions: int
-    beta_fast: float
-    beta_slow: float
-    magnitudes: tuple[float, float] | None
-    """`mscale` and `mscale_all_dim`, which count only together; None: the magnitude follows from the factor."""
-    rounds: bool
-
-    def attributes(self) -> dict[str, object]:
-        """What Megatron reads of a TransformerConfig that has no fields for it."""
-        mscale, mscale_all_dim = self.magnitudes or (None, None)
-        return dict(
-            yarn_rotary_scaling_factor=self.factor,
-            yarn_original_max_position_embeddings=self.original_max_positions,
-            yarn_beta_fast=self.beta_fast,
-            yarn_beta_slow=self.beta_slow,
-            yarn_mscale=mscale,
-            yarn_mscale_all_dim=mscale_all_dim,
-            yarn_correction_range_round_to_int=self.rounds,
-        )
-
-
-@dataclass(frozen=True)
 class Rope:
-    """Rotary positions, scaled in one way at most."""
+    """Rotary positions, scaled in one way at most, as Megatron takes them."""
 
     base: float
-    llama3_factor: float | None = None
-    yarn: Yarn | None = None
+    model: Mapping[str, object] = field(default_factory=dict)
+    """Arguments of GPTModel."""
+    attributes: Mapping[str, object] = field(default_factory=dict)
+    """What Megatron reads of a TransformerConfig that has no fields for it."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +44,8 @@ class Moe:
     num_experts: int
     width: int
     topk: int
+    router: Mapping[str, object] = field(default_factory=dict)
+    """Arguments of Megatron's router."""
     block: str = "mlp."
     """Name of the block within a layer, for Hugging Face and vLLM."""
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -100,8 +79,11 @@ class Decoder:
         qkv_bias: bool = False,
         qk_norm: bool = False,
         moe: Moe | None = None,
+        rope: Rope | None = None,
     ) -> Decoder:
         """Sizes of a config.json. `head_dim` is the family's default; None for hidden_size / num_attention_heads.
+
+        Rotary positions are those of the config unless `rope` gives them.
 
         Raises:
             ValueError: a key is missing or not what it must be, or the model has a sliding window or unknown rotary positions.
@@ -118,7 +100,7 @@ class Decoder:
             mlp=positive_integer(hf_config, "intermediate_size"),
             epsilon=positive_number(hf_config, "rms_norm_eps"),
             max_positions=positive_integer(hf_config, "max_position_embeddings"),
-            rope=read_rope(hf_config),
+            rope=rope or read_rope(hf_config),
             tied=choice(hf_config, "tie_word_embeddings", default=False),
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
@@ -161,7 +143,7 @@ def rope_settings(hf_config: HfConfig) -> tuple[float, str, dict[str, object]]:
 
 
 def read_rope(hf_config: HfConfig) -> Rope:
-    """Rotary positions of a family with none but Llama 3's scaling or YaRN.
+    """Rotary positions of a family with none but Llama 3's scaling or YaRN (arXiv:2309.00071), as transformers reads it.
 
     Raises:
         ValueError: another kind, or numbers that Megatron has otherwise.
@@ -170,7 +152,7 @@ def read_rope(hf_config: HfConfig) -> Rope:
     if kind == "default":
         return Rope(base)
     if kind == "yarn":
-        return Rope(base, yarn=_read_yarn(given))
+        return Rope(base, {"position_embedding_type": "yarn"}, _read_yarn(given))
     if kind != "llama3":
         raise ValueError(f"config.json: rope_type={kind!r} is not supported; only default, llama3 and yarn are")
     for name, value in _LLAMA3.items():
@@ -178,28 +160,36 @@ def read_rope(hf_config: HfConfig) -> Rope:
             raise ValueError(
                 f"config.json: rope scaling {name}={given.get(name)!r} is not supported; Megatron's llama3 scaling only has {value}"
             )
-    return Rope(base, positive_number(given, "factor"))
+    return Rope(base, dict(rope_scaling=True, rope_scaling_factor=positive_number(given, "factor")))
 
 
-def _read_yarn(given: HfConfig) -> Yarn:
+def _read_yarn(given: HfConfig) -> dict[str, object]:
     if given.get("attention_factor") is not None:
         value = given["attention_factor"]
         raise ValueError(f"config.json: attention_factor={value!r} is not supported; Megatron takes it from the factor, or from mscale")
+    # Both magnitudes count only together; without them the magnitude follows from the factor.
     has_magnitudes = bool(given.get("mscale") and given.get("mscale_all_dim"))
-    return Yarn(
-        factor=positive_number(given, "factor"),
-        original_max_positions=positive_integer(given, "original_max_position_embeddings"),
-        beta_fast=positive_number(given, "beta_fast", 32.0),
-        beta_slow=positive_number(given, "beta_slow", 1.0),
-        magnitudes=(positive_number(given, "mscale"), positive_number(given, "mscale_all_dim")) if has_magnitudes else None,
-        rounds=choice(given, "truncate", default=True),
+    mscale, mscale_all_dim = (positive_number(given, key) if has_magnitudes else None for key in ("mscale", "mscale_all_dim"))
+    return dict(
+        yarn_rotary_scaling_factor=positive_number(given, "factor"),
+        yarn_original_max_position_embeddings=positive_integer(given, "original_max_position_embeddings"),
+        yarn_beta_fast=positive_number(given, "beta_fast", 32.0),
+        yarn_beta_slow=positive_number(given, "beta_slow", 1.0),
+        yarn_mscale=mscale,
+        yarn_mscale_all_dim=mscale_all_dim,
+        yarn_correction_range_round_to_int=choice(given, "truncate", default=True),
     )
 
 
-def build_model(decoder: Decoder, padded_vocabulary: int | None = None) -> Model:
-    """The rules of a decoder whose layers are `decoder_layer`s."""
-    layers = tuple(decoder_layer(f"model.layers.{index}.", decoder, index) for index in range(decoder.num_layers))
-    return with_ends(layers, decoder, padded_vocabulary)
+def decoder_family(read: Callable[[HfConfig], Decoder]) -> Family:
+    """The family whose config.json `read` understands."""
+
+    def model(hf_config: HfConfig, padded_vocabulary: int | None) -> Model:
+        decoder = read(hf_config)
+        layers = tuple(decoder_layer(f"model.layers.{index}.", decoder, index) for index in range(decoder.num_layers))
+        return with_ends(layers, decoder, padded_vocabulary)
+
+    return Family(model, lambda hf_config: megatron_arguments(read(hf_config)), model_class="gpt", vllm_layers="model.layers.{layer}.")
 
 
 def with_ends(layers: tuple[tuple[Rule, ...], ...], decoder: Decoder, padded_vocabulary: int | None) -> Model:
@@ -313,9 +303,7 @@ def _replicated(name: str, *shape: int) -> Replicated:
 def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dict[str, object]]:
     """Arguments of TransformerConfig ("transformer") and GPTModel ("model"), and attributes that the former gets ("attributes").
 
-    All are plain values. `transformer` are the family's own.
-
-    `activation_func` is a name: "silu" of torch. `vocab_size` is unpadded.
+    All are plain values. `transformer` are the family's own. `activation_func` is a name: "silu" of torch. `vocab_size` is unpadded.
     """
     arguments: dict[str, object] = dict(
         num_layers=decoder.num_layers,
@@ -336,7 +324,7 @@ def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dic
     )
     moe = decoder.moe
     if moe is not None:
-        arguments |= dict(num_moe_experts=moe.num_experts, moe_ffn_hidden_size=moe.width, moe_router_topk=moe.topk)
+        arguments |= dict(num_moe_experts=moe.num_experts, moe_ffn_hidden_size=moe.width, moe_router_topk=moe.topk, **moe.router)
         if not all(moe.layers):
             arguments["moe_layer_freq"] = [int(has_experts) for has_experts in moe.layers]
     model: dict[str, object] = dict(
@@ -347,9 +335,4 @@ def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dic
         rotary_percent=1.0,
         share_embeddings_and_output_weights=decoder.tied,
     )
-    if decoder.rope.llama3_factor is not None:
-        model |= dict(rope_scaling=True, rope_scaling_factor=decoder.rope.llama3_factor)
-    attributes: dict[str, object] = {}
-    if decoder.rope.yarn is not None:
-        model["position_embedding_type"], attributes = "yarn", decoder.rope.yarn.attributes()
-    return {"transformer": arguments | transformer, "model": model, "attributes": attributes}
+    return {"transformer": arguments | transformer, "model": model | dict(decoder.rope.model), "attributes": dict(decoder.rope.attributes)}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from conversion.cuts import Canonical, ColumnParallel, Experts, Qkv, Replicated, RowParallel, Section, Sections, Vocabulary
 from conversion.families.common import Family, HfConfig, Model, Rule
-from conversion.families.settings import check_settings, positive_integer, positive_number, sigmoid_router
+from conversion.families.settings import check_settings, optional_integer, positive_integer, positive_number, sigmoid_router
 
 # Names of transformers 5 (`layers_block_type`) and letters of NVIDIA's files (`hybrid_override_pattern`).
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
@@ -32,58 +32,25 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "tie_word_embeddings": (False,),
 }
 
+_SIZE_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    *("n_routed_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
+
 # Megatron's Mamba mixer has this number in its code.
 _MAMBA_NORM_EPSILON = 1e-5
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What the rules need of a config.json."""
+Sizes = Mapping[str, int]
+"""Sizes of a config.json, by its keys. `moe_latent_size`, the width in which routed experts work, may be missing."""
 
-    pattern: str
-    vocabulary: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mamba_heads: int
-    mamba_head_dim: int
-    num_groups: int
-    state: int
-    conv_kernel: int
-    mlp: int
-    num_experts: int
-    expert: int
-    shared_expert: int
-    latent: int | None
-    """Width that routed experts work in; None for the hidden size."""
 
-    @classmethod
-    def of(cls, hf_config: HfConfig) -> Sizes:
-        """Sizes of a config.json.
-
-        Raises:
-            ValueError: a key is missing or not a positive integer, or a setting is not supported.
-        """
-        _check_supported(hf_config)
-        return cls(
-            pattern=layer_pattern(hf_config),
-            vocabulary=positive_integer(hf_config, "vocab_size"),
-            hidden=positive_integer(hf_config, "hidden_size"),
-            num_heads=positive_integer(hf_config, "num_attention_heads"),
-            num_kv_heads=positive_integer(hf_config, "num_key_value_heads"),
-            head_dim=positive_integer(hf_config, "head_dim"),
-            mamba_heads=positive_integer(hf_config, "mamba_num_heads"),
-            mamba_head_dim=positive_integer(hf_config, "mamba_head_dim"),
-            num_groups=positive_integer(hf_config, "n_groups"),
-            state=positive_integer(hf_config, "ssm_state_size"),
-            conv_kernel=positive_integer(hf_config, "conv_kernel"),
-            mlp=positive_integer(hf_config, "intermediate_size"),
-            num_experts=positive_integer(hf_config, "n_routed_experts"),
-            expert=positive_integer(hf_config, "moe_intermediate_size"),
-            shared_expert=positive_integer(hf_config, "moe_shared_expert_intermediate_size"),
-            latent=None if hf_config.get("moe_latent_size") is None else positive_integer(hf_config, "moe_latent_size"),
-        )
+def _sizes(hf_config: HfConfig) -> Sizes:
+    _check_supported(hf_config)
+    latent = optional_integer(hf_config, "moe_latent_size")
+    return {key: positive_integer(hf_config, key) for key in _SIZE_KEYS} | ({} if latent is None else {"moe_latent_size": latent})
 
 
 def layer_pattern(hf_config: HfConfig) -> str:
@@ -108,15 +75,15 @@ def layer_pattern(hf_config: HfConfig) -> str:
 
 def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
     """The rules of a config.json."""
-    sizes = Sizes.of(hf_config)
-    shape = (sizes.vocabulary, sizes.hidden)
+    sizes = _sizes(hf_config)
+    shape = (sizes["vocab_size"], sizes["hidden_size"])
     embedding = Vocabulary(Canonical("backbone.embeddings.weight", shape), padded_vocabulary)
     output = Vocabulary(Canonical("lm_head.weight", shape), padded_vocabulary)
-    final_norm = Replicated(Canonical("backbone.norm_f.weight", (sizes.hidden,)))
+    final_norm = Replicated(Canonical("backbone.norm_f.weight", (sizes["hidden_size"],)))
     layer_rules = {"M": _mamba, "*": _attention, "E": _moe, "-": _mlp}
     return Model(
         first=(Rule(embedding, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),),
-        layers=tuple(layer_rules[letter](f"backbone.layers.{index}.", sizes) for index, letter in enumerate(sizes.pattern)),
+        layers=tuple(layer_rules[letter](f"backbone.layers.{index}.", sizes) for index, letter in enumerate(layer_pattern(hf_config))),
         last=(
             Rule(final_norm, "decoder.final_norm.weight", "model.norm_f.weight"),
             Rule(output, "output_layer.weight", "lm_head.weight"),
@@ -125,12 +92,13 @@ def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
 
 
 def _norm(prefix: str, sizes: Sizes, megatron: str, local: str | None = None) -> Rule:
-    return Rule(Replicated(Canonical(prefix + "norm.weight", (sizes.hidden,))), megatron, "norm.weight", local=local)
+    return Rule(Replicated(Canonical(prefix + "norm.weight", (sizes["hidden_size"],))), megatron, "norm.weight", local=local)
 
 
 def _mamba(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
-    inner, states, heads = sizes.mamba_heads * sizes.mamba_head_dim, sizes.num_groups * sizes.state, sizes.mamba_heads
-    conv_sections = (Section("x", inner, heads), Section("B", states, sizes.num_groups), Section("C", states, sizes.num_groups))
+    heads, groups = sizes["mamba_num_heads"], sizes["n_groups"]
+    inner, states = heads * sizes["mamba_head_dim"], groups * sizes["ssm_state_size"]
+    conv_sections = (Section("x", inner, heads), Section("B", states, groups), Section("C", states, groups))
     sections = (Section("z", inner, heads), *conv_sections, Section("dt", heads, heads))
     channels = inner + 2 * states
 
@@ -139,14 +107,14 @@ def _mamba(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
 
     return (
         _norm(prefix, sizes, "mixer.in_proj.layer_norm_weight", local="norm.weight"),
-        _same("mixer.in_proj.weight", Sections(tensor("in_proj.weight", inner + channels + heads, sizes.hidden), sections)),
-        _same("mixer.conv1d.weight", Sections(tensor("conv1d.weight", channels, 1, sizes.conv_kernel), conv_sections)),
+        _same("mixer.in_proj.weight", Sections(tensor("in_proj.weight", inner + channels + heads, sizes["hidden_size"]), sections)),
+        _same("mixer.conv1d.weight", Sections(tensor("conv1d.weight", channels, 1, sizes["conv_kernel"]), conv_sections)),
         _same("mixer.conv1d.bias", Sections(tensor("conv1d.bias", channels), conv_sections)),
         Rule(ColumnParallel(tensor("A_log", heads), transform="neg_exp"), "mixer.A_log", "mixer.A"),
         _same("mixer.D", ColumnParallel(tensor("D", heads))),
         _same("mixer.dt_bias", ColumnParallel(tensor("dt_bias", heads))),
         _same("mixer.norm.weight", ColumnParallel(tensor("norm.weight", inner))),
-        _same("mixer.out_proj.weight", RowParallel(tensor("out_proj.weight", sizes.hidden, inner))),
+        _same("mixer.out_proj.weight", RowParallel(tensor("out_proj.weight", sizes["hidden_size"], inner))),
     )
 
 
@@ -155,48 +123,43 @@ def _same(name: str, cut: ColumnParallel | RowParallel | Sections) -> Rule:
 
 
 def _attention(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
-    rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    query = Canonical(prefix + "mixer.q_proj.weight", (rows, sizes.hidden))
-    key, value = (Canonical(f"{prefix}mixer.{name}_proj.weight", (kv_rows, sizes.hidden)) for name in "kv")
-    output = RowParallel(Canonical(prefix + "mixer.o_proj.weight", (sizes.hidden, rows)))
+    rows, kv_rows = sizes["num_attention_heads"] * sizes["head_dim"], sizes["num_key_value_heads"] * sizes["head_dim"]
+    query = Canonical(prefix + "mixer.q_proj.weight", (rows, sizes["hidden_size"]))
+    key, value = (Canonical(f"{prefix}mixer.{name}_proj.weight", (kv_rows, sizes["hidden_size"])) for name in "kv")
+    output = RowParallel(Canonical(prefix + "mixer.o_proj.weight", (sizes["hidden_size"], rows)))
     return (
         _norm(prefix, sizes, "self_attention.linear_qkv.layer_norm_weight", local="input_layernorm.weight"),
-        Rule(Qkv(query, key, value, sizes.head_dim), "self_attention.linear_qkv.weight", "mixer.qkv_proj.weight"),
+        Rule(Qkv(query, key, value, sizes["head_dim"]), "self_attention.linear_qkv.weight", "mixer.qkv_proj.weight"),
         Rule(output, "self_attention.linear_proj.weight", "mixer.o_proj.weight"),
     )
 
 
 def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
-    gate = Canonical(prefix + "mixer.gate.weight", (sizes.num_experts, sizes.hidden))
-    bias = Canonical(prefix + "mixer.gate.e_score_correction_bias", (sizes.num_experts,))
+    hidden, shared_width = sizes["hidden_size"], sizes["moe_shared_expert_intermediate_size"]
+    gate = Canonical(prefix + "mixer.gate.weight", (sizes["n_routed_experts"], hidden))
+    bias = Canonical(prefix + "mixer.gate.e_score_correction_bias", (sizes["n_routed_experts"],))
     return (
         _norm(prefix, sizes, "pre_mlp_layernorm.weight"),
         Rule(Replicated(gate), "mlp.router.weight", "mixer.gate.weight"),
         Rule(Replicated(bias), "mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", dtype="float32"),
         _experts(prefix, sizes, "up_proj", "linear_fc1", "w13_weight"),
         _experts(prefix, sizes, "down_proj", "linear_fc2", "w2_weight"),
-        *_dense(f"{prefix}mixer.shared_experts.", sizes.hidden, sizes.shared_expert, "mlp.shared_experts.", "mixer.shared_experts."),
-        *(_latent_projections(prefix, sizes.hidden, sizes.latent) if sizes.latent is not None else ()),
+        *_dense(f"{prefix}mixer.shared_experts.", hidden, shared_width, "mlp.shared_experts.", "mixer.shared_experts."),
+        *(_latent_projections(prefix, hidden, sizes["moe_latent_size"]) if "moe_latent_size" in sizes else ()),
     )
 
 
-def _latent_projections(prefix: str, hidden: int, latent: int) -> tuple[Rule, ...]:
-    down, up = (
-        Canonical(f"{prefix}mixer.{name}_latent_proj.weight", shape)
-        for name, shape in (("fc1", (latent, hidden)), ("fc2", (hidden, latent)))
-    )
-    return tuple(
-        Rule(Replicated(tensor), f"mlp.{name}.weight", f"mixer.{name}.weight")
-        for name, tensor in (("fc1_latent_proj", down), ("fc2_latent_proj", up))
-    )
+def _latent_projections(prefix: str, hidden: int, latent: int) -> Iterator[Rule]:
+    for name, shape in (("fc1_latent_proj", (latent, hidden)), ("fc2_latent_proj", (hidden, latent))):
+        yield Rule(Replicated(Canonical(f"{prefix}mixer.{name}.weight", shape)), f"mlp.{name}.weight", f"mixer.{name}.weight")
 
 
 def _experts(prefix: str, sizes: Sizes, hf: str, megatron: str, vllm: str) -> Rule:
-    width = sizes.latent or sizes.hidden
-    shape = (sizes.expert, width) if hf == "up_proj" else (width, sizes.expert)
+    width = sizes.get("moe_latent_size", sizes["hidden_size"])
+    shape = (sizes["moe_intermediate_size"], width) if hf == "up_proj" else (width, sizes["moe_intermediate_size"])
     cut = ColumnParallel if hf == "up_proj" else RowParallel
     return Rule(
-        Experts(cut(Canonical(f"{prefix}mixer.experts.{{expert}}.{hf}.weight", shape)), sizes.num_experts),
+        Experts(cut(Canonical(f"{prefix}mixer.experts.{{expert}}.{hf}.weight", shape)), sizes["n_routed_experts"]),
         f"mlp.experts.{megatron}.weight{{expert}}",
         f"mixer.experts.routed_experts.{vllm}",
         local=f"mlp.experts.local_experts.{{expert}}.{megatron}.weight",
@@ -207,7 +170,7 @@ def _experts(prefix: str, sizes: Sizes, hf: str, megatron: str, vllm: str) -> Ru
 def _mlp(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
     return (
         _norm(prefix, sizes, "mlp.linear_fc1.layer_norm_weight", local="pre_mlp_layernorm.weight"),
-        *_dense(f"{prefix}mixer.", sizes.hidden, sizes.mlp, "mlp.", "mixer."),
+        *_dense(f"{prefix}mixer.", sizes["hidden_size"], sizes["intermediate_size"], "mlp.", "mixer."),
     )
 
 
@@ -224,14 +187,14 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
 
     `activation_func` is a name: "squared_relu" of megatron.core.activations. `vocab_size` is unpadded.
     """
-    sizes = Sizes.of(hf_config)
+    sizes, pattern = _sizes(hf_config), layer_pattern(hf_config)
     transformer: dict[str, object] = dict(
-        num_layers=len(sizes.pattern),
-        hidden_size=sizes.hidden,
-        ffn_hidden_size=sizes.mlp,
-        num_attention_heads=sizes.num_heads,
-        num_query_groups=sizes.num_kv_heads,
-        kv_channels=sizes.head_dim,
+        num_layers=len(pattern),
+        hidden_size=sizes["hidden_size"],
+        ffn_hidden_size=sizes["intermediate_size"],
+        num_attention_heads=sizes["num_attention_heads"],
+        num_query_groups=sizes["num_key_value_heads"],
+        kv_channels=sizes["head_dim"],
         normalization="RMSNorm",
         layernorm_epsilon=_epsilon(hf_config),
         add_bias_linear=False,
@@ -241,30 +204,25 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         is_hybrid_model=True,
-        mamba_num_heads=sizes.mamba_heads,
-        mamba_head_dim=sizes.mamba_head_dim,
-        mamba_num_groups=sizes.num_groups,
-        mamba_state_dim=sizes.state,
+        mamba_num_heads=sizes["mamba_num_heads"],
+        mamba_head_dim=sizes["mamba_head_dim"],
+        mamba_num_groups=sizes["n_groups"],
+        mamba_state_dim=sizes["ssm_state_size"],
     )
-    if "E" in sizes.pattern:
+    if "E" in pattern:
+        topk = positive_integer(hf_config, "num_experts_per_tok")
         transformer |= dict(
-            num_moe_experts=sizes.num_experts,
-            moe_ffn_hidden_size=sizes.expert,
-            moe_shared_expert_intermediate_size=sizes.shared_expert,
-            moe_router_topk=positive_integer(hf_config, "num_experts_per_tok"),
+            num_moe_experts=sizes["n_routed_experts"],
+            moe_ffn_hidden_size=sizes["moe_intermediate_size"],
+            moe_shared_expert_intermediate_size=sizes["moe_shared_expert_intermediate_size"],
+            moe_router_topk=topk,
+            **sigmoid_router(hf_config, topk),
         )
-        transformer |= sigmoid_router(
-            positive_integer(hf_config, "num_experts_per_tok"),
-            scaling=positive_number(hf_config, "routed_scaling_factor", 1.0),
-            groups=positive_integer(hf_config, "n_group", 1),
-            chosen_groups=positive_integer(hf_config, "topk_group", 1),
-        )
-        if sizes.latent is not None:
-            transformer["moe_latent_size"] = sizes.latent
+        transformer |= {key: sizes[key] for key in ("moe_latent_size",) if key in sizes}
     arguments: dict[str, object] = dict(
-        vocab_size=sizes.vocabulary,
+        vocab_size=sizes["vocab_size"],
         max_sequence_length=positive_integer(hf_config, "max_position_embeddings"),
-        hybrid_override_pattern=sizes.pattern,
+        hybrid_override_pattern=pattern,
         position_embedding_type="none",
         share_embeddings_and_output_weights=False,
     )

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from conversion.families import deepseek_v3, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
-from conversion.families.common import Family, HfConfig
+from conversion.families import deepseek_v3, nemotron_h
+from conversion.families.common import Family
+from conversion.families.decoders import DECODERS
+from conversion.families.settings import HfConfig
 
 MAX_LAYERS = 1000
 MAX_EXPERTS = 200_000
 """Of all layers together: ten times those of the largest published models. Each is a tensor or more of every table here."""
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 
-FAMILIES = {
-    "deepseek_v3": deepseek_v3.FAMILY,
-    "llama": llama.FAMILY,
-    "mixtral": mixtral.FAMILY,
-    "nemotron_h": nemotron_h.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "qwen3": qwen3.FAMILY,
-    "qwen3_moe": qwen3_moe.FAMILY,
-}
+FAMILIES = {"deepseek_v3": deepseek_v3.FAMILY, "nemotron_h": nemotron_h.FAMILY} | DECODERS
 
 
 def family(hf_config: HfConfig) -> Family:

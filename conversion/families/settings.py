@@ -22,6 +22,15 @@ def positive_integer(hf_config: HfConfig, key: str, default: int | None = None) 
     return value
 
 
+def optional_integer(hf_config: HfConfig, key: str) -> int | None:
+    """A size that the model may lack: None where the key is missing or null.
+
+    Raises:
+        ValueError: it is anything but a positive integer.
+    """
+    return None if hf_config.get(key) is None else positive_integer(hf_config, key)
+
+
 def positive_number(hf_config: HfConfig, key: str, default: float | None = None) -> float:
     """A positive number; `default` where the key is missing or null.
 
@@ -73,13 +82,14 @@ def softmax_router(topk: int, *, normalised: bool) -> dict[str, object]:
     return dict(moe_router_score_function="softmax", moe_router_pre_softmax=not normalised)
 
 
-def sigmoid_router(topk: int, *, scaling: float, groups: int, chosen_groups: int) -> dict[str, object]:
-    """Arguments of a sigmoid router with correction bias and normalised weights; it chooses within `chosen_groups` of `groups`.
+def sigmoid_router(hf_config: HfConfig, topk: int) -> dict[str, object]:
+    """Arguments of a sigmoid router with correction bias and normalised weights, which chooses within `topk_group` of `n_group` groups.
 
     Raises:
         ValueError: Megatron would choose other groups, or not normalise.
     """
     _check_normalised(topk)
+    groups, chosen_groups = positive_integer(hf_config, "n_group", 1), positive_integer(hf_config, "topk_group", 1)
     if groups > 1 and topk // chosen_groups != 2:
         # transformers and vLLM rate a group by the sum of its best two experts, Megatron by that of its best topk / topk_group.
         raise ValueError(
@@ -90,7 +100,7 @@ def sigmoid_router(topk: int, *, scaling: float, groups: int, chosen_groups: int
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_pre_softmax=False,
-        moe_router_topk_scaling_factor=scaling,
+        moe_router_topk_scaling_factor=positive_number(hf_config, "routed_scaling_factor", 1.0),
         # Group-limited routing with one group is routing without groups; Megatron takes None for that.
         moe_router_num_groups=None if groups == 1 else groups,
         moe_router_group_topk=None if groups == 1 else chosen_groups,

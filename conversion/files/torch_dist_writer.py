@@ -133,7 +133,7 @@ def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParall
         rank = family.megatron_layout(hf_config, parallel, coords, "float32", "te")
         read = _read_by(rank, holders)
         stacked = {key: is_stacked(layout[Slot(key)]) for key in read}
-        files.append({key: _merged(_untaken(key, boxes, taken, stacked[key]), stacked=stacked[key]) for key, boxes in read.items()})
+        files.append({key: _joined_up(_untaken(key, boxes, taken, stacked[key]), stacked=stacked[key]) for key, boxes in read.items()})
     for slot, content in layout.items():
         # Padding has no canonical source, so that no rank's layout has named it. It goes where the last rows of the tensor are.
         last = next(file for file in reversed(files) if file.get(slot.name))
@@ -174,16 +174,13 @@ def _untaken(key: str, boxes: list[Box], taken: dict[tuple[str, Box], list[Box]]
     return found
 
 
-def _merged(boxes: list[Box], *, stacked: bool) -> list[Box]:
+def _joined_up(boxes: list[Box], *, stacked: bool) -> list[Box]:
     """The same elements in fewer boxes: those that follow each other along one dimension become one. Experts stay apart."""
-    merged: list[Box] = []
+    found: list[Box] = []
     for box in sorted(boxes):
-        joined = _joined(merged[-1], box) if merged and not (stacked and merged[-1][0] != box[0]) else None
-        if joined is None:
-            merged.append(box)
-        else:
-            merged[-1] = joined
-    return merged
+        joined = _joined(found[-1], box) if found and not (stacked and found[-1][0] != box[0]) else None
+        found[-1:] = [joined] if joined else [*found[-1:], box]
+    return found
 
 
 def _joined(first: Box, second: Box) -> Box | None:
