@@ -1,7 +1,7 @@
 """The cache of converted models that all nodes and runs share. `ROOT/entries/KEY/mcore` is a Megatron checkpoint as hf-to-mcore writes it.
 
-Nothing here needs a lock to be right: an entry is built aside under a name of its builder's, and rename(2) publishes it whole, once.
-That others wait for a builder at work only spares them the same work.
+It takes no locks: a builder fills a folder of its own, and rename(2) publishes it whole, once. Others wait for a builder at work only to
+spare themselves the same work.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 MARKER = "entry.json"
 CHECKPOINT_FOLDER = "mcore"
-# Whose source may have changed since its key was taken.
+# Converted, but the source may have changed since its key was taken.
 _UNCHECKED = "unchecked"
-# What lies below the root of the cache.
+# Folders below the root of the cache.
 ENTRIES, BUILDING, LEASES, HASHES = "entries", "building", "leases", "hashes"
 
 POLL_S = 0.2
-# A builder that did not touch its folder for this long, by the clock of who waits for it, is not waited for any longer.
+# Nobody waits longer for a builder that did not touch its folder for this long, by the waiter's clock.
 STALLED_S = 60.0
 # Builders who find each other before either has begun step back for a moment.
 MAX_BACKOFF_S = 0.2
@@ -49,15 +49,15 @@ MAX_WAIT_S = 6 * 3600.0
 ONE_FILE = MegatronParallel()
 
 Build = Callable[[Path], None]
-"""Makes the checkpoint folder, whole or not at all. Files beside it may be left by an interrupted call, to go on from."""
+"""Makes the checkpoint folder, whole or not at all. An interrupted call may leave files beside it, from which the next goes on."""
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What the marker of an entry tells; the marker is written last."""
+    """The marker of an entry, which its builder writes last."""
 
     model: str
-    """Folder of the model that it was made of, for people."""
+    """Folder of the model that it was converted from, for people."""
     dtype: str | None
     num_bytes: int
     created: float
@@ -66,7 +66,7 @@ class CacheEntry:
 
 
 def entry_key(hf: Path, root: Path, *, dtype: str | None) -> str:
-    """Name of the entry of a Hugging Face folder: sha256 over those of its weight files and config.json, `dtype` and the table version.
+    """Name of the entry of a Hugging Face folder: a sha256 of its weight files, config.json, `dtype` and the table version.
 
     Raises:
         ValueError: the folder has no weights or no config.json.
@@ -81,7 +81,7 @@ def entry_key(hf: Path, root: Path, *, dtype: str | None) -> str:
 def cached_mcore(
     hf: Path, root: Path, *, dtype: str | None = None, parallel: MegatronParallel = ONE_FILE, build: Build | None = None
 ) -> Path:
-    """The Megatron checkpoint of a Hugging Face folder in the cache at `root`, converted now if it is not there.
+    """The Megatron checkpoint of a Hugging Face folder in the cache at `root`; converts it now if it is missing.
 
     Tensors keep their dtypes unless `dtype` names one for all. `parallel` is how a conversion cuts its files; any layout can load them.
     `build` replaces the conversion.
@@ -98,7 +98,7 @@ def cached_mcore(
 def mcore_in_use(
     hf: Path, root: Path, *, dtype: str | None = None, parallel: MegatronParallel = ONE_FILE, build: Build | None = None
 ) -> Iterator[Path]:
-    """`cached_mcore`, and inside the `with` block nobody's gc removes the entry.
+    """`cached_mcore`, with a lease: no gc removes the entry inside the `with` block.
 
     Raises:
         ValueError, OSError: as `cached_mcore`.
@@ -118,7 +118,7 @@ def mcore_in_use(
 
 
 def open_cache(root: Path) -> None:
-    """Makes the folders of a cache, where they are missing.
+    """Creates the folders of a cache where they are missing.
 
     Raises:
         ValueError: the cache cannot be written.
@@ -132,7 +132,7 @@ def open_cache(root: Path) -> None:
 
 
 def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
-    """Returns if a checkpoint in the cache is, byte for byte, what its builder wrote. The parts may be checked by as many processes.
+    """Returns if a checkpoint in the cache is, byte for byte, what its builder wrote. Several processes can each check a part.
 
     Raises:
         ValueError: names the files that differ.
@@ -141,13 +141,13 @@ def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     if entry is None or not (folder / MANIFEST).exists() or sha256_file(folder / MANIFEST) != entry.manifest_sha256:
         raise ValueError(f"{folder / MANIFEST} is not the one that was published; remove {folder.parent}: it will be converted again")
     files = read_manifest(folder).files
-    # Large ones first, so that every part has its share of them.
+    # Large files first, so that every part has its share of them.
     names = sorted(files, key=lambda name: (-files[name].size, name))
     check_files(folder, names[part::num_parts])
 
 
 def discard(folder: Path, seen: CacheEntry | None) -> None:
-    """Takes a damaged checkpoint, `seen` with this marker (None if unreadable), out of the cache; not one that replaced it meanwhile."""
+    """Removes a damaged checkpoint, `seen` with this marker (None if unreadable), from the cache; not one that replaced it meanwhile."""
     remove_entry(folder.parent, lambda entry: read_entry(entry) == seen)
 
 
@@ -157,16 +157,16 @@ def root_of(folder: Path) -> Path:
 
 
 def remove_entry(entry: Path, may_go: Callable[[Path], bool]) -> bool:
-    """Removes an entry, and tells whether it did. `may_go` judges it where it lies, and again where nobody finds it any more."""
+    """Removes an entry; returns whether it did. `may_go` judges the entry in its place, and again after a rename that hides it."""
     if not may_go(entry):
         return False
-    # Not under the name of a builder: what is half removed must not be inherited.
+    # Not under the name of a builder: nobody may inherit an entry that is half removed.
     aside = entry.parent.parent / BUILDING / removal_name(entry.name)
     try:
         entry.rename(aside)
     except FileNotFoundError:
         return False
-    # What was judged may have been replaced before the rename.
+    # Another process may have replaced the entry before the rename.
     if not may_go(aside) and publish(aside, entry):
         return False
     shutil.rmtree(aside, ignore_errors=True)
@@ -174,7 +174,7 @@ def remove_entry(entry: Path, may_go: Callable[[Path], bool]) -> bool:
 
 
 def read_entry(folder: Path) -> CacheEntry | None:
-    """What an entry's marker tells; None if the entry is not complete."""
+    """The marker of an entry; None if the entry is not complete."""
     try:
         return CacheEntry(**json.loads((folder / MARKER).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
@@ -182,7 +182,7 @@ def read_entry(folder: Path) -> CacheEntry | None:
 
 
 def _mark_used(entry: Path) -> bool:
-    """Makes an entry the last that gc removes; False if it is not there."""
+    """Sets the entry's time of last use; False if it is missing."""
     try:
         # Only the owner of a file may touch it.
         with suppress(PermissionError):
@@ -203,13 +203,13 @@ def _conversion(hf: Path, dtype: str | None, parallel: MegatronParallel) -> Buil
 
 
 def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) -> None:
-    """Returns when the entry is there and complete, whoever made it."""
+    """Returns when the entry is complete, whoever made it."""
     final = root / ENTRIES / key
     watch, deadline = _Watch(root / BUILDING, key), time.monotonic() + MAX_WAIT_S
-    # It is gone again for a moment where gc takes it out and sees the lease then.
+    # The entry disappears for a moment where gc takes it out and then sees the lease.
     while read_entry(final) is None or not _mark_used(final):
         if final.exists():
-            # Its marker is read once more now that it is there: it may have been published since.
+            # Reads the marker once more: another process may have published the entry since.
             if remove_entry(final, lambda entry: read_entry(entry) is None):
                 logger.warning("%s had no readable %s: it is made again", final, MARKER)
             continue
@@ -221,8 +221,8 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
             continue
         aside = root / BUILDING / owned_name(key)
         aside.mkdir()
-        # Whoever sees itself alone is seen by all who come later. Where new names show late two may build; one publishes.
-        # Whoever was at work before has published by now, or has died.
+        # A builder that sees itself alone is seen by all that come later. Where new names show late two may build; one publishes.
+        # A builder that was at work before has published by now, or has died.
         if watch.others_at_work(besides=aside) or final.exists():
             aside.rmdir()
             time.sleep(random.uniform(0, MAX_BACKOFF_S))
@@ -251,7 +251,7 @@ def _build(hf: Path, root: Path, key: str, aside: Path, dead: list[Path], *, dty
         unchecked.rename(folder)
     for path in aside.iterdir():
         if path != folder:
-            # What an interrupted builder left, and this one had no use for.
+            # Left by an interrupted builder, and of no use to this one.
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     sync_tree(aside)
     num_bytes = sum(record.size for record in read_manifest(folder).files.values())
@@ -265,7 +265,7 @@ def _build(hf: Path, root: Path, key: str, aside: Path, dead: list[Path], *, dty
 
 
 def _inherit(aside: Path, dead: list[Path]) -> None:
-    """Takes over what a builder that was killed has done so far, and removes what others like it left."""
+    """Takes over the folder of one killed builder, and removes those of the others."""
     is_empty = True
     for leftover in dead:
         parsed = owner_of(leftover.name)
@@ -279,7 +279,7 @@ def _inherit(aside: Path, dead: list[Path]) -> None:
 
 
 class _Watch:
-    """Who else is building an entry. Remembers since when nobody has touched a builder's folder."""
+    """Watches the other builders of an entry. Remembers since when nobody has touched a builder's folder."""
 
     def __init__(self, building: Path, key: str) -> None:
         self._building = building
@@ -288,7 +288,7 @@ class _Watch:
         self._reported = time.monotonic()
 
     def others_at_work(self, *, besides: Path | None = None) -> bool:
-        """Whether any other process is building the entry, as far as can be told."""
+        """Whether any other process seems to be building the entry."""
         others = [path for path in owned(self._building, self._key) if path != besides and self._is_at_work(path)]
         if others and time.monotonic() - self._reported > REPORT_S:
             self._reported = time.monotonic()
@@ -296,7 +296,7 @@ class _Watch:
         return bool(others)
 
     def dead(self) -> list[Path]:
-        """What builders of this entry that are no more have left."""
+        """The folders of dead builders of this entry."""
         return [path for path in owned(self._building, self._key) if not is_alive(path)]
 
     def _is_at_work(self, path: Path) -> bool:
@@ -316,11 +316,11 @@ class _Watch:
 
 @contextmanager
 def _usable(root: Path) -> Iterator[None]:
-    """Gives errors of the cache's file system the way out."""
+    """Turns errors of the cache's file system into a ValueError that names the way out."""
     try:
         yield
     except OSError as error:
-        # Only what is written can find no room, and errors of the model's folder name a file there.
+        # Only writing can find no room; errors of the model's folder name a file there.
         if not (Path(error.filename).is_relative_to(root) if error.filename else error.errno in (errno.ENOSPC, errno.EDQUOT)):
             raise
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What is in the cache of converted models, and removing what the dead left or nobody used for long; never what is in use."""
+"""Lists the cache of converted models; removes leftovers of dead processes and entries unused for long, but none that is in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Item:
-    """An entry of the cache, or what a builder has written so far or left behind."""
+    """An entry of the cache, or the folder that a builder fills or left behind."""
 
     path: Path
     key: str
@@ -25,19 +25,19 @@ class Item:
     used: float
     """When it was last used or touched, in seconds since the epoch."""
     is_live: bool
-    """Whether somebody uses or builds it now."""
+    """Whether a process uses or builds it now."""
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What gc removed."""
+    """An item that gc removed, and why."""
 
     item: Item
     reason: str
 
 
 def cache_items(root: Path) -> list[Item]:
-    """Everything in the cache at `root`: entries, the longest unused first, then what is or was being built."""
+    """Everything in the cache at `root`: entries, the longest unused first, then folders of builders."""
     entries = [_item(path, path.name) for path in (root / ENTRIES).glob("*")]
     leftovers = []
     for path in owned(root / BUILDING):
@@ -48,7 +48,7 @@ def cache_items(root: Path) -> list[Item]:
 
 
 def collect_garbage(root: Path, *, now: float, older_than_days: float | None = None, max_bytes: int | None = None) -> list[Removal]:
-    """Removes what dead processes left, entries not used for `older_than_days`, and of the others the longest unused beyond `max_bytes`.
+    """Removes leftovers of dead processes, entries not used for `older_than_days`, and then the longest unused beyond `max_bytes`.
 
     Entries in use stay, whatever their age and size.
     """
@@ -78,7 +78,7 @@ def collect_garbage(root: Path, *, now: float, older_than_days: float | None = N
 
 
 def _item(path: Path, key: str) -> Item | None:
-    """None if it is removed while it is looked at."""
+    """None if another process removes it meanwhile."""
     entry = read_entry(path) if path.parent.name == ENTRIES else None
     try:
         used = (path / MARKER if entry else path).stat().st_mtime
@@ -90,8 +90,8 @@ def _item(path: Path, key: str) -> Item | None:
 
 
 def _is_unused(item: Item) -> bool:
-    """By the leases of this moment. Who takes a lease looks for the entry afterwards; gc looks for the lease last."""
-    # A network file system lists a folder anew for who has changed it.
+    """Whether no lease exists now. A user takes a lease first and looks for the entry afterwards; gc looks for leases last."""
+    # A network file system lists a folder anew for a process that has changed it.
     time_of_folder(item.path.parent.parent / LEASES)
     return not _is_leased(item.path, item.key)
 

@@ -1,4 +1,4 @@
-"""How far a conversion is."""
+"""Progress of a conversion: counts bytes, and logs rate and time left."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, int], None]
-"""Called with (bytes done, bytes in total, bytes that an earlier attempt had done) now and then."""
+"""Called now and then with the bytes done, the bytes in total, and the bytes that an earlier attempt had done."""
 
 REPORT_S = 5.0
 
 
 class Report(Protocol):
-    """Takes numbers of bytes as they are done."""
+    """Counts bytes as they are done."""
 
     def __call__(self, num_bytes: int, *, is_kept: bool = False) -> None:
-        """`is_kept` where an earlier attempt had done them."""
+        """`is_kept` means that an earlier attempt had done them."""
         ...
 
 
 def counter(progress: Progress | None, total: int) -> Report:
-    """Adds up numbers of bytes and tells `progress`."""
+    """Adds up bytes and calls `progress` with the sums."""
     done = kept = 0
 
     def add(num_bytes: int, *, is_kept: bool = False) -> None:
@@ -38,7 +38,7 @@ def counter(progress: Progress | None, total: int) -> Report:
 
 
 def log_progress(what: str) -> Progress:
-    """Logs a line with bytes, rate and time left every few seconds; nothing for what is done sooner."""
+    """Logs bytes, rate and time left every few seconds."""
     started = reported = time.monotonic()
 
     def report(done: int, total: int, kept: int) -> None:

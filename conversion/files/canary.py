@@ -1,4 +1,4 @@
-"""Whether two processes see the same folder: each writes a file that the other must find. Standard library only."""
+"""Checks that two processes see the same folder: one writes a file, the other must find and answer it. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CANARIES = "canaries"
 
 
 def release_canary(root: Path) -> Path:
-    """A new file below `root` that others are to find and `answer`.
+    """Creates a file below `root` for other processes to find and answer; its path.
 
     Raises:
         OSError: the folder cannot be written.
@@ -28,7 +28,7 @@ def release_canary(root: Path) -> Path:
 
 
 def answer_canary(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
-    """Whether this process finds the canary and can write its answer, a name of its own, next to it."""
+    """Whether this process finds the canary and can write an empty file named `answer` next to it."""
     if not _appears(canary, patience_s) or canary.read_text(encoding="utf-8") != canary.name:
         return False
     try:
@@ -39,7 +39,7 @@ def answer_canary(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) 
 
 
 def is_answered(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
-    """Whether the answer of another process is seen here."""
+    """Whether this process sees the answer of another one."""
     return _appears(_answer_file(canary, answer), patience_s)
 
 

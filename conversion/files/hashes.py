@@ -1,4 +1,4 @@
-"""sha256 of the files of a model, each read once: what was computed is remembered by what identifies a file's content."""
+"""sha256 of the files of a model. Reads each file once: remembers results by device, inode, size and times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from conversion.files.reading import sha256_file
 # A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
 SETTLED_S = 2.0
 MAX_THREADS = 8
-# What takes seconds is told.
+# Reading a larger file takes seconds, and is logged.
 ANNOUNCED_BYTES = 10**9
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def file_hashes(paths: Iterable[Path], memory: Path) -> dict[Path, str]:
-    """sha256 of every file. `memory` is the folder of what is remembered.
+    """sha256 of every file; `memory` is the folder of remembered ones.
 
     Raises:
         ValueError: a file is missing, or changes while it is read.
@@ -65,7 +65,7 @@ def file_hash(path: Path, memory: Path) -> str:
 
 
 def _identity(path: Path) -> tuple[int, int, int, int, int]:
-    """Changes when the content does. The time of the last change of the inode is there because tools can set the time of the content."""
+    """Values that change when the content does. The inode's time is among them because tools can set the time of the content."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

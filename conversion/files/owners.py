@@ -1,7 +1,7 @@
-"""Whose a file or folder is, told by its name, and whether that owner still lives. For folders that several hosts share; no locks.
+"""Ownership of files and folders, encoded in their names, and whether the owner is still alive. For folders that several hosts share.
 
-On the host of the owner its process decides. Elsewhere only time can tell: owners touch what they own, and what was not touched for long
-is abandoned.
+Takes no locks. On the owner's host its process decides. Elsewhere only time can tell: owners touch what they own, and a file that nobody
+touched for long is abandoned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEARTBEAT_S = 10.0
 ABANDONED_S = 3600.0
 
 REMOVED = ".removed"
-"""Ends the name of what is on its way out."""
+"""Ends the name of a file or folder that is being removed."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _NAME = re.compile(r"(?P<what>.+)@(?P<host>[^@]*)\.(?P<boot>[0-9a-f]+)\.(?P<name
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process, unlike any other on any host."""
+    """A process, identified across all hosts and boots."""
 
     host: str
     """For people; names of hosts are not unique."""
@@ -60,14 +60,14 @@ def this_process() -> Owner:
 
 
 def owned_name(what: str) -> str:
-    """A file name that nobody else uses, of which `owner_of` tells `what` and the calling process."""
+    """A file name that nobody else uses; `owner_of` reads `what` and the calling process from it."""
     owner = this_process()
     host = re.sub(r"[^A-Za-z0-9-]", "_", owner.host)[:40]
     return f"{what}@{host}.{owner.boot}.{owner.namespace}.{owner.pid}.{owner.start}.{secrets.token_hex(4)}"
 
 
 def owner_of(name: str) -> tuple[str, Owner] | None:
-    """What `owned_name` put into a file name; None for other names."""
+    """The thing and the owner that `owned_name` put into a file name; None for other names."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -75,20 +75,20 @@ def owner_of(name: str) -> tuple[str, Owner] | None:
 
 
 def owned(folder: Path, what: str | None = None) -> list[Path]:
-    """The files and folders in `folder` that are somebody's, in order of name; only those of one thing if `what` names it."""
+    """The files and folders in `folder` that have an owner, sorted by name; only those of one thing if `what` names it."""
     found = [(path, owner_of(path.name)) for path in sorted(folder.glob("*@*"))]
     return [path for path, parsed in found if parsed is not None and what in (None, parsed[0])]
 
 
 def is_alive(path: Path) -> bool:
-    """Whether the owner of what lies at `path`, with a name of `owned_name`, may still be at work on it."""
+    """Whether the owner of `path`, which has a name of `owned_name`, may still be at work on it."""
     parsed = owner_of(path.name)
     assert parsed is not None, f"{path} has a name of owned_name"
     return may_live(parsed[1], path)
 
 
 def may_live(owner: Owner, path: Path) -> bool:
-    """Whether the owner of `path`, which it touches, may still be at work. Of one that is not visible only time can tell."""
+    """Whether the owner of `path`, which it touches, may still be at work. Where it is not visible, the time of `path` decides."""
     if owner.is_visible():
         return owner.is_running()
     try:
@@ -99,15 +99,15 @@ def may_live(owner: Owner, path: Path) -> bool:
 
 
 def removal_name(what: str) -> str:
-    """`owned_name` of something on its way out, which nobody takes over."""
+    """`owned_name` of a thing that is being removed, which nobody takes over."""
     return owned_name(f"{what.removesuffix(REMOVED)}{REMOVED}")
 
 
 def remove_leftover(path: Path) -> bool:
-    """Removes what lies at `path`, with a name of `owned_name`; False if somebody else has taken it over or removed it."""
+    """Removes `path`, which has a name of `owned_name`; False if another process has taken it over or removed it."""
     parsed = owner_of(path.name)
     assert parsed is not None, f"{path} has a name of owned_name"
-    # Removing takes time, in which another process could take it over and build in it.
+    # Removing takes time, in which another process could take the folder over and build in it.
     aside = path.with_name(removal_name(parsed[0]))
     try:
         path.rename(aside)
@@ -132,7 +132,7 @@ def heartbeat(path: Path) -> Iterator[None]:
             except FileNotFoundError:
                 return
             except OSError as error:
-                # A file server may be away for a while. Who stops beating is taken for dead.
+                # A file server may be away for a while. An owner that stops beating counts as dead.
                 logger.warning("%s cannot be touched: %s", path, error)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)

@@ -1,11 +1,16 @@
-"""Views and value changes."""
+"""Views, value changes, and boxes of stored tensors."""
 
 from __future__ import annotations
+
+import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
-from conversion.tensors import box_view, dtype_name, torch_dtype, transformed
+from conversion import tensors
+from conversion.boxes import lengths
+from conversion.tensors import StoredTensor, blocks, box_view, byte_view, dtype_name, read_stored, torch_dtype, transformed
 
 
 def test_a_box_is_a_view():
@@ -25,3 +30,34 @@ def test_dtypes_have_names():
         assert torch_dtype(dtype_name(dtype)) is dtype
     with pytest.raises(ValueError, match="float8_e4m3fn of a weight is not supported"):
         dtype_name(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("block_bytes", [16, 100, 1 << 20])
+def test_every_box_of_a_stored_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_bytes: int):
+    """Rows larger and smaller than a block, parts of rows, contiguous targets and others, with and without a cast."""
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", block_bytes)
+    tensor = torch.arange(2 * 3 * 4, dtype=torch.float32).reshape(2, 3, 4)
+    path = tmp_path / "data"
+    path.write_bytes(b"start" + bytes(byte_view(tensor)))
+    stored = StoredTensor(path, 5, torch.float32, (2, 3, 4))
+    ranges = [[(start, stop) for stop in range(size + 1) for start in range(stop)] for size in tensor.shape]
+    with path.open("rb") as file:
+        for box in itertools.product(*ranges):
+            whole = torch.full((*lengths(box)[:2], 9), -1, dtype=dtype)
+            for target in (torch.empty(lengths(box), dtype=dtype), whole[..., 2 : 2 + lengths(box)[2]]):
+                read_stored(file.fileno(), stored, box, target)
+                assert torch.equal(target, box_view(tensor, box).to(dtype)), box
+        number = torch.empty((), dtype=dtype)
+        read_stored(file.fileno(), StoredTensor(path, 5 + 4 * 7, torch.float32, ()), (), number)
+        assert number.item() == 7
+        with pytest.raises(ValueError, match="ends at byte 101, before the tensor"):
+            read_stored(file.fileno(), StoredTensor(path, 5, torch.float32, (30,)), ((0, 30),), torch.empty(30))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (7, 3), (2, 3, 4), (0, 3), (3, 0)])
+def test_blocks_tile_a_tensor_in_order(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]):
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 24)
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    parts = [box_view(tensor, box).reshape(-1) for box in blocks(shape, 8)]
+    assert torch.equal(torch.cat(parts) if parts else tensor.reshape(-1), tensor.reshape(-1))

@@ -1,0 +1,25 @@
+"""The files of a Hugging Face folder are found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, weight_files
+
+
+def test_weight_files_are_those_of_the_index_before_the_single_file(tmp_path: Path):
+    (tmp_path / SINGLE_FILE).touch()
+    assert weight_files(tmp_path) == [tmp_path / SINGLE_FILE]
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}}))
+    assert weight_files(tmp_path) == [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+
+
+@pytest.mark.parametrize("index", [None, "{", "{}", "[]", '{"weight_map": 3}'])
+def test_a_folder_without_weights_is_refused(tmp_path: Path, index: str | None):
+    if index is not None:
+        (tmp_path / INDEX_FILE).write_text(index)
+    with pytest.raises(ValueError, match="name a Hugging Face folder"):
+        weight_files(tmp_path)
