@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -17,17 +18,22 @@ from conversion.files.manifest import FINISHED_SUFFIX, FileRecord, file_record
 
 # Larger writes are several times slower on Linux 6 with ext4: the kernel looks for large free pages to cache them in.
 _WRITE_BYTES = 512 << 10
-# What is smaller is hashed sooner than a thread is woken.
+# Hashing less takes no longer than waking a thread.
 _SMALL_BYTES = 64 << 10
+# The disk works while the rest of the file is made; else it would wait for the end of the file.
+SYNC_BYTES = 128 << 20
 
 
 class HashedFile:
-    """A file that is written from front to back, and hashed meanwhile by another thread. A context manager."""
+    """A file that is written from front to back, while other threads hash it and force it to disk. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
-        self._pool = ThreadPoolExecutor(1)
+        # One thread hashes, one syncs.
+        self._pool = ThreadPoolExecutor(2)
         self._sha256, self._crc32, self._size = hashlib.sha256(), 0, 0
+        self._sync: Future[None] | None = None
+        self._num_synced = 0
 
     def __enter__(self) -> HashedFile:
         return self
@@ -35,6 +41,8 @@ class HashedFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._pool.shutdown()
         self._file.close()
+        if error is None and self._sync is not None:
+            self._sync.result()
 
     def write(self, data: bytes | memoryview) -> int:
         """Writes all of `data`, which the caller may change afterwards."""
@@ -48,6 +56,11 @@ class HashedFile:
         else:
             hashed.result(IO_TIMEOUT_S)
         self._size += len(content)
+        if self._size - self._num_synced >= SYNC_BYTES and (self._sync is None or self._sync.done()):
+            if self._sync is not None:
+                # The kernel tells of a failed write only once.
+                self._sync.result()
+            self._sync, self._num_synced = self._pool.submit(os.fdatasync, self._file.fileno()), self._size
         return len(content)
 
     def flush(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from conversion.files import hashed_files
 from conversion.files.hashed_files import FinishedFiles, HashedFile
 from conversion.files.manifest import FINISHED_SUFFIX, FileRecord, file_record
 
@@ -45,6 +47,16 @@ def test_what_is_written_in_parts_has_the_checksums_of_the_whole(tmp_path: Path)
         assert file.tell() == sum(map(len, parts))
     assert (tmp_path / "data").read_bytes() == b"".join(parts)
     assert file.record() == file_record(tmp_path / "data")
+
+
+def test_a_file_whose_disk_fails_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(hashed_files, "SYNC_BYTES", 1)
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), HashedFile(tmp_path / "data") as file:
+        file.write(CONTENT)
 
 
 def test_a_finished_file_is_kept_with_its_note(path: Path):
