@@ -1,6 +1,6 @@
-"""What vLLM 0.32 needs on a CPU: nemotron_h's experts, weights that a refit can write, and fp32 logprobs that do not depend on the batch.
+"""Patches of vLLM 0.32 for CPU hosts: nemotron_h's experts, weights that a refit can write, and fp32 logprobs free of the batch.
 
-Every name that is replaced stands in REPAIRS with its reason. Never installed on GPU hosts.
+`PATCHES` at the end lists every replaced name: by what, why, and until when. GPU hosts have the real thing, so nothing is patched there.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ TAIL_SAFE_FUNCTIONS = ("sigmoid", "silu", "softplus")
 
 
 def install() -> None:
-    """Replaces the names of REPLACED in this process. Idempotent; call it before the model is built.
+    """Applies PATCHES in this process, once; call it before the model is built.
 
     Raises:
         RuntimeError: vLLM runs on another platform here, which needs none of this.
     """
-    global _library
     if not current_platform.is_cpu():
         raise RuntimeError(f"mrl.rollout.cpu is for CPU hosts, but vLLM's platform here is {current_platform.device_name}")
-    if _library is not None:
+    if _libraries:
         return
-    for repair in REPAIRS:
-        owner, name = _owner(repair.name)
-        setattr(owner, name, repair.replace(getattr(owner, name)))
-    _library = library = torch.library.Library("aten", "IMPL")
+    for patch in PATCHES:
+        owner, name = _owner(patch.name)
+        setattr(owner, name, patch.replace(getattr(owner, name)))
+    library = torch.library.Library("aten", "IMPL")
     for name in TAIL_SAFE_FUNCTIONS:
         library.impl(name, _tail_safe(getattr(torch.ops.aten, name).out), "CPU")
+    _libraries.append(library)
 
 
 # torch drops the kernels of a Library when it is collected.
-_library: torch.library.Library | None = None
+_libraries: list[torch.library.Library] = []
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -265,56 +265,69 @@ def _remember_draws(original: Callable[..., object]) -> Callable[..., object]:
 
 
 @dataclass(frozen=True)
-class Repair:
-    """One replaced name: `replace` takes what vLLM has there and returns what stands there instead."""
+class Patch:
+    """One replaced name of vLLM."""
 
     name: str
-    reason: str
+    what: str
+    """Stands there instead."""
+    why: str
+    until: str
+    """The condition under which the patch can go."""
     replace: Callable[..., object]
+    """Takes what vLLM has there and returns what replaces it."""
 
 
-REPAIRS = (
-    Repair(
+_PREFILL = "the prefill kernel, for decoding too"
+_DECODE = "the decode kernel has other bits than the prefill kernel, so a chunk of one token or a recompute changes logprobs"
+_SAME_BITS = "vLLM's CPU decode and prefill kernels give the same bits"
+
+PATCHES = (
+    Patch(
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
-        "vLLM packs linear weights for oneDNN and empties the parameter, so a refit cannot write; and few rows get other bits than many",
+        "linear layers on weights as loaded, in rows of 16",
+        "vLLM packs the weights for oneDNN and empties the parameter, so a refit cannot write; and few rows get other bits than many",
+        "vLLM can leave weights unpacked on CPUs, and its kernel's rows do not depend on their number",
         _plain_linear,
     ),
-    Repair(
+    Patch(
         "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__",
+        "the same check without its refusal of non-gated experts",
         "refuses non-gated experts (relu^2) on CPU",
+        "vLLM's CPU experts know relu^2",
         _allow_non_gated,
     ),
-    Repair(
+    Patch(
         "vllm.model_executor.layers.fused_moe.oracle.unquantized.backend_to_kernel_cls",
+        "experts in plain torch, gated or not",
         "vLLM's CPU experts pack their weights, know no relu^2, and give an expert's few rows other bits than many",
+        "vLLM's CPU experts read weights as loaded, know relu^2, and their rows do not depend on their number",
         _prefer_plain_experts,
     ),
-    Repair(
-        "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update",
-        "the decode kernel has other bits than the prefill kernel, so a chunk of one token or a recompute changes logprobs",
-        _conv_update,
-    ),
-    Repair(
-        "vllm.model_executor.layers.mamba.mamba_mixer2.selective_state_update",
-        "the decode kernel has other bits than the prefill kernel, so a chunk of one token or a recompute changes logprobs",
-        _state_update,
-    ),
-    Repair(
+    Patch("vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update", _PREFILL, _DECODE, _SAME_BITS, _conv_update),
+    Patch("vllm.model_executor.layers.mamba.mamba_mixer2.selective_state_update", _PREFILL, _DECODE, _SAME_BITS, _state_update),
+    Patch(
         "vllm.v1.worker.gpu_model_runner.CachedRequestState",
+        "requests whose generators can take back a draw",
         "after a partial prefill the runner rewinds the request's generator: 'CPU Generator does not use offset'",
+        "vLLM's runner draws nothing for a partial prefill, or can rewind CPU generators",
         _undo_generators,
     ),
-    Repair(
+    Patch(
         "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
-        "remembers each generator's state before its draw, for the rewind after a partial prefill",
+        "the same function, which remembers each generator's state before its draw",
+        "the rewind after a partial prefill needs that state",
+        "the patch of CachedRequestState goes",
         _remember_draws,
     ),
 )
 
-REPLACED: dict[str, str] = {repair.name: repair.reason for repair in REPAIRS} | {
+REPLACED: dict[str, str] = {patch.name: f"{patch.what}: {patch.why}" for patch in PATCHES} | {
+    # Until torch's loops agree.
     f"torch.ops.aten.{name} (CPU kernel)": "the scalar loop over the last elements has other bits than the vector loop"
     for name in TAIL_SAFE_FUNCTIONS
 }
+"""Every replaced name, with the reason."""
 
 
 def _owner(dotted: str) -> tuple[object, str]:

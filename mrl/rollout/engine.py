@@ -8,6 +8,7 @@ import multiprocessing.connection
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +27,28 @@ from mrl.config.schema.generation import GenerationConfig
 from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout import sampler
-from mrl.rollout.callers import Callers, Question
+from mrl.rollout.callers import Callers
 from mrl.types import Rollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Unfinished:
+    """A request inside vLLM."""
+
+    request: RolloutRequest
+    vllm_id: str
+    weight_version: int | None
+    """Of the engine when the request came."""
+    num_refits: int
+    """That the engine had had by then."""
+
+
 class Engine:
     """One engine: all workers of a TP group. Samples only between a completed refit and the next one.
 
-    `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start.
+    `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start. `llm` is vLLM's engine.
     """
 
     def __init__(
@@ -60,19 +73,13 @@ class Engine:
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
         self._is_colocated = config.colocated.enabled
-        self._llm = LLMEngine.from_engine_args(
+        self.llm = LLMEngine.from_engine_args(
             engine_arguments(model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer)
         )
         self._keeps_kv_cache = keeps_kv_cache
         self.callers = Callers(config.vllm_cfg.num_http_slots)
         """Requests of other threads, which steps take in and answer beside the rollouts."""
-        self._requests: dict[str, RolloutRequest] = {}
-        self._came_at: dict[str, tuple[int | None, int]] = {}
-        """Weight version and number of refits when each unfinished request came."""
-        self._versions: dict[str, list[int]] = {}
-        """Weight versions that each unfinished request has seen."""
-        self._vllm_ids: dict[str, str] = {}
-        """What vLLM calls the unfinished requests inside."""
+        self._unfinished: dict[str, _Unfinished] = {}
         self._expert_layers = _expert_layers(model_dir) if keeps_routes else None
         if self._expert_layers is not None and current_platform.is_cpu():
             self._workers("record_routes", self._expert_layers)
@@ -86,19 +93,14 @@ class Engine:
         self.num_tokens = 0
 
     @property
-    def llm(self) -> LLMEngine:
-        """vLLM's engine, for those who read its configuration."""
-        return self._llm
-
-    @property
     def unfinished_ids(self) -> list[str]:
-        """Ids of the requests that have neither finished nor been aborted, in the order in which they came."""
-        return list(self._requests)
+        """Ids of the requests that have neither finished nor been aborted, oldest first."""
+        return list(self._unfinished)
 
     @property
     def num_unfinished(self) -> int:
         """Number of `unfinished_ids`."""
-        return len(self._requests)
+        return len(self._unfinished)
 
     def add(self, requests: Sequence[RolloutRequest]) -> None:
         """Queues requests; they are sampled by later steps.
@@ -106,23 +108,22 @@ class Engine:
         Raises:
             ValueError: a request with that id is unfinished, or its prompt leaves no room for a token. Nothing is queued then.
         """
-        twice = {request.request_id for request in requests} & self._requests.keys()
+        twice = {request.request_id for request in requests} & self._unfinished.keys()
         if twice or len({request.request_id for request in requests}) < len(requests):
             raise ValueError(f"requests were added twice: {sorted(twice) or 'within one call'}; a request id may be unfinished only once")
         parameters = [sampler.sampling_params(request, max_model_len=self._max_model_len) for request in requests]
         for request, params in zip(requests, parameters, strict=True):
-            self._requests[request.request_id] = request
-            self._came_at[request.request_id] = (self.weight_version, self._num_refits)
             prompt = tokens_input(request.context_ids, cache_salt=self._cache_salt)
-            self._vllm_ids[request.request_id] = self._llm.add_request(request.request_id, prompt, params)
+            vllm_id = self.llm.add_request(request.request_id, prompt, params)
+            self._unfinished[request.request_id] = _Unfinished(request, vllm_id, self.weight_version, self._num_refits)
 
     @property
     def can_sample(self) -> bool:
-        """Whether weights of a known version and the KV cache are there: not before the first refit, in one, or while memory is lent."""
+        """Whether the engine has weights of a known version and its KV cache: not before or in a first refit, nor while memory is lent."""
         return self.weight_version is not None and not self._is_refitting and self._phase in (None, "generate")
 
     def step(self) -> list[Rollout]:
-        """Runs one forward pass over the running requests; the rollouts that it finished. Callers get their answers.
+        """Runs one forward pass over the running requests and returns the rollouts that it finished. Callers get their answers.
 
         Raises:
             RuntimeError: no refit has been completed yet, or one is under way.
@@ -132,32 +133,28 @@ class Engine:
             raise RuntimeError(f"the engine {state}: it must not sample before set_weight_version")
         self._take_questions(self.weight_version)
         answers = []
-        for answer in self._llm.step():
+        for answer in self.llm.step():
             assert isinstance(answer, RequestOutput) and answer.finished
             if not self.callers.answer(answer, num_refits=self._num_refits):
                 answers.append(answer)
-        finished = []
-        for answer, routes in zip(answers, self._take_routes(answers), strict=True):
-            request = self._requests.pop(answer.request_id)
-            version, num_refits = self._came_at.pop(answer.request_id)
-            rollout = sampler.rollout(
-                request,
+        ended = [self._unfinished.pop(answer.request_id) for answer in answers]
+        finished = [
+            sampler.rollout(
+                one.request,
                 answer,
-                weight_version=self.weight_version if version is None else version,
-                num_weight_versions=self._num_refits - num_refits + (version is not None),
+                weight_version=self.weight_version if one.weight_version is None else one.weight_version,
+                num_weight_versions=self._num_refits - one.num_refits + (one.weight_version is not None),
                 routes=routes,
             )
-            finished.append(rollout)
+            for one, answer, routes in zip(ended, answers, self._take_routes(ended, answers), strict=True)
+        ]
         self.num_steps += 1
         self.num_tokens += sum(len(rollout.token_ids) for rollout in finished)
         return finished
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drops requests and what they have sampled. Ids that have finished meanwhile are ignored."""
-        known = [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
-        for request_id in known:
-            del self._vllm_ids[request_id], self._came_at[request_id]
-        self._llm.abort_request(known)
+        self.llm.abort_request([request_id for request_id in request_ids if self._unfinished.pop(request_id, None)])
 
     def live_digest(self) -> list[dict[Slot, int]]:
         """Per worker: checksum of every parameter and persistent buffer of the live model."""
@@ -177,7 +174,7 @@ class Engine:
         self._is_prepared = True
 
     def exchange(self, round_index: int) -> None:
-        """A dedicated engine's part of one round: its workers receive what they will pull. Changes nothing in the model.
+        """Lets the workers of a dedicated engine receive what they will pull in one round. Changes nothing in the model.
 
         Raises:
             RefitError: a trainer rank did not send in time.
@@ -185,7 +182,7 @@ class Engine:
         self._workers("exchange_round", round_index)
 
     def pull(self, round_index: int) -> int:
-        """Copies one round into the live model; the bytes written, over all workers. The engine refuses to step from here on.
+        """Copies one round into the live model and returns the bytes written by all workers. The engine refuses to step from here on.
 
         Raises:
             RefitError: see `Puller.pull`.
@@ -194,7 +191,7 @@ class Engine:
         return sum(self._workers("pull_round", round_index))
 
     def verify(self, round_index: int) -> list[VerifyReport]:
-        """Per worker: live bytes of one round against the trainer's checksums."""
+        """Compares the live bytes of one round with the trainer's checksums, per worker."""
         return self._workers("verify_round", round_index)
 
     def set_weight_version(self, version: int) -> list[VerifyReport]:
@@ -212,15 +209,15 @@ class Engine:
             if not self._is_refitting:
                 raise RuntimeError(f"weight version {version}: nothing was pulled since version {self.weight_version}")
             reports = self._workers("finish_refit")
-        if not (self._keeps_kv_cache and self._requests):
-            self._llm.reset_prefix_cache(reset_running_requests=True)
+        if not (self._keeps_kv_cache and self._unfinished):
+            self.llm.reset_prefix_cache(reset_running_requests=True)
         self._is_refitting = False
         self._num_refits += 1
         self.weight_version = version
         return reports
 
     def enter(self, phase: Phase) -> None:
-        """Gives back or takes GPU memory as the phase table says. On CPU hosts and in dedicated engines nothing moves.
+        """Frees or takes GPU memory as the phase table says. On CPU hosts and in dedicated engines nothing moves.
 
         Raises:
             ValueError: no run goes from the current phase to this one.
@@ -234,68 +231,64 @@ class Engine:
         mode = "keep" if self.callers.num_inside else "abort"
         if "weights" in self._awake - wanted:
             # Level 2 drops the values of the weights, which the next refit writes, and all else with them.
-            self._llm.sleep(level=2, mode=mode)
+            self.llm.sleep(level=2, mode=mode)
             self._awake = set()
         elif self._awake - wanted:
             # Level 1 would send the weights to the host and back. Level 0 only pauses; then the cache alone goes. vLLM's own
             # release_kv_cache_memory does the same, but refuses while requests that finished in the last step are on record.
-            self._llm.sleep(level=0, mode=mode)
-            self._llm.reset_prefix_cache(reset_running_requests=True)
-            self._llm.model_executor.discard(("kv_cache",))
+            self.llm.sleep(level=0, mode=mode)
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+            self.llm.model_executor.discard(("kv_cache",))
             self._awake = {"weights"}
         if wanted - self._awake:
-            self._llm.wake_up(tags=sorted(wanted - self._awake))
+            self.llm.wake_up(tags=sorted(wanted - self._awake))
         self._awake = wanted
 
     def die_with_workers(self) -> None:
-        """From here on, this process is killed when a worker process of the engine ends before `shutdown`.
+        """From here on, ends this process when a worker process of the engine ends before `shutdown`.
 
-        Nothing works without the worker, and an engine that ends as a whole is one that its owner can start again.
+        Nothing works without the worker, and its owner can start an engine again only if it ends as a whole.
         """
-        executor = self._llm.model_executor
+        executor = self.llm.model_executor
         if isinstance(executor, MultiprocExecutor):
             threading.Thread(target=_kill_after_worker, args=(executor,), daemon=True).start()
 
     def shutdown(self) -> None:
         """Ends the engine and its worker processes."""
-        self._llm.engine_core.shutdown()
+        self.llm.engine_core.shutdown()
 
     @property
     def _cache_salt(self) -> str | None:
-        """What requests of older weights have cached is for them alone."""
+        """Keeps requests from using what requests of older weights have cached."""
         return str(self.weight_version) if self._keeps_kv_cache else None
 
     def _take_questions(self, weight_version: int) -> None:
         questions, withdrawn = self.callers.take()
         if withdrawn:
-            self._llm.abort_request(withdrawn)
+            self.llm.abort_request(withdrawn)
         for question in questions:
-            self._take_question(question, weight_version)
+            prompt = question.prompt
+            if prompt["type"] == "token" and self._cache_salt is not None:
+                prompt["cache_salt"] = self._cache_salt
+            try:
+                self.llm.add_request(question.question_id, prompt, question.params)
+            except Exception as error:
+                # Whatever vLLM's checks trip over is the fault of who asked and must not end the engine: a lone surrogate is a TypeError.
+                question.answer(error)
+            else:
+                self.callers.note(question, weight_version=weight_version, num_refits=self._num_refits)
 
-    def _take_question(self, question: Question, weight_version: int) -> None:
-        prompt = question.prompt
-        if prompt["type"] == "token" and self._cache_salt is not None:
-            prompt["cache_salt"] = self._cache_salt
-        try:
-            self._llm.add_request(question.question_id, prompt, question.params)
-        except Exception as error:
-            # Whatever vLLM's checks trip over is the fault of who asked and must not end the engine: a lone surrogate is a TypeError.
-            question.answer(error)
-        else:
-            self.callers.note(question, weight_version=weight_version, num_refits=self._num_refits)
-
-    def _take_routes(self, answers: Sequence[RequestOutput]) -> Sequence[np.ndarray | None]:
+    def _take_routes(self, ended: Sequence[_Unfinished], answers: Sequence[RequestOutput]) -> Sequence[np.ndarray | None]:
         """Routes of finished requests, in order; None for each where none are kept."""
-        vllm_ids = [self._vllm_ids.pop(answer.request_id) for answer in answers]
         if self._expert_layers is None or not answers:
             return [None] * len(answers)
         if current_platform.is_cpu():
-            return self._workers("take_routes", vllm_ids)[0]
+            return self._workers("take_routes", [one.vllm_id for one in ended])[0]
         # vLLM's own have rows for layers without experts too.
         return [None if (routes := answer.outputs[0].routed_experts) is None else routes[:, self._expert_layers] for answer in answers]
 
     def _workers(self, method: str, *arguments: object) -> list:
-        return self._llm.collective_rpc(method, timeout=self._worker_timeout_s, args=arguments)
+        return self.llm.collective_rpc(method, timeout=self._worker_timeout_s, args=arguments)
 
 
 def _kill_after_worker(executor: MultiprocExecutor) -> None:
@@ -365,7 +358,7 @@ def engine_arguments(
 
 
 def _caches_prefixes(wanted: bool | None, *, keeps_routes: bool) -> bool | None:
-    """Whether prompts share the cache of their common prefix; None = as vLLM does for the model."""
+    """Whether prompts share the cache of their common prefix; None leaves it to vLLM."""
     if keeps_routes:
         # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder knows nothing of tokens that are not computed.
         needed = not current_platform.is_cpu()
@@ -380,7 +373,5 @@ def _caches_prefixes(wanted: bool | None, *, keeps_routes: bool) -> bool | None:
 
 def _platform_arguments(config: GenerationConfig) -> Mapping[str, object]:
     if current_platform.is_cpu():
-        return {
-            "kv_cache_memory_bytes": config.vllm_cfg.kv_cache_memory_mib << 20,
-        }
+        return {"kv_cache_memory_bytes": config.vllm_cfg.kv_cache_memory_mib << 20}
     return {"gpu_memory_utilization": config.vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}

@@ -1,22 +1,14 @@
-"""What requests over HTTP may ask for, and with which token ids a conversation goes on. Needs no vLLM.
+"""What requests over HTTP may ask for. Needs no vLLM.
 
-What a session samples is meant to be trained on: it is drawn as rollouts are, and later turns go on from the very tokens of earlier ones.
+What a session samples is meant to be trained on, so it is drawn as rollouts are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mrl.types import SamplingParams
-
-Message = Mapping[str, object]
-
-PREFIX = "required_prefix_token_ids"
-"""The field of a request that says with which tokens its prompt begins; NeMo RL's name."""
-MESSAGE_IDS = ("prompt_token_ids", "generation_token_ids")
-"""Fields of an assistant's message that say the same, as NeMo Gym writes them."""
-MESSAGE_EXTRAS = (*MESSAGE_IDS, "generation_log_probs")
 
 MAX_ANSWERS = 1024
 """Answers of one request, over all its prompts."""
@@ -40,7 +32,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def default_parameters(sampling: SamplingParams) -> dict[str, object]:
-    """What a request that leaves a parameter out gets, by vLLM's names: rollouts of training are drawn so."""
+    """Values of the parameters that a request leaves out, by vLLM's names: those of training's rollouts."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -61,7 +53,7 @@ class Limits:
 
 
 def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str | None) -> str:
-    """Why a request cannot be answered, whatever else it says; empty if it can."""
+    """Why the engine cannot answer a request; empty if it can."""
     if excess := find_excess(body, limits):
         return excess
     if body.get("stream"):
@@ -75,7 +67,7 @@ def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str 
 
 
 def find_excess(body: Mapping[str, object], limits: Limits) -> str:
-    """Why a request asks for too much; empty if it does not. Says nothing of what vLLM refuses by itself."""
+    """Why a request asks for too much; empty if it does not. Leaves out what vLLM refuses by itself."""
     num_characters = sum(_num_characters(body.get(name)) for name in ("prompt", "messages"))
     if num_characters > limits.max_model_len * CHARACTERS_PER_TOKEN:
         rule = f"policy.generation.vllm_cfg.max_model_len={limits.max_model_len} tokens hold no such text"
@@ -122,60 +114,3 @@ def find_deviation(parameters: Mapping[str, object], sampling: SamplingParams) -
             rule = f"sessions are drawn as policy.generation says, with {name}={values[0]}, because they may be trained on"
             return f"{name}={parameters[name]}: {rule}; leave it out, or ask outside of a session"
     return ""
-
-
-def take_prefix(body: Mapping[str, object]) -> tuple[dict[str, object], list[int] | None]:
-    """A request without the fields that say with which tokens its prompt begins, and these tokens, if it says so.
-
-    Raises:
-        ValueError: they are no token ids.
-    """
-    rest = {name: value for name, value in body.items() if name != PREFIX}
-    given = body.get(PREFIX)
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        plain = [message for message in messages if isinstance(message, Mapping)]
-        with_ids = next((message for message in reversed(plain) if MESSAGE_IDS[0] in message), None)
-        if given is None and with_ids is not None:
-            parts = [part for name in MESSAGE_IDS if isinstance(part := with_ids.get(name), list)]
-            given = [token_id for part in parts for token_id in part] if len(parts) == len(MESSAGE_IDS) else []
-        rest["messages"] = [_without_ids(message) for message in messages]
-    if given is None:
-        return rest, None
-    if not isinstance(given, list) or not given or not all(type(token_id) is int and token_id >= 0 for token_id in given):
-        raise ValueError(f"{PREFIX} (or {' and '.join(MESSAGE_IDS)} of a message): must be a list of token ids")
-    return rest, given
-
-
-def _without_ids(message: object) -> object:
-    if not isinstance(message, Mapping):
-        return message
-    return {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS}
-
-
-def num_messages_to_answer(messages: Sequence[Message]) -> int:
-    """How many messages there are up to the last one of the assistant; 0 if it has not said anything."""
-    return max((index + 1 for index, message in enumerate(messages) if message.get("role") == "assistant"), default=0)
-
-
-def continued(sampled_ids: Sequence[int], answered_ids: Sequence[int], whole_ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
-    """The tokens of a conversation that goes on: those that were sampled, and what the chat template writes behind them.
-
-    `sampled_ids` are the prompt and the answer of the last turn as they were, `answered_ids` the same messages as the template writes
-    them, and `whole_ids` all messages. Template and model may differ in how they cut a text into tokens, and in whether thoughts of earlier
-    turns stay: places are told by the number of end marks (`end_ids`) up to them.
-
-    Raises:
-        ValueError: the template ends no message with one of `end_ids`, or writes fewer messages than before.
-    """
-    num_ends = sum(token_id in end_ids for token_id in answered_ids)
-    ends = [index for index, token_id in enumerate(whole_ids) if token_id in end_ids]
-    if not 0 < num_ends <= len(ends):
-        raise ValueError(
-            f"the chat template writes {num_ends} end marks up to the last answer and {len(ends)} in the whole conversation; "
-            f"without one of the tokens {sorted(end_ids)} behind each answer a conversation cannot go on from the tokens that were sampled"
-        )
-    end = ends[num_ends - 1]
-    # An answer that was cut off at its longest has no end mark of its own.
-    kept = sampled_ids[:-1] if sampled_ids[-1] == whole_ids[end] else sampled_ids
-    return [*kept, *whole_ids[end:]]

@@ -1,17 +1,29 @@
-"""What agents have sampled over HTTP, turn by turn: token ids, logprobs and weight versions, as a trainer needs them. Needs no vLLM."""
+"""Sessions of agents over HTTP: their turns with token ids, logprobs and weight versions, and how a conversation goes on from them.
+
+Later turns go on from the very tokens of earlier ones, so that what was sampled can be trained on. Needs no vLLM.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_SESSIONS = 4096
-"""Sessions that an engine remembers; the one that was used longest ago makes room."""
+"""Sessions that an engine remembers. One more makes it forget the one that was used longest ago."""
+
+Message = Mapping[str, object]
+
+PREFIX = "required_prefix_token_ids"
+"""The field of a request that says with which tokens its prompt begins; NeMo RL's name."""
+MESSAGE_IDS = ("prompt_token_ids", "generation_token_ids")
+"""Fields of an assistant's message that say the same, as NeMo Gym writes them."""
+MESSAGE_EXTRAS = (*MESSAGE_IDS, "generation_log_probs")
+
 
 Said = tuple[str, str, tuple[tuple[str, str], ...]]
-"""A message as far as it is compared: role, text, and calls of tools by name and arguments."""
+"""The parts of a message that are compared: role, text, and calls of tools by name and arguments."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class Sessions:
         self._turns: OrderedDict[str, list[SessionTurn]] = OrderedDict()
         self._said: dict[str, list[Said]] = {}
 
-    def add(self, session_id: str, turn: SessionTurn, messages: Sequence[Mapping[str, object]]) -> None:
+    def add(self, session_id: str, turn: SessionTurn, messages: Sequence[Message]) -> None:
         """Keeps a turn. `messages` are the conversation with the answer; empty for a prompt without messages."""
         self._turns.setdefault(session_id, []).append(turn)
         self._said[session_id] = [said(message) for message in messages]
@@ -49,7 +61,7 @@ class Sessions:
             oldest, _ = self._turns.popitem(last=False)
             del self._said[oldest]
 
-    def sampled_ids(self, session_id: str, messages: Sequence[Mapping[str, object]]) -> list[int] | None:
+    def sampled_ids(self, session_id: str, messages: Sequence[Message]) -> list[int] | None:
         """Prompt and answer of the session's last turn, if a conversation goes on from it; else None: there is none, or it was rewritten.
 
         Thoughts are not compared: clients do not send them back.
@@ -83,7 +95,7 @@ class Sessions:
         self._said.pop(session_id, None)
 
 
-def said(message: Mapping[str, object]) -> Said:
+def said(message: Message) -> Said:
     """What a message says, however a client spells it: text in parts or whole, absent or empty."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
@@ -91,3 +103,60 @@ def said(message: Mapping[str, object]) -> Said:
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
     named = tuple((str(f.get("name")), str(f.get("arguments"))) for f in functions if isinstance(f, Mapping))
     return str(message.get("role")), str(content or ""), named
+
+
+def take_prefix(body: Mapping[str, object]) -> tuple[dict[str, object], list[int] | None]:
+    """A request without the fields that say with which tokens its prompt begins, and these tokens, if it says so.
+
+    Raises:
+        ValueError: they are no token ids.
+    """
+    rest = {name: value for name, value in body.items() if name != PREFIX}
+    given = body.get(PREFIX)
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        plain = [message for message in messages if isinstance(message, Mapping)]
+        with_ids = next((message for message in reversed(plain) if MESSAGE_IDS[0] in message), None)
+        if given is None and with_ids is not None:
+            parts = [part for name in MESSAGE_IDS if isinstance(part := with_ids.get(name), list)]
+            given = [token_id for part in parts for token_id in part] if len(parts) == len(MESSAGE_IDS) else []
+        rest["messages"] = [_without_ids(message) for message in messages]
+    if given is None:
+        return rest, None
+    if not isinstance(given, list) or not given or not all(type(token_id) is int and token_id >= 0 for token_id in given):
+        raise ValueError(f"{PREFIX} (or {' and '.join(MESSAGE_IDS)} of a message): must be a list of token ids")
+    return rest, given
+
+
+def _without_ids(message: object) -> object:
+    if not isinstance(message, Mapping):
+        return message
+    return {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS}
+
+
+def num_messages_to_answer(messages: Sequence[Message]) -> int:
+    """Number of messages up to the last one of the assistant; 0 if there is none."""
+    return max((index + 1 for index, message in enumerate(messages) if message.get("role") == "assistant"), default=0)
+
+
+def continued(sampled_ids: Sequence[int], answered_ids: Sequence[int], whole_ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
+    """The tokens of a conversation that goes on: those that were sampled, and what the chat template writes behind them.
+
+    `sampled_ids` are the prompt and the answer of the last turn as they were, `answered_ids` the same messages as the template writes
+    them, and `whole_ids` all messages. Template and model may differ in how they cut a text into tokens, and in whether thoughts of earlier
+    turns stay: places are told by the number of end marks (`end_ids`) up to them.
+
+    Raises:
+        ValueError: the template ends no message with one of `end_ids`, or writes fewer messages than before.
+    """
+    num_ends = sum(token_id in end_ids for token_id in answered_ids)
+    ends = [index for index, token_id in enumerate(whole_ids) if token_id in end_ids]
+    if not 0 < num_ends <= len(ends):
+        raise ValueError(
+            f"the chat template writes {num_ends} end marks up to the last answer and {len(ends)} in the whole conversation; "
+            f"without one of the tokens {sorted(end_ids)} behind each answer a conversation cannot go on from the tokens that were sampled"
+        )
+    end = ends[num_ends - 1]
+    # An answer that was cut off at its longest has no end mark of its own.
+    kept = sampled_ids[:-1] if sampled_ids[-1] == whole_ids[end] else sampled_ids
+    return [*kept, *whole_ids[end:]]

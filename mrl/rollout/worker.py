@@ -1,6 +1,6 @@
-"""What runs inside vLLM's worker processes: the live model by slot, and the engine side of a refit.
+"""Code inside vLLM's worker processes: the live model by slot, the engine side of a refit, and routes on CPU hosts.
 
-vLLM imports this module in every worker before it builds the model, so this is also where a CPU host gets its repairs.
+vLLM imports this module in every worker before it builds the model, so a CPU host gets its patches of vLLM here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor, nn
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer, bind_routed_experts_capturer
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -20,7 +22,6 @@ from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup
 from mrl.refit.inputs import ExchangeMember, WorkerRefit
 from mrl.refit.pull import Puller, VerifyReport
-from mrl.rollout.routes import RouteRecorder
 
 if current_platform.is_cpu():
     from mrl.rollout import cpu
@@ -83,7 +84,7 @@ class RefitWorker:
         self.exchange.run(round_index)
 
     def pull_round(self, round_index: int) -> int:
-        """Copies one round into the live tensors; the bytes written."""
+        """Copies one round into the live tensors and returns the bytes written."""
         return self._prepared().pull(round_index)
 
     def verify_round(self, round_index: int) -> VerifyReport:
@@ -97,19 +98,19 @@ class RefitWorker:
         return report
 
     def rebuild_kernel_weights(self) -> None:
-        """Makes anew whatever kernels keep besides the parameters: weights repacked for a CPU, or reordered for FlashInfer.
+        """Does nothing: no kernel keeps weights besides the parameters, such as repacked for a CPU or reordered for FlashInfer.
 
         A refit writes parameters in the layout in which vLLM loads them. The engine's arguments and `cpu.install` choose only kernels that
-        read them so, so nothing is left to do; refit zero and the witness tests fail for one that does not. A kernel with a layout of its
-        own would be told here, after all bytes have been verified and before the first token.
+        read them so; refit zero and the witness tests fail for one that does not. A kernel with a layout of its own would be rebuilt here,
+        after all bytes have been verified and before the first token.
         """
 
     def record_routes(self, layers: Sequence[int]) -> None:
-        """From here on keeps the routes of the requests; see `RouteRecorder`."""
+        """Starts to keep the routes of requests; see `RouteRecorder`."""
         self.recorder = RouteRecorder(self.model_runner, layers)
 
     def take_routes(self, request_ids: Sequence[str]) -> list[np.ndarray] | None:
-        """Routes of finished requests; None on all but the first worker."""
+        """Returns the routes of finished requests; None on all but the first worker."""
         assert self.recorder is not None, "record_routes comes first"
         return self.recorder.take(request_ids) if self.rank == 0 else None
 
@@ -118,8 +119,72 @@ class RefitWorker:
         return self.puller
 
 
+class RouteRecorder:
+    """Records which experts vLLM sends each token of the running requests through. Prefix caching must be off.
+
+    CPU hosts only. On GPUs vLLM's second model runner does this itself (`enable_return_routed_experts`): it keeps the routes of cached
+    blocks, follows preemption, and captures into memory that CUDA graphs can write. It needs Triton. The first model runner, which CPU
+    hosts have, gets vLLM's capturer at its routers here, and its batches say whose rows are whose.
+    """
+
+    def __init__(self, runner: GPUModelRunner, layers: Sequence[int]) -> None:
+        """Starts recording; `layers` are the indices of the layers with experts.
+
+        On every worker of an engine, because capturing may be collective. All workers see the same routes, and the first keeps them.
+        """
+        self._runner = runner
+        self._layers = list(layers)
+        self._passes: dict[str, list[tuple[int, np.ndarray]]] = {}
+        config = runner.vllm_config
+        self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
+        bind_routed_experts_capturer(runner.get_model(), self._capturer)
+        if not get_tp_group().is_first_rank:
+            return
+        forward = runner._model_forward
+
+        def recorded(*arguments: object, **named: object) -> object:
+            output = forward(*arguments, **named)  # type: ignore[arg-type]  # passed through
+            self._record()
+            return output
+
+        setattr(runner, "_model_forward", recorded)  # noqa: B010  (a method is replaced)
+
+    def take(self, request_ids: Sequence[str]) -> list[np.ndarray]:
+        """Routes of these requests, each [tokens that went through the model, layers, experts per token], and forgets them.
+
+        Raises:
+            RuntimeError: some token never went through the model.
+        """
+        return [_joined(request_id, self._passes.pop(request_id)) for request_id in request_ids]
+
+    def _record(self) -> None:
+        batch = self._runner.input_batch
+        # Requests that were aborted, or that finished without being asked for, are gone from the runner.
+        self._passes = {key: passes for key, passes in self._passes.items() if key in self._runner.requests}
+        bounds = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
+        routes = self._capturer.snapshot_routing_data(bounds[-1]).numpy()[:, self._layers]
+        first_positions = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        for request_id, position, start, stop in zip(batch.req_ids, first_positions, bounds[:-1], bounds[1:], strict=True):
+            self._passes.setdefault(request_id, []).append((position, routes[start:stop]))
+
+
+def _joined(request_id: str, passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    """The routes of a request from its forward passes; where it was preempted and computed again, the last one counts."""
+    length = max(position + len(routes) for position, routes in passes)
+    joined = np.zeros((length, *passes[0][1].shape[1:]), dtype=passes[0][1].dtype)
+    is_seen = np.zeros(length, dtype=np.bool_)
+    for position, routes in passes:
+        joined[position : position + len(routes)] = routes
+        is_seen[position : position + len(routes)] = True
+    if not is_seen.all():
+        raise RuntimeError(
+            f"request {request_id}: {int((~is_seen).sum())} of {length} tokens never went through the model: a cached prefix?"
+        )
+    return joined
+
+
 def engine_tensors(model: nn.Module) -> dict[Slot, Tensor]:
-    """All that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
+    """Everything that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
 
     A tied parameter counts under its first name. Buffers that are views of a parameter (`conv_weights` of a Mamba mixer) follow it.
     """

@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 
 def worker_pids(engine) -> list[int]:
-    return [worker.proc.pid for worker in engine._llm.model_executor.workers]
+    return [worker.proc.pid for worker in engine.llm.model_executor.workers]
 
 
 def is_running(pid: int) -> bool:

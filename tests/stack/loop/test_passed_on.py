@@ -13,7 +13,7 @@ from tests.stack.loop.conftest import PORTS, LiveRun
 
 def test_arguments_of_vllm_are_those_of_the_live_engines(live: LiveRun):
     def settings(engine) -> tuple[str, str, str | None]:
-        config = engine._llm.vllm_config
+        config = engine.llm.vllm_config
         return config.cache_config.mamba_ssm_cache_dtype, config.scheduler_config.policy, os.environ.get("PASSED_ON")
 
     assert live.on_engines(settings) == [("float32", "priority", "to an engine")] * 2

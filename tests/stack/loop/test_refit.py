@@ -75,7 +75,7 @@ def go_stale(policy, rank: int) -> None:
 
 
 def worker_of(engine):
-    return engine._llm.model_executor.driver_worker.worker
+    return engine.llm.model_executor.driver_worker.worker
 
 
 def keep_stale(engine, name: str) -> None:
@@ -128,7 +128,7 @@ def forbid_other_ways(holder) -> None:
         return put(value)
 
     setattr(ray, "put", put_no_weights)  # noqa: B010  a plain assignment is a type error
-    if hasattr(holder, "_llm"):
+    if hasattr(holder, "llm"):
         worker = worker_of(holder)
         worker.get_model().load_weights = forbidden
         worker.model_runner.reload_weights = forbidden

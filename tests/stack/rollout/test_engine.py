@@ -44,8 +44,8 @@ def alone(engine: Engine) -> dict[str, Rollout]:
 def core_of(engine: Engine) -> EngineCore:
     from vllm.v1.engine.core_client import InprocClient
 
-    assert isinstance(engine._llm.engine_core, InprocClient)
-    return engine._llm.engine_core.engine_core
+    assert isinstance(engine.llm.engine_core, InprocClient)
+    return engine.llm.engine_core.engine_core
 
 
 def test_the_engine_is_vllms_and_the_replaced_names_are_listed(engine: Engine) -> None:
@@ -54,9 +54,9 @@ def test_the_engine_is_vllms_and_the_replaced_names_are_listed(engine: Engine) -
     from mrl.rollout import cpu
 
     core = core_of(engine)
-    worker = engine._llm.model_executor.driver_worker.worker
+    worker = engine.llm.model_executor.driver_worker.worker
     model = worker.get_model()
-    assert type(engine._llm) is vllm.LLMEngine
+    assert type(engine.llm) is vllm.LLMEngine
     for part in (core, core.scheduler, worker.model_runner, worker.model_runner.sampler):
         assert type(part).__module__.startswith("vllm.v1."), part
     origins = {type(module).__name__: type(module).__module__ for module in model.modules()}

@@ -37,7 +37,7 @@ def engine(start_engine: StartEngine, trainer: Trainer) -> Engine:
 
 
 def model_of(engine: Engine) -> torch.nn.Module:
-    return engine._llm.model_executor.driver_worker.get_model()
+    return engine.llm.model_executor.driver_worker.get_model()
 
 
 def live(engine: Engine, name: str) -> torch.nn.Parameter:
