@@ -35,6 +35,8 @@ START_TIMEOUT_S = 60.0
 MAX_FAILED_STARTS = 3
 # A killed process is gone at once, unless the kernel holds it (a dead network file system).
 KILL_TIMEOUT_S = 10.0
+# What has arrived by the deadline is read within this time; a loop may look at its clock before its sockets.
+LATE_READ_S = 0.05
 MAX_CACHED_VERDICTS = 20_000
 # Longer rollouts hardly repeat, and would fill the memory.
 MAX_CACHED_CHARACTERS = 1_000
@@ -328,9 +330,9 @@ class RewardPool:
 
 
 async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
-    """The result of `work`, even if it arrives in the moment in which the time is over.
+    """The result of `work`, even one that came in time while other work kept this process from reading it.
 
-    `asyncio.timeout` would drop such a result; where the parent was kept from running, that would blame a text that was judged in time.
+    `asyncio.timeout` drops such a result, and so would blame a text that was judged in time.
 
     Raises:
         TimeoutError: there is none.
@@ -339,6 +341,8 @@ async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
     # The work begins before its time does: other coroutines may run first.
     await asyncio.sleep(0)
     await asyncio.wait([task], timeout=seconds)
+    if not task.done():
+        await asyncio.wait([task], timeout=LATE_READ_S)
     if not task.done():
         task.cancel()
         await asyncio.wait([task])

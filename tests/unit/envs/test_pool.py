@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import subprocess
@@ -5,6 +6,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -142,7 +145,16 @@ def test_what_is_not_begun_in_time_is_a_timeout():
     assert [verdict.status for verdict in verdicts] == ["timeout"] * 4
 
 
-def test_an_answer_in_time_counts_though_the_parent_is_held_up():
+@pytest.fixture(params=["asyncio", *(["uvloop"] if find_spec("uvloop") else [])])
+def loops(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each kind of event loop: Ray's workers take uvloop's where it is installed."""
+    module = import_module(request.param)
+    asyncio.set_event_loop_policy(getattr(module, "EventLoopPolicy", asyncio.DefaultEventLoopPolicy)())
+    yield
+    asyncio.set_event_loop_policy(None)
+
+
+def test_an_answer_in_time_counts_though_the_parent_is_held_up(loops: None):
     pauses_s = iter([0.0, 0.0, 2.0])
 
     def hold_up() -> bool:
