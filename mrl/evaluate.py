@@ -1,6 +1,6 @@
-"""`python -m mrl.evaluate CONFIG|DIR [a.b=c ...]`: how good a model is on held-out prompts, by pass@k and majority, with the environments.
+"""`python -m mrl.evaluate CONFIG|DIR [a.b=c ...]`: scores a model on held-out prompts by pass@k and majority, with the environments.
 
-DIR is a run folder (its newest checkpoint), one of its step_N folders, or a Hugging Face folder (`--config` says then how it is asked).
+DIR is a run folder (its newest checkpoint), one of its step_N folders, or a Hugging Face folder (`--config` then gives data and sampling).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WEIGHT_VERSION = 1
 
 
 def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[RolloutGroup]:
-    """Answers to every held-out prompt with their verdicts, sampled as in validation from the model that vLLM's own loader reads."""
+    """Samples answers to every held-out prompt as in validation, from the model as vLLM's own loader reads it, and judges them."""
     asked = [(EVALUATION_EPOCH, prompt) for prompt in data.validation]
     num_answers, sampling = config.eval.num_tests_per_prompt, validation_sampling(data.sampling, config.policy.generation)
     with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
@@ -64,7 +64,7 @@ def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[R
 
 @contextmanager
 def model_overrides(target: Target) -> Iterator[list[str]]:
-    """The overrides that point a config at the target's model, which an export is until the end of the `with` block.
+    """The overrides that point a config at the target's model. A checkpoint is exported first; the export exists inside the `with` block.
 
     Raises:
         ValueError: the checkpoint cannot be exported.
@@ -81,7 +81,7 @@ def model_overrides(target: Target) -> Iterator[list[str]]:
 
 
 def preflight(config: RunConfig) -> PromptData:
-    """Everything that can be known to be wrong before a process starts; returns the data.
+    """Checks everything that can be checked before a process starts; returns the data.
 
     Raises:
         ValueError: naming every key, file or row at fault, the rule, and the way out.
@@ -93,7 +93,7 @@ def preflight(config: RunConfig) -> PromptData:
 
 
 def report(config: RunConfig, name: str, groups: Sequence[RolloutGroup]) -> Path:
-    """Shows the scores and writes them down; returns the file."""
+    """Logs the scores and writes them to a file; returns its path."""
     k, metric = config.eval.k_value, config.eval.metric.replace("k", str(config.eval.k_value))
     scores = scores_by_environment(groups, k=k)
     if metric not in scores[ALL]:
@@ -107,7 +107,7 @@ def report(config: RunConfig, name: str, groups: Sequence[RolloutGroup]) -> Path
 
 
 def results_folder(config: RunConfig) -> Path:
-    """Where results and the logs of actors go."""
+    """The folder for results and logs of actors."""
     return Path(config.eval.save_path or Path(config.checkpointing.checkpoint_dir) / "evaluations").absolute()
 
 

@@ -125,5 +125,6 @@ if __name__ == "__main__":
         sys.exit(check.main())
 
     from mrl.loop.main import main
+    from mrl.store.loggers.thread import exit_with
 
-    sys.exit(main())
+    exit_with(main)

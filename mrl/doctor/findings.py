@@ -16,7 +16,7 @@ MAX_NAMED, MAX_NODES_NAMED = 6, 3
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found, and what to do about a problem."""
+    """The result of one check, and the remedy for a problem."""
 
     check: str
     status: Status

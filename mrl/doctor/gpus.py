@@ -42,7 +42,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class CudaProbe:
-    """What torch can do with the GPUs of the host."""
+    """Result of trying torch on the GPUs of the host."""
 
     error: str = ""
     """Why torch can use no GPU; "" if a product on every GPU is right."""

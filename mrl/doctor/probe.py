@@ -97,7 +97,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Network:
-    """What multi-node communication depends on."""
+    """Names, interfaces and devices that multi-node communication depends on."""
 
     address: str
     """The address that the host's own name resolves to; "" if to none."""
@@ -124,14 +124,14 @@ class Ports:
 
 @dataclass(frozen=True)
 class Confinement:
-    """How the kernel confines programs under reward."""
+    """The kernel's confinement of programs under reward."""
 
     machine: str
     """As `uname -m` says it."""
     landlock_abi: int
     """0: none."""
     lack: str
-    """What a test program could do, or why it was not confined; "" if the kernel refused all of it."""
+    """The forbidden thing that a test program could do, or why it was not confined; "" if the kernel refused everything."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def source_digest(root: Path) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; "" if it is missing, fails or takes longer than `COMMAND_TIMEOUT_S`."""
+    """The output of a command; "" if it is missing, fails or takes longer than `COMMAND_TIMEOUT_S`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

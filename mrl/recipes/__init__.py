@@ -1,1 +1,1 @@
-"""What `python -m mrl.prepare` makes and verifies: models and data for first runs. Needed by no training run."""
+"""Recipes of `python -m mrl.prepare`: models and data for first runs. No training run imports them."""

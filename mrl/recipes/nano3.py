@@ -1,7 +1,7 @@
-"""The Nemotron-3-Nano RL blend as files to train on: placeholders filled in from the data sets that they stand for, the last rows held out.
+"""`python -m mrl.prepare nano3`: the Nemotron-3-Nano RL blend as files to train on, its placeholders filled in, the last rows held out.
 
-Placeholders are rows of nvidia/Nemotron-3-Nano-RL-Training-Blend whose question may only be had from its publisher. What they become is
-what the data set's own script create_nanov3_jsonl.py makes of them.
+Placeholders are rows of nvidia/Nemotron-3-Nano-RL-Training-Blend whose question only its publisher may distribute. This file fills them in
+like the data set's own script create_nanov3_jsonl.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRAIN_FILE, VALIDATION_FILE, RECIPE_FILE = "train-split.jsonl", "val-split.jsonl
 MAX_ERRORS = 20
 PLACEHOLDER = "_hf_placeholder"
 
-# What DAPO-Math-17k puts around every problem.
+# DAPO-Math-17k puts these texts around every problem.
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
     "(without quotes) where $Answer is the answer to the problem."
@@ -46,7 +46,7 @@ class Origin:
     mark: str
     """Part of the path of its files, in lower case."""
     stem: str
-    """What the names of its files begin with; empty: anything."""
+    """Prefix of its files' names; empty: any name."""
 
 
 ORIGINS: Mapping[str, Origin] = {
@@ -58,25 +58,25 @@ ORIGINS: Mapping[str, Origin] = {
 
 @dataclass
 class Survey:
-    """What a first pass over the blend finds."""
+    """Results of a first pass over the blend."""
 
     num_rows: int = 0
     agents: Counter[str] = field(default_factory=Counter)
     """Rows by agent."""
     wanted: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in ORIGINS})
-    """Rows that placeholders stand for, by their `dataset`."""
+    """Row numbers in the original data sets, by the placeholders' `dataset`."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a placeholder stands for."""
+    """The problem that a placeholder stands for."""
 
     question: str
     answer: str
 
 
 def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) -> None:
-    """Writes `train-split.jsonl` and, of the last rows, `val-split.jsonl` into `out`. A second call goes on where a first one was killed.
+    """Writes `train-split.jsonl` and, from the last rows, `val-split.jsonl` into `out`. A second call continues a killed one.
 
     Raises:
         ValueError: the blend or a data set is not in `sources`, rows are wrong, or `out` was made of something else.
@@ -110,7 +110,7 @@ def find_blend(sources: Sequence[Path]) -> Path:
 
 
 def survey_blend(blend: Path) -> Survey:
-    """Counts rows and agents, and collects what placeholders stand for; checks every row.
+    """Checks every row, counts rows and agents, and collects the rows that placeholders stand for.
 
     Raises:
         ValueError: naming up to 20 rows that are wrong.
@@ -164,7 +164,7 @@ def read_problems(name: str, wanted: set[int], files: Sequence[Path]) -> dict[in
 
 
 def find_origin(origin: Origin, sources: Sequence[Path]) -> list[Path]:
-    """Files of a data set, in order; of several forms of the same rows, those of one."""
+    """Files of a data set, in order. If several formats hold the same rows, the files of one."""
     for suffix in SUFFIXES:
         found = [
             path
@@ -198,7 +198,7 @@ def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> 
     """The row of a placeholder with its question and answer; any other row as it is.
 
     Raises:
-        RowError: the question cannot be put together.
+        RowError: problem and template do not fit together.
     """
     if fields.get(PLACEHOLDER) is None:
         return {key: value for key, value in fields.items() if key != PLACEHOLDER}
@@ -242,7 +242,7 @@ def _placeholder(fields: Fields) -> tuple[str, int, Fields]:
 
 
 def write_rows(blend: Path, problems: Mapping[str, Mapping[int, Problem]], path: Path, first: int, stop: int) -> None:
-    """Writes rows `first` to `stop` of the blend, filled in. A file that is there is left; one that was begun is continued.
+    """Writes rows `first` to `stop` of the blend, filled in. Keeps a finished file, and continues an unfinished one.
 
     Raises:
         ValueError: a placeholder cannot be filled in.
@@ -330,7 +330,7 @@ def _identity(path: Path) -> dict[str, object]:
 
 
 def _claim(out: Path, recipe: Mapping[str, object]) -> None:
-    """Makes `out`, or finds that it was made of the same."""
+    """Makes `out`, or accepts it if it was made from the same files."""
     path = out / RECIPE_FILE
     if path.exists():
         if json.loads(path.read_text(encoding="utf-8")) != recipe:

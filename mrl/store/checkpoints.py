@@ -50,7 +50,7 @@ class CheckpointStore:
     """The `step_N` folders below one run folder."""
 
     def __init__(self, folder: Path, settings: CheckpointingConfig, *, check_owner: Callable[[], None] = unowned) -> None:
-        """Of what is in `folder`, `settings` say what is kept. `check_owner` raises where it is another process's by now."""
+        """`settings` say which checkpoints to keep. `check_owner` raises if another process owns the folder by now."""
         self.folder = folder
         self._check_owner = check_owner
         self.keep_top_k = settings.keep_top_k
@@ -60,7 +60,7 @@ class CheckpointStore:
         self.higher_is_better = settings.higher_is_better
 
     def begin(self, state: RunState) -> Checkpoint:
-        """A folder with `state` as it is now, for the weights to be written into; it becomes a checkpoint by `commit`."""
+        """Makes a folder with `state`, into which the policy writes the weights; `commit` turns it into a checkpoint."""
         if self.metric_name is not None and self.metric_name not in state.metrics:
             logger.warning("step %d has no metric %s (checkpointing.metric_name): its checkpoint ranks last", state.step, self.metric_name)
         aside = self.folder / f"tmp_step_{state.step}"
@@ -70,9 +70,9 @@ class CheckpointStore:
         return Checkpoint(state.step, aside)
 
     def commit(self, pending: Checkpoint, on_disk: Mapping[str, FileRecord]) -> Checkpoint:
-        """Seals and publishes what was written: manifest, sync, marker, rename. Then removes what need not be kept.
+        """Seals and publishes a written folder: manifest, sync, marker, rename. Then removes checkpoints that `settings` do not keep.
 
-        `on_disk` has the files of the weights that whoever wrote them has synced, by path below `pending.weights`.
+        `on_disk` has the files of the weights that their writers have synced, by path below `pending.weights`.
         """
         records = {(pending.weights / name).relative_to(pending.folder): record for name, record in on_disk.items()}
         for name in sorted({path.relative_to(pending.folder) for path in pending.folder.rglob("*") if path.is_file()} - records.keys()):
@@ -96,7 +96,7 @@ class CheckpointStore:
         return Checkpoint(pending.step, final)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose every byte agrees with its manifest; says so when it has to pass one over."""
+        """The newest checkpoint whose every byte agrees with its manifest; warns of each newer one that does not."""
         for checkpoint in sorted(self._published(), key=lambda found: -found.step):
             problem = find_damage(checkpoint.folder)
             if problem is None:
@@ -105,7 +105,7 @@ class CheckpointStore:
         return None
 
     def remove_unfinished(self) -> None:
-        """Removes what an interrupted save left behind. Only the run that owns the folder may call this."""
+        """Removes folders of interrupted saves. Only the run that owns the folder may call this."""
         for pattern in ("tmp_step_*", "tmp_old_step_*"):
             for folder in self.folder.glob(pattern):
                 logger.info("removing %s, left by an interrupted save", folder)
@@ -134,7 +134,7 @@ class CheckpointStore:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder: no marker, or the first file that differs from the manifest; None if nothing is."""
+    """The damage of a checkpoint folder: no marker, or the first file that differs from the manifest; None if it is whole."""
     marker, manifest_path = folder / MARKER, folder / MANIFEST
     if not marker.exists() or not manifest_path.exists():
         return "it was never completed"
@@ -145,7 +145,7 @@ def find_damage(folder: Path) -> str | None:
         assert isinstance(files, dict)
         differences = (_difference(folder / name_inside(name, manifest_path), name, expected) for name, expected in files.items())
         return next(filter(None, differences), None)
-    # Its checksum is right, so whoever wrote it meant it so.
+    # Its checksum is right, so its writer made it so.
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         return f"{MANIFEST} lists no files: {error!r}"
 

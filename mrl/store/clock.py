@@ -10,7 +10,7 @@ from contextlib import contextmanager
 class Clock:
     """Adds up seconds by phase; `metrics()` gives `time/<phase>` and `time/total` since the clock was made.
 
-    A phase whose work has begun beside earlier ones shows what was left of it; `time/<phase>_hidden` is the rest.
+    Of work that began beside earlier phases, `time/<phase>` is the part that the run waited for, and `time/<phase>_hidden` the rest.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Clock:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
     def overlap(self, name: str, work_s: float) -> None:
-        """Says that the work of phase `name` took `work_s` in all, some of it during other phases."""
+        """Notes that the work of phase `name` took `work_s` in all, some of it during other phases."""
         self._work[name] = self._work.get(name, 0.0) + work_s
 
     def seconds(self, name: str) -> float:

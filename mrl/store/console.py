@@ -1,4 +1,4 @@
-"""What a user sees: the step block that tutorials show, one `[Mrl]` line, and the rollout progress line."""
+"""The run's console output: the step block that tutorials show, one `[Mrl]` line, and the rollout progress line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER_WIDTH = 62
 PLAIN_INTERVAL_S = 15.0
 
 SUPERVISED_PHASES = {"train": "train", "validation": "val", "checkpoint": "ckpt"}
-# What went on beside other phases, which `[Time]` does not count.
+# Work beside other phases, which `[Time]` does not count.
 HIDDEN = {"gen": "time/generation_hidden", "reward": "time/reward_hidden", "ckpt": "time/checkpoint_hidden"}
 
 
@@ -51,7 +51,7 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
 
 
 SUPERVISED_SHOWN = ("perplexity", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
-"""Metrics of a training step that its line names after the loss, where it has them."""
+"""Metrics that a training step's line shows after the loss, if the step has them."""
 
 
 def supervised_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -86,7 +86,7 @@ class RolloutProgress:
         self._bar.close()
 
     def advance(self, count: int) -> None:
-        """`count` more rollouts have arrived."""
+        """Adds `count` arrived rollouts."""
         self._bar.update(count)
 
 
@@ -103,13 +103,13 @@ class _LineWriter:
 
 
 def bar_progress(what: str, terminal: TextIO) -> Progress:
-    """Draws how far a conversion is: a bar with bytes, rate and time left."""
+    """A report of a conversion's progress as a bar with bytes, rate and time left."""
     bar: tqdm | None = None
 
     def report(done: int, total: int, kept: int) -> None:
         nonlocal bar
         bar = bar or tqdm(total=total, desc=what, unit="B", unit_scale=True, file=terminal)
-        # The rate is of what was done now.
+        # Bytes kept from an earlier start do not count into the rate.
         bar.initial = kept
         bar.update(done - bar.n)
         if done == total:

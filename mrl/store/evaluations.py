@@ -1,4 +1,4 @@
-"""Results of an evaluation: the numbers, a table of them, and a JSON file with every answer."""
+"""Results of an evaluation: scores, a table of them, and a JSON file with every answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.types import RolloutGroup
 
 ALL = "all"
 CORRECT_REWARD = 1.0
-"""What a right answer is worth; one that is worth less is wrong, and so is one that could not be judged."""
+"""Reward of a right answer. An answer with a smaller reward, or with none, is wrong."""
 
 Scores = dict[str, float]
 
@@ -48,7 +48,7 @@ def is_correct(group: RolloutGroup) -> list[bool]:
 
 
 def extracted(group: RolloutGroup) -> list[str]:
-    """What each answer says in short, as its environment read it."""
+    """The short answer that the environment extracted from each answer."""
     return [verdict.extracted for verdict in group.verdicts]
 
 
@@ -62,7 +62,7 @@ def table_lines(scores: dict[str, Scores], *, first: str) -> list[str]:
 
 
 def write_results(path: Path, *, described: dict[str, object], scores: dict[str, Scores], groups: Sequence[RolloutGroup]) -> None:
-    """Writes what was evaluated, its scores, and every answer with its verdict, replacing an older file at once."""
+    """Writes `described`, the scores, and every answer with its verdict; replaces an older file at once."""
     prompts = [
         {
             "prompt_id": group.prompt.prompt_id,

@@ -1,4 +1,4 @@
-"""The ledger: which prompts were taken, trained and rolled back. One fsynced JSON line per event; it is the data position."""
+"""The ledger: the prompts that a run took, trained on and rolled back, one fsynced JSON line per event: the run's place in the data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LedgerState:
-    """What the lines of a ledger add up to. A prompt is named by (epoch, prompt id)."""
+    """The state after all events of a ledger. (epoch, prompt id) names a prompt."""
 
     trained: dict[int, tuple[PromptKey, ...]] = field(default_factory=dict)
     """Step -> its prompts, for every step in the lineage of the surviving weights."""
     dropped: dict[int, tuple[PromptKey, ...]] = field(default_factory=dict)
-    """Step -> prompts whose rollouts were looked at and left out of it."""
+    """Step -> prompts whose rollouts it left out."""
     taken: dict[PromptKey, int] = field(default_factory=dict)
-    """Prompts that were taken and not consumed yet, with the step that was next when they were."""
+    """Prompts taken and not consumed yet -> the step that was next then."""
     consumed: set[PromptKey] = field(default_factory=set)
     """All prompts of `trained` and `dropped`."""
 
@@ -33,22 +33,22 @@ class Ledger:
     """Appends events to `ledger.jsonl`; an event is on disk when the call returns."""
 
     def __init__(self, path: Path, *, check_owner: Callable[[], None] = unowned) -> None:
-        """`check_owner` raises where the file is another process's by now; see `mrl.store.ownership`."""
+        """`check_owner` raises if another process owns the folder by now; see `mrl.store.ownership`."""
         self.path = path
         self._check_owner = check_owner
         self.state = replay(path)
 
     def take(self, step: int, prompts: Sequence[PromptKey]) -> None:
-        """Rollouts of these prompts are asked for while `step` is the next one to be trained."""
+        """Records that the run asks for rollouts of these prompts while `step` is the next to train."""
         self._append({"event": "taken", "step": step, "prompts": prompts})
 
     def train(self, step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey] = ()) -> None:
-        """Of the prompts taken, step `step` has consumed these: trained on some, and left out others for what their rollouts were."""
+        """Records that step `step` has consumed these prompts: it trained on some and dropped others because of their rollouts."""
         event: dict[str, object] = {"event": "trained", "step": step, "prompts": trained}
         self._append(event | ({"dropped": dropped} if dropped else {}))
 
     def roll_back(self, to_step: int) -> None:
-        """Weights of step `to_step` were loaded: later steps leave the lineage, and all that was taken will be asked again.
+        """Records that the weights of step `to_step` were loaded: later steps no longer count, and taken prompts will be asked again.
 
         Raises:
             RuntimeError: steps 1..`to_step` are not all in the ledger.
@@ -73,9 +73,9 @@ class Ledger:
 
 
 def replay(path: Path) -> LedgerState:
-    """The state that the lines of `path` add up to; an empty ledger if there is no file.
+    """The state after all events of `path`; an empty ledger if there is no file.
 
-    A last line without its newline was being written when the machine died: its event never happened, and it is cut off.
+    Cuts off a last line without its newline: the machine died while writing it, so its event never happened.
 
     Raises:
         ValueError: a line is not an event, or does not follow from the lines before it; names the line.
@@ -97,7 +97,7 @@ def replay(path: Path) -> LedgerState:
 
 
 def apply_event(state: LedgerState, event: dict) -> None:
-    """Applies one event. Raises ValueError if it cannot follow: a gap, a prompt taken or trained twice, training what was not taken."""
+    """Applies one event. Raises ValueError if it cannot follow: a gap, a prompt taken or trained twice, or trained without being taken."""
     kind = event["event"]
     if kind == "taken":
         prompts = _keys(event["prompts"])

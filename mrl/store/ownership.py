@@ -1,8 +1,8 @@
-"""Whose a run folder is: one attempt's at a time, wherever in the cluster it runs. No locks, which shared file systems do not keep.
+"""Run-folder ownership: one attempt at a time owns a run folder, wherever in the cluster it runs. Shared file systems keep no locks.
 
-The owner's file names its process and is touched while it lives. On the same host the process decides; a later start of the same Slurm
-job takes the folder over at once, since Slurm ends one before it starts the other; of any other owner only time can tell. Who has lost the
-folder finds somebody else's name in the file before it publishes anything.
+The file `owner.json` names the owner's process, which touches the file while it lives. On the same host, the process list says whether the
+owner lives. A later start of the same Slurm job takes the folder over at once, since Slurm ends one start before the next. Any other owner
+is dead when it stops touching the file. An attempt that has lost the folder reads another name in the file before it publishes anything.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class FolderLost(RuntimeError):
 
 
 def unowned() -> None:
-    """The check of a file that nobody has to own."""
+    """The check of a file that needs no owner."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A process that runs in the folder, as the file names it."""
+    """The process that owns the folder, as the file names it."""
 
     process: Owner
     job: str | None
     """Slurm's id of the job."""
     restart: int
-    """How often Slurm has started the job again."""
+    """Number of times that Slurm has started the job again."""
 
     def __str__(self) -> str:
         job = "" if self.job is None else f" (job {self.job})"
@@ -57,10 +57,10 @@ class Ownership:
         self._beating = ExitStack()
 
     def take(self) -> None:
-        """Makes this process the owner; waits up to `LEASE_S` for the sign of life of an owner on another host.
+        """Makes this process the owner; waits up to `LEASE_S` for a sign of life from an owner on another host.
 
         Raises:
-            ValueError: the folder is a living process's.
+            ValueError: a living process owns the folder.
         """
         other = self._read()
         if other is not None and self._lives(other):
@@ -98,7 +98,7 @@ class Ownership:
             return other.process.is_running()
         if other.job is not None and other.job == self._mine.job:
             return False
-        logger.info("%s was %s's; looking for %g s whether it still is", self._file.parent, other, LEASE_S)
+        logger.info("%s belonged to %s; watching for %g s whether that lives", self._file.parent, other, LEASE_S)
         first, end = self._touched(), time.monotonic() + LEASE_S
         while time.monotonic() < end:
             time.sleep(POLL_S)

@@ -14,7 +14,7 @@ PHASES = ("generation", "reward", "train", "refit", "validation", "checkpoint")
 HIDDEN_PHASES = ("reward", "checkpoint")
 SUPERVISED_PHASES = ("train", "validation", "checkpoint")
 PAIRS = "val/validation-default_"
-"""What held-out pairs are measured by."""
+"""Prefix of the metrics of held-out pairs."""
 NUM_SAMPLES = 24
 METRIC_KEYS = {"step"}
 SAMPLE_KEYS = {"step", "split", "prompt", "text", "extracted", "expected", "reward", "status"}
@@ -33,7 +33,7 @@ td.text { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-
 
 
 def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: str) -> None:
-    """Writes the page from the run's metrics and samples, replacing an older one at once. Torn lines are left out, and counted."""
+    """Writes the page from the run's metrics and samples, and replaces an older page at once. Leaves out torn lines, and counts them."""
     (rows, num_torn_rows), (samples, num_torn_samples) = _read(metrics_file, METRIC_KEYS), _read(samples_file, SAMPLE_KEYS)
     num_torn = num_torn_rows + num_torn_samples
     note = f"<p>{num_torn} torn lines of {escape(metrics_file.name)} and {escape(samples_file.name)} are left out.</p>" if num_torn else ""
@@ -47,7 +47,7 @@ def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: s
 
 
 def has_rollouts(rows: Sequence[dict]) -> bool:
-    """Whether these are metrics of a run that samples, as far as they tell."""
+    """Whether these metrics are from a run that samples rollouts; True if they do not tell."""
     return any("train/reward" in row or "val/accuracy" in row for row in rows) or not any("train/loss" in row for row in rows)
 
 
@@ -91,7 +91,7 @@ def _held_out_loss(rows: Sequence[dict]) -> Series:
 
 
 def _read(path: Path, keys: Set[str]) -> tuple[list[dict], int]:
-    """The objects of a file that have these keys, and how many lines hold none, as a full disk or a power cut leaves them."""
+    """The objects of a file that have these keys, and the number of other lines, which a full disk or a power cut has torn."""
     found, num_torn = [], 0
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:

@@ -1,8 +1,10 @@
-"""The run folder: one owner at a time; checkpoints, ledger, metrics, resolved config and report of a run."""
+"""The run folder: checkpoints, ledger, metrics, resolved config and report of a run. One attempt at a time owns it."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +19,6 @@ from mrl.store.checkpoints import Checkpoint, CheckpointStore
 from mrl.store.console import step_header, step_lines, supervised_lines
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
-from mrl.store.metrics import JsonlLogger, drop_later_steps, last_step_in
 from mrl.store.ownership import Ownership
 from mrl.store.report import write_report
 from mrl.store.samples import Split, append_report_samples, best_and_worst, sample_lines, write_step_data
@@ -46,7 +47,7 @@ class RunFolder:
         self._failed_writes: Counter[str] = Counter()
 
     def open(self) -> None:
-        """Takes the folder over, and removes what an interrupted attempt left unfinished.
+        """Takes the folder over, and removes unfinished saves of an interrupted attempt.
 
         Raises:
             ValueError: a living process owns the folder, it cannot be written, its ledger is damaged, or a logger's package is missing.
@@ -73,7 +74,7 @@ class RunFolder:
         self._ownership.give_back()
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest complete checkpoint; what it supersedes leaves ledger and metrics, and metrics are open afterwards."""
+        """Finds the newest complete checkpoint, drops later steps from ledger and metrics, and opens the metrics."""
         newest = self.checkpoints.newest()
         self.ledger.roll_back(newest.step if newest else 0)
         # Without a checkpoint, step 0 is validated again too.
@@ -88,7 +89,7 @@ class RunFolder:
 
     @contextmanager
     def open_loggers(self) -> Iterator[Loggers]:
-        """The loggers that are switched on: they get what is logged inside the `with` block, which ends when they have sent it."""
+        """Opens the loggers that are switched on. They get everything logged inside the `with` block, which ends when they have sent it."""
         self._loggers = Loggers(self.config, run_folder=self.path, log_folder=self.log_folder, last_step=self._last_logged_step)
         try:
             yield self._loggers
@@ -110,7 +111,7 @@ class RunFolder:
             write_report(self.path / REPORT, metrics_file=self.path / METRICS, samples_file=self.path / SAMPLES, title=self.path.name)
 
     def log_samples(self, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence] = ()) -> None:
-        """Keeps a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. `sequences`: see `write_step_data`."""
+        """Writes a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. `sequences`: see `write_step_data`."""
         with self._may_fail(SAMPLES):
             append_report_samples(self.path / SAMPLES, step, split, groups)
         with self._may_fail("the files *_data_stepN.jsonl"):
@@ -123,7 +124,7 @@ class RunFolder:
                 self._loggers.log_samples(shown, step)
 
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> None:
-        """Prints a step's metrics, and keeps them and its rollouts, if it had any."""
+        """Prints a step's metrics, and writes them and its rollouts, if it had any."""
         self.print_step(metrics)
         if groups:
             self.log_samples(step, "train", groups, sequences)
@@ -151,12 +152,12 @@ class RunFolder:
             if path.is_file() and path.suffix not in (".safetensors", ".bin"):
                 shutil.copy2(path, target / path.name)
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
-            # Where transformers looks first. What was learned by this template is to be asked by it.
+            # transformers looks here first: prompts must have the template that the model was trained with.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
 
     @contextmanager
     def _may_fail(self, what: str) -> Iterator[None]:
-        """Around writing what a run can do without: a full disk, or what cannot be written, costs those lines, counted and said once."""
+        """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -168,3 +169,47 @@ class RunFolder:
     def _next_log_folder(log_dir: Path) -> Path:
         taken = [int(path.name[4:]) for path in log_dir.glob("exp_*") if path.name[4:].isdigit()]
         return log_dir / f"exp_{max(taken, default=0) + 1:03d}"
+
+
+class JsonlLogger:
+    """`metrics.jsonl`: one JSON object a step, flushed at once. After an error, the next call also writes the lines that failed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Writes `{"step": step, ...}`; a value that is not finite is written as null, which JSON has."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def drop_later_steps(path: Path, step: int) -> bool:
+    """Drops lines of steps after `step`, which run again, from a file of JSON lines. Returns whether `step` itself has a line."""
+    lines = _lines(path)
+    kept = [line for line in lines if _step_of(line) <= step]
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    return any(_step_of(line) == step for line in kept)
+
+
+def last_step_in(path: Path) -> int:
+    """The last step with a whole line; -1 if there is none."""
+    steps = [step for line in _lines(path) if (step := _step_of(line)) < math.inf]
+    return int(max(steps, default=-1))
+
+
+def _lines(path: Path) -> list[str]:
+    # A power cut may leave anything; our lines are ASCII.
+    return path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else []
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a torn last line counts as beyond every checkpoint."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return math.inf

@@ -1,4 +1,4 @@
-"""Rollouts as text: some of each step for the report, all of them as NeMo RL's `*_data_stepN.jsonl`, and validation samples to be read."""
+"""Rollouts as text: some of each step for the report, all as NeMo RL's `*_data_stepN.jsonl`, and validation samples for readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RULE = "-" * 62
 
 
 def append_report_samples(path: Path, step: int, split: Split, groups: Sequence[RolloutGroup]) -> None:
-    """Keeps the first rollout of the first groups for the report, one JSON line each."""
+    """Appends the first rollout of the first groups for the report, one JSON line each."""
     rows = [
         {
             "step": step,
@@ -33,7 +33,7 @@ def append_report_samples(path: Path, step: int, split: Split, groups: Sequence[
         for group in groups[:NUM_REPORT_SAMPLES]
     ]
     with path.open("ab+") as file:
-        # A disk that was full may have torn the last line: it must not take the next one along.
+        # A full disk may have torn the last line; the next one starts on a line of its own.
         is_torn = file.tell() > 0 and _last_byte(file) != b"\n"
         file.write(b"\n" * is_torn + "".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))
 
@@ -44,9 +44,9 @@ def _last_byte(file: BinaryIO) -> bytes:
 
 
 def write_step_data(folder: Path, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> None:
-    """Every rollout of a step, one JSON line each, under NeMo RL's names and keys; `sequences` of the same rollouts, none in validation.
+    """Writes every rollout of a step as one JSON line, by NeMo RL's names and keys; `sequences` of the same rollouts, none in validation.
 
-    Tokens and logprobs stay where they were made, so these files have no `token_ids`, `generation_logprobs` or `prev_logprobs`.
+    Tokens and logprobs never reach the driver, so these files have no `token_ids`, `generation_logprobs` or `prev_logprobs`.
     """
     name = {"train": "train", "validation": "val"}[split]
     with (folder / f"{name}_data_step{step}.jsonl").open("w", encoding="utf-8") as file:
@@ -80,7 +80,7 @@ def best_and_worst(groups: Sequence[RolloutGroup], count: int) -> list[Sample]:
 
 
 def sample_lines(samples: Sequence[Sample], step: int) -> list[str]:
-    """What the console shows of validation samples."""
+    """The lines that show validation samples on the console."""
     lines = []
     for number, sample in enumerate(samples, start=1):
         lines += [f"{RULE}\nValidation sample {number} of {len(samples)} at step {step}\n{sample.block()}"]

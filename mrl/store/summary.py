@@ -1,4 +1,4 @@
-"""Numbers of a step's rollouts, from what the driver knows of them."""
+"""Metrics of a step's rollouts and of its updates, from what the driver knows of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds: float, num_engine_restarts: int) -> dict[str, float]:
-    """Rewards of the rollouts that have one, after scaling and shaping, lengths and rates.
+    """Rewards (scaled and shaped, of rollouts that have one), lengths and rates of a step.
 
-    `seconds` is the time that generation took, restarts count since the run's start.
+    `seconds` is the time that generation took; restarts count from the run's start.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -44,7 +44,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds
 
 
 def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollout", "val"]) -> dict[str, float]:
-    """Per environment, as `<stage>/<environment>/*`: mean of the rewards, turns, and how many rollouts failed or were flagged, by kind."""
+    """Per environment, as `<stage>/<environment>/*`: mean reward and turns, and counts of failed and flagged rollouts, by kind."""
     metrics: dict[str, float] = {}
     for name in sorted({group.prompt.env_name for group in groups}):
         mine = [group for group in groups if group.prompt.env_name == name]
@@ -66,7 +66,7 @@ def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollo
 
 
 def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Mean reward over held-out rollouts, and what the best of several does; one without a reward counts as wrong, and is counted."""
+    """Mean reward over held-out rollouts, and pass@k. A rollout without a reward counts as wrong, and as failed."""
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     solved = [[verdict.has_reward and verdict.reward > 0 for verdict in group.verdicts] for group in groups]
     num_rollouts = min(map(len, solved))
@@ -83,12 +83,12 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: counts (`num_...`) are added up, extremes stay extremes, of all else the mean."""
+    """The metrics of a step from those of its updates: sums of counts (`num_...`), extremes of extremes, means of all others."""
     return {name: _of_updates(name, [update[name] for update in updates]) for name in updates[0]}
 
 
 def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
-    """Says so if ratios or correction weights of a step are not what the logprobs say."""
+    """Warns if the loss has bounded ratios or correction weights of a step."""
     share = metrics.get("train/bounded_fraction", 0.0)
     if share > 0:
         logger.warning(
@@ -109,10 +109,10 @@ def _of_updates(name: str, values: Sequence[float]) -> float:
 
 
 def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
-    """Whether metrics hold a validation that reached `grpo.stop_at_validation_threshold`; says so.
+    """Whether a validation among the metrics reached `grpo.stop_at_validation_threshold`; logs it.
 
     Raises:
-        ValueError: they hold a validation, but not `grpo.stop_at_validation_metric`.
+        ValueError: a validation lacks `grpo.stop_at_validation_metric`.
     """
     name, threshold = grpo.stop_at_validation_metric, grpo.stop_at_validation_threshold
     measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}

@@ -41,7 +41,7 @@ REASONS = {
     ("mrl/envs/own.py", "importlib.import_module"): "the user's reward function, which is trusted code",
     ("mrl/envs/sandbox.py", "importlib.import_module"): "the modules of the prelude, listed in the file",
     ("mrl/envs/sandbox.py", "runpy.run_path"): "the program under reward, in a child of its own",
-    ("mrl/store/loggers/child.py", "importlib.import_module"): "sinks of mrl.store.loggers, named by the parent",
+    ("mrl/store/loggers/thread.py", "importlib.import_module"): "sinks of mrl.store.loggers, named by its own table",
     ("mrl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code=False",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -16,28 +17,34 @@ os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 import mlflow  # noqa: E402  # it reads the variables above
 from mlflow.entities import Metric, Param, RunStatus  # noqa: E402
 
-from mrl.store.loggers.sink import SAMPLES, Opening, Sample, flat  # noqa: E402
+from mrl.config.schema.logger import LoggerConfig, MlflowConfig  # noqa: E402
+from mrl.store.loggers.sink import SAMPLES, LoggedRun, Sample, flat  # noqa: E402
 
 # Limits of one request of its REST interface, and of a parameter's text.
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000
+# They narrate how tables are made and requests repeated; the run's log says once that MLflow fails.
+TALKATIVE = ("mlflow", "alembic", "urllib3.connectionpool")
 
 
 class MlflowSink:
     """One MLflow run over all attempts."""
 
-    def __init__(self, opening: Opening) -> None:
-        uri = opening.text("tracking_uri")
+    def __init__(self, config: LoggerConfig, run: LoggedRun) -> None:
+        for name in TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        settings = config.mlflow
+        uri = settings.tracking_uri
         if uri is None:
-            uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{opening.run_folder}/mlflow.db"
+            uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{run.run_folder}/mlflow.db"
         self._client = mlflow.MlflowClient(uri)
-        if opening.is_resumed:
-            self.run_id = opening.run_id
+        if known_id := settings.run_id or run.known_id:
+            self.run_id = known_id
             self._client.update_run(self.run_id, status=RunStatus.to_string(RunStatus.RUNNING))
         else:
-            experiment = _experiment(self._client, opening, is_server=uri.startswith(("http:", "https:")))
-            self.run_id = self._client.create_run(experiment, run_name=opening.text("run_name")).info.run_id
+            experiment = _experiment(self._client, settings, run, is_server=uri.startswith(("http:", "https:")))
+            self.run_id = self._client.create_run(experiment, run_name=settings.run_name).info.run_id
             # Parameters never change in MLflow, so those of the first attempt stay.
-            params = [Param(name, str(value)[:MAX_PARAM_LENGTH]) for name, value in flat(opening.config).items()]
+            params = [Param(name, str(value)[:MAX_PARAM_LENGTH]) for name, value in flat(run.config).items()]
             for first in range(0, len(params), MAX_PARAMS):
                 self._client.log_batch(self.run_id, params=params[first : first + MAX_PARAMS])
         self.place = f"run {self.run_id} at {uri}"
@@ -62,11 +69,10 @@ class MlflowSink:
         self._client.set_terminated(self.run_id)
 
 
-def _experiment(client: mlflow.MlflowClient, opening: Opening, *, is_server: bool) -> str:
-    """Id of the experiment, made if need be."""
-    name = str(opening.settings["experiment_name"])
-    found = client.get_experiment_by_name(name)
+def _experiment(client: mlflow.MlflowClient, settings: MlflowConfig, run: LoggedRun, *, is_server: bool) -> str:
+    """Id of the experiment, which is made if there is none."""
+    found = client.get_experiment_by_name(settings.experiment_name)
     if found is not None:
         return found.experiment_id
-    here = None if is_server else (Path(opening.folder) / "mlflow").as_uri()
-    return client.create_experiment(name, artifact_location=opening.text("artifact_location") or here)
+    here = None if is_server else (Path(run.folder) / "mlflow").as_uri()
+    return client.create_experiment(settings.experiment_name, artifact_location=settings.artifact_location or here)

@@ -1,4 +1,4 @@
-"""What NeMo RL calls our metrics: loggers get its names, so that its dashboards go on working. Others keep ours."""
+"""NeMo RL's names of our metrics. Loggers get them, so that its dashboards go on working; other metrics keep our names."""
 
 from __future__ import annotations
 

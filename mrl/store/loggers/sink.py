@@ -1,10 +1,22 @@
-"""What a logger service is asked to do. One file per service beside this one; each imports its library and nothing of torch or Ray."""
+"""The interface of a logger service. Each service has a file beside this one; `SINKS` names them."""
 
 from __future__ import annotations
 
+import secrets
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from mrl.config.redact import redact_text
+
+SINKS = {
+    "tensorboard": ("TensorBoard", "mrl.store.loggers.tensorboard:TensorBoardSink"),
+    "wandb": ("W&B", "mrl.store.loggers.wandb:WandbSink"),
+    "swanlab": ("SwanLab", "mrl.store.loggers.swanlab:SwanLabSink"),
+    "mlflow": ("MLflow", "mrl.store.loggers.mlflow:MlflowSink"),
+}
+"""Title and class of every logger, by the name of its package and of its section. The class takes a `LoggerConfig` and a `LoggedRun`."""
 
 HOST_STEP = "ray/ray_step"
 """The x axis of host metrics, as NeMo RL names it: seconds since the first start of the run."""
@@ -13,26 +25,19 @@ CONFIG = "config"
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What a service gets to know of the run."""
+class LoggedRun:
+    """The run, as far as a service may know it."""
 
-    settings: dict[str, object]
-    """Its section of `logger`; the names are those of the section."""
     folder: str
     """Folder of this attempt, for the service's own files."""
     run_folder: str
     """Folder of the run, the same in all attempts."""
-    run_id: str
-    """Id of the run, the same in all attempts, unless the service makes up its own."""
-    is_resumed: bool
-    """Whether a former attempt has used `run_id`."""
+    known_id: str | None
+    """The id under which a former attempt is known to the service."""
     config: dict[str, object]
     """The resolved config, without secrets."""
-
-    def text(self, name: str) -> str | None:
-        """A setting that is a text or null."""
-        value = self.settings[name]
-        return None if value is None else str(value)
+    new_id: str = field(default_factory=lambda: secrets.token_hex(4))
+    """An id for a run that has none."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +56,19 @@ class Sample:
 
 
 class Sink(Protocol):
-    """One service, open. Whatever its library raises is counted by the caller."""
+    """One service, open. It may raise what it likes: the caller counts that as a lost record."""
 
     run_id: str
     """The id under which the next attempt continues."""
     place: str
-    """Where the metrics are to be found, for the console."""
+    """Address or folder where users find the metrics, for the console."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records metrics of a training step."""
         ...
 
     def log_host(self, metrics: Mapping[str, float], seconds: int) -> None:
-        """Records what the hosts were at, `seconds` after the first start of the run."""
+        """Records metrics of the hosts, `seconds` after the first start of the run."""
         ...
 
     def log_samples(self, samples: list[Sample], step: int) -> None:
@@ -81,6 +86,11 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     for name, value in config.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
     return found
+
+
+def command_has_secret() -> bool:
+    """Whether this process's command line holds a secret, as an override of the config may: services must not record it then."""
+    return any(redact_text(word) != word for word in sys.argv)
 
 
 def _indented(text: str) -> str:

@@ -1,4 +1,4 @@
-"""SwanLab. What it cannot send stays in files for `swanlab sync`."""
+"""SwanLab. Records that it cannot send stay in files for `swanlab sync`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from pathlib import Path
 import swanlab
 from swanlab.exceptions import AuthenticationError
 
-from mrl.store.loggers.sink import SAMPLES, Opening, Sample
+from mrl.config.schema.logger import LoggerConfig, SwanlabConfig
+from mrl.store.loggers.sink import SAMPLES, LoggedRun, Sample, command_has_secret
 
 
 class SwanLabSink:
     """One SwanLab run over all attempts."""
 
-    def __init__(self, opening: Opening) -> None:
-        mode = opening.text("mode")
-        folder = Path(opening.folder) / "swanlab"
+    def __init__(self, config: LoggerConfig, run: LoggedRun) -> None:
+        settings = config.swanlab
+        folder = Path(run.folder) / "swanlab"
         folder.mkdir(exist_ok=True)
         try:
-            self._run = _start(opening, folder, mode)
+            self._run = _start(settings, run, folder, settings.mode)
             self.place = str(folder)
         # RuntimeError without a key; the errors of its HTTP library are OSErrors.
         except (RuntimeError, OSError, AuthenticationError) as error:
-            if mode not in (None, "online", "cloud"):
+            if settings.mode not in (None, "online", "cloud"):
                 raise
-            self._run = _start(opening, folder, "offline")
+            self._run = _start(settings, run, folder, "offline")
             self.place = f"{folder}, since SwanLab cannot be used ({error}); `swanlab sync` uploads it later"
         self.run_id = self._run.id
 
@@ -46,16 +47,21 @@ class SwanLabSink:
         self._run.finish()
 
 
-def _start(opening: Opening, folder: Path, mode: str | None) -> swanlab.Run:
+def _start(settings: SwanlabConfig, run: LoggedRun, folder: Path, mode: str | None) -> swanlab.Run:
     return swanlab.init(
-        project=opening.text("project"),
-        name=opening.text("name"),
-        workspace=opening.text("workspace"),
+        project=settings.project,
+        name=settings.name,
+        workspace=settings.workspace,
         mode=mode,
         log_dir=str(folder),
-        id=opening.run_id,
+        id=settings.id or run.known_id or run.new_id,
         resume="allow",
-        config=opening.config,
-        # Nothing may ask the terminal, and the hosts are sampled by us.
-        settings=swanlab.Settings(interactive=False, probe=swanlab.Settings.Probe(monitor=False)),
+        config=run.config,
+        settings=swanlab.Settings(
+            interactive=False,
+            # The run samples the hosts itself.
+            probe=swanlab.Settings.Probe(monitor=False, runtime=not command_has_secret()),
+            # The run's own output may quote rows and secrets.
+            terminal=swanlab.Settings.Terminal(proxy_type="none"),
+        ),
     )

@@ -13,17 +13,18 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from mrl.store.loggers.sink import CONFIG, SAMPLES, Opening, Sample
+from mrl.config.schema.logger import LoggerConfig
+from mrl.store.loggers.sink import CONFIG, SAMPLES, LoggedRun, Sample
 
 
 class TensorBoardSink:
     """One event file per attempt."""
 
-    def __init__(self, opening: Opening) -> None:
-        folder = opening.text("log_dir") or str(Path(opening.folder) / "tensorboard")
+    def __init__(self, config: LoggerConfig, run: LoggedRun) -> None:
+        folder = config.tensorboard.log_dir or str(Path(run.folder) / "tensorboard")
         self._writer = EventFileWriter(folder)
-        self.run_id, self.place = opening.run_id, folder
-        self._text(CONFIG, "```json\n" + json.dumps(opening.config, indent=2) + "\n```", 0)
+        self.run_id, self.place = run.known_id or run.new_id, folder
+        self._text(CONFIG, "```json\n" + json.dumps(run.config, indent=2) + "\n```", 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One scalar per metric, on disk when this returns."""
@@ -43,10 +44,10 @@ class TensorBoardSink:
         self._writer.close()
 
     def _text(self, name: str, text: str, step: int) -> None:
-        # What tensorboard.plugins.text.summary makes, which needs TensorFlow.
+        # The same event as tensorboard.plugins.text.summary makes, which needs TensorFlow.
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
+        tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode(errors="replace")], tensor_shape=shape)
         self._write(Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)]), step)
 
     def _write(self, summary: Summary, step: int) -> None:

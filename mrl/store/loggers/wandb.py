@@ -1,4 +1,4 @@
-"""Weights & Biases. What it cannot send stays in files for `wandb sync`."""
+"""Weights & Biases. Records that it cannot send stay in files for `wandb sync`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import wandb
 
-from mrl.store.loggers.sink import HOST_STEP, SAMPLES, Opening, Sample
+from mrl.config.schema.logger import LoggerConfig, WandbConfig
+from mrl.store.loggers.sink import HOST_STEP, SAMPLES, LoggedRun, Sample, command_has_secret
 
 # A server that has not answered by then gets files instead; the library's own 90 s are for slow networks.
 INIT_TIMEOUT_S = 30.0
@@ -15,16 +16,16 @@ INIT_TIMEOUT_S = 30.0
 class WandbSink:
     """One W&B run over all attempts. Its step is the training step, which W&B lets only grow."""
 
-    def __init__(self, opening: Opening) -> None:
-        mode = opening.text("mode")
+    def __init__(self, config: LoggerConfig, run: LoggedRun) -> None:
+        settings = config.wandb
         try:
-            self._run = _start(opening, mode)
+            self._run = _start(settings, run, settings.mode)
             self.place = self._run.url or self._run.dir
         except (wandb.Error, OSError) as error:
-            if mode == "offline":
+            if settings.mode == "offline":
                 raise
             wandb.teardown()
-            self._run = _start(opening, "offline")
+            self._run = _start(settings, run, "offline")
             self.place = f"{self._run.dir}, since W&B cannot be used ({error}); `wandb sync` uploads it later"
         self.run_id = self._run.id
         self._run.define_metric("ray/*", step_metric=HOST_STEP)
@@ -40,26 +41,32 @@ class WandbSink:
     def log_samples(self, samples: list[Sample], step: int) -> None:
         """A table per validation, in the row of `step`."""
         rows = [[step, sample.prompt, sample.rollout, sample.expected, sample.reward] for sample in samples]
-        self._run.log(
-            {SAMPLES: wandb.Table(columns=["step", "prompt", "rollout", "expected", "reward"], data=rows)}, step=step, commit=False
-        )
+        table = wandb.Table(columns=["step", "prompt", "rollout", "expected", "reward"], data=rows)
+        self._run.log({SAMPLES: table}, step=step, commit=False)
 
     def close(self) -> None:
-        """Waits for the upload."""
+        """Waits for the upload, and ends the library's own process: an exit handler would wait for it without a deadline."""
         self._run.finish()
+        wandb.teardown()
 
 
-def _start(opening: Opening, mode: str | None) -> wandb.Run:
-    names = ("project", "name", "entity", "group", "tags", "notes")
-    chosen = {name: opening.settings[name] for name in names if opening.settings[name] is not None}
+def _start(settings: WandbConfig, run: LoggedRun, mode: str | None) -> wandb.Run:
+    # Its output would stand among the run's, and its metadata would hold the run's command line.
+    quiet = wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", silent=True, x_disable_meta=command_has_secret())
+    # Without this, a login without a key asks the terminal for one.
+    wandb.setup(quiet)
     return wandb.init(
-        **chosen,  # pyright: ignore[reportArgumentType]  # the types of the section
-        id=opening.run_id,
+        project=settings.project,
+        name=settings.name,
+        entity=settings.entity,
+        group=settings.group,
+        tags=settings.tags,
+        notes=settings.notes,
+        id=settings.id or run.known_id or run.new_id,
         resume="allow",
         mode=mode,  # pyright: ignore[reportArgumentType]  # one of its modes, by the type of the key
-        dir=opening.folder,
-        config=opening.config,
+        dir=run.folder,
+        config=run.config,
         allow_val_change=True,
-        # The process has no terminal, and its output is not the run's.
-        settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", silent=True),
+        settings=quiet,
     )

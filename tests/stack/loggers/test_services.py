@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from mrl.config.schema.logger import LoggerConfig, MlflowConfig, SwanlabConfig, TensorboardConfig, WandbConfig
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
+from mrl.store.loggers import group
 from mrl.store.loggers.group import Loggers
 from mrl.store.loggers.sink import Sample
 
@@ -44,6 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MY_DATABASE_PASSWORD", SECRET)
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        # Services may record the command line of the process.
+        patch.setattr(sys, "argv", ["train.py", f"logger.wandb.notes={SECRET}"])
+        # MLflow makes a new database in five seconds, and in minutes on a busy host.
+        patch.setattr(group, "CLOSE_TIMEOUT_S", 200.0)
         every = config(folder, wandb_enabled=True, swanlab_enabled=True, tensorboard_enabled=True, mlflow_enabled=True)
         every.policy.model_name = f"/models/{SECRET}"
         for number, last_step, steps in ((1, -1, (0, 1, 2)), (2, 2, (2, 3))):

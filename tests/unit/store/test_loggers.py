@@ -1,25 +1,33 @@
-import logging
-import os
+"""Loggers without their libraries: names, ids, and sinks that fail or hang."""
+
+from __future__ import annotations
+
 import re
-import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
-from mrl.store.loggers import group
-from mrl.store.loggers.group import Loggers, check_loggers, settings_by_logger
+from mrl.store.loggers import group, thread
+from mrl.store.loggers.group import Loggers, check_loggers, switched_on
 from mrl.store.loggers.names import NEMO_RL_NAMES, nemo_rl_names
-from mrl.store.loggers.sink import Sample, flat
+from mrl.store.loggers.sink import SINKS, LoggedRun, Sample, command_has_secret, flat
+from mrl.store.loggers.thread import MAX_RECORDS, THREAD_PREFIX
+from tests.sources import ROOT
 
 EVERY = LoggerConfig(wandb_enabled=True, swanlab_enabled=True, tensorboard_enabled=True, mlflow_enabled=True)
 
 
 def test_nothing_is_switched_on_by_default():
-    assert settings_by_logger(LoggerConfig()) == {}
-    assert list(settings_by_logger(EVERY)) == ["tensorboard", "wandb", "swanlab", "mlflow"]
+    assert switched_on(LoggerConfig()) == []
+    assert switched_on(EVERY) == list(SINKS)
 
 
 def test_a_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch):
@@ -59,19 +67,156 @@ def test_a_sample_reads_well():
     assert Sample("1+1=", "well\n2", "2", 0.5).block() == "Prompt: 1+1=\nRollout:\n    well\n    2\nExpected answer: 2\nReward: 0.5"
 
 
-def test_a_logger_that_dies_costs_its_records_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    loggers = Loggers(RunConfig(logger=LoggerConfig(tensorboard_enabled=True)), run_folder=tmp_path, log_folder=tmp_path, last_step=-1)
-    (process,) = loggers._processes
-    deadline = time.monotonic() + 60
-    while "TensorBoard: " not in caplog.text and time.monotonic() < deadline:
+class FakeSink:
+    """A sink whose records the test sees; `fault` runs before each of its verbs, with the verb's name."""
+
+    fault: ClassVar[Callable[[str], object]]
+    taken: ClassVar[list[int]]
+    runs: ClassVar[list[LoggedRun]]
+
+    def __init__(self, config: LoggerConfig, run: LoggedRun) -> None:
+        FakeSink.runs.append(run)
+        FakeSink.fault("open")
+        self.run_id, self.place = run.known_id or "first", "nowhere"
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        FakeSink.fault("log")
+        FakeSink.taken.append(step)
+
+    def log_host(self, metrics: Mapping[str, float], seconds: int) -> None: ...
+
+    def log_samples(self, samples: list[Sample], step: int) -> None: ...
+
+    def close(self) -> None:
+        FakeSink.fault("close")
+
+
+@pytest.fixture
+def fake_sink(monkeypatch: pytest.MonkeyPatch) -> type[FakeSink]:
+    monkeypatch.setitem(SINKS, "tensorboard", ("TensorBoard", f"{__name__}:FakeSink"))
+    FakeSink.taken, FakeSink.runs, FakeSink.fault = [], [], staticmethod(lambda verb: None)
+    return FakeSink
+
+
+def open_loggers(folder: Path) -> Loggers:
+    config = RunConfig(logger=LoggerConfig(tensorboard_enabled=True))
+    return Loggers(config, run_folder=folder, log_folder=folder, last_step=-1)
+
+
+def test_a_resumed_run_is_known_by_its_id(tmp_path: Path, fake_sink: type[FakeSink]):
+    for _ in range(2):
+        loggers = open_loggers(tmp_path)
         loggers.log({"train/loss": 1.0}, 1)
-        time.sleep(0.02)
-    os.kill(process._process.pid, signal.SIGKILL)
-    process._process.wait(10)
-    for step in range(2, 5):
+        loggers.close()
+    assert [run.known_id for run in fake_sink.runs] == [None, "first"] and fake_sink.taken == [1, 1]
+    assert loggers.num_lost == 0
+
+
+def test_a_logger_that_fails_costs_its_records_and_one_warning(tmp_path: Path, fake_sink: type[FakeSink], caplog: pytest.LogCaptureFixture):
+    def fail(verb: str) -> None:
+        if verb != "open" and fake_sink.taken:
+            raise SystemExit("http://user:hunter2@host is gone")
+
+    fake_sink.fault = staticmethod(fail)
+    loggers = open_loggers(tmp_path)
+    for step in range(4):
         loggers.log({"train/loss": 1.0}, step)
     loggers.close()
-    assert loggers.num_lost >= 3
-    assert caplog.text.count("TensorBoard fails, and the run goes on without it") == 1
-    assert f"TensorBoard lacks {loggers.num_lost} records" in caplog.text
+    assert fake_sink.taken == [0] and loggers.num_lost == 3
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 2 and "hunter2" not in caplog.text
+    assert warnings[0].startswith("TensorBoard fails, and the run goes on without it: SystemExit:")
+    assert warnings[1].startswith("TensorBoard lacks 3 records")
+
+
+def test_a_logger_that_hangs_costs_its_records_and_no_time(
+    tmp_path: Path, fake_sink: type[FakeSink], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(group, "CLOSE_TIMEOUT_S", 0.2)
+    released = threading.Event()
+    fake_sink.fault = staticmethod(lambda verb: None if verb == "open" else released.wait())
+    loggers = open_loggers(tmp_path)
+    started = time.monotonic()
+    for step in range(MAX_RECORDS + 7):
+        loggers.log({"train/loss": 1.0}, step)
+    assert loggers.num_lost == 7
+    loggers.close()
+    assert time.monotonic() - started < 5
+    assert loggers.num_lost == MAX_RECORDS + 7
+    released.set()
+    for left in threading.enumerate():
+        if left.name.startswith(THREAD_PREFIX):
+            left.join(30)
+    assert caplog.text.count("TensorBoard fails, and the run goes on without it: it does not keep up") == 1
+
+
+def test_a_service_that_was_away_is_asked_again(tmp_path: Path, fake_sink: type[FakeSink], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(thread, "REOPEN_INTERVAL_S", 0.0)
+
+    def fail_once(verb: str) -> None:
+        if verb == "open" and len(fake_sink.runs) == 1:
+            raise OSError("away")
+
+    fake_sink.fault = staticmethod(fail_once)
+    loggers = open_loggers(tmp_path)
+    loggers.log({"train/loss": 1.0}, 1)
+    loggers.close()
+    assert fake_sink.taken == [1] and loggers.num_lost == 0 and len(fake_sink.runs) == 2
+
+
+def test_a_library_cannot_keep_hooks_on_errors_and_exits(tmp_path: Path, fake_sink: type[FakeSink], monkeypatch: pytest.MonkeyPatch):
+    before = sys.excepthook, sys.exit
+    for name in ("excepthook", "exit"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+
+    def hook(verb: str) -> None:
+        sys.excepthook = sys.exit = lambda *_: None
+
+    fake_sink.fault = staticmethod(hook)
+    open_loggers(tmp_path).close()
+    assert (sys.excepthook, sys.exit) == before
+
+
+HANGING = """
+import sys, threading, time
+from pathlib import Path
+from mrl.config.schema.logger import LoggerConfig
+from mrl.config.schema.run import RunConfig
+from mrl.store.loggers import group
+from mrl.store.loggers.sink import SINKS
+from mrl.store.loggers.thread import exit_with
+
+class Hanging:
+    def __init__(self, config, run):
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        time.sleep(600)
+
+def main():
+    sys.modules["hanging"] = sys.modules["__main__"]
+    SINKS["tensorboard"] = ("TensorBoard", "hanging:Hanging")
+    group.CLOSE_TIMEOUT_S = 0.5
+    folder = Path(sys.argv[1])
+    config = RunConfig(logger=LoggerConfig(tensorboard_enabled=True))
+    group.Loggers(config, run_folder=folder, log_folder=folder, last_step=-1).close()
+    print("the last line")
+    if len(sys.argv) > 2:
+        raise OSError("no space")
+    return 75
+
+exit_with(main)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code", "error"), [([], 75, ""), (["fail"], 1, "OSError: no space")])
+def test_a_process_ends_while_a_logger_hangs(tmp_path: Path, arguments: list[str], code: int, error: str):
+    command = [sys.executable, "-c", HANGING, str(tmp_path), *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (code, "the last line\n") and error in ended.stderr
+
+
+def test_a_command_line_with_a_secret_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", "canary-of-the-environment")
+    monkeypatch.setattr(sys, "argv", ["train.py", "grpo_tiny.yaml"])
+    assert not command_has_secret()
+    monkeypatch.setattr(sys, "argv", ["train.py", "env.judge.header=canary-of-the-environment"])
+    assert command_has_secret()

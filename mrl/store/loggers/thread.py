@@ -1,0 +1,136 @@
+"""Feeds one logger from a bounded queue, in a thread of its own, so that no service can hold up or end the run."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
+
+from mrl.config.redact import redact_text
+from mrl.config.schema.logger import LoggerConfig
+from mrl.store.loggers.sink import SINKS, LoggedRun, Sink
+
+logger = logging.getLogger(__name__)
+
+# A few MB of metrics. A service that lags behind by more does not keep up.
+MAX_RECORDS = 500
+# A service that was away is asked again this often.
+REOPEN_INTERVAL_S = 60.0
+MAX_ERROR_LENGTH = 500
+THREAD_PREFIX = "logger "
+
+Record = Callable[[Sink], object]
+"""Hands one record to a sink."""
+
+
+class SinkThread:
+    """One logger. A failure of its library costs records, which `num_lost` counts, and one warning."""
+
+    def __init__(self, name: str, config: LoggerConfig, run: LoggedRun, *, on_open: Callable[[str], None]) -> None:
+        """Starts the thread and returns at once. `on_open(run_id)` is called in the thread when the service has taken the run."""
+        self.name, self.num_lost = name, 0
+        self._title, self._class = SINKS[name]
+        self._config, self._run, self._on_open = config, run, on_open
+        self._sink: Sink | None = None
+        self._next_try = 0.0
+        self._records: deque[Record] = deque()
+        self._is_closing = self._has_warned = False
+        self._changed = threading.Condition()
+        # W&B and SwanLab put their own hooks here, which print and upload tracebacks with their secrets.
+        self._hooks = sys.excepthook, sys.exit
+        self._thread = threading.Thread(target=self._work, name=THREAD_PREFIX + name, daemon=True)
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Queues one record, or counts it as lost if the queue is full. Never waits; any thread may call it."""
+        with self._changed:
+            if len(self._records) < MAX_RECORDS:
+                self._records.append(record)
+                self._changed.notify()
+                return
+            self.num_lost += 1
+        self._warn("it does not keep up")
+
+    def hang_up(self) -> None:
+        """Announces the end: the thread hands over what is queued, closes the sink and ends."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+
+    def wait(self, deadline: float) -> None:
+        """Waits for the thread until `deadline` (monotonic). Logs how many records were lost."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            with self._changed:
+                self.num_lost += len(self._records)
+            self._warn("a call of its library takes too long")
+        if self.num_lost:
+            logger.warning("%s lacks %d records; metrics.jsonl has every step", self._title, self.num_lost)
+
+    def _work(self) -> None:
+        self._open()
+        while (record := self._next()) is not None:
+            if self._sink is None and time.monotonic() >= self._next_try:
+                self._open()
+            is_taken = self._sink is not None and self._attempt(record, self._sink)
+            with self._changed:
+                self.num_lost += not is_taken
+                self._records.popleft()
+        if self._sink is not None:
+            self._attempt(self._sink.close)
+
+    def _next(self) -> Record | None:
+        """Waits for the next record, which stays in the queue until it is delivered; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._records or self._is_closing)
+            return self._records[0] if self._records else None
+
+    def _open(self) -> None:
+        self._next_try = time.monotonic() + REOPEN_INTERVAL_S
+        if self._attempt(self._make_sink) and self._sink is not None:
+            logger.info("%s: %s", self._title, redact_text(self._sink.place))
+            self._on_open(self._sink.run_id)
+
+    def _make_sink(self) -> None:
+        module_name, _, class_name = self._class.partition(":")
+        self._sink = getattr(importlib.import_module(module_name), class_name)(self._config, self._run)
+
+    def _attempt(self, call: Callable[..., object], *arguments: Sink) -> bool:
+        """Whether `call` succeeds. Catches everything: each library raises what it likes, and no failure of a logger may end the run."""
+        try:
+            call(*arguments)
+        except (Exception, SystemExit) as error:
+            self._warn(f"{type(error).__name__}: {error}"[:MAX_ERROR_LENGTH])
+            return False
+        finally:
+            sys.excepthook, sys.exit = self._hooks
+        return True
+
+    def _warn(self, reason: str) -> None:
+        with self._changed:
+            has_warned, self._has_warned = self._has_warned, True
+        if not has_warned:
+            logger.warning(
+                "%s fails, and the run goes on without it: %s. Said once; what is lost is counted.", self._title, redact_text(reason)
+            )
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Ends this process with the exit code of `main`, even while a logger hangs: Python would wait for its library's threads and hooks."""
+    try:
+        code = main()
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    if any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
