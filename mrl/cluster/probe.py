@@ -72,7 +72,7 @@ def live_digests(engines: EngineGroup, *, deadline_s: float, only: Sequence[int]
 
 
 def _float32_products(policy: Policy) -> dict[str, str]:
-    from mrl.policy.precision import float32_products
+    from mrl.policy.fusions import float32_products
 
     return float32_products()
 

@@ -1,4 +1,4 @@
-"""The weight arena: all parameters and persistent buffers of a rank in one memory that the engine workers of its unit can map."""
+"""The weight arena: all parameters and persistent buffers of a rank in one memory that the engine workers of its GPU can map."""
 
 from __future__ import annotations
 
@@ -9,30 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from conversion.boxes import Slot
-from conversion.schedule import align
 from conversion.tensors import dtype_name
+from mrl.policy.host_block import block_offsets
 from mrl.refit.memory import ArenaHandle, ArenaRow, SharedMemory
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-ALIGNMENT = 256
-"""Bytes to which every storage is aligned. Megatron starts each bucket of its buffers at a multiple of them: with less, cuBLAS may pick an
-algorithm that does not fit the address (megatron/core/distributed/param_and_grad_buffer.py). CUDA's own allocations are aligned so, too."""
-
 
 class Arena:
     """Owns the memory of a rank's weights.
 
-    Made after DDP wrapping (which lays trainable parameters out in contiguous buffers) and before the optimizer is built (which keeps views
-    into those buffers).
+    Make it after wrapping in DDP, which lays trainable parameters out in contiguous buffers, and before the optimizer, which keeps views
+    into those buffers.
     """
 
     def __init__(self, slots: Mapping[Slot, Tensor], views: Iterable[Tensor] = (), *, name: str) -> None:
         """Moves the storage of every tensor into shared memory, values unchanged; the tensors stay the same objects.
 
-        Tensors that share a storage move together and go on sharing it, so `views` must hold every other tensor into these storages that
-        will still be used (Megatron's buffers and buckets); one that is left out keeps the old memory.
+        Tensors that share a storage move together and go on sharing it. So `views` must name every other tensor into these storages that
+        is still used (Megatron's buffers and buckets); a forgotten one keeps the old memory.
 
         Raises:
             ValueError: a slot is not contiguous, or slots lie on several devices.
@@ -46,20 +42,22 @@ class Arena:
         # Buffers of parameters that are no slots, such as adapters, stay where they are.
         views = [view for view in views if view.untyped_storage().data_ptr() in storages]
         tensors = {id(tensor): tensor for tensor in [*slots.values(), *views]}.values()
-        offsets, num_bytes = _place(tensors)
+        old = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        places, num_bytes = block_offsets([storage.nbytes() for storage in old.values()])
+        offsets = dict(zip(old, places, strict=True))
         self._memory = SharedMemory(num_bytes, name, _device(slots))
-        for storage, offset in offsets.values():
+        for address, storage in old.items():
             values = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-            self._memory.tensor[offset : offset + storage.nbytes()].copy_(values)
+            self._memory.tensor[offsets[address] : offsets[address] + storage.nbytes()].copy_(values)
         for tensor in tensors:
-            _rehome(tensor, self._memory.tensor, offsets[tensor.untyped_storage().data_ptr()][1])
+            _rehome(tensor, self._memory.tensor, offsets[tensor.untyped_storage().data_ptr()])
         self._table = {slot: self._row(tensor) for slot, tensor in self._slots.items()}
         if self._memory.tensor.device.type == "cuda":
             # The engine on this GPU needs the memory that the weights have left.
             torch.cuda.empty_cache()
 
     def handle(self) -> ArenaHandle:
-        """The arena as the engine workers of this unit see it."""
+        """The arena as the engine workers of this GPU see it."""
         return ArenaHandle(self._memory.handle(), self._table)
 
     def tensors(self) -> dict[Slot, Tensor]:
@@ -67,10 +65,10 @@ class Arena:
         return dict(self._slots)
 
     def check(self, live: Mapping[Slot, Tensor]) -> None:
-        """Returns if `live`, the weights as the model holds them now, are still the ones in the arena.
+        """Checks that `live`, the weights as the model holds them now, are still the ones in the arena.
 
         Raises:
-            RuntimeError: naming the slots that were rebound to other memory, added or lost since the arena was made.
+            RuntimeError: names the slots that have other memory, are new or are lost since the arena was made.
         """
         base = self._memory.tensor.data_ptr()
         moved = [str(slot) for slot, row in self._table.items() if slot not in live or live[slot].data_ptr() != base + row.offset]
@@ -102,18 +100,6 @@ def _device(slots: Mapping[Slot, Tensor]) -> torch.device:
         found = ", ".join(f"{slot} on {device}" for device, slot in devices.items())
         raise ValueError(f"all weights of a rank lie on one device to be shared with the engine; found {found or 'no weights'}")
     return next(iter(devices))
-
-
-def _place(tensors: Iterable[Tensor]) -> tuple[dict[int, tuple[torch.UntypedStorage, int]], int]:
-    """Each storage with its offset in the arena, by its address, and the bytes of all."""
-    offsets: dict[int, tuple[torch.UntypedStorage, int]] = {}
-    end = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in offsets:
-            offsets[storage.data_ptr()] = (storage, end)
-            end = align(end + storage.nbytes(), ALIGNMENT)
-    return offsets, end
 
 
 @torch.no_grad()

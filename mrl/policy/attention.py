@@ -1,70 +1,105 @@
-"""Core attention over packed rows by torch's SDPA, for hosts without Transformer Engine."""
+"""Causal attention over packed rows in plain torch, and context parallelism without its communication. Needs no Megatron.
+
+Under context parallelism every sequence of a row is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r, one
+behind the other, so that causal attention is the same work on every rank. This is the order of Transformer Engine's THD format.
+Shape suffixes: T tokens of a row, S sequences, N sequences of a bucket, C padded length of a chunk, H heads, G groups of heads, D head dim.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from mrl.policy.context import zigzag_attention
 from mrl.policy.packed import packed_layout
 
-
-class PackedCoreAttention(MegatronModule):
-    """Causal attention of each sequence of a packed row, grouped-query heads and context parallelism included."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        super().__init__(config)
-        assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and pg_collection is not None
-        self.softmax_scale = softmax_scale
-        self.cp_group = pg_collection.cp
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
-        """[tokens, heads, head_dim], from query [tokens, heads, head_dim] and key, value [tokens, groups, head_dim] of this cp rank.
-
-        Collective over the cp group.
-        """
-        assert packed_seq_params is not None, "packed rows are the only batch format"
-        cu_seqlens = packed_seq_params.cu_seqlens_q
-        if self.cp_group.size() == 1:
-            return _whole_sequences(query, key, value, cu_seqlens, self.softmax_scale)
-        # Keys and values are small beside the queries where heads share them; their gradients come back summed over the ranks.
-        keys, values = (gather_from_sequence_parallel_region(t, group=self.cp_group) for t in (key, value))
-        size, rank = self.cp_group.size(), self.cp_group.rank()
-        return zigzag_attention(query, keys, values, cu_seqlens, cp_size=size, cp_rank=rank, scale=self.softmax_scale)
+# A mask has this many rows at a time: 512 queries that see 49,152 keys make 25 MB of booleans, all 12,288 of a chunk would make 600.
+QUERY_BLOCK = 512
 
 
-def _whole_sequences(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
+def local_positions(cu_seqlens: Tensor, *, cp_size: int, cp_rank: int) -> Tensor:
+    """Positions in the row of the tokens of one rank, int64 [T / cp], in that rank's order.
+
+    With `cp_size` above 1, each of the lengths that `cu_seqlens` bounds is a multiple of 2 * cp_size.
+    """
+    starts_S, lengths_S = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    if cp_size == 1:
+        return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    chunks_S = lengths_S // (2 * cp_size)
+    assert torch.equal(chunks_S * 2 * cp_size, lengths_S), "pack_row pads every sequence to a multiple of 2 * cp"
+    first_S2 = torch.stack([starts_S + cp_rank * chunks_S, starts_S + (2 * cp_size - 1 - cp_rank) * chunks_S], dim=1)
+    lengths_2S = chunks_S.repeat_interleave(2)
+    shift_2S = first_S2.flatten() - (lengths_2S.cumsum(0) - lengths_2S)
+    shift_T = shift_2S.repeat_interleave(lengths_2S)
+    return shift_T + torch.arange(len(shift_T), device=cu_seqlens.device)
+
+
+def join(parts: list[Tensor], cu_seqlens: Tensor) -> Tensor:
+    """The values of a whole row in its order, [T], from those of every rank, [T / cp] each, in order of rank."""
+    positions_T = torch.cat([local_positions(cu_seqlens, cp_size=len(parts), cp_rank=rank) for rank in range(len(parts))])
+    values_T = torch.cat(parts)
+    return torch.empty_like(values_T).index_copy_(0, positions_T.to(values_T.device), values_T)
+
+
+def packed_attention(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens: Tensor, *, scale: float | None) -> Tensor:
+    """Causal attention within each sequence of a whole row, [T, H, D]."""
     # SDPA blocks its work itself, so long sequences need no coarser padding than short ones.
     layout = packed_layout(cu_seqlens.diff(), multiple=16, chunk=64)
     outputs = []
-    for q, k, v in zip(*(layout.unpack(t) for t in (query, key, value)), strict=True):
+    for q, k, v in zip(*(layout.unpack(t) for t in (query_THD, key_TGD, value_TGD)), strict=True):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         # Padding stands after a sequence's tokens, where the causal mask hides it from them.
         output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         outputs.append(output.transpose(1, 2))
     return layout.pack(outputs)
+
+
+def zigzag_attention(
+    query_THD: Tensor, keys_TGD: Tensor, values_TGD: Tensor, cu_seqlens: Tensor, *, cp_size: int, cp_rank: int, scale: float | None
+) -> Tensor:
+    """Causal attention of one rank's queries [T / cp, H, D] within each sequence, over the keys and values of all ranks, rank after rank.
+
+    Masks are made again in the backward pass: kept, they would be the largest tensors of a long row.
+    """
+    halves_2S = (cu_seqlens.diff() // (2 * cp_size)).repeat_interleave(2)
+    of_queries = packed_layout(halves_2S, multiple=16, chunk=64)
+    of_keys = packed_layout(halves_2S.repeat(cp_size), multiple=16, chunk=64)
+    is_token_T = torch.ones(keys_TGD.shape[0], device=keys_TGD.device)
+    outputs = []
+    for query, *ranks in zip(of_queries.unpack(query_THD), *(of_keys.unpack(t) for t in (keys_TGD, values_TGD, is_token_T)), strict=True):
+        keys, values, is_token = (_in_order(t, cp_size) for t in ranks)
+        halves = [
+            _chunk_attention(half_NCHD, keys, values, is_token.bool(), index, scale)
+            for half_NCHD, index in zip(query.unflatten(0, (-1, 2)).unbind(1), (cp_rank, 2 * cp_size - 1 - cp_rank), strict=True)
+        ]
+        outputs.append(torch.stack(halves, dim=1).flatten(0, 1))
+    return of_queries.pack(outputs)
+
+
+def _in_order(of_ranks: Tensor, cp_size: int) -> Tensor:
+    """Chunks [cp * N * 2, C, ...], rank after rank, as sequences of all their chunks, [N, 2 * cp * C, ...]."""
+    early, late = of_ranks.unflatten(0, (cp_size, -1, 2)).unbind(2)
+    return torch.cat([early, late.flip(0)]).transpose(0, 1).flatten(1, 2)
+
+
+def _chunk_attention(query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token: Tensor, chunk_index: int, scale: float | None) -> Tensor:
+    """Attention of the chunk of this index over itself and what stands before it, [N, C, H, D]."""
+    length = query_NCHD.shape[1]
+    blocks = []
+    for start in range(0, length, QUERY_BLOCK):
+        query = query_NCHD[:, start : start + QUERY_BLOCK].transpose(1, 2)
+        first = chunk_index * length + start
+        seen = first + query.shape[2]
+        k, v = (t[:, :seen].transpose(1, 2) for t in (keys, values))
+        block = checkpoint(_masked_attention, query, k, v, is_token[:, :seen], first, scale, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(block, Tensor)
+        blocks.append(block.transpose(1, 2))
+    return torch.cat(blocks, dim=1)
+
+
+def _masked_attention(query: Tensor, key: Tensor, value: Tensor, is_token: Tensor, first: int, scale: float | None) -> Tensor:
+    """Attention of queries over the tokens up to their own: query i stands at position `first` + i of its sequence's keys."""
+    positions = torch.arange(key.shape[2], device=key.device)
+    is_seen = (positions <= first + torch.arange(query.shape[2], device=key.device)[:, None]) & is_token[:, None, None, :]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen, scale=scale, enable_gqa=True)

@@ -1,6 +1,6 @@
 """Megatron torch_dist checkpoints: weights, optimizer, schedule and random states of all ranks, loadable at any parallel layout.
 
-Here: what a checkpoint holds. How its bytes get to disk is `mrl.policy.checkpoint_writer`'s part, to publish it the store's.
+This file says what a checkpoint holds. `mrl.policy.checkpoint_writer` writes its bytes, and the store publishes it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,17 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
-from mrl.policy import lora, reward_head, shares
-from mrl.policy.checkpoint_writer import InProcessStrategy, Writing
-from mrl.policy.optimizer import hybrids, parts
-from mrl.policy.shares import Entries
+from mrl.policy import checkpoint_entries
+from mrl.policy.checkpoint_entries import WeightEntries
+from mrl.policy.checkpoint_writer import CheckpointWrite, InProcessStrategy
+from mrl.policy.lora import ADAPTERS
+from mrl.policy.optimizer import TrainState, hybrids, parts
+from mrl.policy.output import REWARD_HEAD
 
 # NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
 ITERATION_FOLDER = "iter_0000000"
@@ -39,24 +38,15 @@ COMMON_FILE = "common.pt"
 """Megatron's name of what a checkpoint holds besides tensors."""
 
 # What a run adds to the model that it starts from.
-_ADDED = (f"{lora.ATTRIBUTE}.", f"{reward_head.ATTRIBUTE}.")
+_ADDED = (f"{ADAPTERS}.", f"{REWARD_HEAD}.")
 
 # Optimizer state by parameter rather than by shard, the same keys whether or not the model has experts, and keys of its own for each layer.
 _FORMAT = {
-    "distrib_optim_sharding_type": shares.SHARDING_TYPE,
+    "distrib_optim_sharding_type": checkpoint_entries.SHARDING_TYPE,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
     "non_homogeneous_layers": True,
 }
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """All that a checkpoint holds."""
-
-    chunks: list[DistributedDataParallel]
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
 
 
 def begin_save(
@@ -67,12 +57,12 @@ def begin_save(
     save_optimizer: bool,
     adapters: Mapping[str, object] | None = None,
     in_background: bool = False,
-) -> Writing:
+) -> CheckpointWrite:
     """Begins to write `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled.
 
-    It is complete once `finish` of the result has returned. With `in_background`, what is saved is the state of now, from a copy in host
-    memory, whatever becomes of the weights meanwhile. `adapters` describes them (`Lora.description`); they are saved apart from the
-    weights that they change. None if there are none.
+    It is complete once `finish` of the result has returned. With `in_background`, a thread writes a copy of the present state in host
+    memory, whatever becomes of the weights meanwhile. `adapters` describes them (`Lora.description`), None if there are none; the
+    checkpoint holds them apart from the weights that they change.
 
     Raises:
         RuntimeError: this rank's file could not be written.
@@ -82,7 +72,7 @@ def begin_save(
     # No rank may write before rank 0 has looked whether the folder is empty.
     dist.barrier()
     weights, others = _model_state(state)
-    sharded: ShardedStateDict = {"model": shares.written_here(weights), "others": others}
+    sharded: ShardedStateDict = {"model": checkpoint_entries.written_here(weights), "others": others}
     if save_optimizer:
         sharded |= {
             "optimizer": _optimizer_state(state, weights),
@@ -98,15 +88,15 @@ def begin_save(
         # JSON is YAML; whoever writes it this way needs no YAML library.
         (folder / "run_config.yaml").write_text(json.dumps({"model": parallel_sizes(), **peft}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
-    return Writing(folder, request, in_background=in_background)
+    return CheckpointWrite(folder, request, in_background=in_background)
 
 
 def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> None:
     """Fills model, optimizer, schedule and, at the layout that saved it, random states. Collective over all ranks.
 
-    A checkpoint without optimizer state leaves schedule and moments as they are; main parameters are taken from the weights.
-    `adapters` describes those of the state, None if it has none. With `is_start`, the checkpoint is the model that a run starts from: it
-    has no adapters and no reward head, and those of the state stay as they are.
+    A checkpoint without optimizer state leaves schedule and moments as they are, and main parameters follow the weights. `adapters`
+    describes those of the state, None if it has none. With `is_start`, the checkpoint is the model that a run starts from: it has no
+    adapters and no reward head, and those of the state stay as they are.
 
     Raises:
         ValueError: there is no checkpoint, or it has other adapters.
@@ -122,10 +112,10 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     weights, _ = _model_state(state)
     models = [unwrap_model(chunk) for chunk in state.chunks]
     live = {tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers())}
-    assert all(entry.data.data_ptr() in live for entry in weights.values()), "what is read into must be the weights themselves"
+    assert all(entry.data.data_ptr() in live for entry in weights.values()), "a load must fill the weights themselves"
     if is_start:
         weights = {name: entry for name, entry in weights.items() if not name.partition("/")[2].startswith(_ADDED)}
-    shares.read_weights(source, weights)
+    checkpoint_entries.read_weights(source, weights)
     if "optimizer" not in common:
         state.optimizer.reload_model_params()
         return
@@ -135,7 +125,7 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     state.scheduler.load_state_dict(common["opt_param_scheduler"])
     if common["parallel"] == parallel_sizes():
         rng = _rng_state()
-        shares.read_tensors(source, rng.values())
+        checkpoint_entries.read_tensors(source, rng.values())
         _set_rng_state({name: part.data for name, part in rng.items() if part.data is not None})
 
 
@@ -151,31 +141,30 @@ def parallel_sizes() -> dict[str, int]:
     }
 
 
-def _model_state(state: TrainState) -> tuple[Entries, ShardedStateDict]:
+def _model_state(state: TrainState) -> tuple[WeightEntries, ShardedStateDict]:
     """Entries of all weights, and those of Transformer Engine's FP8 scales.
 
-    Which modules have such scales depends on versions and on the host, a checkpoint may come from any, and without FP8 they are empty: no
-    load asks for them.
+    Which modules have such scales depends on versions and on the host, and without FP8 they are empty: no load asks for them.
     """
-    weights: Entries = {}
+    weights: WeightEntries = {}
     others: ShardedStateDict = {}
     for index, chunk in enumerate(state.chunks):
-        # Files do not show the chunk: their keys count layers over the whole model.
+        # The name's prefix is for us alone: keys in the files count layers over the whole model.
         for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=_metadata()).items():
             is_scale = "_extra_state" in name.rpartition(".")[2]
             (others if is_scale else weights)[f"{index}/{name}"] = entry
     return weights, others
 
 
-def _optimizer_state(state: TrainState, weights: Entries) -> ShardedStateDict:
+def _optimizer_state(state: TrainState, weights: WeightEntries) -> ShardedStateDict:
     sharded = _distributed(state)
     if not sharded:
         # Every replica has all of it, and Megatron lets one of them write it.
         return state.optimizer.sharded_state_dict(weights, metadata=_metadata())
     if len(sharded) == 1:
-        return shares.optimizer_state(sharded[0], weights)
+        return checkpoint_entries.optimizer_state(sharded[0], weights)
     state.optimizer._synchronize_steps()
-    return {index: shares.optimizer_state(part, weights) for index, part in enumerate(sharded)}
+    return {index: checkpoint_entries.optimizer_state(part, weights) for index, part in enumerate(sharded)}
 
 
 def _read_common(path: Path) -> dict[str, Any]:
@@ -190,25 +179,25 @@ def _read_common(path: Path) -> dict[str, Any]:
     return common
 
 
-def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: Entries, common: dict[str, Any]) -> None:
+def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightEntries, common: dict[str, Any]) -> None:
     """`common` is what the checkpoint holds besides tensors."""
     sharded = _distributed(state)
     if not sharded:
         state.optimizer.load_state_dict(_whole_optimizer(source, state, weights, common))
         return
-    # Makes what there is to fill.
+    # Makes the tensors that are filled next.
     state.optimizer.load_state_dict(common)
-    shares.read_optimizer_state(source, sharded, weights)
+    checkpoint_entries.read_optimizer_state(source, sharded, weights)
     for hybrid in hybrids(state.optimizer):
         hybrid._sync_hdo_state_to_sub_optimizers()
 
 
-def _whole_optimizer(source: TorchDistFolder, state: TrainState, weights: Entries, common: dict[str, Any]) -> dict[str, Any]:
-    """State of an optimizer of which every replica has all, as `dist_checkpointing.load` gives it."""
+def _whole_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightEntries, common: dict[str, Any]) -> dict[str, Any]:
+    """State of an optimizer that every replica holds whole, in the form that `dist_checkpointing.load` gives."""
     wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
     wanted, local, factories = load_preprocess(wanted)
     tensors, _ = extract_sharded_base(wanted)
-    shares.read_tensors(source, nested_values(tensors))
+    checkpoint_entries.read_tensors(source, nested_values(tensors))
     found = merge(merge({"optimizer": common}, local), dict_list_map_outplace(lambda part: part.data, tensors))
     return apply_factory_merges(found, factories)["optimizer"]
 

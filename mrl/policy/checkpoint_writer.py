@@ -1,6 +1,6 @@
-"""Writing Megatron's torch_dist format in parts: what needs the other ranks is done at once, the bytes may be written by a thread.
+"""Writes Megatron's torch_dist format in two parts: a collective plan at once, and this rank's bytes, in a thread if asked to.
 
-By torch's own writer, in the rank's process: Megatron's starts processes, which costs seconds and may fail in actors.
+Torch's own writer writes them in the rank's process: Megatron's starts processes, which costs seconds and may fail in actors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class InProcessStrategy(AsyncSaveShardedStrategy):
     """The parts of torch's `dcp.save`, as Megatron asks for them: planning, this rank's bytes, the metadata of all ranks."""
 
     def __init__(self, *, takes_snapshot: bool) -> None:
-        """With `takes_snapshot`, what is written later is the state of now; otherwise nothing may change until it is written."""
+        """With `takes_snapshot`, the write takes a copy of the present state; otherwise nothing may change until it is done."""
         super().__init__("torch_dist", 1)
         self._takes_snapshot = takes_snapshot
 
@@ -41,7 +41,7 @@ class InProcessStrategy(AsyncSaveShardedStrategy):
         return True
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
-        """What is left to do: write this rank's file, which needs no other rank, then the collective end. Collective over all ranks."""
+        """Plans the write; this rank's file, which needs no other rank, and a collective end are left. Collective over all ranks."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         if self._takes_snapshot:
             _copy_to_host(by_key)
@@ -80,15 +80,15 @@ class InProcessStrategy(AsyncSaveShardedStrategy):
 
 
 def _copy_to_host(by_key: ShardedStateDict) -> None:
-    """Puts a copy in host memory in the place of each tensor. One after the other, so that what only the save holds is freed meanwhile."""
+    """Replaces each tensor by a copy in host memory, one after the other: tensors that only the save holds are freed on the way."""
     for entries in by_key.values():
         for entry in entries:
             if isinstance(entry, ShardedTensor) and entry.data is not None:
                 entry.data = entry.data.detach().to("cpu", copy=True)
 
 
-class Writing:
-    """This rank's file of a checkpoint while it is being written, by a thread or at once."""
+class CheckpointWrite:
+    """Writes this rank's file of a checkpoint, in a thread or at once."""
 
     def __init__(self, folder: Path, request: AsyncRequest, *, in_background: bool) -> None:
         """Starts writing; without `in_background`, returns when the file is on disk."""
@@ -114,7 +114,7 @@ class Writing:
         return self._written.done() and bool(self._written.result(timeout=0))
 
     def finish(self, timeout_s: float) -> WriteReport:
-        """Waits for this rank's file, then describes those of all ranks together. Collective over all ranks.
+        """Waits for this rank's file, then writes the metadata of all ranks' files. Collective over all ranks.
 
         Raises:
             RuntimeError: this rank's file could not be written.
@@ -130,7 +130,7 @@ class Writing:
         return WriteReport(files, hidden_s=min(asked_at, written_at) - self._begun_at if self._in_background else 0.0)
 
     def _write(self) -> tuple[dict[str, FileRecord], float]:
-        """The files that this rank has written, and when it was done."""
+        """Writes this rank's files; returns them and the time of the end."""
         assert self._request.async_fn is not None
         try:
             self._request.async_fn(*self._request.async_fn_args)

@@ -1,8 +1,7 @@
 """What lets real megatron-core train on a host without CUDA, or without the libraries that GPU hosts have for it.
 
-Only repairs that stock 0.16.1 fails without, each with its reason.
-
-Layers are not replaced here: specs.py chooses them through Megatron's own specs.
+`PATCHES` at the end has every replaced name of stock 0.16.1, with what replaces it, why, and until when. `install` applies those whose real
+thing this host lacks. Layers are not replaced here: specs.py chooses them through Megatron's own specs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import functools
 import importlib
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,53 +25,42 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
 REPLACED: dict[str, str] = {}
-"""Every dotted name that `install` replaces, with the reason."""
+"""Every dotted name that `install` has replaced in this process, with the reason."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Names of torch and megatron-core that get another value where a host lacks what they stand for."""
+
+    what: str
+    """What runs in their place."""
+    why: str
+    """What fails without it."""
+    until: str
+    """The condition under which the patch can go."""
+    is_needed: Callable[[], bool]
+    values: Callable[[], Mapping[str, object]]
+    """The new values by dotted name."""
+    warning: str | None = None
+    """Logged on a host with CUDA, where the patch costs speed and memory."""
 
 
 def install() -> None:
-    """Gives the CUDA names that megatron-core uses a meaning on the CPU, once per process; later calls do nothing.
+    """Applies the patches that this host needs, once per process; later calls do nothing.
 
-    Call before a process group or a model is made. Imports megatron.core.
-
-    Raises:
-        RuntimeError: the host has CUDA.
-    """
-    if torch.cuda.is_available():
-        raise RuntimeError("mrl.policy.cpu.install() is for hosts without CUDA; this host has it")
-    if REPLACED:
-        return
-    _replace_torch_names()
-    _repair_megatron()
-    _replace_adam()
-    _replace_mamba_kernels()
-
-
-def install_missing() -> None:
-    """On a host with CUDA: plain torch in place of what Transformer Engine and mamba_ssm would bring, where they are missing.
-
-    Once per process, before a model is made; later calls do nothing. A warning says what runs slowly and takes more memory because of it.
+    Call it before a process group or a model is made. Imports megatron.core.
     """
     if REPLACED:
         return
-    from megatron.core import optimizer
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-    from megatron.core.ssm import mamba_mixer
-
-    if not HAVE_TE:
-        logger.warning("Transformer Engine is not installed: attention is torch's, and experts run one after another; install mrl[gpu]")
-        _replace_transformer_engine()
-    if optimizer.USING_PYTORCH_OPTIMIZER:
-        _replace_adam()
-    if not mamba_mixer.HAVE_MAMBA_SSM or mamba_mixer.causal_conv1d_fn is None:
-        logger.warning("mamba_ssm or causal_conv1d is not installed: Mamba layers run in plain torch, many times slower; install mrl[gpu]")
-        _replace_mamba_kernels()
-
-
-def _replace(name: str, value: object, reason: str) -> None:
-    owner_path, attribute = name.rsplit(".", 1)
-    owner = _owner(owner_path)
-    setattr(owner, attribute, value)
-    REPLACED[name] = reason
+    for patch in PATCHES:
+        if not patch.is_needed():
+            continue
+        if patch.warning and torch.cuda.is_available():
+            logger.warning("%s; install mrl[gpu]", patch.warning)
+        for name, value in patch.values().items():
+            owner, attribute = name.rsplit(".", 1)
+            setattr(_owner(owner), attribute, value)
+            REPLACED[name] = f"{patch.what}: {patch.why}"
 
 
 def _owner(path: str) -> object:
@@ -81,6 +70,28 @@ def _owner(path: str) -> object:
     except ModuleNotFoundError:
         module, attribute = path.rsplit(".", 1)
         return getattr(importlib.import_module(module), attribute)
+
+
+def _lacks_cuda() -> bool:
+    return not torch.cuda.is_available()
+
+
+def _lacks_transformer_engine() -> bool:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return _lacks_cuda() or not HAVE_TE
+
+
+def _lacks_fused_adam() -> bool:
+    from megatron.core import optimizer
+
+    return _lacks_cuda() or optimizer.USING_PYTORCH_OPTIMIZER
+
+
+def _lacks_mamba_kernels() -> bool:
+    from megatron.core.ssm import mamba_mixer
+
+    return _lacks_cuda() or not mamba_mixer.HAVE_MAMBA_SSM or mamba_mixer.causal_conv1d_fn is None
 
 
 class _Stream:
@@ -100,7 +111,7 @@ class _Stream:
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`factory` with device="cuda" read as the CPU, for which no memory needs pinning."""
+    """`factory`, which takes device="cuda" for the CPU, whose memory needs no pinning."""
 
     @functools.wraps(factory)
     def wrapped(*args: object, **kwargs: object) -> Tensor:
@@ -113,30 +124,9 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapped
 
 
-def _replace_torch_names() -> None:
-    current = "Megatron asks torch.cuda for the current device and its streams"
-    for name, value in {
-        "current_device": lambda: CPU,
-        "device_count": lambda: 1,
-        "synchronize": lambda *_: None,
-        "empty_cache": lambda: None,
-        "Stream": _Stream,
-        "Event": _Stream,
-        "current_stream": lambda *_: _Stream(),
-        "default_stream": lambda *_: _Stream(),
-        "stream": lambda *_: contextlib.nullcontext(),
-        "manual_seed": torch.manual_seed,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-    }.items():
-        _replace(f"torch.cuda.{name}", value, current)
+def _cpu_for_cuda() -> dict[str, object]:
     # `with torch.device(...)` knows factories by identity and lists them on first use: it must list torch's own, not our wrappers.
     _device_constructors()
-    for name in ("tensor", "zeros", "ones", "empty", "empty_like", "arange"):
-        _replace(f"torch.{name}", _on_cpu(getattr(torch, name)), 'schedules, optimizer and gradient clipping write device="cuda"')
-    _replace("torch.Tensor.cuda", lambda self, *_, **__: self, "Megatron moves tensors to the current device")
-    _replace("torch.nn.Module.cuda", lambda self, *_, **__: self, "Megatron moves modules to the current device")
-
     real_type = torch.Tensor.type
 
     def type_on_cuda(self: Tensor, *args: object, **kwargs: object) -> str | Tensor:
@@ -144,12 +134,28 @@ def _replace_torch_names() -> None:
             return real_type(self, *args, **kwargs)  # type: ignore[call-overload]  # passed through
         return real_type(self).replace("torch.", "torch.cuda.", 1)
 
-    _replace("torch.Tensor.type", type_on_cuda, "the optimizers compare parameter types with 'torch.cuda.FloatTensor' and the like")
+    return {
+        "torch._dynamo.config.disable": True,
+        "torch.cuda.current_device": lambda: CPU,
+        "torch.cuda.device_count": lambda: 1,
+        "torch.cuda.synchronize": lambda *_: None,
+        "torch.cuda.empty_cache": lambda: None,
+        "torch.cuda.Stream": _Stream,
+        "torch.cuda.Event": _Stream,
+        "torch.cuda.current_stream": lambda *_: _Stream(),
+        "torch.cuda.default_stream": lambda *_: _Stream(),
+        "torch.cuda.stream": lambda *_: contextlib.nullcontext(),
+        "torch.cuda.manual_seed": torch.manual_seed,
+        "torch.cuda.get_rng_state": lambda *_: torch.get_rng_state(),
+        "torch.cuda.set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        **{f"torch.{name}": _on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "ones", "empty", "empty_like", "arange")},
+        "torch.Tensor.cuda": lambda self, *_, **__: self,
+        "torch.nn.Module.cuda": lambda self, *_, **__: self,
+        "torch.Tensor.type": type_on_cuda,
+    }
 
 
-def _repair_megatron() -> None:
-    _replace("torch._dynamo.config.disable", True, "megatron.core compiles small helpers: seconds at start, and it needs a C++ compiler")
-
+def _random_states() -> dict[str, object]:
     from megatron.core.tensor_parallel import random as megatron_random
 
     class CpuRNGStatesTracker(megatron_random.CudaRNGStatesTracker):
@@ -165,27 +171,16 @@ def _repair_megatron() -> None:
                 self.states_[name] = torch.get_rng_state()
                 torch.set_rng_state(outer)
 
-    random_state = "setting a CUDA generator's state is queued until CUDA starts, so that forks would silently do nothing"
     path = "megatron.core.tensor_parallel.random"
-    _replace(f"{path}._CUDA_RNG_STATE_TRACKER", CpuRNGStatesTracker(), random_state)
-    _replace(f"{path}._CUDA_RNG_STATE_TRACKER_INITIALIZED", True, random_state)
-    _replace(f"{path}._get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), random_state)
-    _replace(f"{path}._set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), random_state)
-
-    _replace_transformer_engine()
-
-    def split_sizes(tensor: Tensor | list[int] | None, as_numpy: bool = False, record_stream: bool = False) -> object:
-        return tensor if tensor is None or isinstance(tensor, list) or not as_numpy else tensor.numpy()
-
-    _replace(
-        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-        split_sizes,
-        "only tensors on a GPU became the numbers that all_to_all_single takes",
-    )
-    _fill_up_parts()
+    return {
+        f"{path}._CUDA_RNG_STATE_TRACKER": CpuRNGStatesTracker(),
+        f"{path}._CUDA_RNG_STATE_TRACKER_INITIALIZED": True,
+        f"{path}._get_cuda_rng_state": lambda *_, **__: torch.get_rng_state(),
+        f"{path}._set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+    }
 
 
-def _fill_up_parts() -> None:
+def _exchange() -> dict[str, object]:
     from megatron.core.tensor_parallel import mappings
 
     real_gather, real_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -205,40 +200,45 @@ def _fill_up_parts() -> None:
         parts = torch.cat([filled(part, max(sizes)) for part in whole.split(sizes)])
         return real_reduce_scatter(parts, group)[: sizes[group.rank()]]
 
-    unequal = "gloo gathers and scatters parts of equal size only; with expert tensor parallelism, ranks hold different numbers of tokens"
-    _replace("megatron.core.tensor_parallel.mappings._gather_along_first_dim", gather, unequal)
-    _replace("megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim", reduce_scatter, unequal)
+    def split_sizes(tensor: Tensor | list[int] | None, as_numpy: bool = False, record_stream: bool = False) -> object:
+        return tensor if tensor is None or isinstance(tensor, list) or not as_numpy else tensor.numpy()
+
+    return {
+        "megatron.core.tensor_parallel.mappings._gather_along_first_dim": gather,
+        "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim": reduce_scatter,
+        # Only tensors on a GPU become the numbers that all_to_all_single takes.
+        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": split_sizes,
+    }
 
 
-def _replace_transformer_engine() -> None:
-    from mrl.policy.context import local_positions
+def _transformer_engine() -> dict[str, object]:
+    from mrl.policy.attention import local_positions
     from mrl.policy.specs import DuplicatedLinear, TorchNorm
-
-    path = "megatron.core.tensor_parallel.random"
-    without_te = "recomputation asks Transformer Engine for its fp8 state even without it"
-    _replace(f"{path}.FP8GlobalStateManager", types.SimpleNamespace(is_fp8_enabled=lambda: False), without_te)
-    _replace(f"{path}.activation_recompute_forward", lambda **_: contextlib.nullcontext(), without_te)
-    _replace(f"{path}.fp8_autocast", lambda **_: contextlib.nullcontext(), without_te)
-    latent = "latent experts ask for Transformer Engine's linear layer, in a mode that any linear layer has"
-    _replace("megatron.core.transformer.moe.moe_layer.HAVE_TE", True, latent)
-    _replace("megatron.core.transformer.moe.moe_layer.TELinear", DuplicatedLinear, latent)
-    _replace(
-        "megatron.core.transformer.moe.moe_utils.te_general_gemm",
-        None,
-        "0.16.1 tests it without defining it where there is no Transformer Engine",
-    )
-    _replace("megatron.core.ssm.mamba_block.TENorm", TorchNorm, "the stack's final norm is hard-wired to Transformer Engine")
 
     def partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
         return local_positions(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
 
-    path, indices = "megatron.core.ssm.mamba_context_parallel", types.SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
-    _replace(f"{path}.tex", indices, "context-parallel Mamba takes its order of tokens from Transformer Engine's library")
-    _replace(f"{path}.is_te_min_version", lambda *_, **__: True, "it asks for the version that has this function")
+    random, moe, mamba = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe", "megatron.core.ssm"
+    return {
+        # Recomputation asks for its fp8 state.
+        f"{random}.FP8GlobalStateManager": types.SimpleNamespace(is_fp8_enabled=lambda: False),
+        f"{random}.activation_recompute_forward": lambda **_: contextlib.nullcontext(),
+        f"{random}.fp8_autocast": lambda **_: contextlib.nullcontext(),
+        # Latent experts ask for its linear layer, in a mode that any linear layer has.
+        f"{moe}.moe_layer.HAVE_TE": True,
+        f"{moe}.moe_layer.TELinear": DuplicatedLinear,
+        # Tested without being defined.
+        f"{moe}.moe_utils.te_general_gemm": None,
+        # The hybrid stack's final norm is hard-wired.
+        f"{mamba}.mamba_block.TENorm": TorchNorm,
+        # Context-parallel Mamba takes its order of tokens from the library, if its version has that function.
+        f"{mamba}.mamba_context_parallel.tex": types.SimpleNamespace(thd_get_partitioned_indices=partitioned_indices),
+        f"{mamba}.mamba_context_parallel.is_te_min_version": lambda *_, **__: True,
+    }
 
 
 class CpuFusedAdam(torch.optim.Optimizer):
-    """AdamW with the state layout of apex's and Transformer Engine's FusedAdam: `step` stands in the parameter group. On any device."""
+    """AdamW with the state layout of Apex's and Transformer Engine's FusedAdam, `step` in the parameter group, on any device."""
 
     def __init__(
         self,
@@ -277,16 +277,18 @@ class CpuFusedAdam(torch.optim.Optimizer):
             torch._foreach_addcdiv_(params, exp_avg, denominator, -group["lr"] / (1 - beta1 ** group["step"]))
 
 
-def _replace_adam() -> None:
-    reason = "torch's AdamW keeps `step` per parameter: Megatron's optimizer checkpoints would not load, nor match those of GPUs"
-    _replace("megatron.core.optimizer.Adam", CpuFusedAdam, reason)
-    _replace("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False, reason)
-    _replace("megatron.core.optimizer.distrib_optimizer.Adam", CpuFusedAdam, reason)
-    _replace("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", True, reason)
-    _replace("megatron.core.optimizer.distrib_optimizer.USING_APEX_OPTIMIZER", True, reason)
+def _fused_adam() -> dict[str, object]:
+    path = "megatron.core.optimizer"
+    return {
+        f"{path}.Adam": CpuFusedAdam,
+        f"{path}.USING_PYTORCH_OPTIMIZER": False,
+        f"{path}.distrib_optimizer.Adam": CpuFusedAdam,
+        f"{path}.distrib_optimizer.HAVE_APEX_OR_TE": True,
+        f"{path}.distrib_optimizer.USING_APEX_OPTIMIZER": True,
+    }
 
 
-def _replace_mamba_kernels() -> None:
+def _mamba_kernels() -> dict[str, object]:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -307,9 +309,59 @@ def _replace_mamba_kernels() -> None:
                 dp_cp_group=metadata["dp_cp_group"],
             )
 
-    reason = "mamba_ssm's kernels need a GPU, and may be missing there; the mixer itself stays Megatron's"
     path = "megatron.core.ssm.mamba_mixer"
-    _replace(f"{path}.HAVE_MAMBA_SSM", True, reason)
-    _replace(f"{path}.mamba_split_conv1d_scan_combined", mamba_split_conv1d_scan_combined, reason)
-    _replace(f"{path}.ExtendedRMSNorm", ExtendedRMSNorm, reason)
-    _replace(f"{path}._check_mamba_sequence_packing_support", lambda **_: (True, None), "it asks for versions of the GPU kernels")
+    return {
+        f"{path}.HAVE_MAMBA_SSM": True,
+        f"{path}.mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+        f"{path}.ExtendedRMSNorm": ExtendedRMSNorm,
+        # It asks for versions of the GPU kernels.
+        f"{path}._check_mamba_sequence_packing_support": lambda **_: (True, None),
+    }
+
+
+PATCHES = (
+    Patch(
+        "the CPU, one program order, nothing compiled",
+        'Megatron asks torch.cuda for devices, streams and events, writes device="cuda" and .cuda(), and needs a C++ compiler for helpers',
+        until="megatron-core takes the device from torch.accelerator or its parameters",
+        is_needed=_lacks_cuda,
+        values=_cpu_for_cuda,
+    ),
+    Patch(
+        "named states of the CPU's generator",
+        "setting a CUDA generator's state is queued until CUDA starts, so that forks would silently do nothing",
+        until="Megatron's tracker takes a generator",
+        is_needed=_lacks_cuda,
+        values=_random_states,
+    ),
+    Patch(
+        "plain torch in place of Transformer Engine",
+        "0.16.1 asks for parts of it in recomputation, latent experts and Mamba, whichever layers the specs name",
+        until="megatron-core asks for each part only where it is installed",
+        is_needed=_lacks_transformer_engine,
+        values=_transformer_engine,
+        warning="Transformer Engine is not installed: attention is torch's, and experts run one after another",
+    ),
+    Patch(
+        "gloo, with parts filled up to equal size",
+        "gloo gathers and scatters parts of equal size only; with expert tensor parallelism, ranks hold different numbers of tokens",
+        until="torch's gloo takes parts of any size",
+        is_needed=_lacks_cuda,
+        values=_exchange,
+    ),
+    Patch(
+        "AdamW in plain torch, with FusedAdam's state",
+        "torch's AdamW keeps `step` per parameter: Megatron's optimizer checkpoints would not load, nor match those of GPUs",
+        until="Megatron's distributed optimizer loads torch's AdamW",
+        is_needed=_lacks_fused_adam,
+        values=_fused_adam,
+    ),
+    Patch(
+        "Mamba-2 in plain torch",
+        "mamba_ssm's kernels need a GPU, and may be missing there; the mixer itself stays Megatron's",
+        until="mamba_ssm runs on CPUs",
+        is_needed=_lacks_mamba_kernels,
+        values=_mamba_kernels,
+        warning="mamba_ssm or causal_conv1d is not installed: Mamba layers run in plain torch, many times slower",
+    ),
+)

@@ -33,7 +33,7 @@ class TokenDistribution:
 
     @classmethod
     def of(cls, config: PolicyConfig, vocab_size: int) -> TokenDistribution:
-        """That of the configured sampler."""
+        """The distribution of the configured sampler."""
         generation = config.generation
         return cls(
             vocab_size=vocab_size,
@@ -45,23 +45,23 @@ class TokenDistribution:
 
     @classmethod
     def whole(cls, config: PolicyConfig, vocab_size: int) -> TokenDistribution:
-        """The model's own, of which nothing is drawn: temperature 1, every token."""
+        """The model's own distribution, for training without a sampler: temperature 1, every token."""
         return cls(vocab_size=vocab_size, defer_fp32_logits=config.megatron_cfg.defer_fp32_logits)
 
     @property
     def untruncated(self) -> TokenDistribution:
-        """The same with every token, as the reference model's is compared: its truncation would rule out other tokens than the policy's."""
+        """The same without top-k and top-p, for the reference model: it would rule out other tokens than the policy does."""
         return replace(self, top_k=None, top_p=1.0)
 
     @property
     def is_truncated(self) -> bool:
-        """Some tokens may have no probability."""
+        """Whether some tokens may have no probability."""
         return self.top_p < 1.0 or (self.top_k is not None and self.top_k < self.vocab_size)
 
     def least_kept(self, scaled_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The smallest logit at each position that top-k and top-p keep, float32 [T], the same on every rank of `group`.
 
-        `scaled_TV` are this rank's float32 logits after temperature, without padding. No logits travel: only sums over the columns do.
+        `scaled_TV` are this rank's float32 logits after temperature, without padding. Ranks exchange sums over columns, never logits.
         Collective over `group` (tensor parallel): every rank calls it, in the same order.
         """
         least_T = scaled_TV.new_full(scaled_TV.shape[:1], torch.finfo(torch.float32).min)
@@ -95,7 +95,7 @@ def local_max(scaled_TV: Tensor) -> Tensor:
 
 
 def _largest_reaching(weight_from: Callable[[Tensor], Tensor], target_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest float32 from which on upwards the columns of all ranks weigh at least `target_T`; the lowest if none does.
+    """The largest float32 at which the columns of all ranks that are not below it weigh at least `target_T`; the lowest if none does.
 
     `weight_from(value_T)` is the weight of this rank's columns of at least `value_T`. Bisects all finite floats, so the answer is one of
     the columns exactly, and neither a sort nor a gather of the vocabulary is needed.
@@ -104,7 +104,7 @@ def _largest_reaching(weight_from: Callable[[Tensor], Tensor], target_T: Tensor,
     high_T = _ordered(torch.full_like(target_T, limit)).long()
     low_T = _ordered(torch.full_like(target_T, -limit)).long()
     for _ in range(32):
-        # Upwards, for the loop ends with low == high where high is the answer's place or low is.
+        # Rounded up, so that the loop ends with low == high at the answer.
         middle_T = low_T + (high_T - low_T + 1) // 2
         weight_T = weight_from(_ordered_to_float(middle_T))
         dist.all_reduce(weight_T, group=group)
@@ -115,7 +115,7 @@ def _largest_reaching(weight_from: Callable[[Tensor], Tensor], target_T: Tensor,
 
 
 def _ordered(values_T: Tensor) -> Tensor:
-    """int32 in the order of the float32 values: those of negative numbers have their bits below the sign turned."""
+    """The values as int32 in the same order: negative numbers have the bits below their sign flipped."""
     bits_T = values_T.view(torch.int32)
     return bits_T ^ ((bits_T >> 31) & 0x7FFFFFFF)
 

@@ -1,6 +1,7 @@
-"""Fused kernels of GPU hosts: which of those that a config asks for are really there. A module's name proves nothing, so they are called.
+"""Probes of this host's libraries: which fused kernels work, and how exactly float32 is multiplied.
 
-They change speed and memory, not what is computed, so one that is missing costs a warning, not the run.
+A module's name proves nothing, so a probe calls the kernel. Fused kernels change speed and memory, not what is computed, so a missing one
+costs a warning, not the run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils
 
-from mrl.policy import compat
+from mrl.policy import specs
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig, OptimizerConfig
@@ -28,7 +29,7 @@ _TOLERANCE = 0.1
 
 
 def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -> dict[str, bool]:
-    """Megatron's arguments of that name: true where the config asks for a fusion that serves this model and works on this host.
+    """Megatron's fusion arguments by name: true where the config asks for a fusion that serves this model and works on this host.
 
     `from_model` are the family's transformer arguments. All are false on hosts without a GPU.
 
@@ -62,9 +63,8 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
 def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
     """Arguments of Megatron's OptimizerConfig that leave float32 main parameters to Transformer Engine's FusedAdam, where that is possible.
 
-    Or to Megatron's optimizer on the host, which needs no such library.
-
-    Whole main parameters, not the 16 bits that bfloat16 weights lack: checkpoints hold float32 that any layout and host can load.
+    Megatron's optimizer on the host can hold them, too, and needs no library. Both hold whole main parameters, not the 16 bits that
+    bfloat16 weights lack: checkpoints hold float32 that any layout and host can load.
     """
     wanted = config.use_precision_aware_optimizer and config.use_distributed_optimizer and config.bf16
     is_here = torch.cuda.is_available()
@@ -75,7 +75,7 @@ def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
 
 @cache
 def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) -> bool:
-    """Whether a probe finds no fault; one is logged, once per process, and so is a probe that raises.
+    """Whether a probe finds no fault. Logs a fault, and a probe that raises, once per process.
 
     Raises:
         RuntimeError: the probe has left this process's CUDA context broken, so the plain path would fail too.
@@ -100,6 +100,25 @@ def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) ->
     return fault is None
 
 
+@torch.no_grad()
+def float32_products() -> dict[str, str]:
+    """How exactly each library of this process multiplies float32, "float32" or "TF32", measured on this rank's device. Not collective.
+
+    TF32 keeps 10 of 23 mantissa bits, and a library may use it unasked.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    # 15 bits: more than TF32 keeps, fewer than float32 does.
+    values, identity = torch.full((256, 256), 1 + 2.0**-15, device=device), torch.eye(256, device=device)
+    products = {"torch": values @ identity}
+    if specs.HAVE_TE:
+        from transformer_engine.pytorch import Linear
+
+        layer = Linear(256, 256, bias=False, params_dtype=torch.float32, device=device)
+        layer.weight.copy_(identity)
+        products["Transformer Engine"] = layer(values)
+    return {library: "float32" if torch.equal(product, values) else "TF32" for library, product in products.items()}
+
+
 def _weight_gradient_fault() -> str | None:
     if not layers._grad_accum_fusion_available:
         return "NVIDIA Apex is not installed with --cuda_ext (the package `apex` on PyPI is unrelated)"
@@ -119,7 +138,7 @@ def _weight_gradient_fault() -> str | None:
 
 def _rope_fault() -> str | None:
     fused = rope_utils.fused_apply_rotary_pos_emb_thd
-    if not compat.HAVE_TE or fused is None:
+    if not specs.HAVE_TE or fused is None:
         return "Transformer Engine is not installed"
     device = torch.cuda.current_device()
     values = torch.randn(6, 2, 8, device=device)
@@ -136,7 +155,7 @@ def _rope_fault() -> str | None:
 
 
 def _permute_fault() -> str | None:
-    if not compat.HAVE_TE or moe_utils.fused_permute_with_probs is None:
+    if not specs.HAVE_TE or moe_utils.fused_permute_with_probs is None:
         return "Transformer Engine from 2.1 on is not installed"
     device = torch.cuda.current_device()
     tokens, probs = torch.randn(8, 16, device=device), torch.rand(8, 4, device=device)
@@ -150,7 +169,7 @@ def _permute_fault() -> str | None:
 
 
 def _fused_adam_fault() -> str | None:
-    if not compat.HAVE_TE:
+    if not specs.HAVE_TE:
         return "Transformer Engine is not installed"
     from transformer_engine.pytorch.optimizers import FusedAdam
 

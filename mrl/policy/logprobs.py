@@ -37,7 +37,7 @@ def scores_of_logits(logits_TV: Tensor, labels_T: Tensor, distribution: TokenDis
     Columns from `vocab_size` on are padding and have no probability. Logits are divided by the temperature in float32 first, as the
     sampler does. Collective over `group` (tensor parallel): every rank calls it, in the same order; the backward pass has no collective.
     """
-    return _token_scores(_ScoresOfLogits.apply(logits_TV, labels_T, distribution, group), distribution)
+    return _token_scores(logits_TV, None, labels_T, distribution, group, CHUNK_TOKENS)
 
 
 def scores_of_hidden(
@@ -48,73 +48,63 @@ def scores_of_hidden(
     Every rank passes the hidden states of all T tokens; their gradient is that of this rank's columns, still to be summed over `group`.
     The weight's gradient is summed over the chunks in float32.
     """
-    return _token_scores(_ScoresOfHidden.apply(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens), distribution)
+    return _token_scores(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens)
 
 
-def _token_scores(outputs: tuple[Tensor, Tensor, Tensor], distribution: TokenDistribution) -> TokenScores:
-    logprobs_T, untruncated_T, entropy_T = outputs
+def _token_scores(
+    inputs: Tensor, weight_VD: Tensor | None, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup, chunk_tokens: int
+) -> TokenScores:
+    logprobs_T, untruncated_T, entropy_T = _Scores.apply(inputs, weight_VD, labels_T, distribution, group, chunk_tokens)
     return TokenScores(logprobs_T, untruncated_T if distribution.is_truncated else logprobs_T, entropy_T)
 
 
-class _ScoresOfLogits(torch.autograd.Function):
-    """Saves the logits as they are and makes the softmax again in the backward pass, so that no [T, V] float32 tensor is kept."""
+class _Scores(torch.autograd.Function):
+    """Saves its inputs and makes the logits of a chunk again in the backward pass, so that no [T, V] float32 tensor is kept.
 
-    @staticmethod
-    def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        columns = _Columns(logits_TV.shape[1], labels_T, distribution, group)
-        rows = _chunks(len(labels_T), CHUNK_TOKENS)
-        sums = _Sums.over(lambda chunk: logits_TV[chunk, : columns.num_real], rows, columns)
-        ctx.columns, ctx.rows = columns, rows
-        return _finish(ctx, sums, logits_TV)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        logits_TV, *saved = ctx.saved_tensors
-        num_real = ctx.columns.num_real
-        grad_TV = torch.zeros_like(logits_TV)
-        for chunk in ctx.rows:
-            grad = _logit_gradient(logits_TV[chunk, :num_real], chunk, ctx.columns, saved, grads)
-            grad_TV[chunk, :num_real] = grad.to(logits_TV.dtype)
-        return grad_TV, None, None, None
-
-
-class _ScoresOfHidden(torch.autograd.Function):
-    """Saves the hidden states, and makes the logits of a chunk again in the backward pass."""
+    The inputs are the logits [T, V] where there is no weight, and hidden states [T, D] where there is one.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
+        inputs: Tensor,
+        weight_VD: Tensor | None,
         labels_T: Tensor,
         distribution: TokenDistribution,
         group: dist.ProcessGroup,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        columns = _Columns(len(weight_VD), labels_T, distribution, group)
-        rows = _chunks(len(labels_T), chunk_tokens)
-        real_VD = weight_VD[: columns.num_real]
-        sums = _Sums.over(lambda chunk: hidden_TD[chunk] @ real_VD.t(), rows, columns)
+        columns = _Columns(inputs.shape[1] if weight_VD is None else len(weight_VD), labels_T, distribution, group)
+        rows = [slice(start, min(start + chunk_tokens, len(labels_T))) for start in range(0, len(labels_T), chunk_tokens)]
+        sums = _Sums.over(lambda chunk: _logits(inputs, weight_VD, chunk, columns), rows, columns)
         ctx.columns, ctx.rows = columns, rows
-        return _finish(ctx, sums, hidden_TD, weight_VD)
+        is_kept_T = sums.label_T >= sums.least_kept_T
+        above_T = sums.label_T - sums.max_T
+        # NaN logits must stay NaN.
+        logprobs_T = torch.where(sums.label_T < sums.least_kept_T, -torch.inf, above_T - sums.log_sum_T)
+        entropy_T = sums.log_sum_T - sums.mean_T
+        normalizers = sums.max_T + sums.log_sum_T, sums.max_T + sums.untruncated_log_sum_T
+        ctx.save_for_backward(inputs, weight_VD, *normalizers, sums.least_kept_T, is_kept_T)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, above_T - sums.untruncated_log_sum_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden_TD, weight_VD, *saved = ctx.saved_tensors
-        num_real = ctx.columns.num_real
-        real_VD = weight_VD[:num_real]
-        grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        inputs, weight_VD, *saved = ctx.saved_tensors
+        columns, num_real = ctx.columns, ctx.columns.num_real
+        grad_inputs = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
         # A sum of many chunks would lose the small ones in bfloat16.
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for chunk in ctx.rows:
-            grad = _logit_gradient(hidden_TD[chunk] @ real_VD.t(), chunk, ctx.columns, saved, grads).to(weight_VD.dtype)
-            if grad_hidden_TD is not None:
-                grad_hidden_TD[chunk] = grad @ real_VD
+            grad = _logit_gradient(_logits(inputs, weight_VD, chunk, columns), chunk, columns, saved, grads).to(inputs.dtype)
+            if grad_inputs is not None and weight_VD is None:
+                grad_inputs[chunk, :num_real] = grad
+            if grad_inputs is not None and weight_VD is not None:
+                grad_inputs[chunk] = grad @ weight_VD[:num_real]
             if grad_weight_VD is not None:
-                grad_weight_VD[:num_real] += grad.t() @ hidden_TD[chunk]
-        return grad_hidden_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None, None
+                grad_weight_VD[:num_real] += grad.t() @ inputs[chunk]
+        return grad_inputs, None if grad_weight_VD is None else grad_weight_VD.to(inputs.dtype), None, None, None, None
 
 
 class _Columns:
@@ -177,17 +167,9 @@ class _Sums:
         return cls(global_max_T, kept_T.log(), whole_T.log(), moment_T / kept_T, label_T, least_kept_T)
 
 
-def _finish(ctx: Any, sums: _Sums, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs of a forward pass, from which entropy takes no gradient."""
-    is_kept_T = sums.label_T >= sums.least_kept_T
-    above_T = sums.label_T - sums.max_T
-    # NaN logits must stay NaN.
-    logprobs_T = torch.where(sums.label_T < sums.least_kept_T, -torch.inf, above_T - sums.log_sum_T)
-    entropy_T = sums.log_sum_T - sums.mean_T
-    ctx.save_for_backward(*inputs, sums.max_T + sums.log_sum_T, sums.max_T + sums.untruncated_log_sum_T, sums.least_kept_T, is_kept_T)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(entropy_T)
-    return logprobs_T, above_T - sums.untruncated_log_sum_T, entropy_T
+def _logits(inputs: Tensor, weight_VD: Tensor | None, chunk: slice, columns: _Columns) -> Tensor:
+    """This rank's real columns of the logits of a chunk of rows."""
+    return inputs[chunk, : columns.num_real] if weight_VD is None else inputs[chunk] @ weight_VD[: columns.num_real].t()
 
 
 def _logit_gradient(logits: Tensor, chunk: slice, columns: _Columns, saved: list[Tensor], grads: tuple[Tensor | None, ...]) -> Tensor:
@@ -219,7 +201,3 @@ def _gradient_of(grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: sl
 def _scaled(logits: Tensor, distribution: TokenDistribution) -> Tensor:
     """A float32 copy of the logits after temperature."""
     return logits.to(torch.float32, copy=True).div_(distribution.temperature)
-
-
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]

@@ -1,6 +1,7 @@
 """LoRA: adapters beside the linear layers of the frozen model, and the merged weights that engines get.
 
-Base weights are never written. What an engine reads of an adapted layer is a second tensor, made anew whenever weights are settled.
+Nothing writes the base weights. What an engine reads of an adapted layer is a second tensor, merged anew whenever weights are settled.
+An adapter cuts A where columns of its layer's weight are cut, and B where rows are; each rank holds the rest whole.
 """
 
 from __future__ import annotations
@@ -9,56 +10,145 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core import parallel_state
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from conversion.adapters import INPUT, LINEAR, OUTPUT, adapted_layers, adapter_family
+from conversion.adapters import INPUT, LINEAR, OUTPUT, Kind, adapted_layers, adapter_family
 from conversion.boxes import Layout, Slot, SlotLayout
-from conversion.families.common import HfConfig, MegatronCoords
+from conversion.families.common import HfConfig
 from conversion.families.registry import family
-from conversion.tensors import box_view, torch_dtype
-from mrl.policy import compat, parallel
-from mrl.policy.adapter import Adapter, Factor
+from conversion.tensors import box_view, merge_lora, torch_dtype
+from mrl.policy import parallel, specs
 from mrl.policy.arena import live_tensors
-from mrl.policy.frozen import keep_gradients_flowing
-from mrl.policy.layout_state import CheckpointEntries
+from mrl.policy.checkpoint_entries import LayoutEntries
+from mrl.policy.model import keep_gradients_flowing
 
 if TYPE_CHECKING:
     from mrl.config.schema.peft import PeftConfig
     from mrl.config.schema.policy import PolicyConfig
 
-ATTRIBUTE = "adapters"
-"""Of a model: its adapters, each under the name of its linear layer."""
+ADAPTERS = "adapters"
+"""The attribute of a model that holds its adapters, each under the name of its linear layer."""
 
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 
 
-class Lora:
-    """The adapters of this rank."""
+class _Factor(nn.Module):
+    """A or B of an adapter."""
 
-    def __init__(self, layout: Layout, adapters: Mapping[Slot, Adapter], description: Mapping[str, object]) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, is_cut: bool, is_expert: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.is_cut, self.is_expert = is_cut, is_expert
+        # Each rank of an expert's group sees only its part of a factor's gradient that all of them hold.
+        group = parallel_state.get_expert_tensor_parallel_group() if is_expert and not is_cut else None
+        self._partial_group = group if group is not None and group.size() > 1 else None
+        # Experts of other ranks are other experts, so that all count for the gradient norm, but copies of one count once.
+        set_tensor_model_parallel_attributes(self.weight, is_cut or is_expert, 0, 1)
+        if self._partial_group is not None and self._partial_group.rank() > 0:
+            setattr(self.weight, "shared", True)  # noqa: B010  (Megatron's mark on a parameter)
+        if is_expert:
+            setattr(self.weight, "allreduce", False)  # noqa: B010  (Megatron's mark on a parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with `x`, along its last dimension."""
+        weight = self.weight
+        if self._partial_group is not None:
+            weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, self._partial_group)
+        return F.linear(x, weight)
+
+
+class _Adapter(nn.Module):
+    """scale * B A x, which is added to what the linear layer makes of the same `x`."""
+
+    def __init__(
+        self,
+        settings: PeftConfig,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        *,
+        kind: Kind,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_expert: bool,
+        sequence_parallel: bool,
+    ) -> None:
+        """`shapes` are those of this rank's A and B. The factors are not initialised."""
+        super().__init__()
+        self.linear_in = _Factor(shapes[0], dtype, device, is_cut=kind == "row", is_expert=is_expert)
+        self.linear_out = _Factor(shapes[1], dtype, device, is_cut=kind == "column", is_expert=is_expert)
+        self.is_enabled = True
+        self._scale = settings.scale
+        self._dropout, self._dropout_position = settings.dropout, settings.dropout_position
+        # Experts get the tokens of all their ranks, and their dispatcher sums what comes out.
+        self._kind: Kind = "whole" if is_expert else kind
+        self._sequence_parallel = sequence_parallel
+        # Masks of values that differ between tp ranks must differ too.
+        self._has_own_input = is_expert or kind == "row" or sequence_parallel
+        self._has_own_output = is_expert or kind == "column" or sequence_parallel
+        if sequence_parallel and not is_expert:
+            for factor in (self.linear_in, self.linear_out):
+                # A cut factor sees all tokens; of the other, each rank has the gradient of its own tokens.
+                setattr(factor.weight, "sequence_parallel", not factor.is_cut)  # noqa: B010  (Megatron's mark on a parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the adapter adds, in the dtype of `x`. Collective over the tp group where the linear layer is."""
+        low = x.to(self.linear_in.weight.dtype)
+        if self._dropout_position == "pre":
+            low = self._drop(low, self._has_own_input)
+        low = self.linear_in(low)
+        if self._kind == "column" and self._sequence_parallel:
+            low = tensor_parallel.gather_from_sequence_parallel_region(low)
+        elif self._kind == "column":
+            low = tensor_parallel.copy_to_tensor_model_parallel_region(low)
+        elif self._kind == "row" and self._sequence_parallel:
+            low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low)
+        elif self._kind == "row":
+            low = tensor_parallel.reduce_from_tensor_model_parallel_region(low)
+        output = self.linear_out(low)
+        if self._dropout_position == "post":
+            output = self._drop(output, self._has_own_output)
+        return (output * self._scale).to(x.dtype)
+
+    @torch.no_grad()
+    def merge_into(self, base: Tensor, target: Tensor) -> None:
+        """Writes the layer's weight `base` with the adapter added into `target`; see `conversion.tensors.merge_lora`."""
+        target.copy_(merge_lora(base, self.linear_in.weight, self.linear_out.weight, self._scale))
+
+    def _drop(self, x: Tensor, is_own: bool) -> Tensor:
+        if not self.training or not self._dropout:
+            return x
+        with tensor_parallel.get_cuda_rng_tracker().fork() if is_own else nullcontext():
+            return F.dropout(x, self._dropout)
+
+
+class Lora:
+    """The adapters of this rank; none where `megatron_cfg.peft` is not enabled."""
+
+    def __init__(self, layout: Layout, adapters: Mapping[Slot, _Adapter], description: Mapping[str, object] | None) -> None:
         """`layout` has every factor by its slot in the live model; `adapters` are by the slot of the weight that they change."""
         self.layout = layout
         self.description = description
-        """Which layers have adapters and how they count, as plain values: what must be the same wherever the factors are used."""
+        """Which layers have adapters and how they count, as plain values, the same wherever factors are used; None = no adapters."""
         self._adapters = adapters
         self._merged: dict[Slot, Tensor] = {}
 
     def merged_weights(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
-        """What engines read instead of these live weights: the same tensors, but for adapted ones, which get memory of their own."""
+        """The weights that engines read: the live tensors, but adapted ones get memory of their own."""
         with torch.no_grad():
             self._merged = {slot: tensors[slot].detach().clone() for slot in self._adapters}
         return self.as_read(tensors)
 
     def as_read(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
-        """The live weights, the merged ones in place of those that are adapted."""
+        """The live weights, with merged ones in place of adapted ones."""
         return {slot: self._merged.get(slot, tensor) for slot, tensor in tensors.items()}
 
     def merge(self, tensors: Mapping[Slot, Tensor]) -> None:
@@ -68,7 +158,7 @@ class Lora:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within it, the model is the one without adapters."""
+        """Inside, the model has no adapters."""
         for adapter in self._adapters.values():
             adapter.is_enabled = False
         try:
@@ -79,7 +169,7 @@ class Lora:
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Within it, the model computes what engines do with the merged weights."""
+        """Inside, the model computes what engines do with the merged weights."""
         for adapter in self._adapters.values():
             adapter.eval()
         try:
@@ -89,8 +179,8 @@ class Lora:
                 adapter.train()
 
 
-def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig, *, seed: int) -> Lora | None:
-    """Freezes the chunks and gives their linear layers adapters, where `megatron_cfg.peft` is enabled; comes before DDP.
+def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig, *, seed: int) -> Lora:
+    """Freezes the chunks and gives their linear layers adapters, where `megatron_cfg.peft` is enabled. Call it before DDP.
 
     Adapters start as a function of `seed` and canonical names alone, whatever the layout.
 
@@ -99,17 +189,15 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
     """
     settings = config.megatron_cfg.peft
     if not settings.enabled:
-        return None
+        return Lora({}, {}, None)
     base = family(hf_config)
     targets = adapted_layers(base, hf_config, target_modules=settings.target_modules, exclude_modules=settings.exclude_modules)
     adapters = adapter_family(base, targets, settings.dim)
     dtype = settings.lora_dtype if settings.lora_dtype in ("float32", "bfloat16") else config.precision
-    place = parallel.coordinates()
-    coords = MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp)
-    factors = adapters.megatron_layout(hf_config, config.megatron_cfg.parallel, coords, dtype)
-    entries = CheckpointEntries(factors, adapters.torch_dist_layout(hf_config, dtype))
-    layout = {Slot(f"{ATTRIBUTE}.{slot.name}", slot.chunk): content for slot, content in factors.items()}
-    by_weight: dict[Slot, Adapter] = {}
+    factors = adapters.megatron_layout(hf_config, config.megatron_cfg.parallel, parallel.coordinates(), dtype)
+    entries = LayoutEntries(factors, adapters.torch_dist_layout(hf_config, dtype))
+    layout = {Slot(f"{ADAPTERS}.{slot.name}", slot.chunk): content for slot, content in factors.items()}
+    by_weight: dict[Slot, _Adapter] = {}
     for index, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         if model.config.moe_shared_expert_overlap and any(".shared_experts." in layer for layer in targets):
@@ -122,7 +210,7 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
         keep_gradients_flowing(model)
         found = _make_adapters(model, config, {slot.name: content for slot, content in factors.items() if slot.chunk == index})
         by_weight |= {Slot(weight, index): adapter for weight, adapter in _attach(model, found).items()}
-        setattr(model, ATTRIBUTE, _AdapterTree(found, entries, index))
+        setattr(model, ADAPTERS, _AdapterTree(found, entries, index))
         tensors = {slot: tensor for slot, tensor in live_tensors(model, index).items() if slot in layout}
         _initialise(tensors, layout, adapters.canonical(hf_config), settings, seed)
     description = {"dim": settings.dim, "alpha": settings.alpha, "layers": list(targets)}
@@ -132,7 +220,7 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
 class _AdapterTree(nn.Module):
     """The adapters of a chunk, each under the name of its linear layer, so that Megatron's own modules stay as they are."""
 
-    def __init__(self, adapters: Mapping[str, Adapter], entries: CheckpointEntries, chunk: int) -> None:
+    def __init__(self, adapters: Mapping[str, _Adapter], entries: LayoutEntries, chunk: int) -> None:
         super().__init__()
         self._entries, self._chunk = entries, chunk
         for layer, adapter in adapters.items():
@@ -145,18 +233,18 @@ class _AdapterTree(nn.Module):
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: object, metadata: object) -> ShardedStateDict:
         """Entries of a Megatron checkpoint; called by the model's method of this name."""
-        factors = {f"{name}.weight": module for name, module in self.named_modules() if isinstance(module, Factor)}
+        factors = {f"{name}.weight": module for name, module in self.named_modules() if isinstance(module, _Factor)}
         return {
             f"{prefix}{name}": self._entries.entry(Slot(name, self._chunk), factor.weight, _replica_id(factor))
             for name, factor in factors.items()
         }
 
 
-def _make_adapters(model: nn.Module, config: PolicyConfig, factors: Mapping[str, SlotLayout]) -> dict[str, Adapter]:
+def _make_adapters(model: nn.Module, config: PolicyConfig, factors: Mapping[str, SlotLayout]) -> dict[str, _Adapter]:
     """Adapters by the full name of their layer, one for each expert, not initialised."""
     device = next(model.parameters()).device
     return {
-        layer: Adapter(
+        layer: _Adapter(
             config.megatron_cfg.peft,
             (factors[layer + INPUT].shape, factors[layer + OUTPUT].shape),
             kind=LINEAR[layer.rpartition(".")[2]],
@@ -169,10 +257,10 @@ def _make_adapters(model: nn.Module, config: PolicyConfig, factors: Mapping[str,
     }
 
 
-def _attach(model: nn.Module, adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """Lets the linear layers add what their adapters give; the adapters by the name of the weight that they change."""
+def _attach(model: nn.Module, adapters: Mapping[str, _Adapter]) -> dict[str, _Adapter]:
+    """Makes the linear layers add what their adapters give; returns the adapters by the name of the weight that they change."""
     modules, by_weight = dict(model.named_modules()), {}
-    by_module: dict[str, list[Adapter]] = {}
+    by_module: dict[str, list[_Adapter]] = {}
     for layer, adapter in adapters.items():
         expert = _EXPERT.fullmatch(layer)
         if expert is None or layer in modules:
@@ -188,9 +276,9 @@ def _attach(model: nn.Module, adapters: Mapping[str, Adapter]) -> dict[str, Adap
     return by_weight
 
 
-def _add_output(module: nn.Module, adapters: list[Adapter]) -> None:
-    """Several adapters are those of the experts of one module, in order."""
-    if compat.HAVE_TE:
+def _add_output(module: nn.Module, adapters: list[_Adapter]) -> None:
+    """Adds the output of the module's adapters to its own: one, or one for each of its experts, in order."""
+    if specs.HAVE_TE:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
 
         if isinstance(module, TELayerNormColumnParallelLinear):
@@ -211,7 +299,7 @@ def _add_output(module: nn.Module, adapters: list[Adapter]) -> None:
     module.register_forward_hook(add)
 
 
-def _replica_id(factor: Factor) -> tuple[int, int, int]:
+def _replica_id(factor: _Factor) -> tuple[int, int, int]:
     if factor.is_expert:
         rank, replica = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
     else:

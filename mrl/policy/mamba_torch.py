@@ -1,4 +1,4 @@
-"""Mamba-2 kernels in plain torch, with the signatures of mamba_ssm, for hosts that cannot run it.
+"""Mamba-2 kernels in plain torch, called like those of mamba_ssm, for hosts that cannot run it.
 
 Sequences of a packed row are computed as padded batches of similar length. float32 inside, deterministic.
 Shape suffixes: N sequences, L padded length, C channels of the convolution, H heads, P head dim, G groups, K heads of a group,
@@ -27,26 +27,21 @@ def mamba_split_conv1d_scan_combined(
     A: Tensor,
     D: Tensor,
     chunk_size: int,
-    initial_states: Tensor | None = None,
+    *,
     seq_idx: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
     activation: str = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
     headdim: int | None = None,
     ngroups: int = 1,
     norm_before_gate: bool = True,
 ) -> Tensor:
     """Convolution, state-space scan and gate of Mamba-2, [batch, tokens, heads * headdim], in the dtype of `zxbcdt`.
 
-    Same signature as mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined, for the arguments with which
-    MambaMixer trains: no initial or final states, the norm and the output projection outside.
+    Takes of mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined the arguments with which MambaMixer trains: no initial
+    or final states, and the norm (which `norm_before_gate` is about) and the output projection stand outside.
     `zxbcdt` [batch, tokens, z|x|B|C|dt]; `seq_idx` [1, tokens], ascending, resets convolution and state where it changes.
     """
-    assert initial_states is None and not return_final_states and rmsnorm_weight is None and outproj_weight is None and activation == "silu"
+    assert activation == "silu"
     assert headdim is not None, "MambaMixer passes headdim unless D has one value per channel, which nemotron_h does not"
     batch, num_tokens, _ = zxbcdt.shape
     num_heads = dt_bias.shape[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,18 +17,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
+from conversion.boxes import Layout, Slot
 from conversion.cuts import MEGATRON_VOCABULARY_MULTIPLE
-from conversion.families.common import HfConfig
+from conversion.families.common import Flavour, HfConfig, MegatronCoords
 from conversion.families.registry import family
-from mrl.policy import compat
-from mrl.policy.frozen import freeze
+from conversion.tensors import torch_dtype
+from mrl.policy import parallel, specs
 from mrl.policy.fusions import fusion_arguments
 from mrl.policy.moe import routing_arguments, use_row_dispatchers, with_packed_routers
 from mrl.policy.output import ChunkedOutputLayer
 from mrl.policy.parallel import virtual_stages
-from mrl.policy.recompute import recompute_arguments, recomputed
 from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
 
 if TYPE_CHECKING:
@@ -35,8 +37,14 @@ if TYPE_CHECKING:
 
 ModelClass = Literal["mamba", "gpt"]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ACTIVATIONS = {"squared_relu": squared_relu, "silu": F.silu}
+FLAVOUR: Flavour = "te" if specs.HAVE_TE else "local"
+"""Which layers `mrl.policy.specs` builds on this host, in the words of the conversion tables."""
+
+
+def live_layout(config: PolicyConfig, hf_config: HfConfig, coords: MegatronCoords) -> Layout:
+    """What the rank at `coords` holds of the model: the conversion table of its live weights."""
+    return family(hf_config).megatron_layout(hf_config, config.megatron_cfg.parallel, coords, config.precision, FLAVOUR)
 
 
 def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModule]:
@@ -68,7 +76,7 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
         _check_layers(chunk, config.megatron_cfg, index)
         _mark_parameters(chunk)
         use_row_dispatchers(chunk, config.megatron_cfg)
-    freeze(chunks, config, hf_config)
+    _freeze(chunks, config, hf_config)
     for chunk in chunks:
         if chunk.post_process and config.output_chunk_tokens is not None:
             chunk.output_layer = ChunkedOutputLayer(chunk.output_layer, chunk_tokens=config.output_chunk_tokens)
@@ -86,12 +94,12 @@ def _build_chunk(config: TransformerConfig, model_class: ModelClass, vp_stage: i
     if model_class == "gpt":
         return GPTModel(config, with_packed_routers(gpt_block_spec(config, vp_stage)), vp_stage=vp_stage, **stage, **arguments)
     assert vp_stage is None, "config rules and conversion tables refuse it"
-    spec = with_packed_routers(hybrid_stack_spec())
-    return compat.MambaModel(config, recomputed(spec) if config.recompute_granularity == "full" else spec, **stage, **arguments)
+    spec = with_packed_routers(hybrid_stack_spec(is_recomputed=config.recompute_granularity == "full"))
+    return specs.MambaModel(config, spec, **stage, **arguments)
 
 
 def wrap_ddp(chunks: list[MegatronModule], config: PolicyConfig) -> list[DistributedDataParallel]:
-    """The chunks with gradient buffers and data-parallel reduction, and schedules told to sum gradients, never to average them.
+    """The chunks with gradient buffers and data-parallel reduction; schedules sum their gradients and never average them.
 
     Collective over all ranks.
     """
@@ -126,7 +134,7 @@ def sum_gradients(
 
 def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) -> TransformerConfig:
     megatron = config.megatron_cfg
-    dtype = DTYPES[config.precision]
+    dtype = torch_dtype(config.precision)
     arguments = dict(from_model)
     arguments["activation_func"] = ACTIVATIONS[str(arguments["activation_func"])]
     return TransformerConfig(
@@ -150,7 +158,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         # Keeps DDP from scaling gradients by 1 / dp, and the schedule from dividing the loss by the number of rows.
         calculate_per_token_loss=True,
         **routing_arguments(megatron),
-        **recompute_arguments(megatron),
+        **_recompute_arguments(megatron),
         use_cpu_initialization=not torch.cuda.is_available(),
         **fusion_arguments(megatron, from_model),
         # Dropout is off, and attention is Transformer Engine's or torch's own.
@@ -168,6 +176,15 @@ def _virtual_stage_arguments(config: MegatronConfig) -> dict[str, Any]:
     return dict(virtual_pipeline_model_parallel_size=virtual_stages(config), overlap_p2p_comm=True, batch_p2p_comm=False)
 
 
+def _recompute_arguments(config: MegatronConfig) -> dict[str, Any]:
+    """Full recomputation keeps the input of every layer, and no other activation."""
+    if not config.activation_checkpointing:
+        return {}
+    if config.recompute_granularity == "full":
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return dict(recompute_granularity="selective", recompute_modules=config.recompute_modules)
+
+
 def _check_layers(model: MegatronModule, config: MegatronConfig, chunk: int) -> None:
     # With stages that do not divide the layers, Megatron's stack drops the rest without a word.
     expected = config.parallel.layers_of(parallel_state.get_pipeline_model_parallel_rank(), model.config.num_layers, chunk)
@@ -182,3 +199,41 @@ def _mark_parameters(model: MegatronModule) -> None:
             # Megatron marks experts only where EP > 1, so that at TP 2, EP 1 their gradients would stay unsummed over tp,
             # and optimizer checkpoints would differ in form between EP 1 and EP 2.
             parameter.allreduce = False
+
+
+def _freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig) -> None:
+    """Excludes from training what `megatron_cfg.freeze_moe_router` and `freeze_config` name. The chunks have no wrappers yet."""
+    # The parts of tp rank 0 are never all padding, so that every rank freezes the same.
+    layout = live_layout(config, hf_config, replace(parallel.coordinates(), tp=0, etp=0))
+    for index, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            tensors = {piece.name for piece in layout[Slot(name, index)].pieces}
+            is_router = name.endswith("mlp.router.weight") and config.megatron_cfg.freeze_moe_router
+            if is_router or _is_frozen(tensors, config.megatron_cfg.freeze_config.modules):
+                parameter.requires_grad_(False)
+        keep_gradients_flowing(chunk)
+
+
+def _is_frozen(names: set[str], patterns: list[str]) -> bool:
+    """Whether patterns match the canonical tensors that a parameter is made of.
+
+    Raises:
+        ValueError: they match only some of them.
+    """
+    matched = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    if matched and matched != names:
+        raise ValueError(
+            f"policy.megatron_cfg.freeze_config.modules={patterns} names {', '.join(sorted(matched))}, which Megatron holds in one tensor "
+            f"with {', '.join(sorted(names - matched))}; name all of them or none"
+        )
+    return bool(matched)
+
+
+def keep_gradients_flowing(chunk: MegatronModule) -> None:
+    """Makes the output of a frozen embedding require a gradient; recomputed layers would get none otherwise."""
+    if chunk.pre_process and not any(parameter.requires_grad for parameter in chunk.embedding.parameters()):
+        chunk.embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output

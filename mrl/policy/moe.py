@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from mrl.algo.balance import LOSS_NAMES, Routing, bias_directions
 from mrl.data.packing import PackedRow
-from mrl.policy import compat
-from mrl.policy.context import local_positions
+from mrl.policy import specs
+from mrl.policy.batch import BatchSize, router_positions
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
@@ -47,7 +47,7 @@ def routing_arguments(config: MegatronConfig) -> dict[str, object]:
         moe_token_dispatcher_type="alltoall" if config.moe_token_dispatcher_type == "allgather" else config.moe_token_dispatcher_type,
         moe_enable_deepep=config.moe_enable_deepep,
         # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
-        moe_grouped_gemm=compat.HAVE_TE,
+        moe_grouped_gemm=specs.HAVE_TE,
         # It overlaps streams of a GPU, and changes no number.
         moe_shared_expert_overlap=config.moe_shared_expert_overlap and torch.cuda.is_available(),
     )
@@ -66,7 +66,7 @@ def with_packed_routers(spec: Spec) -> Spec:
 
 
 def use_row_dispatchers(model: nn.Module, config: MegatronConfig) -> None:
-    """Gives every layer of experts a `RowAllGatherDispatcher`, if that is how tokens are to travel."""
+    """Gives every layer of experts a `RowAllGatherDispatcher`, if the config asks for the allgather dispatcher."""
     if config.moe_token_dispatcher_type != "allgather":
         return
     for layer in model.modules():
@@ -78,25 +78,20 @@ def use_row_dispatchers(model: nn.Module, config: MegatronConfig) -> None:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """What the tokens are that this rank's routers see of a row, and how much the row is of its batch."""
+    """What this rank's routers know of a row: the sequence of each token, and the size of the batch."""
 
     sequences_T: Tensor
     """int64, index of each token's sequence in the row; `num_sequences` for padding."""
     num_sequences: int
-    num_batch_tokens: int
-    """Of the global batch, without padding."""
-    num_batch_sequences: int
+    batch: BatchSize
 
 
-def row_tokens(row: PackedRow, *, num_batch_tokens: int, num_batch_sequences: int, device: torch.device) -> RowTokens:
-    """What this rank's routers see of a row: its part under context parallelism, and of that an equal share of each tp rank."""
+def row_tokens(row: PackedRow, batch: BatchSize, device: torch.device) -> RowTokens:
+    """What this rank's routers know of a row of a global batch."""
     sequences_T = torch.full_like(row.token_ids_T, len(row.lengths))
     for index, (start, length) in enumerate(zip(row.cu_seqlens.tolist(), row.lengths, strict=False)):
         sequences_T[start : start + length] = index
-    cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    mine_T = sequences_T[local_positions(row.cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)]
-    mine_T = mine_T.chunk(parallel_state.get_tensor_model_parallel_world_size())[parallel_state.get_tensor_model_parallel_rank()]
-    return RowTokens(mine_T.to(device), len(row.lengths), num_batch_tokens, num_batch_sequences)
+    return RowTokens(sequences_T[router_positions(row)].to(device), len(row.lengths), batch)
 
 
 def routers_of(chunk: nn.Module) -> Iterator[PackedRouter]:
@@ -105,13 +100,13 @@ def routers_of(chunk: nn.Module) -> Iterator[PackedRouter]:
 
 
 def show_row(chunk: nn.Module, tokens: RowTokens) -> None:
-    """Tells the chunk's routers what the tokens are of the forward pass that follows, or of the recomputation that does."""
+    """Tells the chunk's routers which row they compute next, in a forward pass or in a recomputation."""
     for router in routers_of(chunk):
         router.row = tokens
 
 
 class PackedRouter(TopKRouter):
-    """Megatron's router, which counts the tokens of each expert and takes auxiliary losses over sequences, rows or the batch.
+    """Megatron's router that counts the tokens of each expert and takes auxiliary losses over sequences, rows or the batch.
 
     Only passes with gradient are counted, and of a recomputed layer only the recomputation: neither log-probability passes nor padding
     move a bias. With f the share of the choices that fall on an expert and P its mean score, a loss is E * sum(f * P):
@@ -128,12 +123,12 @@ class PackedRouter(TopKRouter):
 
     @property
     def layer_index(self) -> int:
-        """Of the whole model, from 0."""
+        """Index of the router's layer in the whole model, from 0."""
         assert self.layer_number is not None
         return self.layer_number - 1
 
     def reset(self) -> None:
-        """Forgets what has been counted."""
+        """Forgets all counts."""
         self.tokens_E: Tensor | int = 0
         """Choices of each expert by this rank's tokens, int64."""
         self.losses: dict[str, Tensor] = {}
@@ -147,26 +142,7 @@ class PackedRouter(TopKRouter):
             is_token_T = self.row.sequences_T < self.row.num_sequences
             self.tokens_E = self.tokens_E + (routing_map & is_token_T[:, None]).sum(dim=0)
 
-    def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
-        return self._with_loss("aux_loss", probs, scores_for_aux_loss, routing_map)
-
-    def _apply_seq_aux_loss(
-        self,
-        probs: Tensor,
-        scores_for_aux_loss: Tensor,
-        routing_map: Tensor,
-        seq_length: int,
-        bsz: int,
-        with_padding_mask: bool = False,
-    ) -> Tensor:
-        return self._with_loss("seq_aux_loss", probs, scores_for_aux_loss, routing_map)
-
-    def _apply_global_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
-    ) -> Tensor:
-        return self._with_loss("global_aux_loss", probs, scores_for_aux_loss, routing_map)
-
-    def _with_loss(self, kind: str, probs: Tensor, scores_TE: Tensor, is_chosen_TE: Tensor) -> Tensor:
+    def _with_loss(self, kind: str, probs: Tensor, scores_TE: Tensor, is_chosen_TE: Tensor, *_: object, **__: object) -> Tensor:
         """`probs`, whose backward pass adds the gradient of this rank's part of the loss: gradients are summed over ranks and rows."""
         coefficient = self.get_aux_loss_coeff(kind)
         if coefficient == 0:
@@ -185,15 +161,20 @@ class PackedRouter(TopKRouter):
             self.batch_tokens_SE = tokens_SE = self.batch_tokens_SE + tokens_SE
         choices_S1 = tokens_SE.sum(dim=1, keepdim=True).clamp(min=1)
         weights_SE = tokens_SE.double() / choices_S1 * tokens_SE.shape[1]
-        weights_SE = weights_SE / (choices_S1 / self.topk * row.num_batch_sequences if per_sequence else row.num_batch_tokens)
+        weights_SE = weights_SE / (choices_S1 / self.topk * row.batch.num_sequences if per_sequence else row.batch.num_tokens)
         # A weight per token and expert instead of sums of scores per part: its backward pass is deterministic on GPUs, too.
         loss = (F.pad(weights_SE, (0, 0, 0, 1)).to(scores_TE.dtype)[part_T] * scores_TE).sum()
         self.losses[kind] = self.losses.get(kind, torch.zeros((), dtype=torch.double, device=loss.device)) + loss.detach().double()
         return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
 
+    # Megatron calls all three, with more arguments than these need.
+    _apply_aux_loss = partialmethod(_with_loss, "aux_loss")
+    _apply_seq_aux_loss = partialmethod(_with_loss, "seq_aux_loss")
+    _apply_global_aux_loss = partialmethod(_with_loss, "global_aux_loss")
+
 
 class RowAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's allgather dispatcher for ranks whose rows differ in length: each fills up with tokens that go to no expert."""
+    """Megatron's allgather dispatcher for ranks whose rows differ in length: each adds tokens that go to no expert."""
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and weights of all ranks of the tp-ep group. Collective over that group."""
@@ -210,7 +191,7 @@ class RowAllGatherDispatcher(MoEAllGatherTokenDispatcher):
 
 
 def take_routing(chunks: Sequence[DistributedDataParallel], *, loss_type: str) -> Routing:
-    """What all routers have counted since the last call. `loss_type` is the policy's moe_router_load_balancing_type.
+    """The counts of all routers since the last call. `loss_type` is the policy's moe_router_load_balancing_type.
 
     Collective over all ranks where the model has experts. Tokens of tp ranks are different ones, because experts train with sequence
     parallelism; so every token of every layer is counted by one rank.

@@ -1,4 +1,4 @@
-"""What each algorithm minimises, as the train step wants it: the losses of `mrl.algo` on what the model returns for a row."""
+"""The objective of each algorithm: the losses of `mrl.algo`, computed from what the model returns for a row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mrl.algo.supervised import bradley_terry_loss, dpo_loss, nll_loss, perplexi
 from mrl.config.schema.algo import LossConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.schema.supervised import DpoConfig
+from mrl.policy.batch import BatchSize, TrainRow, own_positions, whole_row
 from mrl.policy.distribution import TokenDistribution
-from mrl.policy.output import token_scores
-from mrl.policy.reward_head import token_rewards
-from mrl.policy.step import BatchSize, Objective, TrainRow, own_positions, whole_row
+from mrl.policy.output import token_rewards, token_scores
+from mrl.policy.step import Objective
 
 
 def objective_of(config: RunConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
-    """That of the configured algorithm, over a global batch of this size."""
+    """The objective of the configured algorithm, over a global batch of this size."""
     match config.algorithm:
         case "grpo":
             return grpo_objective(config.loss_fn, distribution, size)
@@ -38,7 +38,7 @@ def grpo_objective(config: LossConfig, distribution: TokenDistribution, size: Ba
 
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         row, device = item.row, output.device
-        scores = token_scores(model, output, row.labels_T[own_positions(row)].to(device), distribution)
+        scores = token_scores(model, output, row, distribution)
         # Losses of sequences need whole ones; the gradient is by the tokens of this rank.
         loss, metrics = policy_loss(
             whole_row(scores.logprobs_T, row),
@@ -53,12 +53,12 @@ def grpo_objective(config: LossConfig, distribution: TokenDistribution, size: Ba
             ),
             config,
             counts,
-            untruncated_logprobs_T=None if scores.untruncated_logprobs_T is None else whole_row(scores.untruncated_logprobs_T, row),
-            entropy_T=None if scores.entropy_T is None else whole_row(scores.entropy_T, row),
+            untruncated_logprobs_T=whole_row(scores.untruncated_logprobs_T, row),
+            entropy_T=whole_row(scores.entropy_T, row),
         )
         return loss, shared_metrics(metrics)
 
-    return Objective(row_loss, finish=lambda metrics: metrics)
+    return Objective(row_loss)
 
 
 def sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective:
@@ -66,7 +66,7 @@ def sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective
 
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         row, local = item.row, own_positions(item.row)
-        scores = token_scores(model, output, row.labels_T[local].to(output.device), distribution)
+        scores = token_scores(model, output, row, distribution)
         return nll_loss(scores.logprobs_T, (row.loss_mask_T[local] / max(size.num_valid_tokens, 1)).to(output.device))
 
     return Objective(row_loss, lambda sums: {**sums, "perplexity": perplexity(sums[LOSS])})
@@ -78,7 +78,7 @@ def dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: Batc
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         row, device = item.row, output.device
         assert item.reference_logprobs_T is not None
-        scores = token_scores(model, output, row.labels_T[own_positions(row)].to(device), distribution)
+        scores = token_scores(model, output, row, distribution)
         logprobs_T = whole_row(scores.logprobs_T, row)
         answers = Segments.of(row.cu_seqlens.to(device), row.loss_mask_T.to(device))
         compared = answers.mean if config.preference_average_log_probs else answers.sum
@@ -89,7 +89,7 @@ def dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: Batc
         loss, metrics = dpo_loss(log_ratios_2B, logprobs_2B[0::2], num_pairs=size.num_valid_sequences / 2, config=config)
         return loss, shared_metrics(metrics)
 
-    return Objective(row_loss, finish=lambda metrics: metrics)
+    return Objective(row_loss)
 
 
 def reward_model_objective(size: BatchSize) -> Objective:
@@ -103,10 +103,10 @@ def reward_model_objective(size: BatchSize) -> Objective:
         loss, metrics = bradley_terry_loss(rewards_2B[0::2], rewards_2B[1::2], num_pairs=size.num_valid_sequences / 2)
         return loss, shared_metrics(metrics)
 
-    return Objective(row_loss, finish=lambda metrics: metrics)
+    return Objective(row_loss)
 
 
 def shared_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of metrics that all ranks of a context-parallel group have computed alike: they are added up, but for extremes."""
+    """This rank's part of metrics that each rank of a context-parallel group computes: ranks add up all of them but extremes."""
     cp_size = parallel_state.get_context_parallel_world_size()
     return {name: value if name in MIN_METRICS + MAX_METRICS else value / cp_size for name, value in metrics.items()}

@@ -1,7 +1,11 @@
-"""Megatron's optimizer and its schedule of learning rate and weight decay, from the config."""
+"""Megatron's optimizer and its schedule of learning rate and weight decay: built from the config, and moved between device and host."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,12 +13,24 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
+from conversion.tensors import torch_dtype
+from mrl.capacity.phases import Residency
 from mrl.policy.fusions import precision_aware_arguments
-from mrl.policy.model import DTYPES
+from mrl.policy.host_block import HostBlock
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that training changes on one rank, and that a checkpoint holds."""
+
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfig) -> MegatronOptimizer:
@@ -32,7 +48,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
             clip_grad=settings.clip_grad,
             bf16=settings.bf16,
             fp16=settings.fp16,
-            params_dtype=DTYPES[settings.params_dtype],
+            params_dtype=torch_dtype(settings.params_dtype),
             use_distributed_optimizer=settings.use_distributed_optimizer,
             overlap_param_gather=config.distributed_data_parallel_config.overlap_param_gather,
             # Without a GPU, host and device are the same memory.
@@ -76,5 +92,79 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def hybrids(optimizer: MegatronOptimizer) -> list[HybridDeviceOptimizer]:
-    """Those that update parameters on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload)."""
+    """The parts that update parameters on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload)."""
     return [part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, HybridDeviceOptimizer)]
+
+
+class TrainingMemory:
+    """Moves the gradients and the optimizer state of one rank between phases; `mrl.capacity.phases` says where they belong."""
+
+    def __init__(self, state: TrainState, device: torch.device, block: HostBlock | None) -> None:
+        """`device` is where the model computes. `block` is None where that is the host, so that optimizer state stays."""
+        self._state, self._device, self._block = state, device, block
+        self._is_optimizer_on_device = True
+
+    def place(self, residency: Residency) -> None:
+        """Moves both to where `residency` wants them; state keeps its values, new gradients are zero. Not collective."""
+        if residency.gradients == "none":
+            self._release_gradients()
+        self._is_optimizer_on_device = residency.optimizer == "device"
+        self._place_optimizer(is_on_device=self._is_optimizer_on_device)
+        if residency.gradients == "device":
+            for chunk in self._state.chunks:
+                chunk.restore_grad_buffers()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, a load may make or replace optimizer state; afterwards it is where the last `place` put it. Not collective."""
+        if hybrids(self._state.optimizer):
+            # Megatron takes a step with it, to have state that it can fill.
+            self._place_optimizer(is_on_device=True)
+        yield
+        self._place_optimizer(is_on_device=self._is_optimizer_on_device)
+
+    def _place_optimizer(self, *, is_on_device: bool) -> None:
+        if self._block is None:
+            return
+        tensors = optimizer_tensors(self._state)
+        if is_on_device:
+            self._block.give_back(tensors, self._device)
+        else:
+            self._block.take_in(tensors)
+        torch.cuda.synchronize()
+        # The engine on this GPU needs the memory that has become free.
+        torch.cuda.empty_cache()
+
+    def _release_gradients(self) -> None:
+        # Main gradients may be views into the buffers, or copies that would outlive them.
+        self._state.optimizer.zero_grad()
+        for hybrid in hybrids(self._state.optimizer):
+            for param, copy in hybrid.param_to_fp32_param.items():
+                if param not in hybrid.gpu_params_map_cpu_copy:
+                    copy.grad = None
+        for chunk in self._state.chunks:
+            chunk.offload_grad_buffers()
+
+
+def optimizer_tensors(state: TrainState) -> list[Tensor]:
+    """Main parameters and moments that the device computes with, each once.
+
+    Leaves out views of the model's weights, and what Megatron's HybridDeviceOptimizer keeps on the host anyway.
+    """
+    weights = {parameter.untyped_storage().data_ptr() for chunk in state.chunks for parameter in chunk.parameters()}
+    tensors = {id(tensor): tensor for part in parts(state.optimizer) for tensor in _tensors_of(part)}
+    # A shard without elements has no memory, so its address says nothing.
+    return [tensor for tensor in tensors.values() if tensor.numel() and tensor.untyped_storage().data_ptr() not in weights]
+
+
+def _tensors_of(part: MegatronOptimizer) -> Iterator[Tensor]:
+    inner = part.optimizer
+    yield from itertools.chain.from_iterable(group["params"] for group in inner.param_groups)
+    on_host: Mapping[Tensor, Tensor] = {}
+    if isinstance(inner, HybridDeviceOptimizer):
+        on_host = inner.gpu_params_map_cpu_copy
+        yield from (copy for param, copy in inner.param_to_fp32_param.items() if param not in on_host)
+    for param, state in inner.state.items():
+        if param not in on_host:
+            # A step count is a number that belongs to the host.
+            yield from (value for key, value in state.items() if key != "step" and isinstance(value, Tensor))

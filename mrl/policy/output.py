@@ -1,4 +1,7 @@
-"""The end of the model: scores of a row's labels from what the model returns, with or without the logits of the whole row."""
+"""The end of the model: the scores of a row's labels, or a reward model's head, from what the model returns.
+
+T packed tokens, V vocabulary columns of this rank, D hidden size.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,25 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
-from torch import Tensor
+from torch import Tensor, nn
 
+from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
+from mrl.data.packing import PackedRow
+from mrl.policy.batch import own_positions
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.logprobs import TokenScores, scores_of_hidden, scores_of_logits
+
+REWARD_HEAD = "reward_head"
+"""The attribute of a model that is its reward head."""
+# What transformers calls it in models for sequence classification, and what it starts with for want of a model that says otherwise.
+_CANONICAL, _INITIAL_STD = "score.weight", 0.02
 
 
 class ChunkedOutputLayer(ColumnParallelLinear):
     """Megatron's output layer, except that the model returns hidden states: `token_scores` multiplies `chunk_tokens` of them at a time."""
 
     def __init__(self, layer: ColumnParallelLinear, *, chunk_tokens: int) -> None:
-        """Takes the place of `layer`, and its weight, which is None where the embedding is tied and on the same rank."""
+        """Takes the place of `layer` and its weight; that is None where the embedding is tied and on the same rank."""
         super().__init__(
             layer.input_size,
             layer.output_size,
@@ -38,14 +49,13 @@ class ChunkedOutputLayer(ColumnParallelLinear):
         return input_, None
 
 
-def token_scores(model: torch.nn.Module, output: Tensor, labels_T: Tensor, distribution: TokenDistribution) -> TokenScores:
-    """Scores of a row's labels from what `model` returned for it: logits [1, T, V], or hidden states if it has a `ChunkedOutputLayer`.
+def token_scores(model: nn.Module, output: Tensor, row: PackedRow, distribution: TokenDistribution) -> TokenScores:
+    """Scores of this rank's labels of a row, from what `model` returned: logits [1, T, V], or hidden states of a `ChunkedOutputLayer`.
 
     On ranks of the last pipeline stage. Collective over the tensor-parallel group: every rank calls it, in the same order.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    bare = unwrap_model(model)
-    assert isinstance(bare, MegatronModule)
+    bare, labels_T = _bare(model), row.labels_T[own_positions(row)].to(output.device)
     layer = bare.output_layer
     if not isinstance(layer, ChunkedOutputLayer):
         logits_TV = output[0] if distribution.defer_fp32_logits else output[0].float()
@@ -55,3 +65,60 @@ def token_scores(model: torch.nn.Module, output: Tensor, labels_T: Tensor, distr
     spread = gather_from_sequence_parallel_region if layer.sequence_parallel else copy_to_tensor_model_parallel_region
     hidden_TD = spread(output[0], group=group)
     return scores_of_hidden(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens=layer.chunk_tokens)
+
+
+class RewardHead(nn.Module):
+    """A reward model's head: one weight vector, the same on every rank of the last pipeline stage."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, *, seed: int) -> None:
+        """Starts as a function of `seed` alone, whatever the layout."""
+        super().__init__()
+        start = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * _INITIAL_STD
+        self.weight = nn.Parameter(start.to(dtype))
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        """A score for each token, float32 [T]."""
+        return (hidden_TD.float() @ self.weight.float().t())[:, 0]
+
+
+def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
+    """Gives the last stage's chunk a head, so that it returns hidden states in place of logits; returns the head's layout.
+
+    Call it before DDP. The output layer keeps its weights, which no longer change unless they are the embedding's.
+    """
+    layout: Layout = {}
+    for index, chunk in enumerate(chunks):
+        model = _bare(chunk)
+        if not model.post_process:
+            continue
+        if not isinstance(model.output_layer, ChunkedOutputLayer):
+            model.output_layer = ChunkedOutputLayer(model.output_layer, chunk_tokens=1)
+        if not model.share_embeddings_and_output_weights:
+            model.output_layer.weight.requires_grad_(False)
+        some = next(model.parameters())
+        head = RewardHead(model.config.hidden_size, some.dtype, seed=seed).to(some.device)
+        setattr(model, REWARD_HEAD, head)
+        shape = tuple(head.weight.shape)
+        piece = Piece(_CANONICAL, full(shape), full(shape))
+        layout[Slot(f"{REWARD_HEAD}.weight", index)] = SlotLayout(shape, str(some.dtype).removeprefix("torch."), (piece,))
+    return layout
+
+
+def token_rewards(model: nn.Module, output: Tensor) -> Tensor:
+    """The head's score at each token of this rank's part of a row, float32 [T], from the hidden states that `model` returned.
+
+    On ranks of the last pipeline stage. Collective over the tensor-parallel group, whose ranks compute the same.
+    """
+    bare = _bare(model)
+    hidden_TD = output[0]
+    if bare.output_layer.sequence_parallel:
+        # Every rank computes the whole gradient, so each takes its part of it and none are summed.
+        group = parallel_state.get_tensor_model_parallel_group()
+        hidden_TD = gather_from_sequence_parallel_region(hidden_TD, tensor_parallel_output_grad=False, group=group)
+    return getattr(bare, REWARD_HEAD)(hidden_TD)
+
+
+def _bare(model: nn.Module) -> MegatronModule:
+    bare = unwrap_model(model)
+    assert isinstance(bare, MegatronModule)
+    return bare

@@ -1,4 +1,4 @@
-"""Packed rows to padded batches and back: sequences of similar length are computed together, without a loop over sequences.
+"""Packed rows to padded batches and back, so that kernels compute sequences of similar length together.
 
 Shape suffixes: T packed tokens, P rows of the padded buffer, S sequences; trailing dimensions are any.
 """
@@ -31,14 +31,14 @@ class PackedLayout:
 
     def unpack(self, x_T: Tensor) -> list[Tensor]:
         """One batch [num_sequences, length, ...] per bucket; positions after the end of a sequence are zero."""
-        x_P = _Unpack.apply(x_T, self.slots_T, self.num_slots)
+        x_P = x_T.new_zeros(self.num_slots, *x_T.shape[1:]).index_copy_(0, self.slots_T, x_T)
         return [
             x_P[bucket.start : bucket.start + bucket.num_sequences * bucket.length].unflatten(0, (bucket.num_sequences, bucket.length))
             for bucket in self.buckets
         ]
 
     def pack(self, batches: list[Tensor]) -> Tensor:
-        """The inverse of `unpack`, [T, ...]; what stands in padded positions is dropped and gets no gradient."""
+        """The inverse of `unpack`, [T, ...]; drops padded positions, which get no gradient."""
         return _Pack.apply(torch.cat([batch.flatten(0, 1) for batch in batches]), self.slots_T)
 
 
@@ -66,20 +66,8 @@ def _round_up(numbers: Tensor, multiple: int) -> Tensor:
     return (numbers + multiple - 1) // multiple * multiple
 
 
-class _Unpack(torch.autograd.Function):
-    # Every token has one slot, so forward and backward are plain copies: deterministic, no index_add.
-    @staticmethod
-    def forward(ctx, x_T: Tensor, slots_T: Tensor, num_slots: int) -> Tensor:
-        ctx.save_for_backward(slots_T)
-        return x_T.new_zeros(num_slots, *x_T.shape[1:]).index_copy_(0, slots_T, x_T)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (slots_T,) = ctx.saved_tensors
-        return grads[0].index_select(0, slots_T), None, None
-
-
 class _Pack(torch.autograd.Function):
+    # Every token has one slot, so the backward pass is a plain copy: deterministic, no index_add.
     @staticmethod
     def forward(ctx, x_P: Tensor, slots_T: Tensor) -> Tensor:
         ctx.save_for_backward(slots_T)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,27 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from conversion.families.common import MegatronCoords
 from mrl.policy import cpu
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
-
-
-@dataclass(frozen=True)
-class Coordinates:
-    """Where a rank stands in each parallel group. `dp` counts replicas of the dense layers, `edp` replicas of an expert."""
-
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    ep: int
-    etp: int
-    edp: int
-    dp_size: int
-    edp_size: int
-    is_first_stage: bool
-    is_last_stage: bool
 
 
 def initialize(
@@ -46,21 +29,20 @@ def initialize(
     seed: int,
     device_index: int = 0,
 ) -> None:
-    """Joins the process group and builds Megatron's groups; first installs what Megatron lacks on this host.
+    """Joins the process group and builds Megatron's groups, on a host that `mrl.policy.cpu` patches first.
 
     Collective over all ranks. Every collective made later fails after `timeout_s`. `device_index` is the GPU of this rank.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(device_index)
-        cpu.install_missing()
         backend = "cpu:gloo,cuda:nccl"
-        # Else the monitor of the first group ends this process when NCCL reports a dead peer in any group, such as that of the refit.
+        # Otherwise the first group's monitor ends this process when NCCL reports a dead peer in any group, such as the refit's.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     else:
-        cpu.install()
         # Ranks share the host's cores, and results must not depend on how many there are.
         torch.set_num_threads(1)
         backend = "gloo"
+    cpu.install()
     dist.init_process_group(
         backend,
         init_method=f"tcp://{master_address}:{master_port}",
@@ -89,20 +71,13 @@ def virtual_stages(config: MegatronConfig) -> int | None:
     return config.parallel.vpp if config.parallel.vpp > 1 else None
 
 
-def coordinates() -> Coordinates:
-    """This rank's place. Needs `initialize`."""
-    return Coordinates(
+def coordinates() -> MegatronCoords:
+    """Which part of the model this rank holds. Needs `initialize`."""
+    return MegatronCoords(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
-        cp=parallel_state.get_context_parallel_rank(),
-        dp=parallel_state.get_data_parallel_rank(),
         ep=parallel_state.get_expert_model_parallel_rank(),
         etp=parallel_state.get_expert_tensor_parallel_rank(),
-        edp=parallel_state.get_expert_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        edp_size=parallel_state.get_expert_data_parallel_world_size(),
-        is_first_stage=parallel_state.is_pipeline_first_stage(),
-        is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
 
 

@@ -2,52 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from conversion.boxes import Slot
-from conversion.families.common import MegatronCoords
 from conversion.families.registry import family
 from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
 from mrl.capacity import phases
 from mrl.capacity.phases import Phase
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow, pack_row, regroup
-from mrl.policy import checkpoint, compat, parallel
+from mrl.data.packing import PackedRow, pack_row
+from mrl.policy import checkpoint, parallel
 from mrl.policy.arena import Arena, buffer_views
-from mrl.policy.checkpoint import TrainState
-from mrl.policy.checkpoint_writer import Writing
+from mrl.policy.batch import FinishedBatch, RankBatch, check_equal_counts, finish_batches, global_batch_size
+from mrl.policy.checkpoint_writer import CheckpointWrite
 from mrl.policy.distribution import TokenDistribution
+from mrl.policy.host_block import HostBlock, host_copies, swap
 from mrl.policy.lora import attach_adapters
-from mrl.policy.memory import TrainingMemory, swap
-from mrl.policy.model import build_model, wrap_ddp
+from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
 from mrl.policy.objectives import objective_of
-from mrl.policy.optimizer import build_optimizer, build_scheduler
-from mrl.policy.perturb import perturb
-from mrl.policy.reports import SettleReport, WriteReport
-from mrl.policy.reward_head import attach_reward_head
+from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, build_scheduler
+from mrl.policy.output import attach_reward_head
+from mrl.policy.reports import WriteReport
 from mrl.policy.router_replay import RouterReplay
-from mrl.policy.slab import PINNED, host_copies
-from mrl.policy.step import BatchSize, TrainRow, check_equal_counts, compute_logprobs, evaluate, global_batch_size, train_step
-from mrl.policy.token_advantages import FinishedBatch, finish_batches
-from mrl.policy.weights import CopyCheck, rank_tensors
+from mrl.policy.step import compute_logprobs, evaluate, train_step
+from mrl.policy.weights import CopyCheck, perturb, rank_tensors
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.inputs import RankPlace, RefitInputs
 
 
 class Policy:
-    """One rank. Runs in an actor, under torchrun or in a test alike. Every method is collective over all ranks unless it says otherwise."""
+    """One rank, in an actor, under torchrun or in a test alike. Every method is collective over all ranks unless it says otherwise."""
 
     def __init__(self, config: RunConfig, *, rank: int, world_size: int, master_address: str, master_port: int, timeout_s: float) -> None:
         """Builds process groups, model, DDP, arena and optimizer, in this order: the optimizer keeps views into the arena.
@@ -68,19 +65,19 @@ class Policy:
             # Ranks are placed node by node, in the order of the devices.
             device_index=rank % max(config.cluster.gpus_per_node, 1),
         )
-        self._coordinates = parallel.coordinates()
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
-        self._layout = family(self._hf_config).megatron_layout(self._hf_config, *self.layout_arguments())
+        self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
         bare_chunks = build_model(config.policy, self._hf_config)
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
         head = attach_reward_head(bare_chunks, seed=config.training.seed) if config.algorithm == "rm" else {}
-        self._live_layout = self._layout | (self._lora.layout if self._lora else {}) | head
+        self._live_layout = self._layout | self._lora.layout | head
         self._chunks = wrap_ddp(bare_chunks, config.policy)
+        self._models = unwrap_model(self._chunks)
         self._replay: RouterReplay | None = None
         if config.policy.router_replay.enabled:
             self._replay = RouterReplay(self._chunks, family(self._hf_config).expert_layers(self._hf_config))
-        self._tensors = rank_tensors(self._chunks, self._live_layout)
-        self._weights = self._lora.merged_weights(self._base(self._tensors)) if self._lora else self._tensors
+        self._tensors = rank_tensors(self._models, self._live_layout)
+        self._weights = self._lora.merged_weights(self._arena_tensors(self._tensors))
         self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}")
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.training.max_num_steps)
@@ -93,32 +90,30 @@ class Policy:
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
         distribution_of = TokenDistribution.of if config.has_engines else TokenDistribution.whole
         self._distribution = distribution_of(config.policy, int(str(self._hf_config["vocab_size"])))
-        self._settled: SettleReport | None = None
+        self._is_settled = False
         self._reference: dict[Slot, Tensor] | None = None
-        self._batch: _Batch | None = None
-        self._further_batches: deque[_Batch] = deque()
-        self._writing: Writing | None = None
+        self._batch: RankBatch | None = None
+        self._further_batches: deque[RankBatch] = deque()
+        self._writing: CheckpointWrite | None = None
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
-        self._memory = TrainingMemory(self._state, device, PINNED if device.type == "cuda" else None)
+        self._memory = TrainingMemory(self._state, device, HostBlock() if device.type == "cuda" else None)
         self._phase: Phase | None = None
         self.enter("load")
 
     @property
     def dp_rank(self) -> int:
-        """Which rows of a batch are this rank's. Not collective."""
-        return self._coordinates.dp
+        """Index of the rows of a batch that belong to this rank. Not collective."""
+        return parallel_state.get_data_parallel_rank()
 
     def layout_arguments(self) -> RankPlace:
         """What `Family.megatron_layout` takes besides the model's configuration. Not collective."""
-        place = self._coordinates
-        coords = MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp)
-        return self._config.policy.megatron_cfg.parallel, coords, self._config.policy.precision, "te" if compat.HAVE_TE else "local"
+        return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
-        """Brings gradients and optimizer state where `mrl.capacity.phases` wants them in `phase`. Not collective.
+        """Moves gradients and optimizer state to where `mrl.capacity.phases` wants them in `phase`. Not collective.
 
-        They stay where they are if engines have GPUs of their own, or there are none, and nobody else wants the memory.
+        They stay on the device where no engine shares it.
 
         Raises:
             ValueError: no run goes from the current phase to `phase`.
@@ -129,7 +124,7 @@ class Policy:
             self._memory.place(residency)
 
     def load_hf(self, folder: Path | str) -> None:
-        """Reads this rank's part of a Hugging Face folder. If the loss compares with a reference, it is these weights.
+        """Reads this rank's part of a Hugging Face folder. These weights are the reference, if the loss compares with one.
 
         Raises:
             ValueError: the folder lacks a tensor, or has it in another shape.
@@ -153,25 +148,25 @@ class Policy:
 
     def _start_from_weights(self) -> None:
         self._state.optimizer.reload_model_params()
-        self._settled = None
-        if self._config.keeps_reference:
-            self.settled_weights()
-            # Beside frozen weights training changes only buffers; adapters are switched off instead.
-            changing = {
-                slot: tensor for slot, tensor in self._tensors.items() if self._lora is None or not isinstance(tensor, nn.Parameter)
-            }
-            # Tied weights are one tensor under two names; swapped twice they would not change.
-            changing = dict({id(tensor): (slot, tensor) for slot, tensor in changing.items()}.values())
-            if self._reference is None:
-                self._reference = dict(zip(changing, host_copies([tensor.detach() for tensor in changing.values()]), strict=True))
-            else:
-                for slot, tensor in changing.items():
-                    self._reference[slot].copy_(tensor.detach())
+        self._is_settled = False
+        if not self._config.keeps_reference:
+            return
+        self.settled_weights()
+        # Beside frozen weights training changes only buffers; adapters are switched off instead.
+        is_frozen = self._lora.description is not None
+        changing = {slot: tensor for slot, tensor in self._tensors.items() if not (is_frozen and isinstance(tensor, nn.Parameter))}
+        # Tied weights are one tensor under two names; swapped twice they would not change.
+        changing = dict({id(tensor): (slot, tensor) for slot, tensor in changing.items()}.values())
+        if self._reference is None:
+            self._reference = dict(zip(changing, host_copies([tensor.detach() for tensor in changing.values()]), strict=True))
+        else:
+            for slot, tensor in changing.items():
+                self._reference[slot].copy_(tensor.detach())
 
     def begin_save(self, weights_dir: Path | str) -> None:
-        """Begins to write `weights_dir/iter_0000000`, optimizer state included if so configured; in the background if so configured.
+        """Begins to write `weights_dir/iter_0000000`, with optimizer state and in the background as the config says.
 
-        See `mrl.policy.checkpoint.begin_save`. The save before must be finished: there is one copy of the state at most.
+        See `mrl.policy.checkpoint.begin_save`. Finish the save before first: there is one copy of the state at most.
         """
         assert self._writing is None, "finish_save comes first"
         self.settled_weights()
@@ -180,7 +175,7 @@ class Policy:
             self._state,
             hf_config=self._hf_config,
             save_optimizer=self._config.checkpointing.save_optimizer,
-            adapters=self._lora.description if self._lora else None,
+            adapters=self._lora.description,
             in_background=self._config.policy.megatron_cfg.checkpoint.async_save,
         )
 
@@ -188,40 +183,40 @@ class Policy:
         """Whether this rank has written its part. Not collective.
 
         Raises:
-            RuntimeError: it could not.
+            RuntimeError: it could not write it.
         """
         assert self._writing is not None, "begin_save comes first"
         return self._writing.is_done()
 
     def finish_save(self) -> WriteReport:
-        """Waits until what `begin_save` began is written, and completes it; returns what this rank wrote.
+        """Waits for the write that `begin_save` began, and completes it; returns what this rank wrote.
 
         Raises:
-            RuntimeError: it could not be written.
-            TimeoutError: that takes longer than deadlines.checkpoint_s.
+            RuntimeError: this rank could not write its part.
+            TimeoutError: the write takes longer than deadlines.checkpoint_s.
         """
         assert self._writing is not None, "begin_save comes first"
         writing, self._writing = self._writing, None
         return writing.finish(self._config.deadlines.checkpoint_s)
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
-        """Goes on from a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`.
+        """Loads a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`.
 
         Raises:
             ValueError: there is no checkpoint, or it has other adapters.
         """
         with self._memory.loading():
-            checkpoint.load(Path(weights_dir), self._state, adapters=self._lora.description if self._lora else None)
-        self._settled = None
+            checkpoint.load(Path(weights_dir), self._state, adapters=self._lora.description)
+        self._is_settled = False
 
     def perturb(self, seed: int) -> None:
-        """Changes every weight a little, as a function of `seed` alone: for diagnostics that need weights that no file holds."""
+        """Changes every weight a little, as a function of `seed` alone, for diagnostics that need weights that no file holds."""
         self.settled_weights()
         perturb(self._tensors, self._live_layout, seed=seed)
         self._state.optimizer.reload_model_params()
-        self._settled = None
+        self._is_settled = False
 
-    def settle(self) -> SettleReport:
+    def settle(self) -> None:
         """Makes every copy of every weight current, and proves that the copies are equal.
 
         With overlap_param_gather the optimizer leaves (dp-1)/dp of each rank's weights old until the next forward pass.
@@ -229,29 +224,27 @@ class Policy:
         Raises:
             RuntimeError: copies differ; names weights and ranks.
         """
-        if self._settled is None and self._config.policy.megatron_cfg.optimizer.use_distributed_optimizer:
+        if not self._is_settled and self._config.policy.megatron_cfg.optimizer.use_distributed_optimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
-        # Gathered once, a damaged copy must not be overwritten with a good one before it is seen, nor spread.
-        self._settled = None
-        live = rank_tensors(self._chunks, self._live_layout)
-        self._arena.check(self._lora.as_read(self._base(live)) if self._lora else live)
-        report = self._copy_check.run()
-        if self._lora:
-            self._lora.merge(live)
-        self._settled = report
-        return report
+        # Settled weights are not gathered again: that would overwrite a damaged copy with a good one before it is seen, or spread it.
+        self._is_settled = False
+        live = rank_tensors(self._models, self._live_layout)
+        self._arena.check(self._lora.as_read(self._arena_tensors(live)))
+        self._copy_check.run()
+        self._lora.merge(live)
+        self._is_settled = True
 
     def settled_weights(self) -> Mapping[Slot, Tensor]:
-        """The weights by slot, adapters merged, settled if they are not yet. The only way to read weights."""
-        if self._settled is None:
+        """Settles the weights if needed, and returns them by slot, adapters merged. The only way to read weights."""
+        if not self._is_settled:
             self.settle()
         return self._weights
 
     def set_batch(self, rows: list[PackedRow], logprob_rows: list[PackedRow] | None = None, *, is_further: bool = False) -> None:
         """Sets this rank's rows of the global batch; ranks with the same `dp_rank` pass the same rows.
 
-        A further batch waits behind those that are set: logprobs are computed for all, each `train_step` uses up the first.
+        A further batch waits behind the present ones: logprob passes compute all of them, each `train_step` uses up the first.
         `logprob_rows` hold the same sequences in other rows, for the logprob passes; None = the same rows.
 
         Raises:
@@ -264,7 +257,7 @@ class Policy:
         logprob_rows = rows if logprob_rows is None else logprob_rows
         check_equal_counts(len(logprob_rows))
         check_equal_counts(len(rows))
-        batch = _Batch(rows, logprob_rows, global_batch_size(rows))
+        batch = RankBatch(rows, logprob_rows, global_batch_size(rows))
         if is_further:
             self._further_batches.append(batch)
         else:
@@ -272,20 +265,20 @@ class Policy:
             self._further_batches.clear()
 
     def compute_old_logprobs(self) -> None:
-        """Log-probabilities of the batches under the current weights, before any update. They stay on the last pipeline stage."""
+        """Computes log-probabilities of the batches under the current weights, before any update. The last pipeline stage keeps them."""
         with self._replay.counting() if self._replay is not None else nullcontext():
             for batch in (self._current_batch(), *self._further_batches):
                 batch.old_logprobs = batch.by_train_row(self._logprobs(batch.logprob_rows, self._distribution))
 
     def compute_reference_logprobs(self) -> None:
-        """Log-probabilities of the batches under the weights that the run started from, of all tokens: the reference is never truncated.
+        """Computes log-probabilities of the batches under the weights that the run started from, never truncated by top-k or top-p.
 
-        It chooses its experts itself: as other weights, it is another model than the one whose routes the rows carry. Afterwards the
-        current weights are back, bit for bit.
+        This reference chooses its experts itself: it is another model than the one whose routes the rows carry. Afterwards the current
+        weights are back, bit for bit.
         """
         with self._reference_weights():
             for batch in (self._current_batch(), *self._further_batches):
-                rows = [dataclasses.replace(row, routes=None) for row in batch.logprob_rows]
+                rows = [replace(row, routes=None) for row in batch.logprob_rows]
                 batch.reference_logprobs = batch.by_train_row(self._logprobs(rows, self._distribution.untruncated))
 
     def logprobs_of_rows(self, rows: list[PackedRow]) -> list[np.ndarray]:
@@ -293,10 +286,10 @@ class Policy:
         return [logprobs.cpu().numpy() for logprobs in self._logprobs(rows, self._distribution)]
 
     def train_step(self) -> dict[str, float]:
-        """One optimizer step on the batch, which is then used up; returns metrics `train/*`, the same floats on every rank.
+        """Takes one optimizer step on the batch and uses it up; returns metrics `train/*`, the same floats on every rank.
 
         Raises:
-            RuntimeError: loss or gradient is not finite, on all ranks; no parameter was changed. Or the phase is not `train`.
+            RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed. Or the phase is not `train`.
         """
         if self._phase != "train":
             raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('train') comes first")
@@ -304,9 +297,9 @@ class Policy:
             raise RuntimeError("compute_old_logprobs comes before train_step")
         finished = self._finished_batch()
         self._take_batch()
-        self._settled = None
+        self._is_settled = False
         metrics = train_step(
-            self._state.chunks,
+            self._chunks,
             self._state.optimizer,
             finished.rows,
             size=finished.size,
@@ -321,16 +314,15 @@ class Policy:
         return metrics | finished.metrics | {f"train/{name}": value for name, value in mismatch.items()}
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the objective on the batch, which is then used up, the same floats on every rank; trains nothing.
+        """Metrics of the objective on the batch, the same floats on every rank; uses the batch up and trains nothing.
 
         For objectives that need no old logprobs.
         """
         batch = self._take_batch()
         self.settled_weights()
         objective = objective_of(self._config, self._distribution, batch.size)
-        with self._lora.without_dropout() if self._lora else nullcontext():
-            metrics = evaluate(self._state.chunks, batch.train_rows(self._coordinates.is_last_stage), objective)
-        return metrics
+        with self._lora.without_dropout():
+            return evaluate(self._chunks, batch.train_rows(), objective)
 
     def prepare_refit(self, inputs: RefitInputs, address: GroupAddress | None) -> GpuHandles:
         """Joins the exchange and sets up this rank's part; returns what the engine workers of this GPU need to pull.
@@ -358,35 +350,32 @@ class Policy:
         parallel.shutdown()
 
     def _finished_batch(self) -> FinishedBatch:
-        """The batch as the loss wants it. The first of a step finishes those behind it too: some signals are over the whole step."""
-        batch, is_last_stage = self._current_batch(), self._coordinates.is_last_stage
+        """The batch as the loss wants it. The first batch of a step finishes those behind it, too: some signals span the whole step."""
+        batch = self._current_batch()
         if not self._config.has_engines:
-            return FinishedBatch(batch.train_rows(is_last_stage), batch.size, {})
+            return FinishedBatch(batch.train_rows(), batch.size, {})
         if batch.finished is None:
-            batches = [batch, *self._further_batches]
-            rows = [each.train_rows(is_last_stage) for each in batches]
-            for each, finished in zip(batches, finish_batches(rows, self._config.grpo, self._config.loss_fn), strict=True):
-                each.finished = finished
+            finish_batches([batch, *self._further_batches], self._config.grpo, self._config.loss_fn)
         assert batch.finished is not None
         return batch.finished
 
-    def _take_batch(self) -> _Batch:
+    def _take_batch(self) -> RankBatch:
         batch = self._current_batch()
         self._batch = self._further_batches.popleft() if self._further_batches else None
         return batch
 
-    def _current_batch(self) -> _Batch:
+    def _current_batch(self) -> RankBatch:
         if self._batch is None:
             raise RuntimeError("there is no batch: set_batch comes first, and every train_step uses its batch up")
         return self._batch
 
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
-        """`rows`, and as many empty ones as their schedule needs beside them."""
+        """`rows`, and as many empty rows as their schedule needs beside them."""
         return [*rows, *[self._empty_row] * (-len(rows) % self._row_group)]
 
     def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
         self.settled_weights()
-        with self._lora.without_dropout() if self._lora else nullcontext():
+        with self._lora.without_dropout():
             logprobs = compute_logprobs(self._chunks, self._whole_groups(rows), distribution, self._replay)
         return logprobs[: len(rows)]
 
@@ -398,33 +387,11 @@ class Policy:
         pairs = [(self._tensors[slot], copy) for slot, copy in self._reference.items()]
         swap(pairs)
         try:
-            with self._lora.disabled() if self._lora else nullcontext():
+            with self._lora.disabled():
                 yield
         finally:
             swap(pairs)
 
-    def _base(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
-        """Without the factors of adapters."""
-        return {slot: tensors[slot] for slot in self._layout}
-
-
-@dataclass
-class _Batch:
-    """This rank's rows of a global batch, and what has been computed for them: logprobs by row of training, none off the last stage."""
-
-    rows: list[PackedRow]
-    logprob_rows: list[PackedRow]
-    size: BatchSize
-    old_logprobs: list[Tensor] | None = None
-    reference_logprobs: list[Tensor] | None = None
-    finished: FinishedBatch | None = None
-
-    def by_train_row(self, logprobs: list[Tensor]) -> list[Tensor]:
-        """From those by row of the logprob passes; none where there are none."""
-        return regroup(logprobs, self.logprob_rows, self.rows) if logprobs else []
-
-    def train_rows(self, is_last_stage: bool) -> list[TrainRow]:
-        if not is_last_stage:
-            return [TrainRow(row, None, None) for row in self.rows]
-        olds, references = (logprobs or [None] * len(self.rows) for logprobs in (self.old_logprobs, self.reference_logprobs))
-        return [TrainRow(*item) for item in zip(self.rows, olds, references, strict=True)]
+    def _arena_tensors(self, tensors: Mapping[Slot, Tensor]) -> Mapping[Slot, Tensor]:
+        """The weights that lie in the arena. Beside adapters these are the frozen ones: what is trained has buffers of its own."""
+        return tensors if self._lora.description is None else {slot: tensors[slot] for slot in self._layout}

@@ -19,19 +19,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrl.data.packing import PackedRow
-from mrl.policy.context import local_positions
+from mrl.policy.batch import router_positions
 
 
 @dataclass(frozen=True)
 class _LocalRoutes:
-    """What this rank's routers follow in one microbatch."""
+    """The routes of one microbatch, for this rank's tokens and layers."""
 
     expert_ids_LTK: Tensor
     is_known_T: Tensor
@@ -56,15 +55,14 @@ class RouterReplay:
                 for router in (module for module in layer.modules() if isinstance(module, TopKRouter)):
                     router.router_replay = _Follower(self, len(self._layers))
                     self._layers.append(expert_layers.index(layer.layer_number - 1))
-        self._sequence_parallel = chunks[0].config.sequence_parallel
         self._num_experts, self._topk = chunks[0].config.num_moe_experts, chunks[0].config.moe_router_topk
         self._counts_L2 = torch.zeros(len(self._layers), 2, dtype=torch.int64, device=next(chunks[0].parameters()).device)
 
     def check(self, rows: Sequence[PackedRow]) -> None:
-        """Returns if every row with sequences has routes of this model.
+        """Checks that every row with sequences has routes of this model.
 
         Raises:
-            ValueError: it has none, or those of another model.
+            ValueError: a row has none, or those of another model.
         """
         for row in rows:
             if not row.sequence_indices:
@@ -79,21 +77,17 @@ class RouterReplay:
                 )
 
     def enter(self, row: PackedRow) -> None:
-        """From here on this rank computes the microbatch of this row; without routes, its routers choose by themselves."""
+        """Starts the microbatch of this row; its routers choose by themselves if it has no routes."""
         if row.routes is None:
             self._current = None
             return
-        cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        positions_T = local_positions(row.cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
-        if self._sequence_parallel:
-            size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-            positions_T = positions_T.chunk(size)[rank]
+        positions_T = router_positions(row)
         expert_ids_LTK = row.routes.expert_ids_TLK[positions_T][:, self._layers].transpose(0, 1).contiguous()
         device = self._counts_L2.device
         self._current = _LocalRoutes(expert_ids_LTK.to(device), row.routes.is_known_T[positions_T].to(device))
 
     def enter_again_in_backward(self, output: Tensor) -> None:
-        """Has the backward pass of `output`, the result of the current microbatch, enter that microbatch once more."""
+        """Makes the backward pass of `output`, the current microbatch's result, enter that microbatch once more."""
         if not output.requires_grad:
             return
         routes = self._current
@@ -105,7 +99,7 @@ class RouterReplay:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts, in forward passes inside, how often routers would have chosen other experts than they were told."""
+        """Inside, forward passes count how often routers would have chosen other experts than their routes."""
         self._is_counting = True
         try:
             yield
@@ -126,9 +120,10 @@ class RouterReplay:
         total = counts.sum(dim=0)
         return {"router_mismatch": float(total[0] / total[1].clamp(min=1)), "router_mismatch_worst_layer": float(shares.max())}
 
-    def choose(self, index: int, scores_TE: Tensor, own_ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, index: int, scores_TE: Tensor, own_scores_TK: Tensor, own_ids_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and ids of the experts of each token in this rank's `index`-th layer with experts, both [T, K], best first."""
-        assert self._current is not None
+        if self._current is None:
+            return own_scores_TK, own_ids_TK
         known_T1 = self._current.is_known_T[:, None]
         ids_TK = torch.where(known_T1, self._current.expert_ids_LTK[index].long(), own_ids_TK)
         if self._is_counting:
@@ -138,14 +133,9 @@ class RouterReplay:
         scores_TK, order_TK = scores_TE.gather(1, ids_TK).sort(dim=1, descending=True, stable=True)
         return scores_TK, ids_TK.gather(1, order_TK)
 
-    @property
-    def is_following(self) -> bool:
-        """Whether the current microbatch has routes."""
-        return self._current is not None
-
 
 class _Follower:
-    """What Megatron asks in place of choosing, in one router."""
+    """One router's link to the replay; Megatron asks it where the router would choose."""
 
     def __init__(self, replay: RouterReplay, index: int) -> None:
         self._replay = replay
@@ -160,7 +150,4 @@ class _Follower:
         default_compute_topk: Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """The interface of megatron.core.transformer.moe.router_replay.RouterReplay; `scores` with the bias, where there is one."""
-        own_scores, own_ids = default_compute_topk(scores, topk, num_groups, group_topk)
-        if not self._replay.is_following:
-            return own_scores, own_ids
-        return self._replay.choose(self._index, scores, own_ids)
+        return self._replay.choose(self._index, scores, *default_compute_topk(scores, topk, num_groups, group_topk))

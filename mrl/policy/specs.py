@@ -1,56 +1,71 @@
-"""Layer specs of the hybrid stack and of transformers: Transformer Engine's where it is installed, Megatron's own modules elsewhere.
+"""Layers of the hybrid stack and of transformers: Transformer Engine's where it is installed, Megatron's own modules elsewhere.
 
-Megatron lacks three modules without Transformer Engine: a norm that knows of sequence parallelism and the linear layer of latent experts,
-which are here, and a core attention over packed sequences. Checkpoints use Transformer Engine's names in both cases.
+Without Transformer Engine Megatron lacks three modules, which are here: a norm that knows of sequence parallelism, the linear layer of
+latent experts, and core attention over packed rows. Checkpoints use Transformer Engine's names in both cases.
+
+This is the one place for names of megatron-core that depend on its version; it is written for 0.16.1. From 0.17 on,
+megatron.core.models.hybrid holds HybridModel and HybridStack in place of what is imported from mamba here (the pattern argument is
+`hybrid_layer_pattern`, and stages are written into it with "|").
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.models.mamba import MambaModel
+from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_block import MambaStack
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
-from mrl.policy import compat
-from mrl.policy.attention import PackedCoreAttention
+from mrl.policy.attention import packed_attention, zigzag_attention
+
+__all__ = ["HAVE_TE", "MambaModel"]
 
 
-def hybrid_stack_spec() -> ModuleSpec:
-    """The spec of a stack of Mamba, attention, MLP and MoE layers."""
-    if compat.HAVE_TE:
-        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-
-        return mamba_stack_spec
-    return _local_stack_spec()
+def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:
+    """The spec of a stack of Mamba, attention, MLP and MoE layers, which `is_recomputed` computes again in the backward pass."""
+    spec = _hybrid_stack_spec()
+    return replace(spec, module=RecomputedStack) if is_recomputed else spec
 
 
 def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The specs of the transformer layers of a chunk of this pipeline stage (None: of the whole stage), and of the final norm."""
-    if compat.HAVE_TE:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    start = get_transformer_layer_offset(config, vp_stage)
-    chunk = _has_experts(config)[start : start + get_num_layers_to_build(config, vp_stage)]
-    specs = {has_experts: _local_gpt_layer_spec(config, has_experts) for has_experts in set(chunk)}
-    return TransformerBlockSubmodules(layer_specs=[specs[has_experts] for has_experts in chunk], layer_norm=TorchNorm)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=HAVE_TE, vp_stage=vp_stage)
+    if HAVE_TE:
+        return block
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedCoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = TorchNorm
+        if isinstance(parts.mlp.submodules, MoESubmodules):
+            # Megatron maps the norm before experts to a key that Transformer Engine's spec lacks; only dense layers fuse that norm.
+            parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    block.layer_norm = TorchNorm
+    return block
 
 
 class TorchNorm:
@@ -74,13 +89,10 @@ class DuplicatedLinear(MegatronModule):
         config: TransformerConfig,
         init_method: Callable[[Tensor], object],
         parallel_mode: str,
-        bias: bool,
-        skip_bias_add: bool,
-        skip_weight_param_allocation: bool,
-        is_expert: bool,
+        **features: bool,
     ) -> None:
         super().__init__(config)
-        assert parallel_mode == "duplicated" and not (bias or skip_bias_add or skip_weight_param_allocation or is_expert)
+        assert parallel_mode == "duplicated" and not any(features.values()), features
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         init_method(self.weight)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark on a parameter)
@@ -90,109 +102,108 @@ class DuplicatedLinear(MegatronModule):
         return F.linear(x, self.weight), None
 
     def get_extra_state(self) -> None:
-        """Nothing; Transformer Engine's layer insists on the key in a checkpoint."""
+        """None: Transformer Engine's layer insists on the key in a checkpoint."""
 
     def set_extra_state(self, state: object) -> None:
         """Ignores what Transformer Engine's layer has written."""
 
 
-class _LocalSpecProvider(LocalSpecProvider):
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        return TorchNorm
+class PackedCoreAttention(MegatronModule):
+    """Causal attention of each sequence of a packed row, grouped-query heads and context parallelism included."""
 
-    def core_attention(self) -> type:
-        return PackedCoreAttention
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        *,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config)
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        self.softmax_scale = softmax_scale
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSeqParams | None, **__: object
+    ) -> Tensor:
+        """[tokens, heads, head_dim], from query [tokens, heads, head_dim] and key, value [tokens, groups, head_dim] of this cp rank.
+
+        Collective over the cp group.
+        """
+        assert packed_seq_params is not None, "packed rows are the only batch format"
+        cu_seqlens, size, rank = packed_seq_params.cu_seqlens_q, self.cp_group.size(), self.cp_group.rank()
+        if size == 1:
+            return packed_attention(query, key, value, cu_seqlens, scale=self.softmax_scale)
+        # Keys and values are small beside the queries where heads share them; their gradients come back summed over the ranks.
+        keys, values = (gather_from_sequence_parallel_region(t, group=self.cp_group) for t in (key, value))
+        return zigzag_attention(query, keys, values, cu_seqlens, cp_size=size, cp_rank=rank, scale=self.softmax_scale)
 
 
-def _local_stack_spec() -> ModuleSpec:
-    """megatron.core.models.mamba.mamba_layer_specs.mamba_stack_spec, of local modules."""
-    backend = _LocalSpecProvider()
-    column, row, norm = backend.column_parallel_linear(), backend.row_parallel_linear(), backend.layer_norm()
-    mamba_layer = ModuleSpec(
-        module=compat.MambaLayer,
-        submodules=compat.MambaLayerSubmodules(
-            norm=norm,
-            mixer=ModuleSpec(module=compat.MambaMixer, submodules=compat.MambaMixerSubmodules(in_proj=column, out_proj=row)),
-            mamba_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
-        ),
+def _hybrid_stack_spec() -> ModuleSpec:
+    if HAVE_TE:
+        return mamba_stack_spec
+    # Local modules in place of Transformer Engine's, which fuse a norm into the linear layer behind it.
+    layers = mamba_stack_spec.submodules
+    mamba, attention, mlp, moe = (
+        layer.submodules for layer in (layers.mamba_layer, layers.attention_layer, layers.mlp_layer, layers.moe_layer)
     )
-    attention_layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=backend.core_attention(), linear_proj=row),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
-        ),
-    )
-    mlp_layer = ModuleSpec(
-        module=compat.MLPLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-        ),
-    )
-    moe_layer = ModuleSpec(
-        module=MoETransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=norm,
-            # The number of experts comes from the config; the spec only asks that it is not None.
-            mlp=get_moe_module_spec_for_backend(backend, num_experts=1, moe_grouped_gemm=False),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-    return ModuleSpec(
-        module=compat.MambaStack,
-        submodules=compat.MambaStackSubmodules(
-            mamba_layer=mamba_layer, attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer
-        ),
-    )
+    mamba.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = moe.pre_mlp_layernorm = TorchNorm
+    mixer, heads, dense = mamba.mixer.submodules, attention.self_attention.submodules, mlp.mlp.submodules
+    mixer.in_proj = heads.linear_qkv = dense.linear_fc1 = ColumnParallelLinear
+    mixer.out_proj = heads.linear_proj = dense.linear_fc2 = RowParallelLinear
+    heads.core_attention = PackedCoreAttention
+    # The number of experts comes from the config; the spec only asks that it is not None.
+    moe.mlp = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=1, moe_grouped_gemm=False)
+    mamba.sharded_state_dict_keys_map = {"norm.": "mixer.in_proj.layer_norm_"}
+    attention.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    mlp.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    return mamba_stack_spec
 
 
-def _has_experts(config: TransformerConfig) -> list[bool]:
-    """By layer of the whole model; `moe_layer_freq` lists the layers, or says that every n-th one has experts."""
-    frequency = config.moe_layer_freq
-    if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    if isinstance(frequency, int):
-        return [index % frequency == 0 for index in range(config.num_layers)]
-    return [value == 1 for value in frequency]
+class RecomputedStack(MambaStack):
+    """Megatron's hybrid stack, which keeps only the inputs of groups of `recompute_num_layers` layers. Trains only: no inference, no fp8.
 
-
-def _local_gpt_layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
-    """megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec with this module's norm and core attention.
-
-    Megatron's maps the norm before experts to a key that Transformer Engine's spec does not have; only dense layers fuse that norm.
+    TODO(when megatron-core 0.17 is the oldest supported): drop it; the MambaStack of 0.16.1 silently ignores recompute_granularity="full".
     """
-    backend = _LocalSpecProvider()
-    norm = backend.layer_norm()
-    qk_norm = norm if config.qk_layernorm else IdentityOp
-    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if not has_experts:
-        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    attention = SelfAttentionSubmodules(
-        linear_qkv=backend.column_parallel_linear(),
-        core_attention=backend.core_attention(),
-        linear_proj=backend.row_parallel_linear(),
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
-    )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts if has_experts else None),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=keys,
-        ),
-    )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        inference_context: None = None,
+        rotary_pos_emb: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the stage's layers, [tokens, 1, hidden]; a group's second pass draws the random numbers of its first."""
+        assert inference_context is None and not self.config.fp8
+        hidden_states = hidden_states if self.pre_process else self.input_tensor
+        whole = dict(
+            attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, padding_mask=padding_mask
+        )
+        group_size = self.config.recompute_num_layers
+        for start in range(0, len(self.layers), group_size):
+            run = partial(_run_layers, list(self.layers)[start : start + group_size], whole)
+            if torch.is_grad_enabled():
+                hidden_states = tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, hidden_states)
+            else:
+                hidden_states = run(hidden_states)
+        if self.post_process and self.post_layer_norm:
+            hidden_states = self.final_norm(hidden_states)
+        # Schedules free the memory of what they have sent, which must not be a view.
+        return make_viewless_tensor(inp=hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True)
+
+
+def _run_layers(layers: list[nn.Module], whole: dict[str, Any], hidden_states: Tensor) -> Tensor:
+    for layer in layers:
+        if isinstance(layer, TransformerLayer):
+            hidden_states, _ = layer(hidden_states=hidden_states, **whole)
+        else:
+            mamba = {name: whole[name] for name in ("attention_mask", "packed_seq_params")}
+            hidden_states = layer(hidden_states=hidden_states, **mamba)
+    return hidden_states

@@ -21,10 +21,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mrl.algo.balance import balance_metrics
-from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS
+from mrl.algo.losses import LOSS
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.data.packing import PackedRow
-from mrl.policy.context import join, local_positions
+from mrl.policy.batch import BatchSize, TrainRow, combine, own_positions, share_from_last_stage, whole_row
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.moe import row_tokens, show_row, take_routing, update_expert_biases
 from mrl.policy.output import token_scores
@@ -32,54 +32,14 @@ from mrl.policy.router_replay import RouterReplay
 
 
 @dataclass(frozen=True)
-class TrainRow:
-    """A row with the log-probabilities that the loss compares with, if any. They are None on all but the last pipeline stage."""
-
-    row: PackedRow
-    old_logprobs_T: Tensor | None
-    reference_logprobs_T: Tensor | None
-
-
-@dataclass(frozen=True)
 class Objective:
-    """What a train step minimises, see `mrl.policy.objectives`."""
+    """What a train step minimises; `mrl.policy.objectives` makes them."""
 
     row_loss: Callable[[Tensor, TrainRow, DistributedDataParallel], tuple[Tensor, dict[str, Tensor]]]
-    """Loss of a row (with gradient by this rank's tokens) and its share of the metrics, from what the model returned for these tokens.
-    On the last pipeline stage. The gradients of all rows of all ranks add up to that of the batch, and so do the metrics."""
-    finish: Callable[[dict[str, float]], dict[str, float]]
+    """On the last pipeline stage, the loss of a row (with gradient by this rank's tokens) and its share of the metrics, from what the model
+    returned for these tokens. The gradients of all rows of all ranks add up to the batch's, and so do the metrics."""
+    finish: Callable[[dict[str, float]], dict[str, float]] = dict
     """Metrics of the global batch from the sums (or extremes) over all rows."""
-
-
-def check_equal_counts(num_rows: int) -> None:
-    """Raises RuntimeError if ranks hold different numbers of rows: the pipeline schedule would wait for ever."""
-    counts = torch.tensor([num_rows, -num_rows])
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    if counts[0] != -counts[1]:
-        raise RuntimeError(f"data-parallel ranks hold between {-counts[1]} and {counts[0]} packed rows; they must hold the same number")
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """What the losses of a global batch are divided by."""
-
-    num_valid_tokens: int
-    num_valid_sequences: int
-    num_positive_tokens: int
-    """Valid ones of sequences with a reward above 0."""
-    num_tokens: int
-    """Without padding."""
-    num_sequences: int
-
-
-def global_batch_size(rows: list[PackedRow]) -> BatchSize:
-    """Tokens and sequences of the global batch, all and valid ones, from this rank's rows. Collective over the dp group."""
-    sizes = [
-        (row.num_valid_tokens, row.num_valid_sequences, int(row.positive_mask_T.sum()), sum(row.lengths), len(row.lengths)) for row in rows
-    ]
-    counts = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 5).sum(dim=0)
-    dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-    return BatchSize(*counts.tolist())
 
 
 @torch.no_grad()
@@ -91,15 +51,10 @@ def compute_logprobs(
     With `replay`, the routers follow the rows that have routes.
     """
 
-    def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Tensor]]:
-        row = next(iterator)
-        return _forward(model, row, replay), lambda output, non_loss_data: logprobs_of(output, row, model)
+    def logprobs_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> Tensor:
+        return whole_row(token_scores(model, output, item.row, distribution).logprobs_T, item.row)
 
-    def logprobs_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> Tensor:
-        local_T = token_scores(model, output, row.labels_T[own_positions(row)].to(output.device), distribution).logprobs_T
-        return whole_row(local_T, row)
-
-    return _run_schedule(forward_step, rows, chunks, forward_only=True)
+    return _forward_only(chunks, list(map(TrainRow, rows)), logprobs_of, replay)
 
 
 def train_step(
@@ -122,7 +77,7 @@ def train_step(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    row_metrics = _forward_backward(chunks, rows, size, objective, replay)
+    row_metrics = forward_backward(chunks, rows, size=size, objective=objective, replay=replay)
     routing = take_routing(chunks, loss_type=megatron.moe_router_load_balancing_type)
     if megatron.empty_unused_memory_level >= 1:
         torch.cuda.empty_cache()
@@ -145,21 +100,30 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(chunks: list[DistributedDataParallel], rows: list[TrainRow], objective: Objective) -> dict[str, float]:
-    """Metrics of the objective over the global batch, the same floats on every rank; nothing is trained."""
-
-    def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., dict[str, Tensor]]]:
-        item = next(iterator)
-        return _forward(model, item.row), lambda output, non_loss_data: objective.row_loss(output, item, model)[1]
-
-    return objective.finish(_global_metrics(_run_schedule(forward_step, rows, chunks, forward_only=True)))
+    """Metrics of the objective over the global batch, the same floats on every rank; trains nothing."""
+    return objective.finish(_global_metrics(_forward_only(chunks, rows, lambda *row: objective.row_loss(*row)[1])))
 
 
-def _forward_backward(
-    chunks: list[DistributedDataParallel], rows: list[TrainRow], size: BatchSize, objective: Objective, replay: RouterReplay | None
+def forward_backward(
+    chunks: list[DistributedDataParallel],
+    rows: list[TrainRow],
+    *,
+    size: BatchSize,
+    objective: Objective,
+    replay: RouterReplay | None = None,
 ) -> list[dict[str, Tensor]]:
+    """Adds the gradients of the objective to the chunks' buffers; returns the rows' shares of its metrics, on the last pipeline stage."""
+
     def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
-        item = next(iterator)
-        return _counted_forward(model, item.row, size, replay), lambda output: loss_of(output, item, model)
+        item, device = next(iterator), next(model.parameters()).device
+        tokens = row_tokens(item.row, size, device)
+        show_row(model, tokens)
+        output = _forward(model, item.row, replay)
+        if output.requires_grad:
+            # Routers know the row again when its layers are recomputed: this hook comes first in the row's backward pass, before which
+            # other rows may have gone forward.
+            output.register_hook(lambda _: show_row(model, tokens))
+        return output, lambda output: loss_of(output, item, model)
 
     def loss_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, metrics = objective.row_loss(output, item, model)
@@ -169,39 +133,23 @@ def _forward_backward(
     return _run_schedule(forward_step, rows, chunks, forward_only=False)
 
 
-def _counted_forward(model: DistributedDataParallel, row: PackedRow, size: BatchSize, replay: RouterReplay | None) -> Tensor:
-    """As `_forward`, with routers that know the row: now, and when its layers are computed again in its backward pass."""
-    tokens = row_tokens(
-        row, num_batch_tokens=size.num_tokens, num_batch_sequences=size.num_sequences, device=next(model.parameters()).device
-    )
-    show_row(model, tokens)
-    output = _forward(model, row, replay)
-    if output.requires_grad:
-        # The first that happens in the row's backward pass, before which other rows may have gone forward.
-        output.register_hook(lambda _: show_row(model, tokens))
-    return output
+def _forward_only(
+    chunks: list[DistributedDataParallel],
+    rows: list[TrainRow],
+    result_of: Callable[[Tensor, TrainRow, DistributedDataParallel], object],
+    replay: RouterReplay | None = None,
+) -> list:
+    """What `result_of` makes of each row's output, on the last pipeline stage."""
 
+    def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
+        item = next(iterator)
+        return _forward(model, item.row, replay), lambda output, non_loss_data: result_of(output, item, model)
 
-def whole_row(own_T: Tensor, row: PackedRow) -> Tensor:
-    """The values of a whole row, [T], from those of this rank's tokens, which keep their gradient.
-
-    Collective over the context-parallel group.
-    """
-    group = parallel_state.get_context_parallel_group()
-    parts = [torch.empty_like(own_T) for _ in range(group.size())]
-    dist.all_gather(parts, own_T.detach().contiguous(), group=group)
-    parts[group.rank()] = own_T
-    return join(parts, row.cu_seqlens)
-
-
-def own_positions(row: PackedRow) -> Tensor:
-    """Positions in the row of this rank's tokens."""
-    group = parallel_state.get_context_parallel_group()
-    return local_positions(row.cu_seqlens, cp_size=group.size(), cp_rank=group.rank())
+    return _run_schedule(forward_step, rows, chunks, forward_only=True)
 
 
 def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterReplay | None = None) -> Tensor:
-    """What `token_scores` takes of this rank's tokens from the last chunk of the model, hidden states for the next one from any other."""
+    """What the model returns for this rank's tokens: from its last chunk what `token_scores` takes, from any other hidden states."""
     device = next(model.parameters()).device
     cu_seqlens, local = row.cu_seqlens.to(device), own_positions(row)
     # Padding is computed as tokens that no other token sees, so the bounds with and without it are the same.
@@ -246,34 +194,13 @@ def _run_schedule(forward_step: Callable[..., object], rows: list, chunks: list[
 
 
 def _global_metrics(row_metrics: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Metrics of all rows of all ranks: combined over dp and cp on the last stage, then handed to every rank."""
+    """Metrics of all rows of all ranks, on every rank: the last stage combines them over dp and cp, and sends them to the others."""
     metrics: dict[str, float] = {}
     if parallel_state.is_pipeline_last_stage():
         metrics = combine(row_metrics, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    # Ranks are ordered with the pipeline outermost, so the last rank is in the last stage.
     shared = [metrics]
-    dist.broadcast_object_list(shared, src=dist.get_world_size() - 1)
+    share_from_last_stage(shared)
     return shared[0]
-
-
-def combine(row_metrics: list[dict[str, Tensor]], group: dist.ProcessGroup) -> dict[str, float]:
-    """Sums, or by `MIN_METRICS` and `MAX_METRICS` extremes, of scalars over all rows of the ranks of a group, all of which call this."""
-    metrics: dict[str, float] = {}
-    names = sorted(row_metrics[0])
-    values = torch.stack([torch.stack([row[name].double() for name in names]) for row in row_metrics])
-    for reduce, op, chosen in _REDUCTIONS:
-        kind = [name for name in names if chosen(name)]
-        part = reduce(values[:, [names.index(name) for name in kind]])
-        dist.all_reduce(part, op=op, group=group)
-        metrics |= dict(zip(kind, part.tolist(), strict=True))
-    return metrics
-
-
-_REDUCTIONS = (
-    (lambda values: values.sum(dim=0), dist.ReduceOp.SUM, lambda name: name not in MIN_METRICS + MAX_METRICS),
-    (lambda values: values.amin(dim=0), dist.ReduceOp.MIN, lambda name: name in MIN_METRICS),
-    (lambda values: values.amax(dim=0), dist.ReduceOp.MAX, lambda name: name in MAX_METRICS),
-)
 
 
 def _check_finite(loss: float, grad_norm: float) -> None:

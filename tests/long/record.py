@@ -30,7 +30,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
     "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
-    "nemo_parity": ("mrl/algo", "mrl/policy/token_advantages.py"),
+    "nemo_parity": ("mrl/algo", "mrl/policy/batch.py"),
     "nemo_recipes": ("mrl/config", "mrl/check.py"),
     "nemo_reasons": ("mrl/config", "mrl/check.py"),
     "nodes": ("scripts/ray_node.sh", "mrl/cluster/head.py", "mrl/cluster/join.py"),

@@ -65,15 +65,15 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
 
 
 def hold_back_writing(_: object, may_write: Path) -> None:
-    from mrl.policy.checkpoint_writer import Writing
+    from mrl.policy.checkpoint_writer import CheckpointWrite
 
-    write = Writing._write
+    write = CheckpointWrite._write
 
-    def write_later(self: Writing):
+    def write_later(self: CheckpointWrite):
         wait_for(may_write)
         return write(self)
 
-    Writing._write = write_later
+    CheckpointWrite._write = write_later
 
 
 def test_the_next_step_does_not_wait_for_the_checkpoint(live: LiveRun, tmp_path: Path):

@@ -50,7 +50,7 @@ def rotate_as_one_sequence(values: Tensor, cu_seqlens: Tensor, angles: Tensor) -
 
 def faults(rank: Rank) -> dict[str, str | None]:
     """What each probe says, by case."""
-    from mrl.policy import compat, cpu, fusions
+    from mrl.policy import cpu, fusions, specs
 
     cpu.install()
     found: dict[str, str | None] = {}
@@ -66,7 +66,7 @@ def faults(rank: Rank) -> dict[str, str | None]:
     weight_gradient("wrong sums", wgrad_gemm_accum_fp32=overwrite_product, wgrad_gemm_accum_fp16=add_product)
     found["no rope"] = fusions._rope_fault()
     for name, kernel in (("rope", rotate), ("wrong rope", rotate_as_one_sequence)):
-        with replaced(compat, HAVE_TE=True), replaced(fusions.rope_utils, fused_apply_rotary_pos_emb_thd=kernel):
+        with replaced(specs, HAVE_TE=True), replaced(fusions.rope_utils, fused_apply_rotary_pos_emb_thd=kernel):
             found[name] = fusions._rope_fault()
     found["no permute"] = fusions._permute_fault()
     found["no adam"] = fusions._fused_adam_fault()
@@ -78,7 +78,7 @@ def raising(rank: Rank) -> tuple[dict[str, bool], bool, list[str], str]:
 
     What Megatron is handed of fusions and of the optimizer, the warnings, and the error of a kernel that breaks the CUDA context.
     """
-    from mrl.policy import compat, cpu, fusions
+    from mrl.policy import cpu, fusions, specs
 
     cpu.install()
 
@@ -97,7 +97,7 @@ def raising(rank: Rank) -> tuple[dict[str, bool], bool, list[str], str]:
     from_model = dict(activation_func="silu", gated_linear_unit=True, num_moe_experts=8)
     with (
         replaced(torch.cuda, is_available=lambda: True),
-        replaced(compat, HAVE_TE=True),
+        replaced(specs, HAVE_TE=True),
         replaced(fusions.layers, fused_weight_gradient_mlp_cuda=kernels, _grad_accum_fusion_available=True),
         replaced(fusions.rope_utils, fused_apply_rotary_pos_emb_thd=fail),
         replaced(fusions.moe_utils, HAVE_TE=True, fused_permute_with_probs=fail),
@@ -129,7 +129,7 @@ def products(rank: Rank) -> tuple[dict[str, str], dict[str, str]]:
     from mrl.policy import cpu
 
     cpu.install()
-    from mrl.policy.precision import float32_products
+    from mrl.policy.fusions import float32_products
 
     exact = float32_products()
     with Tf32():

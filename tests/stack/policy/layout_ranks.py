@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from conversion.boxes import Layout, Slot
-from conversion.families.common import MegatronCoords
 from conversion.families.registry import family
 from conversion.tensors import box_view
 from mrl.config.schema.megatron import OptimizerConfig, SchedulerConfig
@@ -182,35 +181,32 @@ def transformers_beside_megatron(rank: Rank, folder: Path, sequence: list[int]) 
 
 def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> float:
     """Loss of this rank's rows, 0 on all but the last stage; gradients are in the chunks' buffers."""
-    from mrl.policy import parallel
+    from megatron.core import parallel_state
+
+    from mrl.policy.batch import TrainRow, global_batch_size, own_positions
     from mrl.policy.distribution import TokenDistribution
     from mrl.policy.output import token_scores
-    from mrl.policy.step import _counted_forward, _run_schedule, global_batch_size, own_positions
+    from mrl.policy.step import Objective, forward_backward
 
-    place = parallel.coordinates()
     distribution = TokenDistribution.of(config, _vocab_size(folder))
     replay = _replay(chunks, config, folder)
 
-    def forward_step(iterator: Iterator[PackedRow], model: torch.nn.Module):
-        row = next(iterator)
+    def row_loss(output: torch.Tensor, item: TrainRow, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logprobs_T = token_scores(model, output, item.row, distribution).logprobs_T
+        loss = (logprobs_T * item.row.advantages_T[own_positions(item.row)].to(output.device)).sum() / len(rows)
+        return loss, {"loss": loss.detach()}
 
-        def loss_of(output: torch.Tensor):
-            local, device = own_positions(row), output.device
-            logprobs_T = token_scores(model, output, row.labels_T[local].to(device), distribution).logprobs_T
-            loss = (logprobs_T * row.advantages_T[local].to(device)).sum() / len(rows)
-            return loss, torch.ones((), dtype=torch.int, device=device), {"loss": loss.detach()}
-
-        return _counted_forward(model, row, size, replay), loss_of
-
-    mine = _rows(config, folder, rows[place.dp :: place.dp_size])
+    dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    mine = _rows(config, folder, rows[dp_rank::dp_size])
     if len(chunks) > 1:
         # As `Policy` does: rows without a loss make up a multiple of the stages.
         empty = dataclasses.replace(
             mine[-1], advantages_T=torch.zeros_like(mine[-1].advantages_T), sequence_indices=[], lengths=[], rewards=[]
         )
         mine += [empty] * (-len(mine) % config.megatron_cfg.pipeline_model_parallel_size)
-    size = global_batch_size(mine)
-    return sum(float(metrics["loss"]) for metrics in _run_schedule(forward_step, mine, chunks, forward_only=False))
+    objective = Objective(row_loss)
+    metrics = forward_backward(chunks, list(map(TrainRow, mine)), size=global_batch_size(mine), objective=objective, replay=replay)
+    return sum(float(row["loss"]) for row in metrics)
 
 
 def _rows(config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[PackedRow]:
@@ -232,9 +228,11 @@ def _replay(chunks: list, config: PolicyConfig, folder: Path):
 
 
 def _build(rank: Rank, config: PolicyConfig, folder: Path):
-    from mrl.policy import compat, parallel
+    from megatron.core.utils import unwrap_model
+
+    from mrl.policy import parallel
     from mrl.policy.lora import attach_adapters
-    from mrl.policy.model import build_model, wrap_ddp
+    from mrl.policy.model import build_model, live_layout, wrap_ddp
     from mrl.policy.weights import rank_tensors
 
     megatron = config.megatron_cfg
@@ -248,19 +246,12 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):
         seed=1,
     )
 
-    place = parallel.coordinates()
-    layout = family(_hf_config(folder)).megatron_layout(
-        _hf_config(folder),
-        megatron.parallel,
-        MegatronCoords(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp),
-        config.precision,
-        "te" if compat.HAVE_TE else "local",
-    )
+    layout = live_layout(config, _hf_config(folder), parallel.coordinates())
     bare_chunks = build_model(config, _hf_config(folder))
     lora = attach_adapters(bare_chunks, config, _hf_config(folder), seed=1)
-    layout = layout | (lora.layout if lora else {})
+    layout = layout | lora.layout
     chunks = wrap_ddp(bare_chunks, config)
-    tensors = rank_tensors(chunks, layout)
+    tensors = rank_tensors(unwrap_model(chunks), layout)
     whole = _load(folder)
     for slot, slot_layout in layout.items():
         tensors[slot].data.zero_()

@@ -37,13 +37,12 @@ class Walk:
 
 def walk(rank: Rank, config: RunConfig, weights_dir: Path) -> Walk:
     """Two steps with all phases between them, and the second one again from the checkpoint. Shared memory stands for the host's."""
-    from mrl.policy.memory import TrainingMemory
-    from mrl.policy.slab import HostMemory
+    from mrl.policy.host_block import HostBlock
+    from mrl.policy.optimizer import TrainingMemory
 
-    shared = HostMemory(
+    shared = HostBlock(
         allocate=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8).share_memory_(),
         release=lambda block: None,
-        holds=torch.Tensor.is_shared,
     )
     result = Walk()
     with open_policy(rank, config) as policy:
@@ -79,7 +78,7 @@ def _step(policy: Policy, result: Walk) -> None:
 
 
 def _enter(policy: Policy, phase: Phase, result: Walk) -> None:
-    from mrl.policy.memory import optimizer_tensors
+    from mrl.policy.optimizer import optimizer_tensors
 
     policy.enter(phase)
     buffers = [buffer.grad_data for chunk in policy._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]

@@ -29,11 +29,11 @@ def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Pa
 
     Whether they were written before, whether the step changed weights, and the files that this rank wrote.
     """
-    from mrl.policy.checkpoint_writer import Writing
+    from mrl.policy.checkpoint_writer import CheckpointWrite
 
-    may_write, write = threading.Event(), Writing._write
+    may_write, write = threading.Event(), CheckpointWrite._write
 
-    def write_later(writing: Writing) -> object:
+    def write_later(writing: CheckpointWrite) -> object:
         assert may_write.wait(60)
         return write(writing)
 
@@ -43,7 +43,7 @@ def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Pa
         settings.async_save = False
         save(policy, at_once)
         settings.async_save = True
-        patch.setattr(Writing, "_write", write_later)
+        patch.setattr(CheckpointWrite, "_write", write_later)
         policy.begin_save(late)
         before = raw_checksums(policy)
         train(policy, 1)

@@ -9,7 +9,7 @@ import torch
 
 from conversion.files.torch_dist import TorchDistFolder
 from tests import models
-from tests.stack.policy import policy_ranks, share_ranks
+from tests.stack.policy import entry_ranks, policy_ranks
 from tests.stack.ranks import RankPool
 
 BF16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dp", [2, 4, 8])
 def test_a_save_and_a_load_cost_a_rank_its_share(ranks: RankPool, large: Path, tmp_path: Path, dp: int):
     config = policy_ranks.run_config(large, "one", *BF16)
-    costs = ranks.run(share_ranks.cost_of_a_save_and_a_load, config, tmp_path, world_size=dp)
+    costs = ranks.run(entry_ranks.cost_of_a_save_and_a_load, config, tmp_path, world_size=dp)
     assert all(cost.is_same for cost in costs)
     share = costs[0].checkpoint_bytes / dp
     assert max(cost.save_growth for cost in costs) < 1.3 * share + SLACK_BYTES
@@ -45,15 +45,15 @@ def test_a_save_and_a_load_cost_a_rank_its_share(ranks: RankPool, large: Path, t
 def test_parameters_of_all_buckets_get_their_own_state_back(ranks: RankPool, folder: Path, tmp_path: Path, layout: str):
     config = policy_ranks.run_config(folder, layout)
     arguments = config, tmp_path, 20_000
-    results = ranks.run(share_ranks.load_with_small_buckets, *arguments, world_size=policy_ranks.world_size(layout))
+    results = ranks.run(entry_ranks.load_with_small_buckets, *arguments, world_size=policy_ranks.world_size(layout))
     assert all(num_buckets > 4 and is_same for num_buckets, is_same in results)
 
 
 @pytest.mark.parametrize("layout", ["tp2 sp dp2 ep2", "pp2 dp2 ep2"])
-def test_shares_are_the_tensors_that_megatron_writes_and_reads(ranks: RankPool, folder: Path, tmp_path: Path, layout: str):
+def test_entries_are_the_tensors_that_megatron_writes_and_reads(ranks: RankPool, folder: Path, tmp_path: Path, layout: str):
     ours, megatrons = tmp_path / "ours", tmp_path / "megatrons"
     config = policy_ranks.run_config(folder, layout, *BF16)
-    results = ranks.run(share_ranks.save_both_ways, config, ours, megatrons, world_size=policy_ranks.world_size(layout))
+    results = ranks.run(entry_ranks.save_both_ways, config, ours, megatrons, world_size=policy_ranks.world_size(layout))
     assert results == [(True, True)] * len(results)
     first, second = (TorchDistFolder(path / "iter_0000000") for path in (ours, megatrons))
     assert first.keys == second.keys

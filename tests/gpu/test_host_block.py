@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.policy.slab import PINNED, Slab, host_copies
+from mrl.policy.host_block import HostBlock, host_copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -25,17 +25,16 @@ def resident_bytes() -> int:
 def test_state_lies_pinned_in_a_block_of_its_size_and_comes_back():
     tensors = [torch.randn(NUM_ELEMENTS, device="cuda") for _ in range(10)]
     values = [tensor.cpu() for tensor in tensors]
-    slab = Slab(PINNED)
+    block = HostBlock()
     before = resident_bytes()
-    slab.take_in(tensors)
+    block.take_in(tensors)
     torch.cuda.synchronize()
     assert resident_bytes() - before < 1.1 * sum(tensor.nbytes for tensor in tensors)
     assert all(tensor.is_pinned() and torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True))
-    for tensor in tensors:
-        tensor.data = tensor.to("cuda", non_blocking=True)
+    block.give_back(tensors, torch.device("cuda"))
     # More than the block holds, so that it is given back and made anew.
     tensors += [value.cuda() for value in values]
-    slab.take_in(tensors)
+    block.take_in(tensors)
     torch.cuda.synchronize()
     assert all(tensor.is_pinned() and torch.equal(tensor, value) for tensor, value in zip(tensors, values * 2, strict=True))
 

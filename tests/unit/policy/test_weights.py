@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
-from mrl.policy.perturb import OFFSET, SCALE, canonical_noise, perturb
+from mrl.policy.weights import OFFSET, SCALE, canonical_noise, perturb
 
 SHAPE = (6, 8)
 

@@ -1,4 +1,4 @@
-"""What the tests of a rank's share of a checkpoint run on the ranks."""
+"""What the tests of checkpoint entries run on the ranks."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def load_with_small_buckets(rank: Rank, config: RunConfig, weights_dir: Path, bu
 
 
 def save_both_ways(rank: Rank, config: RunConfig, ours: Path, megatrons: Path) -> tuple[bool, bool]:
-    """Saves the same state by shares and as Megatron does. Whether each loads the other's checkpoint bit for bit."""
-    from mrl.policy import checkpoint, shares
+    """Saves the same state by our entries and by Megatron's. Whether each loads the other's checkpoint bit for bit."""
+    from mrl.policy import checkpoint, checkpoint_entries
 
     with open_policy(rank, config) as policy:
         saved = _state_after_a_step(policy)
         save(policy, ours)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shares, "written_here", lambda entries: entries)
+            patch.setattr(checkpoint_entries, "written_here", lambda entries: entries)
             whole = policy._state.optimizer.sharded_state_dict
             patch.setattr(checkpoint, "_optimizer_state", lambda _, weights: whole(weights, metadata=checkpoint._metadata()))
             save(policy, megatrons)

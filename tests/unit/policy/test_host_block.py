@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conversion.families.common import MegatronCoords, MegatronParallel
 from conversion.families.registry import family
-from mrl.policy.slab import ALIGNMENT, HostMemory, Slab, host_copies, slab_offsets
+from mrl.policy.host_block import ALIGNMENT, HostBlock, block_offsets, host_copies
 
 NANO = Path(__file__).parents[3] / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"
 
@@ -39,8 +39,8 @@ class Blocks:
             for block in self.live
         )
 
-    def slab(self) -> Slab:
-        return Slab(HostMemory(self.allocate, self.release, self.holds))
+    def block(self) -> HostBlock:
+        return HostBlock(self.allocate, self.release)
 
 
 def some_tensors(seed: int = 0) -> list[Tensor]:
@@ -62,7 +62,7 @@ def test_a_block_is_hardly_larger_than_the_optimizer_state_of_nano(ep: int):
     # Each parameter has a main parameter and two moments, float32; on one node, no more than an eighth of it.
     for replicas in (1, 8):
         sizes = [4 * max(torch.Size(content.shape).numel() // replicas, 1) for content in layout.values() for _ in range(3)]
-        offsets, num_bytes = slab_offsets(sizes)
+        offsets, num_bytes = block_offsets(sizes)
         assert num_bytes <= 1.02 * sum(sizes)
         assert all(offset % ALIGNMENT == 0 for offset in offsets)
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
@@ -71,11 +71,11 @@ def test_a_block_is_hardly_larger_than_the_optimizer_state_of_nano(ep: int):
 
 def test_values_and_objects_stay_over_moves_and_the_block_is_made_once():
     blocks, tensors = Blocks(), some_tensors()
-    slab = blocks.slab()
+    block = blocks.block()
     for step in range(3):
         before, objects = [tensor.clone() for tensor in tensors], [id(tensor) for tensor in tensors]
-        slab.take_in(tensors)
-        slab.take_in(tensors)
+        block.take_in(tensors)
+        block.take_in(tensors)
         assert all(map(blocks.holds, tensors))
         assert [id(tensor) for tensor in tensors] == objects
         # Were two of them to overlap, the writes of one would show in the other.
@@ -84,28 +84,28 @@ def test_values_and_objects_stay_over_moves_and_the_block_is_made_once():
         assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
         for tensor in tensors:
             tensor.add_(step + 1)
-    assert blocks.sizes == [slab_offsets([tensor.nbytes for tensor in some_tensors()])[1]] == [slab.num_bytes]
+    assert blocks.sizes == [block_offsets([tensor.nbytes for tensor in some_tensors()])[1]] == [block.num_bytes]
 
 
 def test_a_block_that_became_too_small_goes_before_the_next_one_comes():
     blocks, tensors = Blocks(), some_tensors()
-    slab = blocks.slab()
-    slab.take_in(tensors)
+    block = blocks.block()
+    block.take_in(tensors)
     to_device(tensors)
     tensors += some_tensors(1)
     before = [tensor.clone() for tensor in tensors]
-    slab.take_in(tensors)
+    block.take_in(tensors)
     assert len(blocks.sizes) == 2 and len(blocks.live) == 1
     assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
 
 
 def test_what_lies_in_the_block_moves_with_what_joins_it():
     blocks, tensors = Blocks(), some_tensors()
-    slab = blocks.slab()
-    slab.take_in(tensors)
+    block = blocks.block()
+    block.take_in(tensors)
     tensors += some_tensors(1)
     before = [tensor.clone() for tensor in tensors]
-    slab.take_in(tensors)
+    block.take_in(tensors)
     assert len(blocks.live) == 1 and all(map(blocks.holds, tensors))
     assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
 
@@ -118,3 +118,17 @@ def test_copies_on_the_host_are_apart_from_their_tensors():
         tensor.zero_()
     for copy, then in zip(copies, before, strict=True):
         assert copy.dtype == then.dtype and torch.equal(copy, then)
+
+
+def test_a_model_without_buffers_needs_no_copies():
+    assert host_copies([]) == []
+
+
+def test_what_is_given_back_leaves_the_block_and_other_tensors_stay():
+    blocks, tensors, other = Blocks(), some_tensors(), torch.ones(3)
+    block = blocks.block()
+    block.take_in(tensors)
+    before, address = [tensor.clone() for tensor in tensors], other.data_ptr()
+    block.give_back([*tensors, other], torch.device("cpu"))
+    assert not any(map(blocks.holds, tensors)) and other.data_ptr() == address
+    assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))

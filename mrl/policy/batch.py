@@ -1,0 +1,216 @@
+"""One rank's rows of a global batch: sizes over all ranks, log-probabilities, and what `mrl.algo.token_advantages` makes of both.
+
+Collective functions are called by all ranks, in the same order. T packed tokens of a row, S sequences of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mrl.algo.losses import MAX_METRICS, MIN_METRICS
+from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
+from mrl.config.schema.algo import GrpoConfig, LossConfig
+from mrl.data.packing import PackedRow, regroup
+from mrl.policy.attention import join, local_positions
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """A row with the log-probabilities that the loss compares with, if any. They are None on all but the last pipeline stage."""
+
+    row: PackedRow
+    old_logprobs_T: Tensor | None = None
+    reference_logprobs_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """What the losses of a global batch are divided by."""
+
+    num_valid_tokens: int
+    num_valid_sequences: int
+    num_positive_tokens: int
+    """Valid tokens of sequences with a reward above 0."""
+    num_tokens: int
+    """Without padding."""
+    num_sequences: int
+
+
+@dataclass(frozen=True)
+class FinishedBatch:
+    """A batch as the loss wants it."""
+
+    rows: list[TrainRow]
+    """On the last pipeline stage with final masks and advantages; on the others as they were."""
+    size: BatchSize
+    metrics: dict[str, float]
+    """`train/*`, the same on every rank."""
+
+
+@dataclass
+class RankBatch:
+    """This rank's rows of a global batch, with the log-probabilities by row of training; these lists are empty off the last stage."""
+
+    rows: list[PackedRow]
+    logprob_rows: list[PackedRow]
+    size: BatchSize
+    old_logprobs: list[Tensor] | None = None
+    reference_logprobs: list[Tensor] | None = None
+    finished: FinishedBatch | None = None
+
+    def by_train_row(self, logprobs: list[Tensor]) -> list[Tensor]:
+        """Log-probabilities by row of training, from those by row of the logprob passes."""
+        return regroup(logprobs, self.logprob_rows, self.rows) if logprobs else []
+
+    def train_rows(self) -> list[TrainRow]:
+        """The rows with the log-probabilities that this rank has."""
+        olds, references = (logprobs or [None] * len(self.rows) for logprobs in (self.old_logprobs, self.reference_logprobs))
+        return [TrainRow(*item) for item in zip(self.rows, olds, references, strict=True)]
+
+
+def own_positions(row: PackedRow) -> Tensor:
+    """Positions in the row of this rank's tokens, its part under context parallelism."""
+    group = parallel_state.get_context_parallel_group()
+    return local_positions(row.cu_seqlens, cp_size=group.size(), cp_rank=group.rank())
+
+
+def router_positions(row: PackedRow) -> Tensor:
+    """Positions in the row of the tokens that this rank's routers see: tp ranks share its own tokens out equally."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return own_positions(row).chunk(group.size())[group.rank()]
+
+
+def whole_row(own_T: Tensor, row: PackedRow) -> Tensor:
+    """The values of a whole row, [T], from those of this rank's tokens, which keep their gradient. Collective over the cp group."""
+    group = parallel_state.get_context_parallel_group()
+    parts = [torch.empty_like(own_T) for _ in range(group.size())]
+    dist.all_gather(parts, own_T.detach().contiguous(), group=group)
+    parts[group.rank()] = own_T
+    return join(parts, row.cu_seqlens)
+
+
+def check_equal_counts(num_rows: int) -> None:
+    """Raises RuntimeError if ranks hold different numbers of rows, because pipelines would wait for ever. Collective over all ranks."""
+    counts = torch.tensor([num_rows, -num_rows])
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    if counts[0] != -counts[1]:
+        raise RuntimeError(f"data-parallel ranks hold between {-counts[1]} and {counts[0]} packed rows; they must hold the same number")
+
+
+def global_batch_size(rows: list[PackedRow]) -> BatchSize:
+    """Size of the global batch, from this rank's rows. Collective over the dp group."""
+    sizes = [
+        (row.num_valid_tokens, row.num_valid_sequences, int(row.positive_mask_T.sum()), sum(row.lengths), len(row.lengths)) for row in rows
+    ]
+    counts = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 5).sum(dim=0)
+    dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+    return BatchSize(*counts.tolist())
+
+
+def finish_batches(batches: list[RankBatch], grpo: GrpoConfig, loss: LossConfig) -> None:
+    """Sets `finished` of all batches of a step: sequences masked, advantages by token. Collective over all ranks."""
+    rows = [batch.train_rows() for batch in batches]
+    metrics: list[dict[str, float]] = [{} for _ in batches]
+    if parallel_state.is_pipeline_last_stage():
+        if all(item.old_logprobs_T is not None for items in rows for item in items):
+            rows, metrics = map(list, zip(*(_without_errors(items, grpo.seq_logprob_error_threshold) for items in rows), strict=True))
+        finished = iter(_with_advantages([item for items in rows for item in items], grpo, loss))
+        rows = [[next(finished) for _ in items] for items in rows]
+        metrics = [measured | _advantage_metrics(items) for measured, items in zip(metrics, rows, strict=True)]
+    shared = [
+        (global_batch_size([item.row for item in items]), {f"train/{name}": value for name, value in measured.items()})
+        for items, measured in zip(rows, metrics, strict=True)
+    ]
+    share_from_last_stage(shared)
+    for batch, items, (size, measured) in zip(batches, rows, shared, strict=True):
+        batch.finished = FinishedBatch(items, size, measured)
+
+
+def share_from_last_stage(values: list) -> None:
+    """Replaces the entries of the list by those of the last pipeline stage. Collective over all ranks."""
+    # Ranks are ordered with the pipeline outermost, so the last rank is in the last stage.
+    dist.broadcast_object_list(values, src=dist.get_world_size() - 1)
+
+
+def combine(row_metrics: list[dict[str, Tensor]], group: dist.ProcessGroup) -> dict[str, float]:
+    """Sums, or by `MIN_METRICS` and `MAX_METRICS` extremes, of scalars over all rows of all ranks of a group. Collective over the group."""
+    metrics: dict[str, float] = {}
+    names = sorted(row_metrics[0])
+    values = torch.stack([torch.stack([row[name].double() for name in names]) for row in row_metrics])
+    for reduce, op, chosen in _REDUCTIONS:
+        kind = [name for name in names if chosen(name)]
+        part = reduce(values[:, [names.index(name) for name in kind]])
+        dist.all_reduce(part, op=op, group=group)
+        metrics |= dict(zip(kind, part.tolist(), strict=True))
+    return metrics
+
+
+_REDUCTIONS = (
+    (lambda values: values.sum(dim=0), dist.ReduceOp.SUM, lambda name: name not in MIN_METRICS + MAX_METRICS),
+    (lambda values: values.amin(dim=0), dist.ReduceOp.MIN, lambda name: name in MIN_METRICS),
+    (lambda values: values.amax(dim=0), dist.ReduceOp.MAX, lambda name: name in MAX_METRICS),
+)
+
+
+def _without_errors(rows: list[TrainRow], threshold: float | None) -> tuple[list[TrainRow], dict[str, float]]:
+    """The rows without the sequences whose old and generator logprobs are too far apart, and the metrics of these errors."""
+    kept_rows, errors, is_kept, rewards = [], [], [], []
+    for item in rows:
+        row = item.row
+        error_S = sequence_errors(_on_host(item.old_logprobs_T), row.generator_logprobs_T, row.loss_mask_T, row.cu_seqlens)
+        # NaN, of sequences that do not count anyway, is not above the threshold.
+        is_kept_S = ~(error_S > threshold) if threshold is not None else torch.ones_like(error_S, dtype=torch.bool)
+        kept_rows.append(replace(item, row=row.masked(is_kept_S)))
+        is_counted_S = ~error_S.isnan()
+        errors.append(error_S[is_counted_S])
+        is_kept.append(is_kept_S[is_counted_S])
+        rewards.append(row.sequence_rewards[is_counted_S])
+    parts = error_metrics(torch.cat(errors), torch.cat(is_kept), torch.cat(rewards))
+    return kept_rows, finish_error_metrics(combine([parts], parallel_state.get_data_parallel_group()))
+
+
+def _with_advantages(rows: list[TrainRow], grpo: GrpoConfig, loss: LossConfig) -> list[TrainRow]:
+    """`rows` are those of a whole step: normalisation is over all its updates."""
+    kl_in_reward = None
+    if loss.use_kl_in_reward:
+        kl_in_reward = [
+            kl_penalty(_on_host(item.old_logprobs_T), _on_host(item.reference_logprobs_T), item.row.loss_mask_T, loss) for item in rows
+        ]
+    advantages = token_advantages(
+        [item.row.advantages_T for item in rows],
+        [item.row.fixed_advantages_T for item in rows],
+        [item.row.loss_mask_T for item in rows],
+        kl_in_reward,
+        grpo,
+        _add_over_ranks,
+    )
+    return [replace(item, row=replace(item.row, advantages_T=advantages_T)) for item, advantages_T in zip(rows, advantages, strict=True)]
+
+
+def _advantage_metrics(rows: list[TrainRow]) -> dict[str, float]:
+    values = torch.cat([item.row.advantages_T[item.row.loss_mask_T > 0] for item in rows])
+    infinity = torch.tensor([torch.inf])
+    parts = {
+        "advantages/mean": values.sum(),
+        "num_tokens": torch.tensor(float(len(values))),
+        "advantages/min": torch.cat([values, infinity]).min(),
+        "advantages/max": torch.cat([values, -infinity]).max(),
+    }
+    totals = combine([parts], parallel_state.get_data_parallel_group())
+    count = totals.pop("num_tokens")
+    return {name: value / (count if name == "advantages/mean" else 1.0) if count else 0.0 for name, value in totals.items()}
+
+
+def _add_over_ranks(value: Tensor) -> Tensor:
+    dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+    return value
+
+
+def _on_host(logprobs_T: Tensor | None) -> Tensor:
+    assert logprobs_T is not None
+    return logprobs_T.cpu()

@@ -1,0 +1,270 @@
+"""Entries of a checkpoint: which boxes of which global tensors one rank writes from live memory and reads into it.
+
+Replicas of a weight take turns: each handles some of the weights that all of them hold. Of the optimizer's state a rank handles its own
+shards. A shard is a range of a parameter's elements, so a few boxes of the global tensor. The files hold Megatron's `fully_reshardable`
+format: tensors of the model's shapes, which any layout can load, by Megatron's loader too. WeightEntries of modules that are not Megatron's
+follow from conversion tables.
+
+Megatron's own writer gathers the state of all replicas on each of them. Up to megatron-core 0.16.1 it also gives parameters the state of
+their neighbours where a gradient bucket before theirs ends in padding (distrib_optimizer.py, "issue #504").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import DistributedOptimizer
+from torch import Tensor
+
+from conversion.boxes import Box, Layout, Piece, Slot, SlotLayout, full, intersect, lengths, place, range_boxes, volume
+from conversion.files.torch_dist import TorchDistFolder
+from conversion.tensors import box_view
+
+SHARDING_TYPE = "fully_reshardable"
+"""Megatron's name of the format."""
+_KINDS = ("param", "exp_avg", "exp_avg_sq")
+_SUFFIX = ".weight"
+
+WeightEntry: TypeAlias = ShardedTensor | ShardedTensorFactory
+"""Where a checkpoint keeps one weight of this rank; its data is the live tensor."""
+WeightEntries = dict[str, WeightEntry]
+"""By the weights' names in the live model."""
+
+
+def written_here(entries: WeightEntries) -> WeightEntries:
+    """The entries, marked so that this rank writes those that are its turn: over all ranks, each weight once."""
+    turns = _turns(entries)
+    return {name: replace(entry, replica_id=_replica_id(entry, int(not _is_mine(turns[name])))) for name, entry in entries.items()}
+
+
+def read_weights(source: TorchDistFolder, entries: WeightEntries) -> None:
+    """Fills the live weights: each replica reads those that are its turn, and sends them to the others. Collective over all ranks."""
+    turns = _turns(entries)
+    read_tensors(source, [part for name, entry in entries.items() if _is_mine(turns[name]) for part in _parts(entry)])
+    for name, (group, rank) in turns.items():
+        if group.size() > 1:
+            dist.broadcast(entries[name].data.detach(), group=group, group_src=rank)
+
+
+def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> None:
+    """Fills the data of each part, in place, with its box of the stored tensor of its key. Not collective.
+
+    Megatron's loader would do the same through pickles that can run code. Where shapes may differ, as those of padded vocabularies do,
+    what the checkpoint lacks becomes zero.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor, or has it in another shape; or a file is missing or damaged.
+    """
+    for part in parts:
+        assert part.data is not None, f"{part.key} has no memory to read into"
+        stored, wanted = source.shape(part.key), tuple(part.global_shape)
+        size = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        box: Box = tuple((start, start + length) for start, length in zip(part.global_offset, size, strict=True))
+        target = part.data.detach()[(None,) * part.prepend_axis_num]
+        if stored != wanted:
+            if not part.allow_shape_mismatch or len(stored) != len(wanted):
+                raise ValueError(f"{source.folder}: {part.key} has shape {stored}, this model needs {wanted}; name its own checkpoint")
+            target.zero_()
+            common = intersect(box, full(stored))
+            if common is None:
+                continue
+            box, target = common, box_view(target, place(common, box, full(size)))
+        source.read_into(part.key, box, target)
+
+
+def optimizer_state(optimizer: DistributedOptimizer, entries: WeightEntries) -> ShardedStateDict:
+    """What a checkpoint holds of one of Megatron's optimizers; its tensors are views of the live state. Not collective."""
+    shards = {str(index): dict(shard.entries()) for index, shard in enumerate(_shards(optimizer, entries))}
+    return {**optimizer.state_dict(), "param_state": shards, "param_state_sharding_type": SHARDING_TYPE}
+
+
+@torch.no_grad()
+def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOptimizer], entries: WeightEntries) -> None:
+    """Fills the shards of all optimizers; their steps and groups of parameters are loaded already. Collective over all ranks."""
+    shards = [(optimizer, shard) for optimizer in optimizers for shard in _shards(optimizer, entries)]
+    read_tensors(source, [part for _, shard in shards for _, parts in shard.entries() for part in parts])
+    for optimizer, shard in shards:
+        # Nothing more to do, unless the optimizer keeps its state in another form than that in which it shows it.
+        optimizer._set_main_param_and_optimizer_states(shard.parameter, dict(shard.state))
+
+
+@dataclass(frozen=True)
+class _OptimizerShard:
+    """The part of one parameter whose main values and moments an optimizer keeps on this rank."""
+
+    parameter: Tensor
+    entry: WeightEntry
+    start: int
+    """Its first element, counted in the rank's whole parameter."""
+    state: Mapping[str, Tensor]
+    replica_id: tuple[int, ...]
+
+    def entries(self) -> Iterator[tuple[str, list[ShardedTensor]]]:
+        """Main parameter and moments, each as boxes of a global tensor."""
+        for kind in _KINDS:
+            values = self.state[kind].detach()
+            assert values.dtype == torch.float32, f"{kind} of {self.entry.key} is {values.dtype}"
+            yield kind, [self._boxed(kind, part, run, box) for part in _parts(self.entry) for run, box in self._common(part, values)]
+
+    def _common(self, part: ShardedTensor, values: Tensor) -> Iterator[tuple[Tensor, Box]]:
+        """The elements that the shard and an entry of the parameter have in common, and their box in the entry."""
+        held, start = _box_in(part.data, self.parameter), 0
+        for run in range_boxes(self.parameter.shape, self.start, self.start + values.numel()):
+            piece = values[start : start + volume(run)].view(lengths(run))
+            start += volume(run)
+            common = intersect(run, held)
+            if common is not None:
+                yield box_view(piece, place(common, run, full(lengths(run)))), place(common, held, full(part.local_shape))
+
+    def _boxed(self, kind: str, part: ShardedTensor, values: Tensor, box: Box) -> ShardedTensor:
+        # Megatron takes prepended axes of length 1 only from tensors of a regular grid.
+        extra = part.prepend_axis_num
+        offset = (*part.global_offset[:extra], *(base + low for base, (low, _) in zip(part.global_offset[extra:], box, strict=True)))
+        data = values[(None,) * extra]
+        return ShardedTensor(
+            f"optimizer.state.{kind}.{part.key}",
+            data,
+            data.dtype,
+            tuple(data.shape),
+            part.global_shape,
+            offset,
+            None,
+            self.replica_id,
+            allow_shape_mismatch=part.allow_shape_mismatch,
+        )
+
+
+def _shards(optimizer: DistributedOptimizer, entries: WeightEntries) -> Iterator[_OptimizerShard]:
+    by_parameter = {id(entry.data): entry for entry in entries.values()}
+    for parameter in optimizer.model_param_gbuf_map:
+        entry = by_parameter[id(parameter)]
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+        state = optimizer._get_main_param_and_optimizer_states(parameter)
+        yield _OptimizerShard(parameter, entry, start, state, _replica_id(entry, optimizer.distributed_optimizer_instance_id))
+
+
+def _turns(entries: WeightEntries) -> dict[str, tuple[dist.ProcessGroup, int]]:
+    """The replicas of each weight, and the rank among them whose turn it is: turns of about the same size, the same answer on all."""
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_group()
+    num_bytes = {group: [0] * group.size() for group in (dense, experts)}
+    turns = {}
+    for name, entry in sorted(entries.items(), key=lambda item: -item[1].data.nbytes):
+        # Megatron's mark on parameters that are replicated like experts.
+        group = dense if getattr(entry.data, "allreduce", True) else experts
+        rank = min(range(group.size()), key=num_bytes[group].__getitem__)
+        num_bytes[group][rank] += entry.data.nbytes
+        turns[name] = group, rank
+    return turns
+
+
+def _is_mine(turn: tuple[dist.ProcessGroup, int]) -> bool:
+    group, rank = turn
+    return group.rank() == rank
+
+
+def _replica_id(entry: WeightEntry, replica: int) -> tuple[int, ...]:
+    """The entry's id, (stage, tp rank, replica), with another replica; Megatron writes the entries whose id is zeros."""
+    assert isinstance(entry.replica_id, tuple) and len(entry.replica_id) == 3, f"{entry.key} has replica id {entry.replica_id}"
+    return (*entry.replica_id[:2], replica)
+
+
+def _parts(entry: WeightEntry) -> list[ShardedTensor]:
+    return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
+
+
+def _box_in(view: Tensor, tensor: Tensor) -> Box:
+    """The box of a tensor that a view with the same strides shows; a copy of the tensor is refused, because it is not live memory."""
+    offset, starts = view.storage_offset() - tensor.storage_offset(), []
+    assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and view.stride() == tensor.stride()
+    for stride in tensor.stride():
+        starts.append(offset // stride)
+        offset %= stride
+    return tuple((start, start + size) for start, size in zip(starts, view.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class _TablePart:
+    """A box of a rank's tensor, and the box of a checkpoint's tensor that holds it."""
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    local: Box
+
+
+class LayoutEntries:
+    """Makes the entries of a rank's parameters from tables. Keys of the checkpoint end in .weight, or go on with the name of a section."""
+
+    def __init__(self, layout: Layout, checkpoint: Layout) -> None:
+        """`layout` is the rank's; `checkpoint` has the global tensors of all ranks."""
+        self._layout = layout
+        self._holders: dict[str, list[tuple[Slot, SlotLayout, Piece]]] = {}
+        for slot, content in checkpoint.items():
+            for piece in content.pieces:
+                self._holders.setdefault(piece.name, []).append((slot, content, piece))
+
+    def entry(self, slot: Slot, parameter: Tensor, replica_id: ReplicaId) -> ShardedTensorFactory:
+        """The entry of one parameter; exactly one of the ranks with the same part has a `replica_id` of zeros."""
+        parts = self._parts(slot)
+        end = parts[0].key.index(_SUFFIX) + len(_SUFFIX)
+
+        def build(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
+            assert flattened_range is None
+            return [_sharded(key + part.key[end:], part, tensor, replica_id) for part in parts]
+
+        @torch.no_grad()
+        def merge(tensors: list[Tensor]) -> Tensor:
+            whole = torch.empty(self._layout[slot].shape, dtype=tensors[0].dtype, device=tensors[0].device)
+            for part, tensor in zip(parts, tensors, strict=True):
+                box_view(whole, part.local).copy_(tensor)
+            return whole
+
+        return ShardedTensorFactory(parts[0].key[:end], parameter, build, merge, replica_id)
+
+    def _parts(self, slot: Slot) -> list[_TablePart]:
+        parts: list[_TablePart] = []
+        for piece in self._layout[slot].pieces:
+            for holder, content, held in self._holders[piece.name]:
+                common = intersect(piece.box, held.box)
+                if common is not None:
+                    box, local = place(common, held.box, held.local), place(common, piece.box, piece.local)
+                    parts.append(_TablePart(holder.name, content.shape, box, local))
+        return _joined(parts)
+
+
+def _joined(parts: list[_TablePart]) -> list[_TablePart]:
+    """Joins parts whose rows follow each other in both tensors: query, key and value of a rank are one block of the checkpoint."""
+    joined: list[_TablePart] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        dim = len(part.box) - len(part.local)
+        if last is not None and last.key == part.key and last.box[:dim] == part.box[:dim]:
+            if last.box[dim][1] == part.box[dim][0] and last.local[0][1] == part.local[0][0]:
+                box = (*last.box[:dim], (last.box[dim][0], part.box[dim][1]), *last.box[dim + 1 :])
+                joined[-1] = _TablePart(last.key, last.shape, box, ((last.local[0][0], part.local[0][1]), *last.local[1:]))
+                continue
+        joined.append(part)
+    return joined
+
+
+def _sharded(key: str, part: _TablePart, tensor: Tensor, replica_id: ReplicaId) -> ShardedTensor:
+    data, sizes = box_view(tensor, part.local), lengths(part.box)
+    return ShardedTensor(
+        key,
+        data,
+        data.dtype,
+        tuple(data.shape),
+        part.shape,
+        tuple(start for start, _ in part.box),
+        tuple(total // size for total, size in zip(part.shape, sizes, strict=True)),
+        replica_id,
+        len(part.box) - data.ndim,
+    )

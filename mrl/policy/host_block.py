@@ -1,0 +1,121 @@
+"""Host memory for tensors that leave the device: one block for all of them, pinned on GPU hosts.
+
+Torch's own pinned memory rounds each tensor up to a power of two: 20 MB take 34.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256
+"""Bytes to which every tensor in a block is aligned, as CUDA aligns its allocations. Megatron starts its buckets at multiples of them, too:
+with less, cuBLAS may pick an algorithm that does not fit the address (megatron/core/distributed/param_and_grad_buffer.py)."""
+
+
+def pageable(num_bytes: int) -> Tensor:
+    """A block of ordinary memory, uint8; it goes back to the system with the last tensor in it."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def pinned(num_bytes: int) -> Tensor:
+    """A block of page-locked memory, uint8; `unpin` it before it goes."""
+    block = pageable(num_bytes)
+    runtime = torch.cuda.cudart()
+    assert runtime is not None
+    torch.cuda.check_error(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0))
+    return block
+
+
+def unpin(block: Tensor) -> None:
+    """Unlocks a block of `pinned` memory that holds no tensor any more."""
+    # No copy may be under way when the pages are given back.
+    torch.cuda.synchronize()
+    runtime = torch.cuda.cudart()
+    assert runtime is not None
+    torch.cuda.check_error(runtime.cudaHostUnregister(block.data_ptr()))
+
+
+class HostBlock:
+    """The block of host memory that a set of tensors shares while it is off the device."""
+
+    def __init__(self, allocate: Callable[[int], Tensor] = pinned, release: Callable[[Tensor], object] = unpin) -> None:
+        """`allocate` makes a block of so many bytes, uint8; `release` takes back one that holds no tensor any more."""
+        self._allocate, self._release = allocate, release
+        self._block: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the block; 0 before the first tensor came."""
+        return 0 if self._block is None else self._block.nbytes
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in the block."""
+        return self._block is not None and tensor.untyped_storage().data_ptr() == self._block.untyped_storage().data_ptr()
+
+    @torch.no_grad()
+    def take_in(self, tensors: Sequence[Tensor]) -> None:
+        """Moves the tensors into the block, which then holds nothing else; values stay, and so do the tensor objects.
+
+        Makes a new block if this one is too small, or if it holds some of the tensors already.
+        """
+        held = [self.holds(tensor) for tensor in tensors]
+        if all(held):
+            return
+        offsets, num_bytes = block_offsets([tensor.nbytes for tensor in tensors])
+        old = None
+        if self._block is None or self._block.nbytes < num_bytes or any(held):
+            old, self._block = self._block, None
+            if old is not None and not any(held):
+                # Before the new one is made, so that there is memory for it.
+                self._release(old)
+                old = None
+            self._block = self._allocate(num_bytes)
+        for tensor, home in zip(tensors, _views(self._block, tensors, offsets), strict=True):
+            tensor.data = home.copy_(tensor, non_blocking=True)
+        if old is not None:
+            self._release(old)
+
+    def give_back(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        """Moves those of the tensors that lie in the block to `device`; values and tensor objects stay."""
+        for tensor in filter(self.holds, tensors):
+            # The same tensor object: parameter groups, state and Megatron's lists of shards all hold it.
+            tensor.data = torch.empty_like(tensor, device=device).copy_(tensor.detach(), non_blocking=True)
+
+
+@torch.no_grad()
+def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in one block of host memory, pinned where the tensors are on a GPU. The block lives as long as the process."""
+    if not tensors:
+        # The system gives no block of 0 bytes.
+        return []
+    offsets, num_bytes = block_offsets([tensor.nbytes for tensor in tensors])
+    block = (pinned if any(tensor.is_cuda for tensor in tensors) else pageable)(num_bytes)
+    return [home.copy_(tensor) for tensor, home in zip(tensors, _views(block, tensors, offsets), strict=True)]
+
+
+@torch.no_grad()
+def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Exchanges the values of two tensors, bit for bit, pair by pair: at any time there is one more tensor in memory, not more."""
+    for left, right in pairs:
+        kept = left.detach().clone()
+        left.copy_(right)
+        right.copy_(kept)
+
+
+def block_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where tensors of these bytes lie in their block, in order, and the bytes of the block."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def _views(block: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
+    """Parts of a block, one with the shape and type of each tensor."""
+    parts = [block[offset : offset + tensor.nbytes] for tensor, offset in zip(tensors, offsets, strict=True)]
+    return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
