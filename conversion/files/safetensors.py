@@ -18,7 +18,7 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from conversion.boxes import Box, Layout, Slot, lengths
+from conversion.boxes import Box, Layout, Slot
 from conversion.files.durable import IO_TIMEOUT_S
 from conversion.files.hashed_files import FinishedFiles, HashedFile
 from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, HeaderTensor, read_header, weights_by_file, write_json
@@ -91,16 +91,6 @@ class SafetensorsFolder:
         if stored not in DTYPES:
             raise ValueError(f"{self._folder}: {name} has dtype {stored}; only unquantised weights are supported ({sorted(DTYPES)})")
         return DTYPES[stored]
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, in its stored dtype. Touches only the file that it lies in.
-
-        Raises:
-            ValueError: there is no such tensor, or the box is out of its bounds.
-        """
-        tensor = torch.empty(lengths(box), dtype=self.dtype(name))
-        self.read_into(name, box, tensor)
-        return tensor
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
         """Copies a box of a tensor into `target`, cast to its dtype. Memory holds no more than `target` and a block.

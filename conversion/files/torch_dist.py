@@ -18,7 +18,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from conversion.boxes import Box, Layout, Piece, Slot, counted_from, full, intersect, lengths, place, tiling_fault
+from conversion.boxes import Box, Layout, Piece, Slot, counted_from, intersect, lengths, place, tiling_fault
 from conversion.files.checkpoint_metadata import METADATA_FILE, CheckpointMetadata, StoredChunk
 from conversion.files.hf_folder import read_config
 from conversion.files.reading import open_file, read_file
@@ -113,16 +113,6 @@ class TorchDistFolder:
             ValueError: there is no such tensor.
         """
         return self._metadata.dtype(self._known(key))
-
-    def read(self, key: str) -> Tensor:
-        """The whole global tensor, put together from the chunks that the ranks wrote.
-
-        Raises:
-            ValueError: there is no such tensor, or a file is missing or damaged.
-        """
-        tensor = torch.empty(self.shape(key), dtype=self.dtype(key))
-        self.read_into(key, full(tensor.shape), tensor)
-        return tensor
 
     def read_into(self, key: str, box: Box, target: Tensor) -> None:
         """Copies a box of a global tensor into `target`, cast to its dtype.

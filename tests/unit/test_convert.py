@@ -18,6 +18,7 @@ from conversion.convert import open_checkpoint
 from conversion.families.registry import family
 from conversion.files.manifest import file_faults, read_manifest
 from conversion.files.torch_dist import find_checkpoint
+from conversion.tensors import read_whole
 from mrl.config.hub import model_folder
 from mrl.convert import main, size_in_bytes
 from tests.unit.conversion.dense import TINY
@@ -295,7 +296,7 @@ def test_what_torch_wrote_is_read_like_what_we_write(mcore_folder: Path, hf_fold
     """The same tensors saved by torch's own writer, one of them as a parameter and one with its dimensions swapped in memory."""
     checkpoint = tmp_path / "mcore" / "iter_0000000"
     opened = open_checkpoint(mcore_folder)
-    state: dict[str, torch.Tensor] = {key: opened.folder.read(key) for key in opened.folder.keys}
+    state: dict[str, torch.Tensor] = {key: read_whole(opened.folder, key) for key in opened.folder.keys}
     state["decoder.final_norm.weight"] = torch.nn.Parameter(state["decoder.final_norm.weight"])
     router = "decoder.layers.1.mlp.router.weight"
     state[router] = state[router].t().contiguous().t()

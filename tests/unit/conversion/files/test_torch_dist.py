@@ -20,7 +20,7 @@ from conversion.families.registry import family
 from conversion.files import torch_dist
 from conversion.files.torch_dist import CanonicalTensors, TorchDistFolder
 from conversion.files.torch_dist_writer import Chunk, files_of_size, restricted, write_torch_dist
-from conversion.tensors import byte_view
+from conversion.tensors import byte_view, read_whole
 from tests.unit.conversion.dense import TINY
 from tests.unit.conversion.memory import InMemory
 
@@ -55,7 +55,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path, padded_vocabulary:
     assert list(read) == list(FAMILY.canonical(TINY))
     for name, tensor in canonical.items():
         assert torch.equal(read[name], tensor)
-    assert not source.read("output_layer.weight")[264:].any()
+    assert not read_whole(source, "output_layer.weight")[264:].any()
 
 
 def test_every_slot_keeps_its_dtype(tmp_path: Path):
@@ -159,10 +159,10 @@ def test_a_missing_or_short_file_is_named(tmp_path: Path):
     (data,) = tmp_path.glob("*.distcp")
     data.write_bytes(data.read_bytes()[:200])
     with pytest.raises(ValueError, match="decoder.a cannot be read"):
-        source.read("decoder.a")
+        read_whole(source, "decoder.a")
     data.unlink()
     with pytest.raises(ValueError, match="decoder.a cannot be read"):
-        source.read("decoder.a")
+        read_whole(source, "decoder.a")
 
 
 def in_files_of_rows(folder: Path, tensor: Tensor) -> Path:
@@ -182,7 +182,7 @@ def test_chunks_that_overlap_and_leave_as_much_out_are_refused(tmp_path: Path):
     metadata.storage_data[MetadataIndex("decoder.a", torch.Size([1]))] = metadata.storage_data[MetadataIndex("decoder.a", torch.Size([2]))]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"do not cover \(\(0, 4\),\) once: there, boxes .* overlap"):
-        TorchDistFolder(tmp_path).read("decoder.a")
+        read_whole(TorchDistFolder(tmp_path), "decoder.a")
 
 
 def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -190,7 +190,7 @@ def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tensor = torch.randn(12, 3)
     source = TorchDistFolder(in_files_of_rows(tmp_path, tensor))
     for _ in range(2):
-        assert torch.equal(source.read("decoder.a"), tensor)
+        assert torch.equal(read_whole(source, "decoder.a"), tensor)
         assert len([link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(str(tmp_path))]) == 2
 
 
@@ -227,15 +227,15 @@ def test_what_torch_saves_is_read_in_place_and_a_flipped_bit_is_found(tmp_path: 
     data = saved(tmp_path, tensor)
     real, devices = torch.load, []
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: devices.append(kwargs["map_location"]) or real(*args, **kwargs))
-    assert torch.equal(TorchDistFolder(tmp_path).read("a"), tensor)
+    assert torch.equal(read_whole(TorchDistFolder(tmp_path), "a"), tensor)
     assert devices == ["meta"]
     content = bytearray(data.read_bytes())
     last = content.index(bytes(byte_view(tensor))) + tensor.nbytes - 1
     content[last] ^= 1
     data.write_bytes(content)
-    assert not torch.equal(TorchDistFolder(tmp_path, verify=False).read("a"), tensor)
+    assert not torch.equal(read_whole(TorchDistFolder(tmp_path, verify=False), "a"), tensor)
     with pytest.raises(ValueError, match="a cannot be read: __0_0.distcp at byte 0 is damaged: .*/data/0 does not have its CRC-32"):
-        TorchDistFolder(tmp_path).read("a")
+        read_whole(TorchDistFolder(tmp_path), "a")
 
 
 def test_content_that_would_end_behind_the_archive_is_refused(tmp_path: Path):
@@ -246,7 +246,7 @@ def test_content_that_would_end_behind_the_archive_is_refused(tmp_path: Path):
     content[header + 28 : header + 30] = b"\xff\xff"
     data.write_bytes(content)
     with pytest.raises(ValueError, match="a cannot be read: .*"):
-        TorchDistFolder(tmp_path, verify=False).read("a")
+        read_whole(TorchDistFolder(tmp_path, verify=False), "a")
 
 
 def test_other_orders_of_bytes_and_compressed_records_are_left_to_torch(tmp_path: Path):
@@ -263,7 +263,7 @@ def test_other_orders_of_bytes_and_compressed_records_are_left_to_torch(tmp_path
         for info in metadata.storage_data.values():
             info.length = data.stat().st_size
         (tmp_path / name / ".metadata").write_bytes(pickle.dumps(metadata))
-        read = TorchDistFolder(tmp_path / name).read("a")
+        read = read_whole(TorchDistFolder(tmp_path / name), "a")
         assert torch.equal(read, tensor.flip(0) if order == b"big" else tensor)
 
 
@@ -271,7 +271,7 @@ def test_other_orders_of_bytes_and_compressed_records_are_left_to_torch(tmp_path
 def test_what_is_no_archive_is_damaged(tmp_path: Path, damage: bytes):
     saved(tmp_path, torch.zeros(3)).write_bytes(damage)
     with pytest.raises(ValueError, match="a cannot be read: __0_0.distcp at byte 0 is damaged"):
-        TorchDistFolder(tmp_path).read("a")
+        read_whole(TorchDistFolder(tmp_path), "a")
 
 
 def test_a_chunk_that_runs_something_is_not_read(tmp_path: Path):
@@ -286,4 +286,4 @@ def test_a_chunk_that_runs_something_is_not_read(tmp_path: Path):
         info.length = data.stat().st_size
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="is not a plain tensor, so it is not read: its pickle asks for eval$"):
-        TorchDistFolder(tmp_path).read("a")
+        read_whole(TorchDistFolder(tmp_path), "a")
