@@ -1,6 +1,6 @@
 """Memory that a process owns and other processes map: of the host, or of a GPU through CUDA IPC, from the same GPU only.
 
-Host memory is a memfd: it has no name, so it dies with its last user. A page of it stands in front of the bytes, and alone where these are
+Host memory is a memfd: it has no name, so it dies with its last user. A page of it precedes the bytes, and stands alone where these are
 on a GPU. It holds the epoch and the owner, so that an old handle is refused without touching the GPU.
 """
 
@@ -67,7 +67,7 @@ class MemoryHandle:
 
 @dataclass(frozen=True)
 class ArenaRow:
-    """Where one slot lies in an arena: contiguous, `offset` in bytes."""
+    """Place of one slot in an arena: contiguous, `offset` in bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -196,7 +196,7 @@ class MappedMemory:
         device = next((device for device in devices if _gpu_uuid(device) == gpu.uuid), None)
         if device is None:
             raise RefitError(
-                f"cannot map {self}: it lies on GPU {gpu.uuid}, which this process does not see; "
+                f"cannot map {self}: it is on GPU {gpu.uuid}, which this process does not see; "
                 "an engine worker pulls from the trainer rank on its own GPU"
             )
         try:

@@ -1,4 +1,4 @@
-"""Requests that reach an engine from other threads of its process; the thread that steps the engine takes them in and answers them."""
+"""Queue of questions from other threads of an engine's process. The thread that steps the engine takes them in and answers them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answered:
-    """What vLLM sampled for a question."""
+    """The answer of vLLM to a question."""
 
     output: RequestOutput
     weight_version: int
     """Of the engine when it took the question in: no token is older."""
     num_weight_versions: int
-    """How many versions the engine has had meanwhile: 1 unless a refit came in between."""
+    """How many versions the engine has had until the answer was complete: 1 unless a refit came in between."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Question:
     """One request, in vLLM's own terms."""
 
     question_id: str
-    """Unlike that of any other."""
+    """Unique."""
     prompt: EngineInput
     params: SamplingParams
     answer: Callable[[Answered | Exception], None]
-    """Gets what was sampled, or why the question was refused; called once, by the thread that steps the engine, unless it is withdrawn."""
+    """Gets the answer, or the reason for a refusal; called once, by the thread that steps the engine, unless the question is withdrawn."""
 
 
 class Callers:
-    """The questions on their way into an engine. `ask` and `withdraw` are for any thread, all else for the one that steps the engine."""
+    """Questions on their way into an engine. Any thread may `ask` and `withdraw`; the rest is for the thread that steps the engine."""
 
     def __init__(self, num_slots: int) -> None:
-        """`num_slots` answers may be in the engine at the same time; what comes on top of them waits here, in order."""
+        """`num_slots` answers may be in the engine at the same time; further questions wait here, in order."""
         self._num_slots = num_slots
         self._waiting: deque[Question] = deque()
         self._coming: queue.SimpleQueue[Question | str] = queue.SimpleQueue()
@@ -51,21 +51,21 @@ class Callers:
         self._coming.put(question)
 
     def withdraw(self, question_id: str) -> None:
-        """Nobody waits for the answer any more."""
+        """Drops a question whose asker has gone."""
         self._coming.put(question_id)
 
     @property
     def are_waiting(self) -> bool:
-        """Whether there is a question that has no answer yet."""
+        """Whether some question has no answer yet."""
         return bool(self._asked or self._waiting) or not self._coming.empty()
 
     @property
     def num_inside(self) -> int:
-        """Answers that the engine owes to the questions that it took in."""
+        """Answers that the engine owes to questions inside."""
         return sum(question.params.n for question, _, _ in self._asked.values())
 
     def take(self) -> tuple[list[Question], list[str]]:
-        """Questions for which there are slots now, in order, and ids of those that were withdrawn after the engine had taken them in."""
+        """Returns the questions that have slots now, in order, and the ids of questions inside that were withdrawn."""
         withdrawn = []
         for _ in range(self._coming.qsize()):
             item = self._coming.get_nowait()
@@ -83,11 +83,11 @@ class Callers:
         return taken, withdrawn
 
     def note(self, question: Question, *, weight_version: int, num_refits: int) -> None:
-        """The engine has taken a question in, at this version and after so many refits."""
+        """Records that the engine has taken a question in, at this version and after so many refits."""
         self._asked[question.question_id] = (question, weight_version, num_refits)
 
     def answer(self, output: RequestOutput, *, num_refits: int) -> bool:
-        """Whether an output of vLLM is the answer to a question; then whoever asked it gets it. `num_refits` as in `note`, now."""
+        """Passes an output of vLLM to whoever asked for it; False if it answers no question. `num_refits` is as in `note`, now."""
         found = self._asked.pop(output.request_id, None)
         if found is not None:
             question, weight_version, earlier = found

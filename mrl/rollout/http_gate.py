@@ -1,4 +1,4 @@
-"""What a request passes before anything of it is read: its key, its size, and deadlines for all that a client sends. Needs no vLLM.
+"""Checks requests before their bodies are read: the key, the size, and deadlines for all that a client sends. Needs no vLLM.
 
 uvicorn bounds headers in bytes (`h11_max_incomplete_event_size`) and idle connections in time (`timeout_keep_alive`). It has no deadline
 for headers or bodies, and its `limit_concurrency` would let strangers shut out those who have the key.
@@ -24,9 +24,9 @@ OPEN_PATH = "/health"
 # Agents keep connections open between their turns, while tools work.
 KEEP_ALIVE_S = 120
 HEADER_S = 10.0
-"""For the headers of a request, from the connection or their first byte on."""
+"""Deadline for the headers of a request, from the connection or their first byte on."""
 BODY_S = 60.0
-"""For the body of a request, from its headers on."""
+"""Deadline for the body of a request, from its headers on."""
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_STRANGERS = 256
 """Open connections on which nobody has shown the key yet."""
@@ -34,11 +34,11 @@ MAX_STRANGERS = 256
 BODY_BYTES_PER_TOKEN = 32
 SMALL_BODY_BYTES = 2**20
 STATE = "connection"
-"""Where the scope of a request holds its `Connection`."""
+"""Key of the `Connection` in the scope of a request."""
 
 
 def max_body_bytes(max_model_len: int) -> int:
-    """Longest body of a request: what the longest prompt can take, and 1 MiB for tools and schemas."""
+    """Longest body of a request: the longest prompt, and 1 MiB for tools and schemas."""
     return SMALL_BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
 
 
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         self._num_answering = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has come."""
+        """Accepts a client; closes the oldest stranger where there are too many."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
         self._strangers[self] = None
         if len(self._strangers) > MAX_STRANGERS:
@@ -63,44 +63,44 @@ class Connection(asyncio.Protocol):
         self._inner.connection_made(self._transport)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the client's: of headers, unless a request is being answered."""
+        """Passes bytes of the client on: of headers, unless a request is being answered."""
         if self._num_answering == 0:
             self._await_headers()
         self._inner.data_received(data)
 
     def eof_received(self) -> None:
-        """The client sends nothing more."""
+        """Passes on that the client sends nothing more."""
         self._inner.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Passes on that the connection is closed."""
         self._strangers.pop(self, None)
         self._forget_deadline()
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client reads slowly."""
+        """Passes on that the client reads slowly."""
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Passes on that the client has read."""
         self._inner.resume_writing()
 
     def begin(self) -> None:
-        """The headers of a request are there."""
+        """Ends the deadline: the headers of a request are complete."""
         self._num_answering += 1
         self._forget_deadline()
 
     def end(self) -> None:
-        """The request is answered; uvicorn closes the connection if no other follows."""
+        """Marks a request as answered; uvicorn closes the connection if no other follows."""
         self._num_answering -= 1
 
     def trust(self) -> None:
-        """The client has shown the key."""
+        """Takes the client off the strangers: it has shown the key."""
         self._strangers.pop(self, None)
 
     def close(self) -> None:
-        """Ends the connection, whatever it is at."""
+        """Ends the connection at once."""
         self._strangers.pop(self, None)
         if self._transport is not None:
             self._transport.abort()
@@ -133,7 +133,7 @@ def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int)
 
 
 def connections() -> Callable[..., Connection]:
-    """What uvicorn's `http` is set to: makes a `Connection` of one server for each client."""
+    """Factory of one server's `Connection`s, for uvicorn's setting `http`."""
     strangers: dict[Connection, None] = {}
 
     def connect(
@@ -145,7 +145,7 @@ def connections() -> Callable[..., Connection]:
 
 
 def gate(app: ASGIApp, *, api_key: str, max_body: int) -> ASGIApp:
-    """`app` behind the checks: 401 and 413 by the headers, 413 and 408 while the body is read.
+    """Puts the checks in front of `app`: 401 and 413 by the headers, 413 and 408 while the body is read.
 
     `app` gets bodies whole. The connection of a refused request is closed: what it still sends is read by nobody.
     """
@@ -179,7 +179,7 @@ Refusal = tuple[int, str]
 
 
 def _find_refusal(path: str, headers: dict[bytes, bytes], *, has_key: bool, max_body: int) -> Refusal | None:
-    """Why a request is refused before its body is read, if it is."""
+    """The reason to refuse a request before its body is read, if there is one."""
     length = headers.get(b"content-length")
     if path == OPEN_PATH:
         has_body = length not in (None, b"0") or b"transfer-encoding" in headers
@@ -195,7 +195,7 @@ def _too_long(max_body: int) -> str:
 
 
 async def _read(receive: Receive, max_body: int) -> bytes | Refusal:
-    """The body, or why it is not read to its end."""
+    """Reads the body; returns the reason where it cannot be read to its end."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):

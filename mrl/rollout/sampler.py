@@ -16,7 +16,7 @@ _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "le
 
 
 def sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingParams:
-    """vLLM's parameters for a request: its own seed, exactly its stop tokens, logprobs of the drawn tokens, answer only when finished.
+    """vLLM's parameters for a request: its own seed, exactly its stop tokens, logprobs of the drawn tokens, one answer at the end.
 
     Raises:
         ValueError: the prompt leaves no room for a token.

@@ -53,7 +53,7 @@ class Sessions:
         self._said: dict[str, list[Said]] = {}
 
     def add(self, session_id: str, turn: SessionTurn, messages: Sequence[Message]) -> None:
-        """Keeps a turn. `messages` are the conversation with the answer; empty for a prompt without messages."""
+        """Adds a turn. `messages` are the conversation with the answer; empty for a prompt without messages."""
         self._turns.setdefault(session_id, []).append(turn)
         self._said[session_id] = [said(message) for message in messages]
         self._turns.move_to_end(session_id)
@@ -62,7 +62,7 @@ class Sessions:
             del self._said[oldest]
 
     def sampled_ids(self, session_id: str, messages: Sequence[Message]) -> list[int] | None:
-        """Prompt and answer of the session's last turn, if a conversation goes on from it; else None: there is none, or it was rewritten.
+        """Tokens of the session's last turn, if a conversation goes on from it; None where there is none, or it was rewritten.
 
         Thoughts are not compared: clients do not send them back.
         """
@@ -73,7 +73,7 @@ class Sessions:
         return [*last.prompt_token_ids, *last.token_ids]
 
     def num_answered(self, session_id: str) -> int:
-        """Messages of the conversation as far as the session has answered it."""
+        """Number of messages that the session has answered."""
         return len(self._said.get(session_id, ()))
 
     def is_continuation(self, session_id: str, prompt_token_ids: Sequence[int]) -> bool:
@@ -96,7 +96,7 @@ class Sessions:
 
 
 def said(message: Message) -> Said:
-    """What a message says, however a client spells it: text in parts or whole, absent or empty."""
+    """The compared parts of a message, however a client spells it: text in parts or whole, absent or empty."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
@@ -106,7 +106,7 @@ def said(message: Message) -> Said:
 
 
 def take_prefix(body: Mapping[str, object]) -> tuple[dict[str, object], list[int] | None]:
-    """A request without the fields that say with which tokens its prompt begins, and these tokens, if it says so.
+    """Splits a request into its other fields and the tokens with which its prompt must begin, if it names them.
 
     Raises:
         ValueError: they are no token ids.
