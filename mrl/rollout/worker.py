@@ -92,18 +92,13 @@ class RefitWorker:
         return self._prepared().verify(round_index)
 
     def finish_refit(self) -> VerifyReport:
-        """The report of the whole refit; see `Puller.finish`. The model computes with the new weights from here on."""
-        report = self._prepared().finish()
-        self.rebuild_kernel_weights()
-        return report
-
-    def rebuild_kernel_weights(self) -> None:
-        """Does nothing: no kernel keeps weights besides the parameters, such as repacked for a CPU or reordered for FlashInfer.
+        """The report of the whole refit; see `Puller.finish`. The model computes with the new weights from here on.
 
         A refit writes parameters in the layout in which vLLM loads them. The engine's arguments and `cpu.install` choose only kernels that
-        read them so; refit zero and the witness tests fail for one that does not. A kernel with a layout of its own would be rebuilt here,
-        after all bytes have been verified and before the first token.
+        read them so; refit zero and the witness tests fail for one that keeps a copy of its own, such as repacked for a CPU or reordered
+        for FlashInfer. Such a kernel would rebuild its copy here, after all bytes have been verified and before the first token.
         """
+        return self._prepared().finish()
 
     def record_routes(self, layers: Sequence[int]) -> None:
         """Starts to keep the routes of requests; see `RouteRecorder`."""
