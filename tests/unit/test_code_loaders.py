@@ -31,9 +31,8 @@ LOADERS = {
 """What runs code that a file, a pickle or a text names, or may be told to."""
 
 REASONS = {
-    ("conversion/storage/pickles.py", "pickle._Unpickler"): "the restricted reader itself",
-    ("conversion/storage/pickles.py", "pickle.Unpickler"): "the type of the restricted reader",
-    ("conversion/storage/torch_dist_io.py", "torch.load"): "weights_only=True, of a chunk whose pickle the restricted reader refused",
+    ("conversion/files/checkpoint_metadata.py", "pickle.Unpickler"): "the restricted reader itself",
+    ("conversion/files/torch_dist.py", "torch.load"): "weights_only=True, of a chunk whose pickle the restricted reader refused",
     ("mrl/policy/checkpoint.py", "torch.load"): "weights_only=True, of common.pt",
     ("mrl/policy/cpu.py", "importlib.import_module"): "names that stand in the same file",
     ("mrl/rollout/cpu.py", "importlib.import_module"): "names that stand in the same file",
@@ -64,7 +63,7 @@ def test_every_use_is_listed_with_its_reason():
     assert found == REASONS.keys()
 
 
-@pytest.mark.parametrize("path", ["conversion/storage/torch_dist_io.py", "mrl/policy/checkpoint.py"])
+@pytest.mark.parametrize("path", ["conversion/files/torch_dist.py", "mrl/policy/checkpoint.py"])
 def test_torch_reads_weights_only(path: str):
     calls = [node for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
     loads = [
