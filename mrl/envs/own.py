@@ -67,16 +67,6 @@ def make(function: str) -> Score:
     Raises:
         ValueError: there is no such function, or its parameters are not known.
     """
-    found = load(function)
-    return functools.partial(_score, found, arguments_of(found, function))
-
-
-def load(function: str) -> Callable[..., object]:
-    """The function at `pkg.mod:fn`.
-
-    Raises:
-        ValueError: there is none.
-    """
     module, _, name = function.partition(":")
     try:
         found = operator.attrgetter(name)(importlib.import_module(module))
@@ -84,7 +74,7 @@ def load(function: str) -> Callable[..., object]:
         raise ValueError(f"no reward function {function!r}: {error}") from error
     if not callable(found):
         raise ValueError(f"{function!r} is not a function")
-    return found
+    return functools.partial(_score, found, arguments_of(found, function))
 
 
 def arguments_of(function: Callable[..., object], name: str) -> list[str]:

@@ -200,22 +200,18 @@ def reply_email(office: Office, /, email_id: str, body: str) -> object:
     return send_email(office, str(row.get("sender/recipient", "")), str(row.get("subject", "")), body)
 
 
-def search_emails(
-    office: Office, /, query: str = "", date_min: object = None, date_max: object = None, page: object = 1, page_size: object = PAGE_SIZE
-) -> object:
+def search_emails(office: Office, /, date_min: object = None, date_max: object = None, **query: object) -> object:
     """E-mails with all words of a query, newest first."""
     rows = [row for row in office.tables["emails"] if _between(row, "sent_datetime", date_min, date_max, DAY_CHARACTERS)]
-    rows = [row for row in rows if _has_words(row, ("subject", "body", "sender/recipient"), query)]
-    return _page(sorted(rows, key=lambda row: str(row.get("sent_datetime", "")), reverse=True), page, page_size)
+    rows.sort(key=lambda row: str(row.get("sent_datetime", "")), reverse=True)
+    return _with_words(rows, ("subject", "body", "sender/recipient"), **query)
 
 
-def search_events(
-    office: Office, /, query: str = "", time_min: object = None, time_max: object = None, page: object = 1, page_size: object = PAGE_SIZE
-) -> object:
-    """Events with all words of a query in name or participant."""
+def search_events(office: Office, /, time_min: object = None, time_max: object = None, **query: object) -> object:
+    """Events with all words of a query in name or participant, earliest first."""
     rows = [row for row in office.tables["events"] if _between(row, "event_start", time_min, time_max, TIME_CHARACTERS)]
-    rows = [row for row in rows if _has_words(row, ("event_name", "participant_email"), query)]
-    return _page(sorted(rows, key=lambda row: str(row.get("event_start", ""))), page, page_size)
+    rows.sort(key=lambda row: str(row.get("event_start", "")))
+    return _with_words(rows, ("event_name", "participant_email"), **query)
 
 
 def search_tasks(office: Office, /, **named: object) -> object:
@@ -274,9 +270,12 @@ def _page(rows: list[Record], page: object, page_size: object) -> list[Record]:
     return rows[(first - 1) * size : first * size]
 
 
-def _has_words(row: Record, fields: tuple[str, ...], query: object) -> bool:
-    text = " ".join(str(row.get(field, "")) for field in fields).lower()
-    return all(word in text for word in str(query).lower().split())
+def _with_words(
+    rows: list[Record], fields: tuple[str, ...], /, query: object = "", page: object = 1, page_size: object = PAGE_SIZE
+) -> list[Record]:
+    words = str(query).lower().split()
+    texts = [" ".join(str(row.get(field, "")) for field in fields).lower() for row in rows]
+    return _page([row for row, text in zip(rows, texts, strict=True) if all(word in text for word in words)], page, page_size)
 
 
 def _between(row: Record, field: str, low: object, high: object, length: int) -> bool:
