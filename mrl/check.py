@@ -13,15 +13,14 @@ from pathlib import Path
 
 from mrl.capacity.start_deadline import start_deadline
 from mrl.config.dialect.translate import Migration
-from mrl.config.errors import ConfigError, Unchecked, Unprovided
+from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
 from mrl.config.files import find_config
 from mrl.config.load import read_run
-from mrl.config.model import read_model, use_cached_folders
-from mrl.config.partial import NotKnown
-from mrl.config.redact import start_logging
+from mrl.config.model import read_model, with_cached_folders
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.data import train_datasets, validation_datasets
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import start_logging
 from mrl.target import find_target
 
 logger = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: boo
     except ConfigError as error:
         return Checked(None, Migration(), list(error.problems))
     if config is not None:
-        use_cached_folders(config)
+        config = with_cached_folders(config)
         problems = [*problems, *find_problems(config, to_evaluate=to_evaluate)]
     return Checked(config, migration, problems, path)
 

@@ -16,7 +16,7 @@ from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, export_
 from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
 from mrl import env
-from mrl.config.hub import model_folder
+from mrl.config.model import model_folder
 from mrl.store.console import bar_progress
 
 logger = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ from conversion.convert import convert_mcore_to_hf
 from mrl.cluster.head import NoCluster
 from mrl.cluster.session import start_engines
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
-from mrl.config.errors import ConfigError
+from mrl.config.errors import ConfigError, Problems
 from mrl.config.files import find_config
 from mrl.config.load import load_run
-from mrl.config.rules.evaluation import find_evaluation_problems
+from mrl.config.rules.algorithms import check_evaluation
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
 from mrl.loop.preflight import check_start
@@ -86,8 +86,9 @@ def preflight(config: RunConfig) -> PromptData:
     Raises:
         ValueError: naming every key, file or row at fault, the rule, and the way out.
     """
-    if problems := find_evaluation_problems(config):
-        raise ConfigError(problems)
+    check_evaluation(config, problems := Problems(config))
+    if problems.texts:
+        raise ConfigError(problems.texts)
     check_start(config)
     return load_prompts(config)
 

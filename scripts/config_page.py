@@ -9,18 +9,24 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import get_args, get_origin, get_type_hints
 
-from mrl.config.dialect.entry import Foreign
-from mrl.config.dialect.names import RENAMED, VALUES
-from mrl.config.dialect.no_effect import NO_EFFECT
-from mrl.config.dialect.refused import REFUSED
-from mrl.config.dialect.rules import REWRITTEN, REWRITTEN_SECTIONS
-from mrl.config.dialect.torch import BY_RULE, SAME_VALUE
-from mrl.config.rules.ranges import FIXED, ONLY, RANGES
-from mrl.config.schema.run import KEYS, RunConfig, section_of
+from mrl.config.dialect.rules import REWRITTEN, TEMPLATE_VARIABLES
+from mrl.config.dialect.tables import BY_RULE, NO_EFFECT, REFUSED, RENAMED, SAME_VALUE, VALUES, Foreign
+from mrl.config.fields import Only, Range
+from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
 from scripts.config_readers import key_readers
 
 IN_CONFIG: dict[str, str] = {"env.nemo_gym.config_paths": "mrl.config: they name environments, which are on anyway"}
 """Keys that say what other keys say, and are looked at where the config is read."""
+
+FIXED = frozenset(
+    [
+        "policy.megatron_cfg.moe_router_enable_expert_bias",
+        "policy.generation.backend",
+        "policy.reward_model_cfg.enabled",
+        "policy.reward_model_cfg.reward_model_type",
+    ]
+)
+"""Keys with one possible value, by their type or by a rule of `find_problems`: no code has to read them. So are those with `Only`."""
 
 
 def config_tables() -> str:
@@ -31,7 +37,7 @@ def config_tables() -> str:
     parts.append(_table("Values with another name", ("key", "NeMo RL", "here"), values))
     translated = [(f"`{old}`", f"`{new}`: the same value") for old, new in SAME_VALUE.items()]
     translated += [(f"`{old}`", f"`{new}`, by a rule") for old, new in BY_RULE.items()]
-    translated += [(f"`{old}`", "by a rule of `mrl/config/dialect/rules.py`") for old in (*REWRITTEN, *REWRITTEN_SECTIONS)]
+    translated += [(f"`{old}`", "by a rule of `mrl/config/dialect/rules.py`") for old in (*REWRITTEN, *TEMPLATE_VARIABLES)]
     parts.append(_table("Keys that are translated", ("NeMo RL", "here"), sorted(translated)))
     parts.append(_foreign("Keys without effect", NO_EFFECT))
     parts.append(_foreign("Keys that are refused", REFUSED))
@@ -40,7 +46,24 @@ def config_tables() -> str:
 
 def unread_keys(readers: Mapping[str, object]) -> set[str]:
     """The keys that no product module reads, less those that a check fixes to one value, and those of `IN_CONFIG`."""
-    return KEYS.keys() - readers.keys() - FIXED - IN_CONFIG.keys()
+    return KEYS.keys() - readers.keys() - FIXED - IN_CONFIG.keys() - {key for key, marker in markers().items() if isinstance(marker, Only)}
+
+
+def markers(section: type = RunConfig, prefix: str = "") -> dict[str, Range | Only]:
+    """By dotted key, the numbers or the only value that the field's type allows."""
+    found: dict[str, Range | Only] = {}
+    for name, hint in fields_of(section).items():
+        if (inner := section_of(hint)) is not None:
+            found |= markers(inner, f"{prefix}{name}.")
+        elif (marker := marker_of(hint)) is not None:
+            found[prefix + name] = marker
+    return found
+
+
+def marker_of(hint: object) -> Range | Only | None:
+    """The marker of a field's type, through `| None`."""
+    marks = (mark for part in (hint, *get_args(hint)) for mark in getattr(part, "__metadata__", ()))
+    return next((mark for mark in marks if isinstance(mark, Range | Only)), None)
 
 
 def manuals(section: type) -> dict[str, str]:
@@ -61,23 +84,24 @@ def _section_tables(section: type, prefix: str, readers: Mapping[str, list[str]]
     values, inner = [], ""
     for field in dataclasses.fields(section):
         below = section_of(hints[field.name])
-        key = f"{prefix}{field.name}"
+        key, marker = f"{prefix}{field.name}", marker_of(fields_of(section)[field.name])
         if below is not None:
             inner += "\n" + _section_tables(below, f"{key}.", readers)
             continue
         read_by = ", ".join(f"`{module}`" for module in readers.get(key, ()))
         if not read_by:
-            read_by = "a check: only one value" if key in FIXED else IN_CONFIG.get(key, "–")
-        values.append((f"`{field.name}`", _type(hints[field.name]), _default(field), _meaning(key, written.get(field.name, "")), read_by))
+            read_by = "a check: only one value" if key in FIXED or isinstance(marker, Only) else IN_CONFIG.get(key, "–")
+        values.append(
+            (f"`{field.name}`", _type(hints[field.name]), _default(field), _meaning(marker, written.get(field.name, "")), read_by)
+        )
     title = prefix[:-1] or "The run"
     return _table(title, ("key", "type", "default", "meaning", "read by"), values) + inner if values else inner
 
 
-def _meaning(key: str, manual: str) -> str:
-    if key in ONLY:
-        return f"{manual} Only {_yaml(ONLY[key][0])}: {ONLY[key][1]}."
-    # What only tells a number from a slip of the keyboard is no news.
-    return f"{manual} Range: {str(RANGES[key]).removesuffix(f' and at most {2**31:g}')}." if key in RANGES else manual
+def _meaning(marker: Range | Only | None, manual: str) -> str:
+    if isinstance(marker, Only):
+        return f"{manual} Only {_yaml(marker.value)}: {marker.reason}."
+    return f"{manual} Range: {marker}." if marker is not None else manual
 
 
 def _type(hint: object) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mrl.algo.losses import LOSS
 
 if TYPE_CHECKING:
-    from mrl.config.schema.supervised import DpoConfig
+    from mrl.config.schema.algo import DpoConfig
 
 
 def nll_loss(logprobs_T: Tensor, weights_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

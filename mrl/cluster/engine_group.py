@@ -26,8 +26,8 @@ from mrl.cluster.payload import PayloadRef, with_transcripts
 from mrl.cluster.placement import Placement
 from mrl.cluster.units import EngineUnits
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded, fetch, wait_all
-from mrl.config.redact import split_secrets
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import split_secrets
 from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
 from mrl.types import Rollout, RolloutInfo, RolloutRequest
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mrl.config.redact import start_logging
+from mrl.config.secrets import start_logging
 
 logger = logging.getLogger(__name__)
 

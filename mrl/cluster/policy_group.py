@@ -22,8 +22,8 @@ from mrl.cluster.model_cache import StartingWeights, check_shared, starting_weig
 from mrl.cluster.payload import pull
 from mrl.cluster.placement import Placement
 from mrl.cluster.waiting import Background, wait_all
-from mrl.config.redact import split_secrets
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import split_secrets
 from mrl.data.packing import PackedRow, RowSequence, pack_row
 from mrl.types import Batch, TrainSequence
 

@@ -17,6 +17,7 @@ MAX_EXPRESSION = 2000
 MAX_DIGITS = 1000
 
 _DIGITS = re.compile(r"[-+.:_0-9a-fA-FoxX]+")
+_NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?")
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)")
 
 Number = int | float
@@ -95,6 +96,8 @@ def of_numbers(operation: Callable[[Number, Number], Number]) -> Callable[[objec
 
 
 def _number(value: object) -> Number:
+    if isinstance(value, str) and _NUMBER.fullmatch(value):  # environment variables give text
+        return float(value) if "." in value or "e" in value.lower() else int(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{str(value)[:40]!r} is not a number")
     return value

@@ -1,8 +1,20 @@
-"""The one error that a bad config raises."""
+"""Problems of a config: their texts, the error that raises them, and values that are not known because of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, TypeVar
+
+from mrl.env import SECRET_NAME
+
+Config = TypeVar("Config")
+
+REDACTED = "<redacted>"
+
+_PART = re.compile(r"[^.\[\]]+")
 
 
 class Unprovided(str):
@@ -22,3 +34,78 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
         return ConfigError, (self.problems,)
+
+
+class NotKnown(Exception):
+    """A rule read a value of the config that is not known."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        super().__init__(f"{key} is not known")
+
+
+class Problems:
+    """Collects the problems of a config. Every text has the same form: `key=value: rule; way out`."""
+
+    def __init__(self, config: object) -> None:
+        """`config` is a RunConfig, whose values the texts quote."""
+        self._config = config
+        self._texts: dict[str, None] = {}
+
+    def add(self, key: str, rule: str, way_out: str, kind: type[str] = str) -> None:
+        """Adds a problem with the value of a dotted key. `kind` is Unprovided or Unchecked if nothing is wrong with the config itself."""
+        value = value_at(self._config, key)
+        if SECRET_NAME.search(key.rpartition(".")[2]) and isinstance(value, str):
+            value = REDACTED
+        self.extend([kind(f"{key}={spell(value)}: {rule}; {way_out}")])
+
+    def extend(self, texts: Sequence[str]) -> None:
+        """Adds problems that are texts already. One that is there stays once."""
+        self._texts |= dict.fromkeys(texts)
+
+    @property
+    def texts(self) -> list[str]:
+        """The problems, in the order in which they were added."""
+        return list(self._texts)
+
+
+def value_at(config: object, key: str) -> object:
+    """The value of a dotted key, such as `data.train.datasets[0].repeat`; None also where its section is null."""
+    value: object = config
+    for name in _PART.findall(key):
+        if value is None:
+            return None
+        value = value[name] if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else getattr(value, name)
+    return value
+
+
+def spell(value: object) -> str:
+    """A value as YAML writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def hide(config: Config, faults: Mapping[str, str]) -> Config:
+    """A copy of a config in which reading one of the keys of `faults` raises NotKnown with the key that is at fault.
+
+    Below a section that is null, reading that section raises it. A key that the schema lacks hides nothing.
+    """
+    hidden = copy.deepcopy(config) if faults else config
+    for key, fault in faults.items():
+        section: object = hidden
+        name, *rest = key.split(".")
+        for below in rest:
+            inner = vars(section).get(name)
+            if not dataclasses.is_dataclass(inner):
+                break
+            section, name = inner, below
+        if name in vars(section):
+            _hide_field(section, name, fault)
+    return hidden
+
+
+def _hide_field(section: object, name: str, fault: str) -> None:
+    def read(_: object) -> NoReturn:
+        raise NotKnown(fault)
+
+    kind = type(section)
+    section.__class__ = type(kind.__name__, (kind,), {name: property(read)})

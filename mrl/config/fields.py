@@ -1,10 +1,22 @@
-"""What the sections of the config schema are written with: defaults that follow other keys, and types that several sections share."""
+"""Types of the fields of the config schema: numbers with their ranges, values without a choice, and defaults that follow other keys.
+
+The schema needs nothing but the standard library. Whoever loads a config lets pydantic validate it by these types.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
 
 Precision = Literal["float32", "bfloat16"]
+
+_LARGEST = 2**31
+"""A size beyond this is a slip of the keyboard; below it no product of sizes loses precision anywhere."""
 
 
 def follows(expression: str) -> Any:
@@ -15,3 +27,71 @@ def follows(expression: str) -> Any:
 def required() -> Any:
     """OmegaConf's mark for a key that has no default."""
     return "???"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, the ends included unless open. Beside a type in `Annotated`, pydantic checks it."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    is_low_open: bool = False
+    is_high_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.is_low_open else value >= self.low
+        below = value < self.high if self.is_high_open else value <= self.high
+        return above and below and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "finite"
+        low = f"{'above' if self.is_low_open else 'at least'} {self.low:g}"
+        return low if self.high in (math.inf, _LARGEST) else f"{low} and {'below' if self.is_high_open else 'at most'} {self.high:g}"
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> object:
+        from pydantic import WrapValidator
+
+        def check(value: object, validate: Callable[[object], float]) -> float:
+            # pydantic takes true for 1, and 2.0 for 2.
+            if isinstance(value, bool) or (source is int and isinstance(value, float)):
+                raise ValueError(f"must be a {'whole ' if source is int else ''}number; correct the value")
+            number = validate(value)
+            if number not in self:
+                raise ValueError(f"out of range; use a number that is {self}")
+            return number
+
+        return WrapValidator(check).__get_pydantic_core_schema__(source, handler)
+
+
+@dataclass(frozen=True)
+class Only:
+    """The one value of a key that mrl has so far, and why. Beside a type in `Annotated`, pydantic checks it."""
+
+    value: object
+    reason: str
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> object:
+        from pydantic import AfterValidator
+
+        def check(value: object) -> object:
+            if value != self.value:
+                raise ValueError(f"{self.reason}; set it to {str(self.value).lower() if isinstance(self.value, bool) else self.value}")
+            return value
+
+        return AfterValidator(check).__get_pydantic_core_schema__(source, handler)
+
+
+Positive = Annotated[int, Range(1, _LARGEST)]
+Count = Annotated[int, Range(0, _LARGEST)]
+AllOrCount = Annotated[int, Range(-1, _LARGEST)]
+AtLeastTwo = Annotated[int, Range(2, _LARGEST)]
+Workers = Annotated[int, Range(1, 4096)]
+Port = Annotated[int, Range(1024, 65535)]
+PortEnd = Annotated[int, Range(1025, 65536)]
+Finite = Annotated[float, Range()]
+AboveZero = Annotated[float, Range(0, is_low_open=True)]
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+ShareBelowOne = Annotated[float, Range(0, 1, is_high_open=True)]
+ShareAboveZero = Annotated[float, Range(0, 1, is_low_open=True)]

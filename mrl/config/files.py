@@ -15,9 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 import mrl
 from conversion.files.reading import read_file
 from mrl.config.bounds import check_yaml
-from mrl.config.dialect.names import RENAMED
-from mrl.config.errors import ConfigError
-from mrl.config.secrets import REDACTED
+from mrl.config.dialect.tables import RENAMED
+from mrl.config.errors import REDACTED, ConfigError, spell
 from mrl.env import SECRET_NAME
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """A value as written, interpolations unresolved, and the file and line or the override that gave it."""
+    """A value as written, interpolations unresolved, and the file and line or the override that gave it; empty for a default."""
 
     value: object
     origin: str
@@ -58,6 +57,11 @@ class Setting:
 
 Settings = dict[Key, Setting]
 """By leaf key; no key is the start of another."""
+
+
+def split_key(dotted: str) -> Key:
+    """The parts of a dotted key."""
+    return tuple(dotted.split("."))
 
 
 def packaged_configs() -> Path:
@@ -150,10 +154,10 @@ def _apply_override(settings: Settings, override: str) -> str | None:
     body = override.lstrip("+~")
     sign = override[: len(override) - len(body)]
     name, equals, text = body.partition("=")
-    key = tuple(name.split("."))
+    key = split_key(name)
     if sign not in ("", "+", "++", "~") or (sign != "~" and not equals) or not all(part.strip() == part != "" for part in key):
         return f"override {override}: write key=value, +key=value, ++key=value or ~key, with dots between the parts of a key"
-    key = tuple(RENAMED.get(name, name).split("."))
+    key = split_key(RENAMED.get(name, name))
     below = [other for other in settings if other[: len(key)] == key]
     if sign == "~":
         if not below:
@@ -165,7 +169,7 @@ def _apply_override(settings: Settings, override: str) -> str | None:
         return None
     if sign == "+" and below:
         return f"override {override}: {name} is already set by {settings[below[0]].origin}; write {name}={text} to replace it"
-    new = _rename(_flatten_value(_parse_value(text), tuple(name.split(".")), COMMAND_LINE))
+    new = _rename(_flatten_value(_parse_value(text), split_key(name), COMMAND_LINE))
     for written, setting in new.items():
         other = settings.get(written)
         both = other is not None and other.origin == COMMAND_LINE and other.written_as != setting.written_as
@@ -177,13 +181,11 @@ def _apply_override(settings: Settings, override: str) -> str | None:
 
 def describe(key: Key, setting: Setting) -> str:
     """A setting as a message names it: key, value and origin."""
-    value = setting.value
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    if SECRET_NAME.search(key[-1]) and isinstance(value, str):
-        text = REDACTED
+    text = REDACTED if SECRET_NAME.search(key[-1]) and isinstance(setting.value, str) else spell(setting.value)
     if len(text) > MAX_DESCRIBED or "\n" in text:
         text = repr(text[:MAX_DESCRIBED])[1:-1] + "..."
-    return f"{setting.written_as or '.'.join(key)}={text} ({setting.origin})"
+    origin = f" ({setting.origin})" if setting.origin else ""
+    return f"{setting.written_as or '.'.join(key)}={text}{origin}"
 
 
 def _parse_value(text: str) -> object:
@@ -247,7 +249,7 @@ def _rename(flat: Settings) -> Settings:
         dotted = ".".join(key)
         name = RENAMED.get(dotted)
         setting = Setting(_absolute(setting.value, key), setting.origin, dotted if name else "")
-        target = tuple(name.split(".")) if name else key
+        target = split_key(name) if name else key
         other = renamed.get(target)
         if other is not None and other.value != setting.value:
             raise ConfigError([_two_names(".".join(target), other, setting)])
@@ -256,7 +258,7 @@ def _rename(flat: Settings) -> Settings:
 
 
 def _two_names(name: str, first: Setting, second: Setting) -> str:
-    key = tuple(name.split("."))
+    key = split_key(name)
     return f"{describe(key, first)} and {describe(key, second)}: two names of {name} with two values; keep one of them"
 
 

@@ -1,57 +1,41 @@
-"""YAML files and overrides in, a typed `RunConfig` out, and a report of what was said in other words than ours.
+"""YAML files and overrides in, a typed `RunConfig` out, and a report of the keys that have other names in NeMo RL.
 
-Rules between keys are in `mrl.config.rules.checks`, NeMo RL's words in `mrl.config.dialect.translate`.
+OmegaConf reads files and resolves expressions, pydantic validates every value by the type of its field. Rules between keys are in
+`mrl.config.rules.checks`, NeMo RL's words in `mrl.config.dialect.translate`.
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import difflib
 import functools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import get_args, get_origin
 
-from omegaconf import Container, DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 
-from mrl.config.bounds import Number, find_long_expressions, of_numbers
-from mrl.config.dialect.data import name_dataset_lists, use_hf_home
+from mrl.config.bounds import find_long_expressions
 from mrl.config.dialect.evaluation import ask_only, is_evaluation, place_evaluation
-from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate
-from mrl.config.errors import ConfigError
-from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings
-from mrl.config.partial import hide
-from mrl.config.schema.run import KEYS, RunConfig, section_of
-from mrl.config.secrets import note_secrets, register_resolvers
+from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate, name_dataset_lists, use_hf_home
+from mrl.config.errors import ConfigError, hide
+from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings, split_key
+from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
+from mrl.config.secrets import note_secrets, redact
+from mrl.config.values import REFERENCE, Reader, Tree, Unresolved
 
-Section = TypeVar("Section")
-
-_hints = functools.cache(get_type_hints)
-
-ALGORITHMS: tuple[str, ...] = get_args(_hints(RunConfig)["algorithm"])
+ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 
 MISSING_ALGORITHMS = {"ppo": "PPO", "distillation": "distillation", "on_policy_distillation": "distillation"}
 """Section of NeMo RL -> its algorithm."""
-
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-
-# NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
-RESOLVERS: dict[str, Callable[[object, object], Number]] = {
-    "equal": lambda a, b: a == b,
-    "mul": of_numbers(lambda a, b: a * b),
-    "add": of_numbers(lambda a, b: a + b),
-    "div": of_numbers(lambda a, b: a // b if a % b == 0 else a / b),
-    "max": of_numbers(max),
-}
 
 
 def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of the file that `find_config(name)` gives, with `overrides` applied in order: plain dataclasses, all values resolved.
 
     Raises:
-        ConfigError: with every problem of the files, the overrides and the types at once.
+        ConfigError: with every problem of the files, the overrides, the types and the ranges at once.
     """
     return load_run(name, overrides)[0]
 
@@ -71,7 +55,7 @@ def load_run(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bo
 def read_run(
     name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False
 ) -> tuple[RunConfig | None, Migration, list[str]]:
-    """`load_run` with the problems told instead of raised. Values that they leave unknown are hidden; no config if that is the algorithm.
+    """`load_run` that returns its problems. Reading a value that they leave unknown raises NotKnown; no config if that is the algorithm.
 
     Raises:
         ConfigError: a file is missing or unreadable, says how to evaluate and not how to train, or has expressions without end.
@@ -92,55 +76,34 @@ def read_run(
     name_dataset_lists(settings)
     use_hf_home(settings)
     note_secrets((key[-1], setting.value) for key, setting in settings.items())
-    known, unknown, unread = _sort_out(settings, problems)
-    resolver = _Resolver(known | unknown, problems)
+    known, unknown, misplaced = _sort_out(settings, problems)
+    written, tree = known | unknown, Tree(known | unknown)
+
+    def value_of(dotted: str) -> object:
+        try:
+            return tree.value(dotted)
+        except (MissingMandatoryValue, Unresolved) as error:
+            if isinstance(error, Unresolved) and (key := split_key(dotted)) in written:
+                problems.append(f"{describe(key, written[key])}: {error}")
+            return None
+
     refused: list[str] = []
-    translated, migration = migrate(known, resolver, refused)
-    tree = _typed_tree(known | unknown, translated, problems, unread)
-    unresolved: dict[Key, str] = {}
-    expressions = _expressions(tree)
-    config = _build(RunConfig, tree, (), unresolved, problems, unread)
-    for key, reason in unresolved.items():
-        if key in translated and not expressions.get(".".join(key), frozenset()) & unread:
-            problems.append(f"{describe(key, translated[key])}: {reason}")
-    if not problems:  # a default fails because it follows a key that failed: news only where nothing else is
-        problems = [f"{'.'.join(key)}: {reason}" for key, reason in unresolved.items()]
-    faults = {key: key for key in (*unread, *(".".join(key) for key in unresolved))}
-    while followers := {
-        key: min(others & faults.keys()) for key, others in expressions.items() if key not in faults and others & faults.keys()
-    }:
-        faults |= {key: faults[other] for key, other in followers.items()}
+    translated, migration = migrate(known, value_of, refused)
+    named = {name for setting in known.values() for name in REFERENCE.findall(str(setting.value))}
+    # Expressions may name keys that the schema lacks, or that belong to the backend that is not active.
+    beside = {key: known[key] for name in sorted(named) if (key := split_key(name)) in known and key not in translated}
+    reader = Reader(Tree(beside | translated), translated, misplaced)
+    config = reader.section(RunConfig)
+    problems += reader.problems()
+    faults = reader.faults()
     return None if "algorithm" in faults else hide(config, faults), migration, list(dict.fromkeys([*problems, *refused]))
 
 
-def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settings, set[str]]:
-    """The settings that are good, those of unknown keys, and the keys whose values are not.
-
-    Tells of every bad value, and once of every unknown section.
-    """
-    known: Settings = {}
-    unknown: Settings = {}
-    unread: set[str] = set()
-    starts: dict[Key, list[Key]] = {}
-    for key, setting in settings.items():
-        if is_foreign(key, setting.value):
-            known[key] = setting
-        elif _is_unknown(key):
-            unknown[key] = setting
-            starts.setdefault(_first_unknown(key), []).append(key)
-        elif (problem := _misfit(key, setting)) is not None:
-            unread.add(".".join(key))
-            problems.append(f"{describe(key, setting)}: {problem}")
-        else:
-            known[key] = setting
-    for start, keys in starts.items():
-        nearest, first = nearest_key(start), settings[keys[0]]
-        hint = f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; docs/config.md lists them"
-        if len(keys) == 1:
-            problems.append(f"{describe(keys[0], first)}: no such key{hint}")
-        else:
-            problems.append(f"{'.'.join(start)} ({first.origin}): no such section, with {len(keys)} keys{hint}")
-    return known, unknown, unread
+def resolved_yaml(config: RunConfig) -> str:
+    """The config with every value written out, as YAML that `load_config` reads; secrets are replaced by `<redacted>`."""
+    plain = redact(dataclasses.asdict(config))
+    assert isinstance(plain, dict)
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
 def choose_algorithm(settings: Settings) -> list[str]:
@@ -160,66 +123,38 @@ def choose_algorithm(settings: Settings) -> list[str]:
     return []
 
 
-class _Resolver:
-    """The value of a dotted key as the settings give it, by the schema's defaults where they do not."""
+def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settings, set[str]]:
+    """The settings of known keys, those of unknown keys, and the known keys at which a section and a value are mixed up.
 
-    def __init__(self, settings: Settings, problems: list[str]) -> None:
-        plain = OmegaConf.to_container(_defaults(), resolve=False)
-        assert isinstance(plain, dict)
-        for key, setting in settings.items():
-            _put(plain, key, setting.value)
-        self._tree = OmegaConf.create(plain)
-        self._settings = settings
-        self._problems = problems
-
-    def __call__(self, dotted: str) -> object:
-        try:
-            value = OmegaConf.select(self._tree, dotted)
-            return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
-        except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-            key = tuple(dotted.split("."))
-            if key in self._settings:
-                self._problems.append(f"{describe(key, self._settings[key])}: {_reason(error)}; correct the expression")
-            return None
-
-
-def _put(plain: dict[Any, Any], key: Key, value: object) -> None:
-    for name in key[:-1]:
-        if not isinstance(plain.get(name), dict):
-            plain[name] = {}
-        plain = plain[name]
-    if value != {} or not isinstance(plain.get(key[-1]), dict):
-        plain[key[-1]] = value
-
-
-def _typed_tree(known: Settings, translated: Settings, problems: list[str], unread: set[str]) -> DictConfig:
-    """The schema's defaults with the translated settings put over them; one that does not fit is reported, left out, and `unread`.
-
-    Of the others, those that expressions name stand beside them untyped.
+    Adds a problem for every mix-up, and one for every unknown section.
     """
-    tree = copy.deepcopy(_defaults())
-    named = {name for setting in known.values() for name in _REFERENCE.findall(str(setting.value))}
-    rest = {key: known[key] for name in sorted(named) if (key := tuple(name.split("."))) in known and key not in translated}
-    for key, setting in (*rest.items(), *translated.items()):
-        try:
-            for depth in range(1, len(key)):
-                if OmegaConf.select(tree, ".".join(key[:depth])) is None:
-                    OmegaConf.update(tree, ".".join(key[:depth]), {}, force_add=True)
-            OmegaConf.update(tree, ".".join(key), setting.value, force_add=True)
-        except (OmegaConfBaseException, ValueError, TypeError) as error:
-            if key in translated:
-                unread.add(".".join(key))
-                problems.append(f"{describe(key, setting)}: {_reason(error)}; correct the value")
-    return tree
+    known: Settings = {}
+    unknown: Settings = {}
+    misplaced: set[str] = set()
+    starts: dict[Key, list[Key]] = {}
+    for key, setting in settings.items():
+        if is_foreign(key, setting.value):
+            known[key] = setting
+        elif _is_unknown(key):
+            unknown[key] = setting
+            starts.setdefault(_first_unknown(key), []).append(key)
+        elif (mixed_up := _mix_up(key, setting.value)) is not None:
+            misplaced.add(mixed_up[0])
+            problems.append(f"{describe(key, setting)}: {mixed_up[1]}")
+        else:
+            known[key] = setting
+    for start, keys in starts.items():
+        first = settings[keys[0]]
+        if len(keys) == 1:
+            problems.append(f"{describe(keys[0], first)}: no such key{_hint(start)}")
+        else:
+            problems.append(f"{'.'.join(start)} ({first.origin}): no such section, with {len(keys)} keys{_hint(start)}")
+    return known, unknown, misplaced
 
 
-@functools.cache
-def _defaults() -> DictConfig:
-    """The schema as OmegaConf sees it, with our resolvers known. Building it takes longer than all else here."""
-    register_resolvers()
-    for name, resolver in RESOLVERS.items():
-        OmegaConf.register_resolver(name, resolver, replace=True)
-    return OmegaConf.structured(RunConfig)
+def _hint(key: Key) -> str:
+    nearest = nearest_key(key)
+    return f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; docs/config.md lists them"
 
 
 def _is_unknown(key: Key) -> bool:
@@ -228,43 +163,25 @@ def _is_unknown(key: Key) -> bool:
     for name in key:
         if section is None:
             return False
-        hints = _hints(section)
-        if name not in hints:
+        if name not in fields_of(section):
             return True
-        section = section_of(hints[name])
+        section = section_of(fields_of(section)[name])
     return False
 
 
-def _misfit(key: Key, setting: Setting) -> str | None:
-    """Why a setting of a known key cannot go into the schema, where OmegaConf would be too lenient; None if it can."""
-    section: type = RunConfig
-    for depth, name in enumerate(key):
-        hints = _hints(section)
-        inner = section_of(hints[name])
+def _mix_up(key: Key, value: object) -> tuple[str, str] | None:
+    """The key at which a setting has keys below a value, or a value in place of a section, and what is wrong; None if all is right."""
+    section, hint = RunConfig, None
+    for depth, name in enumerate(key, start=1):
+        hint, dotted = fields_of(section)[name], ".".join(key[:depth])
+        inner = section_of(hint)
         if inner is None:
-            is_mapping = any(getattr(kind, "__origin__", kind) is dict for kind in (hints[name], *get_args(hints[name])))
-            if depth + 1 < len(key) and not is_mapping:
-                return f"{'.'.join(key[: depth + 1])} is a value and has no keys below it"
-            return None if is_mapping else _misfit_value(hints[name], setting.value)
+            is_mapping = any(get_origin(kind) is dict for kind in (hint, *get_args(hint)))
+            return None if depth == len(key) or is_mapping else (dotted, f"{dotted} is a value and has no keys below it")
         section = inner
-    if setting.value is None and type(None) in get_args(_hints(_parent(key))[key[-1]]):
+    if value == {} or (value is None and type(None) in get_args(hint)):
         return None
-    return None if setting.value == {} else f"a section; set one of its keys: {', '.join(_hints(section))}"
-
-
-def _parent(key: Key) -> type:
-    section: type = RunConfig
-    for name in key[:-1]:
-        section = section_of(_hints(section)[name]) or section
-    return section
-
-
-def _misfit_value(hint: object, value: object) -> str | None:
-    kinds = get_args(hint) or (hint,)
-    if isinstance(value, bool) and bool not in kinds:
-        return "true and false do not fit here; write a value of the type that the key's manual names"
-    fits = isinstance(value, bool) or type(value) in kinds or (isinstance(value, str) and "${" in value)
-    return "must be true or false" if bool in kinds and not fits else None
+    return ".".join(key), f"a section; set one of its keys: {', '.join(fields_of(section))}"
 
 
 def nearest_key(key: Key) -> str | None:
@@ -300,45 +217,3 @@ def _keys_by_name() -> dict[str, list[str]]:
         for name in dict.fromkeys(key.split(".")):
             names.setdefault(name, []).append(key)
     return names
-
-
-def _build(
-    section: type[Section], tree: DictConfig, key: Key, unresolved: dict[Key, str], problems: list[str], unread: set[str]
-) -> Section:
-    """The section at `key` as a plain dataclass. What cannot be resolved or is missing is left out and told in the last three arguments."""
-    values: dict[str, object] = {}
-    for name, hint in _hints(section).items():
-        inner, place = section_of(hint), (*key, name)
-        dotted = ".".join(place)
-        if inner is not None:
-            values[name] = None if OmegaConf.select(tree, dotted) is None else _build(inner, tree, place, unresolved, problems, unread)
-            continue
-        try:
-            value = OmegaConf.select(tree, dotted, throw_on_missing=True)
-            values[name] = OmegaConf.to_object(value) if isinstance(value, Container) else value
-        except MissingMandatoryValue:
-            if dotted in unread:
-                continue
-            unread.add(dotted)
-            problems.append(f"{dotted} is required and has no default; set it in the config file or as {dotted}=VALUE")
-        except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-            unresolved[place] = f"{_reason(error)}; correct the expression"
-    return section(**values)
-
-
-def _expressions(tree: DictConfig) -> dict[str, frozenset[str]]:
-    """The keys that each key's value is made from, for the keys whose value is an expression."""
-    follows: dict[str, frozenset[str]] = {}
-    content = OmegaConf.to_container(tree, resolve=False)
-    for key in KEYS:
-        value: object = content
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if isinstance(value, str):
-            follows[key] = frozenset(_REFERENCE.findall(value)) & KEYS.keys()
-    return {key: others for key, others in follows.items() if others}
-
-
-def _reason(error: Exception) -> str:
-    # OmegaConf appends the full key and the object's type on further lines.
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,9 +1,20 @@
-"""The numbers of a model that config rules need, read from its config.json."""
+"""Models: the folders that hold them, the sizes in their config.json, and `policy.hf_config_overrides`.
+
+With overrides a run starts from a folder with another config.json, so that trainer, engines and conversion read the same.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+import logging
 import math
-from collections.abc import Mapping
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +22,114 @@ from types import MappingProxyType
 from typing import Literal
 
 from conversion.families.registry import FAMILIES, family
+from conversion.files.hf_folder import weight_files
 from conversion.files.reading import read_json
-from mrl.config.hub import cached_folder, is_hub_id, is_prepared, model_folder
-from mrl.config.overridden import overridden_config
-from mrl.config.partial import NotKnown
-from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
+from mrl.config.errors import NotKnown, spell, value_at
 from mrl.config.schema.run import RunConfig
+
+logger = logging.getLogger(__name__)
+
+# Configuration and tokenizer.
+_COMPANIONS = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `model` can only be an id of the Hub, `organisation/name`."""
+    return not os.path.exists(model) and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None
+
+
+def is_prepared(path: str) -> bool:
+    """Whether a path leads into what `python -m mrl.prepare tiny` makes."""
+    return "prepared/tiny/" in f"{Path(path).as_posix()}/"
+
+
+def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:
+    """The snapshot of a Hub id in the local cache; None if it is not there, or not all of it. Asks no network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    # Whoever used only the tokenizer has no weights there: an error, or files that are not all there.
+    with suppress(LocalEntryNotFoundError):
+        found = Path(snapshot_download(model, allow_patterns=_patterns(with_weights), local_files_only=True))
+        if _is_complete(found, with_weights):
+            return found
+    return None
+
+
+def _patterns(with_weights: bool) -> list[str]:
+    return [*_COMPANIONS, "*.safetensors"] if with_weights else _COMPANIONS
+
+
+def model_folder(model: str, *, with_weights: bool = True) -> Path:
+    """The folder of a model: `model` itself, or the snapshot of a Hub id, from the local cache if it is there, else downloaded.
+
+    What is neither a folder nor looks like an id (`organisation/name`) is returned as it is. Without weights only config and tokenizer
+    are asked for.
+
+    Raises:
+        ValueError: neither is to be had.
+    """
+    if not is_hub_id(model):
+        return Path(model)
+    if (cached := cached_folder(model, with_weights=with_weights)) is not None:
+        return cached
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    logger.info("%s is not in the local Hugging Face cache, or not all of it: downloading it", model)
+    reason: Exception | str = "the Hub has no config.json of it, or not all of its safetensors files"
+    try:
+        found = Path(snapshot_download(model, allow_patterns=_patterns(with_weights)))
+        # Without a network the hub library hands back what there is.
+        if _is_complete(found, with_weights):
+            return found
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = error
+    raise ValueError(
+        f"{model} is neither a folder nor complete in the local Hugging Face cache, and it cannot be downloaded: {reason}; "
+        "name a folder, or download the model on a host with a network"
+    )
+
+
+def _is_complete(folder: Path, with_weights: bool) -> bool:
+    try:
+        weights = weight_files(folder) if with_weights else []
+    except ValueError:
+        return False
+    return (folder / "config.json").exists() and all(path.exists() for path in weights)
+
+
+def with_local_folders(config: RunConfig) -> RunConfig:
+    """The config with local folders in place of ids of the Hugging Face Hub; they hold config and tokenizer, and weights only if they did
+    before.
+
+    Raises:
+        ValueError: naming the key; an id is not in the local Hugging Face cache and cannot be downloaded.
+    """
+    return _with_folders(config, lambda model: model_folder(model, with_weights=False))
+
+
+def with_cached_folders(config: RunConfig) -> RunConfig:
+    """`with_local_folders` as far as the local Hugging Face cache goes; what is not there stays as it is."""
+    return _with_folders(config, lambda model: cached_folder(model, with_weights=False) if is_hub_id(model) else None)
+
+
+def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) -> RunConfig:
+    # Copies, because values that are not known can be copied, but not read.
+    config = copy.copy(config)
+    with suppress(NotKnown):
+        config.policy = copy.copy(config.policy)
+        config.policy.tokenizer = copy.copy(config.policy.tokenizer)
+    for key in ("policy.model_name", "policy.tokenizer.name"):
+        section, _, name = key.rpartition(".")
+        with suppress(NotKnown):
+            model = str(value_at(config, key))
+            try:
+                folder = folder_of(model)
+            except ValueError as error:
+                raise ValueError(f"{key}={error}") from error
+            setattr(value_at(config, section), name, str(folder or model))
+    return config
 
 
 @dataclass(frozen=True)
@@ -38,31 +151,6 @@ class ModelSizes:
     has_dense_mlp: bool
     max_sequence_length: int
     num_parameters: int
-
-
-def use_local_folders(config: RunConfig) -> None:
-    """Puts local folders in place of ids of the Hugging Face Hub; they hold config and tokenizer, and weights only if they did before.
-
-    Raises:
-        ValueError: naming the key; an id is not in the local Hugging Face cache and cannot be downloaded.
-    """
-    for key, holder, name in _models(config):
-        try:
-            setattr(holder, name, str(model_folder(getattr(holder, name), with_weights=False)))
-        except ValueError as error:
-            raise ValueError(f"{key}={error}") from error
-
-
-def use_cached_folders(config: RunConfig) -> None:
-    """`use_local_folders` as far as the local Hugging Face cache goes; what is not there stays as it is."""
-    for _, holder, name in _models(config):
-        with suppress(NotKnown):
-            if is_hub_id(model := getattr(holder, name)):
-                setattr(holder, name, str(cached_folder(model, with_weights=False) or model))
-
-
-def _models(config: RunConfig) -> list[tuple[str, PolicyConfig | TokenizerConfig, str]]:
-    return [("policy.model_name", config.policy, "model_name"), ("policy.tokenizer.name", config.policy.tokenizer, "name")]
 
 
 def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType({})) -> ModelSizes:
@@ -122,3 +210,111 @@ def _has_dense_mlp(arguments: dict[str, dict[str, object]]) -> bool:
     if isinstance(pattern, str):
         return "-" in pattern
     return 0 in frequencies if isinstance(frequencies, list) else "num_moe_experts" not in arguments["transformer"]
+
+
+KEY = "policy.hf_config_overrides"
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    """The contents of config.json with `overrides` in place of its own values, each as a whole.
+
+    Rotary positions may be given as older or newer files give them. YaRN lengthens the context, unless that is overridden, too.
+    """
+    merged = {**hf_config, **overrides}
+    if not overrides.keys() & set(_ROPE):
+        return merged
+    for name in _ROPE:
+        merged.pop(name, None)
+    old, new = _rope(hf_config), _rope(overrides)
+    is_given = "rope_parameters" in overrides or "rope_scaling" in overrides
+    rope = new if is_given else {**old, **new}
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", old.get("rope_theta"))
+    merged["rope_parameters"] = rope
+    factor, length, longest = rope.get("factor"), rope.get("original_max_position_embeddings"), merged.get("max_position_embeddings")
+    if rope["rope_type"] == "yarn" and "max_position_embeddings" not in overrides:
+        if isinstance(factor, int | float) and isinstance(length, int) and isinstance(longest, int):
+            merged["max_position_embeddings"] = max(longest, round(factor * length))
+    return merged
+
+
+def _rope(source: Mapping[str, object]) -> dict[str, object]:
+    """What `source` says of rotary positions, under the newer names."""
+    given = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    rope = dict(given) if isinstance(given, dict) else {}
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    if source.get("rope_theta") is not None:
+        rope.setdefault("rope_theta", source["rope_theta"])
+    return rope
+
+
+def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> list[str]:
+    """A problem for every override that nothing here reads, and for those with which the checkpoint is of another model.
+
+    The folder's own config.json is one that can be trained.
+    """
+    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    merged = _Reads(overridden_config(hf_config, overrides))
+    try:
+        found = family(merged)
+        found.megatron_arguments(merged)
+        is_same = found.canonical(merged) == family(hf_config).canonical(hf_config)
+    except ValueError as error:
+        return [f"{KEY}: with these, {error}"]
+    if not is_same:
+        return [f"{KEY}={spell(dict(overrides))}: with these, the tensors of the checkpoint are not the model's; override no sizes"]
+    read = merged.names | (set(_ROPE) if merged.names & set(_ROPE) else set())
+    unread = sorted(overrides.keys() - read)
+    return [f"{KEY}.{name}={spell(overrides[name])}: nothing here reads it of this model's config.json; remove it" for name in unread]
+
+
+def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: Path) -> Path:
+    """`folder` if the overrides change nothing in it; else a folder in `beside` that holds links to its files and the other config.json.
+
+    Equal ones are made once. Where `folder` is, all hosts that read the result must have it.
+    """
+    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    merged = overridden_config(hf_config, overrides)
+    if merged == hf_config:
+        return folder
+    text = json.dumps(merged, indent=2, sort_keys=True)
+    digest = hashlib.sha256(f"{folder.absolute()}\n{text}".encode()).hexdigest()
+    target = beside.absolute() / f"model-{digest[:16]}"
+    if target.is_dir():
+        return target
+    beside.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=beside.absolute(), prefix=".model-"))
+    try:
+        made.chmod(0o755)
+        for path in folder.absolute().iterdir():
+            if path.name != "config.json":
+                (made / path.name).symlink_to(path)
+        (made / "config.json").write_text(text, encoding="utf-8")
+        os.replace(made, target)
+    except OSError:
+        shutil.rmtree(made, ignore_errors=True)
+        if not target.is_dir():  # another process was faster
+            raise
+    return target
+
+
+class _Reads(dict[str, object]):
+    """A config.json that remembers which of its keys are looked at."""
+
+    def __init__(self, content: Mapping[str, object]) -> None:
+        super().__init__(content)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> object:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: object = None) -> object:
+        self.names.add(name)
+        return super().get(name, default)

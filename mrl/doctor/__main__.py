@@ -36,8 +36,10 @@ def diagnose(config: RunConfig | None) -> list[Finding]:
     folders = {} if root is None else {"the cache": root}
     inputs: list[Finding] = []
     if config is not None:
+        from mrl.config.model import with_cached_folders
         from mrl.doctor.inputs import check_inputs, written_folders
 
+        config = with_cached_folders(config)
         inputs = check_inputs(config)
         folders |= written_folders(config)
     hosts = diagnose_cluster(folders, config) if env.RAY_ADDRESS.read() else diagnose_host(folders, config)
@@ -101,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.config is not None:
             from mrl.config.load import load_config
-            from mrl.config.redact import start_logging
+            from mrl.config.secrets import start_logging
 
             start_logging()
             if options.refit:

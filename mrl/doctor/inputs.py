@@ -7,8 +7,7 @@ from pathlib import Path
 from conversion.files.hf_folder import weight_files
 from mrl import env
 from mrl.config.errors import ConfigError, Unprovided
-from mrl.config.hub import is_hub_id
-from mrl.config.model import read_model, use_cached_folders
+from mrl.config.model import is_hub_id, read_model, with_cached_folders
 from mrl.config.rules.checkpointing import checkpoint_demand, existing_parent
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
@@ -18,12 +17,12 @@ from mrl.recipes.verify import check_model
 
 
 def check_inputs(config: RunConfig) -> list[Finding]:
-    """Findings about model, data and disk on this machine. Replaces cached Hub ids in `config` by their folders.
+    """Findings about model, data and disk on this machine. Cached Hub ids in `config` count as their folders.
 
     Raises:
         ConfigError: the config itself is wrong.
     """
-    use_cached_folders(config)
+    config = with_cached_folders(config)
     problems = find_problems(config)
     if refused := [problem for problem in problems if not isinstance(problem, Unprovided)]:
         raise ConfigError(refused)

@@ -7,9 +7,7 @@ from pathlib import Path
 from conversion.cache import open_cache
 from mrl import env
 from mrl.config.errors import ConfigError, Unprovided
-from mrl.config.hub import model_folder
-from mrl.config.model import use_cached_folders, use_local_folders
-from mrl.config.overridden import overridden_folder
+from mrl.config.model import model_folder, overridden_folder, with_cached_folders, with_local_folders
 from mrl.config.rules.checks import check_config, find_problems
 from mrl.config.schema.run import RunConfig
 
@@ -21,19 +19,19 @@ def check_start(config: RunConfig) -> None:
         ValueError: naming every key or file at fault, the rule, and the way out.
     """
     model = config.policy.model_name
-    use_cached_folders(config)
-    problems = find_problems(config)
+    problems = find_problems(with_cached_folders(config))
     if any(not isinstance(problem, Unprovided) for problem in problems):
         # What is wrong with the config itself is told before the network is asked for the rest.
         raise ConfigError(problems)
-    use_local_folders(config)
-    check_config(config)
+    local = with_local_folders(config)
+    check_config(local)
     # A model of the Hub is downloaded once nothing else is wrong.
     model_folder(model)
-    policy = config.policy
-    policy.model_name = str(
-        overridden_folder(Path(policy.model_name), policy.hf_config_overrides, beside=Path(config.checkpointing.checkpoint_dir))
+    folder = Path(local.policy.model_name)
+    config.policy.model_name = str(
+        overridden_folder(folder, config.policy.hf_config_overrides, beside=Path(config.checkpointing.checkpoint_dir))
     )
+    config.policy.tokenizer.name = local.policy.tokenizer.name
     root = env.cache_root()
     if root is not None:
         open_cache(root)

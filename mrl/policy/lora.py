@@ -33,7 +33,7 @@ from mrl.policy.checkpoint_entries import LayoutEntries
 from mrl.policy.model import keep_gradients_flowing
 
 if TYPE_CHECKING:
-    from mrl.config.schema.peft import PeftConfig
+    from mrl.config.schema.megatron import PeftConfig
     from mrl.config.schema.policy import PolicyConfig
 
 ADAPTERS = "adapters"

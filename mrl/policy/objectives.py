@@ -10,9 +10,8 @@ from torch import Tensor
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, policy_loss
 from mrl.algo.sequences import Segments
 from mrl.algo.supervised import bradley_terry_loss, dpo_loss, nll_loss, perplexity
-from mrl.config.schema.algo import LossConfig
+from mrl.config.schema.algo import DpoConfig, LossConfig
 from mrl.config.schema.run import RunConfig
-from mrl.config.schema.supervised import DpoConfig
 from mrl.policy.batch import BatchSize, TrainRow, own_positions, whole_row
 from mrl.policy.distribution import TokenDistribution
 from mrl.policy.output import token_rewards, token_scores

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from conversion.files.durable import write_atomic
-from mrl.config.redact import resolved_yaml
+from mrl.config.load import resolved_yaml
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.store.checkpoints import Checkpoint, CheckpointStore

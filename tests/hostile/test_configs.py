@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.errors import ConfigError
+from mrl.config.errors import ConfigError, Problems
 from mrl.config.load import load_config
-from mrl.config.passthrough import find_passthrough_problems
+from mrl.config.passthrough import check_arguments
 from mrl.data.chat import load_tokenizer
 from mrl.recipes.tokenizer import save
 
@@ -87,14 +87,16 @@ PASS_THROUGH = {
 @REMOTE_CODE
 @pytest.mark.parametrize("override", PASS_THROUGH)
 def test_no_key_lets_a_library_run_code_of_a_model_folder(override: str):
-    problems = find_passthrough_problems(load_config("grpo_tiny.yaml", [f"++{override}"]))
-    assert [problem for problem in problems if problem.startswith(f"{PASS_THROUGH[override]}: mrl runs no Python files")]
+    problems = Problems(config := load_config("grpo_tiny.yaml", [f"++{override}"]))
+    check_arguments(config, problems)
+    assert [problem for problem in problems.texts if problem.startswith(f"{PASS_THROUGH[override]}: mrl runs no Python files")]
 
 
 @pytest.mark.parametrize("value", ["false", "null"])
 def test_code_of_a_model_folder_may_be_switched_off(value: str):
     config = load_config("grpo_tiny.yaml", [f"++policy.generation.vllm_kwargs.trust_remote_code={value}"])
-    assert not [problem for problem in find_passthrough_problems(config) if "Python files" in problem]
+    check_arguments(config, problems := Problems(config))
+    assert not [problem for problem in problems.texts if "Python files" in problem]
 
 
 @REMOTE_CODE

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from mrl import check
-from mrl.config.load import load_config
-from mrl.config.redact import redact_text, resolved_yaml, start_logging
+from mrl.config.load import load_config, resolved_yaml
+from mrl.config.secrets import redact_text, start_logging
 
 pytestmark = pytest.mark.attack("a secret is written down")
 

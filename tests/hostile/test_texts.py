@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrl.config.redact import SecretsFormatter
+from mrl.config.secrets import SecretsFormatter
 from mrl.config.texts import MAX_TEXT_CHARACTERS, safe_text
 from mrl.data.prompts import load_prompts
 from mrl.data.turns import TurnFormat

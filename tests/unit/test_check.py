@@ -40,7 +40,7 @@ def test_a_laptop_is_told_what_it_lacks_for_a_cluster_s_config(said):
         "cluster.num_nodes=1 x cluster.gpus_per_node=1: 1 GPUs, and the layout needs a multiple of 16: tensor 2 x pipeline 2 x "
         "context 4 = 16, expert 8 x expert tensor 1 x pipeline 2 = 16; raise cluster.num_nodes or cluster.gpus_per_node"
     ) in output
-    assert "policy.generation.vllm_cfg.tensor_parallel_size=4: does not divide the 1 worker units of a node" in output
+    assert "policy.generation.vllm_cfg.tensor_parallel_size=4: does not divide the 1 slots of a node" in output
     provided = output.partition("To be provided")[2].partition("Refused")[0]
     assert "policy.model_name=/path/to/hf_checkpoint" in provided and "/path/to/train.jsonl" in provided
 
@@ -80,7 +80,11 @@ def test_everything_is_said_in_one_pass(said, workplace: Path):
     )
     code, output = said("config.yaml")
     refused = lines_of(output, "Refused: 5")
-    starts = ["grpo.sed=1 (config.yaml:2): no such key", "grpo.val_at_end=maybe (config.yaml:2): must be true", "grpo.max_num_steps=0: out"]
+    starts = [
+        "grpo.sed=1 (config.yaml:2): no such key",
+        "grpo.val_at_end=maybe (config.yaml:2): must be true",
+        "grpo.max_num_steps=0 (config.yaml:2): out",
+    ]
     size = "policy.megatron_cfg.tensor_model_parallel_size=4"
     starts += [f"{size}: tensor x pipeline x context parallel size = 4 does not divide the 6", f"{size}: does not divide the model's"]
     assert code == 2 and all(any(line.startswith(start) for line in refused) for start in starts), output
@@ -137,7 +141,7 @@ def test_evaluations_are_checked_too(capsys: pytest.CaptureFixture[str], workpla
     assert evaluate.main(["eval.yaml", check.OPTION, "grpo.num_prompts_per_step=7", "policy.train_global_batch_size=5"]) == 2
     refused = lines_of(capsys.readouterr().out, "Refused: 3")
     assert refused[0].startswith("generation.temprature=0.5 (eval.yaml:6): no such key")
-    assert refused[1].startswith("env.math.num_workers=0: out of range") and refused[2].startswith("eval.k_value=4: ")
+    assert refused[1].startswith("env.math.num_workers=0 (eval.yaml:9): out of range") and refused[2].startswith("eval.k_value=4: ")
     assert evaluate.main(["eval.yaml", check.OPTION, "~generation.temprature", "eval.k_value=2", "env.math.num_workers=2"]) == 0
     assert "Refused: 0\n" in capsys.readouterr().out
 

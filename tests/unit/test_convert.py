@@ -19,7 +19,7 @@ from conversion.families.registry import family
 from conversion.files.manifest import file_faults, read_manifest
 from conversion.files.torch_dist import find_checkpoint
 from conversion.tensors import read_whole
-from mrl.config.hub import model_folder
+from mrl.config.model import model_folder
 from mrl.convert import main, size_in_bytes
 from tests.unit.conversion.dense import TINY
 

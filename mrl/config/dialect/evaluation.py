@@ -9,8 +9,8 @@ import dataclasses
 import re
 
 from mrl.config.datasets import DATASETS
-from mrl.config.dialect.no_effect import NO_EFFECT
-from mrl.config.files import Setting, Settings
+from mrl.config.dialect.tables import NO_EFFECT
+from mrl.config.files import Setting, Settings, split_key
 from mrl.config.schema.data import DatasetConfig
 
 SECTIONS = {"generation": "policy.generation", "tokenizer": "policy.tokenizer"}
@@ -60,7 +60,7 @@ def place_evaluation(settings: Settings) -> None:
             value = None
         if old == "data.dataset_name" and value not in DATASETS:
             new = f"{ASKED}.data_path"
-        moved[tuple(new.split("."))] = dataclasses.replace(setting, value=value, written_as=old)
+        moved[split_key(new)] = dataclasses.replace(setting, value=value, written_as=old)
     for key, setting in moved.items():
         settings.setdefault(key, setting)
     for key, setting in list(settings.items()):
@@ -70,7 +70,7 @@ def place_evaluation(settings: Settings) -> None:
         if key[:2] == ("data", "validation"):
             # Nothing is trained, but a config has training rows.
             settings.setdefault(("data", "train", *key[2:]), dataclasses.replace(settings[key], written_as=""))
-    context = settings.get(tuple(CONTEXT.split(".")))
+    context = settings.get(split_key(CONTEXT))
     if context is not None:
         whole = dataclasses.replace(context, value=f"${{{CONTEXT}}}", written_as="")
         settings.setdefault(("policy", "max_total_sequence_length"), whole)

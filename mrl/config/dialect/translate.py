@@ -1,6 +1,6 @@
 """NeMo RL's dialect: what becomes of keys that have another name, another place or no meaning here, and the report of it.
 
-Every key of NeMo RL is a field of the schema or stands in exactly one table of the `dialect_*` files. `docs/config.md` shows the tables.
+Every key of NeMo RL is a field of the schema or stands in exactly one table of tables.yaml. docs/config.md shows the tables.
 """
 
 from __future__ import annotations
@@ -8,26 +8,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from mrl.config.dialect.entry import Foreign
-from mrl.config.dialect.names import RENAMED, VALUES
-from mrl.config.dialect.no_effect import NO_EFFECT
-from mrl.config.dialect.refused import REFUSED
-from mrl.config.dialect.rules import REWRITTEN, REWRITTEN_SECTIONS, translate_rest
-from mrl.config.dialect.torch import TRANSLATED, TRANSLATED_SECTIONS, translate_torch
+from mrl import env
+from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, translate
+from mrl.config.dialect.tables import FOREIGN, RENAMED, TRANSLATED, VALUES, Foreign
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, find_prompt_file
 
 logger = logging.getLogger(__name__)
 
-FOREIGN: dict[str, Foreign] = {**NO_EFFECT, **REFUSED}
-"""Keys that product code does not read."""
-
 DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
 """Every key that is accepted in a config beside those of the schema."""
 
-
 PROMPT_FILES = ("prompt_file", "system_prompt_file")
+HF_HOME = "${oc.env:HF_HOME}"
 
 SECTION_DEPTH = 2
 """Parts of a key that name its section in the report: `policy.dtensor_cfg`, `grpo`."""
@@ -63,6 +58,21 @@ class Migration:
             logger.info("Config: %d keys have no effect here; `--check` lists them with the reasons", len(self.without_effect))
 
 
+def name_dataset_lists(settings: Settings) -> None:
+    """Moves a list at `data.train` or `data.validation` to the key `datasets` below, in place."""
+    for key in (("data", "train"), ("data", "validation")):
+        if key in settings and isinstance(settings[key].value, list):
+            settings[(*key, "datasets")] = settings.pop(key)
+
+
+def use_hf_home(settings: Settings) -> None:
+    """Writes out HF_HOME where that variable is not set, in place: the folder that the Hugging Face libraries use then."""
+    for key, setting in settings.items():
+        if isinstance(setting.value, str) and HF_HOME in setting.value and not env.HF_HOME.read():
+            home = str(Path("~/.cache/huggingface").expanduser())
+            settings[key] = replace(setting, value=setting.value.replace(HF_HOME, home))
+
+
 def entry_of(key: Key) -> Foreign | None:
     """What the tables say about a key; None if it is not in them."""
     if (found := FOREIGN.get(".".join(key))) is not None:
@@ -82,19 +92,16 @@ def is_foreign(setting_key: Key, value: object) -> bool:
 def is_translated(key: Key) -> bool:
     """Whether other keys take the place of this one."""
     dotted = ".".join(key)
-    sections = (*TRANSLATED_SECTIONS, *REWRITTEN_SECTIONS)
-    return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in sections))
+    return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in TRANSLATED_SECTIONS))
 
 
 def migrate(settings: Settings, value_of: Callable[[str], object], problems: list[str]) -> tuple[Settings, Migration]:
     """The settings that the schema takes, and the report. `value_of` resolves a key of `settings`; problems are added to `problems`."""
     report = Migration()
     report.renamed += [f"{describe(key, setting)} -> {'.'.join(key)}" for key, setting in settings.items() if setting.written_as]
-    translation = translate_torch(settings, value_of)
+    translation = translate(settings, value_of)
     report.translated += translation.lines
-    rest = translate_rest(settings, value_of)
-    report.translated += rest.lines
-    problems += [*translation.problems, *rest.problems]
+    problems += translation.problems
     _report_dropped(settings, translation.dropped, report)
     kept: Settings = {}
     for key, setting in settings.items():
@@ -104,7 +111,7 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
             _judge(key, setting, entry, value_of, report, problems)
         elif not is_foreign(key, setting.value):
             kept[key] = _new_value(key, setting, report)
-    return kept | translation.settings | rest.settings, report
+    return kept | translation.settings, report
 
 
 def _new_value(key: Key, setting: Setting, report: Migration) -> Setting:

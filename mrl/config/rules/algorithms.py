@@ -1,115 +1,111 @@
-"""Rules between the keys of the algorithm: which parts of the GRPO family go together."""
+"""Rules between the keys of the algorithms: which parts of the GRPO family go together, and what training without rollouts needs."""
 
 from __future__ import annotations
 
-from mrl.config.rules.ranges import spell
-from mrl.config.schema.algo import GrpoConfig, LossConfig, RewardPenaltiesConfig
+import json
+from pathlib import Path
+
+from mrl.config.errors import Problems, spell
 from mrl.config.schema.run import RunConfig
 
-
-def find_algorithm_problems(config: RunConfig) -> list[str]:
-    """A problem for every key that another one contradicts, or leaves without effect."""
-    loss, penalties = config.loss_fn, config.reward_penalties
-    return [
-        *_objective(loss),
-        *_importance(loss),
-        *_kl_in_reward(config),
-        *_updates(config),
-        *_rewards(config.grpo),
-        *_penalties(penalties),
-    ]
+_PAIRS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean")
+METRICS = {"sft": ("loss", "perplexity"), "dpo": (*_PAIRS, "preference_loss", "sft_loss"), "rm": _PAIRS}
+"""What a training step of each algorithm measures, besides what all measure."""
+VALIDATION_METRICS = {
+    "sft": ("val_loss", "perplexity"),
+    **{name: tuple(f"validation-default_{metric}" for metric in METRICS[name]) for name in ("dpo", "rm")},
+}
+"""What a validation of each algorithm measures, under NeMo RL's names."""
 
 
-def _problem(key: str, value: object, rule: str, way_out: str) -> str:
-    return f"{key}={spell(value)}: {rule}; {way_out}"
+def check_algorithm(config: RunConfig, problems: Problems) -> None:
+    """Adds a problem for every key of GRPO that another one contradicts, or leaves without effect."""
+    for check in (_objective, _importance, _kl_in_reward, _updates, _rewards, _penalties):
+        check(config, problems)
 
 
-def _objective(loss: LossConfig) -> list[str]:
-    problems = []
+def _objective(config: RunConfig, problems: Problems) -> None:
+    loss = config.loss_fn
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         rule = "a ratio of the sequence (GSPO) goes with a mean over sequences, and loss_fn.token_level_loss=true"
-        problems.append(_problem("loss_fn.sequence_level_importance_ratios", True, rule, "set the latter to false"))
+        problems.add("loss_fn.sequence_level_importance_ratios", rule, "set the latter to false")
     if loss.constant_length_normalizer is not None and loss.token_level_loss:
         rule = "a mean over all tokens (loss_fn.token_level_loss=true) has no lengths of sequences to replace"
-        problems.append(_problem("loss_fn.constant_length_normalizer", loss.constant_length_normalizer, rule, "set the latter to false"))
-    others = {
-        "loss_fn.disable_ppo_ratio=true leaves out the ratio that CISPO weights with": loss.disable_ppo_ratio,
-        "loss_fn.force_on_policy_ratio=true leaves out the ratio that CISPO weights with": loss.force_on_policy_ratio,
-        "CISPO weights tokens, and loss_fn.sequence_level_importance_ratios=true": loss.sequence_level_importance_ratios,
-        "CISPO averages over tokens, and loss_fn.token_level_loss=false": not loss.token_level_loss,
-        f"CISPO has no loss for loss_fn.ratio_clip_c={spell(loss.ratio_clip_c)} to bound": loss.ratio_clip_c is not None,
-    }
-    problems += [
-        _problem("loss_fn.use_cispo", True, rule, "set one of them back") for rule, is_so in others.items() if is_so and loss.use_cispo
-    ]
+        problems.add("loss_fn.constant_length_normalizer", rule, "set the latter to false")
+    if loss.use_cispo:
+        others = {
+            "loss_fn.disable_ppo_ratio=true leaves out the ratio that CISPO weights with": loss.disable_ppo_ratio,
+            "loss_fn.force_on_policy_ratio=true leaves out the ratio that CISPO weights with": loss.force_on_policy_ratio,
+            "CISPO weights tokens, and loss_fn.sequence_level_importance_ratios=true": loss.sequence_level_importance_ratios,
+            "CISPO averages over tokens, and loss_fn.token_level_loss=false": not loss.token_level_loss,
+            f"CISPO has no loss for loss_fn.ratio_clip_c={spell(loss.ratio_clip_c)} to bound": loss.ratio_clip_c is not None,
+        }
+        for rule in (rule for rule, is_so in others.items() if is_so):
+            problems.add("loss_fn.use_cispo", rule, "set one of them back")
     if loss.ratio_clip_c is not None and loss.disable_ppo_ratio:
         rule = "loss_fn.disable_ppo_ratio=true leaves no ratio to clip"
-        problems.append(_problem("loss_fn.ratio_clip_c", loss.ratio_clip_c, rule, "set it to null, or the other to false"))
-    return problems
+        problems.add("loss_fn.ratio_clip_c", rule, "set it to null, or the other to false")
 
 
-def _importance(loss: LossConfig) -> list[str]:
-    prefix = "loss_fn.truncated_importance_sampling"
+def _importance(config: RunConfig, problems: Problems) -> None:
+    loss, prefix = config.loss_fn, "loss_fn.truncated_importance_sampling"
     kind, high, low = (
         loss.truncated_importance_sampling_type,
         loss.truncated_importance_sampling_ratio,
         loss.truncated_importance_sampling_ratio_min,
     )
-    given = {f"{prefix}_type": kind, f"{prefix}_ratio": high, f"{prefix}_ratio_min": low}
+    given = [f"{prefix}_{name}" for name, value in {"type": kind, "ratio": high, "ratio_min": low}.items() if value is not None]
     if not loss.use_importance_sampling_correction:
-        rule = "bounds a weight that loss_fn.use_importance_sampling_correction=false leaves out"
-        way_out = "set it to null, or the other to true"
-        return [_problem(key, value, rule, way_out) for key, value in given.items() if value is not None]
-    problems = []
+        for key in given:
+            rule = "it bounds a weight that loss_fn.use_importance_sampling_correction=false leaves out"
+            problems.add(key, rule, "set it to null, or the other to true")
+        return
     if high is None:
-        rule = f"needs {prefix}_ratio, the upper bound of the weights"
-        problems += [_problem(key, value, rule, "set it") for key, value in given.items() if value is not None]
+        for key in given:
+            problems.add(key, f"it needs {prefix}_ratio, the upper bound of the weights", "set that")
     elif low is not None and low > high:
-        problems.append(_problem(f"{prefix}_ratio_min", low, f"must be at most {prefix}_ratio={high:g}", "lower it"))
+        problems.add(f"{prefix}_ratio_min", f"must be at most {prefix}_ratio={high:g}", "lower it")
     if kind in ("icepop", "seq-mask-tis") and high is not None and low is None:
-        rule = f"leaves out what is outside two bounds, and {prefix}_ratio_min=null"
-        problems.append(_problem(f"{prefix}_type", kind, rule, "set the latter, to 0.5 for example"))
+        rule = f"it leaves out what is outside two bounds, and {prefix}_ratio_min=null"
+        problems.add(f"{prefix}_type", rule, "set the latter, to 0.5 for example")
     if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-        rule = "keeps weights of tokens, and loss_fn.sequence_level_importance_ratios=true has only weights of sequences"
-        problems.append(_problem(f"{prefix}_type", kind, rule, "use tis or icepop"))
-    return problems
+        rule = "it keeps weights of tokens, and loss_fn.sequence_level_importance_ratios=true has only weights of sequences"
+        problems.add(f"{prefix}_type", rule, "use tis or icepop")
 
 
-def _kl_in_reward(config: RunConfig) -> list[str]:
+def _kl_in_reward(config: RunConfig, problems: Problems) -> None:
     loss, estimator, generation = config.loss_fn, config.grpo.adv_estimator.name, config.policy.generation
     if not loss.use_kl_in_reward:
-        return []
+        return
+    truncates = generation.top_p < 1.0 or generation.top_k is not None
     rules = {
         f"only reinforce_plus_plus has rewards of tokens, and grpo.adv_estimator.name={estimator}": estimator != "reinforce_plus_plus",
         "loss_fn.reference_policy_kl_penalty=0 leaves nothing to subtract": loss.reference_policy_kl_penalty == 0,
-        "needs old logprobs, which loss_fn.force_on_policy_ratio=true does not compute": not config.needs_old_logprobs,
-        "the reference is not truncated, but policy.generation.top_p or top_k truncates the policy": generation.top_p < 1.0
-        or generation.top_k is not None,
+        "it needs old logprobs, which loss_fn.force_on_policy_ratio=true does not compute": not config.needs_old_logprobs,
+        "the reference is not truncated, but policy.generation.top_p or top_k truncates the policy": truncates,
     }
-    return [
-        _problem("loss_fn.use_kl_in_reward", True, rule, "set it to false, or change the other") for rule, is_so in rules.items() if is_so
-    ]
+    for rule in (rule for rule, is_so in rules.items() if is_so):
+        problems.add("loss_fn.use_kl_in_reward", rule, "set it to false, or change the other")
 
 
-def _updates(config: RunConfig) -> list[str]:
+def _updates(config: RunConfig, problems: Problems) -> None:
     batch, rollouts = config.policy.train_global_batch_size, config.grpo.num_rollouts_per_step
-    if not config.loss_fn.force_on_policy_ratio or batch == rollouts:
-        return []
-    rule = f"is true of one update per step, and policy.train_global_batch_size={batch} makes several of {rollouts} rollouts"
-    return [_problem("loss_fn.force_on_policy_ratio", True, rule, "leave the latter out, or set this to false")]
+    if config.loss_fn.force_on_policy_ratio and batch != rollouts:
+        rule = f"it is right for one update per step, and policy.train_global_batch_size={batch} makes several of {rollouts} rollouts"
+        problems.add("loss_fn.force_on_policy_ratio", rule, "leave the latter out, or set this to false")
 
 
-def _rewards(grpo: GrpoConfig) -> list[str]:
-    problems = []
+def _rewards(config: RunConfig, problems: Problems) -> None:
+    grpo = config.grpo
     low, high, scaling, shaping = grpo.advantage_clip_low, grpo.advantage_clip_high, grpo.reward_scaling, grpo.reward_shaping
     if low is not None and high is not None and low > high:
-        problems.append(_problem("grpo.advantage_clip_low", low, f"must be at most grpo.advantage_clip_high={high:g}", "lower it"))
+        problems.add("grpo.advantage_clip_low", f"must be at most grpo.advantage_clip_high={high:g}", "lower it")
     if grpo.adv_estimator.reward_weights is not None and grpo.adv_estimator.name != "gdpo":
-        rule = f"weights components that grpo.adv_estimator.name={grpo.adv_estimator.name} does not look at"
-        problems.append(_problem("grpo.adv_estimator.reward_weights", grpo.adv_estimator.reward_weights, rule, "use gdpo, or null"))
+        rule = f"it weights components that grpo.adv_estimator.name={grpo.adv_estimator.name} does not look at"
+        problems.add("grpo.adv_estimator.reward_weights", rule, "use gdpo, or null")
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         rule = f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}"
-        problems.append(_problem("grpo.reward_scaling.source_min", scaling.source_min, rule, "lower it"))
+        problems.add("grpo.reward_scaling.source_min", rule, "lower it")
     needed = {
         "overlong_buffer_length": shaping.overlong_buffer_length,
         "overlong_buffer_penalty": shaping.overlong_buffer_penalty,
@@ -117,18 +113,99 @@ def _rewards(grpo: GrpoConfig) -> list[str]:
     }
     missing = [f"grpo.reward_shaping.{name}" for name, value in needed.items() if value is None]
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and missing:
-        rule = f"needs {', '.join(missing)}"
-        problems.append(_problem("grpo.reward_shaping.enabled", True, rule, "set them, or stop_properly_penalty_coef"))
-    return problems
+        problems.add("grpo.reward_shaping.enabled", f"it needs {', '.join(missing)}", "set them, or stop_properly_penalty_coef")
 
 
-def _penalties(penalties: RewardPenaltiesConfig) -> list[str]:
-    problems = []
-    ids = penalties.token_ids
+def _penalties(config: RunConfig, problems: Problems) -> None:
+    penalties, ids = config.reward_penalties, config.reward_penalties.token_ids
     if penalties.penalize_unwanted_tokens and not (ids and ids.unwanted):
-        rule = "needs reward_penalties.token_ids.unwanted"
-        problems.append(_problem("reward_penalties.penalize_unwanted_tokens", True, rule, "list the tokens that no rollout may hold"))
+        rule = "it needs reward_penalties.token_ids.unwanted"
+        problems.add("reward_penalties.penalize_unwanted_tokens", rule, "list the tokens that no rollout may hold")
     if ids is not None and (ids.think_open is None) != (ids.think_close is None):
-        name, value = ("think_open", ids.think_open) if ids.think_close is None else ("think_close", ids.think_close)
-        problems.append(_problem(f"reward_penalties.token_ids.{name}", value, "tags come in pairs", "give both tokens, or none"))
-    return problems
+        name = "think_open" if ids.think_close is None else "think_close"
+        problems.add(f"reward_penalties.token_ids.{name}", "tags come in pairs", "give both tokens, or none")
+
+
+def check_batch(config: RunConfig, problems: Problems) -> None:
+    """Adds a problem if the rollouts of a step, or the data-parallel ranks, do not divide into global batches."""
+    rollouts, batch, dp = config.grpo.num_rollouts_per_step, config.policy.train_global_batch_size, config.data_parallel_size
+    if rollouts % batch:
+        rule = f"must divide grpo.num_prompts_per_step x grpo.num_generations_per_prompt = {rollouts}, the rollouts of a step"
+        problems.add("policy.train_global_batch_size", rule, "leave it out, and there is one update a step")
+    if dp and batch % dp:
+        rule = f"must be a multiple of the {dp} data-parallel ranks"
+        problems.add("policy.train_global_batch_size", rule, "change grpo.num_prompts_per_step or the layout")
+
+
+def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
+    """Adds a problem for every rule that sampling ahead of the training, dynamic sampling or validation breaks."""
+    grpo, lag = config.grpo, config.grpo.async_grpo.max_lag_steps
+    if lag > 0 and config.policy.generation.colocated.enabled:
+        rule = "engines that share their GPUs with the policy cannot sample while it trains (policy.generation.colocated.enabled=true)"
+        way_out = "set it to false, or policy.generation.colocated.enabled=false (with colocated.resources where there are GPUs)"
+        problems.add("grpo.async_grpo.enabled", rule, way_out)
+    if lag > 0 and not config.loss_fn.use_importance_sampling_correction:
+        rule = f"rollouts up to grpo.async_grpo.max_trajectory_age_steps={lag} steps old are trained with weights that did not draw them"
+        problems.add("loss_fn.use_importance_sampling_correction", rule, "set it to true")
+    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+        rule = "without grpo.use_dynamic_sampling=true a step asks for as many prompts as it trains on"
+        problems.add("grpo.batch_multiplier", rule, "set it to 1, or the other to true")
+    if grpo.stop_at_validation_metric == "pass_k" and grpo.val_num_generations_per_prompt < 2:
+        rule = "grpo.val_num_generations_per_prompt=1 measures nothing but the accuracy"
+        problems.add("grpo.stop_at_validation_metric", rule, "raise the latter to 2 or more, or use accuracy")
+
+
+def check_early_stop(config: RunConfig, problems: Problems) -> None:
+    """Adds a problem if the run should stop at a metric that is never measured, or at no threshold."""
+    metric, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
+    if (metric is None) != (threshold is None):
+        given, missing = ("metric", "threshold") if threshold is None else ("threshold", "metric")
+        rule = f"it needs grpo.stop_at_validation_{missing}, which is null"
+        problems.add(f"grpo.stop_at_validation_{given}", rule, "set both, or none of them")
+    elif metric is not None and not config.data.has_validation:
+        rule = "there is no validation, because data.validation=null and no training rows are held out"
+        problems.add("grpo.stop_at_validation_metric", rule, "set it and the threshold to null, or give data.validation")
+
+
+def check_supervised(config: RunConfig, problems: Problems) -> None:
+    """Adds a problem for every rule that a run without engines breaks."""
+    algorithm, training, stage = config.algorithm, config.training, (config.checkpointing.metric_name or "").partition(":")
+    known = {"train": METRICS[algorithm], "val": VALIDATION_METRICS[algorithm]}
+    if config.checkpointing.enabled and stage[0] in known and stage[2] not in known[stage[0]]:
+        rule = f"algorithm={algorithm} has no such metric, and checkpoints could not be ranked"
+        problems.add("checkpointing.metric_name", rule, f"use val:{known['val'][0]}, or null")
+    if training.max_num_steps == 0:
+        problems.add(f"{algorithm}.max_num_steps", "the run would train nothing", "use 1 or more, or -1 for whole epochs")
+    if algorithm == "dpo" and config.dpo.preference_loss_weight == config.dpo.sft_loss_weight == 0:
+        problems.add("dpo.preference_loss_weight", "with dpo.sft_loss_weight=0 the run would train nothing", "raise one of them")
+    if config.policy.router_replay.enabled:
+        problems.add(
+            "policy.router_replay.enabled", f"algorithm={algorithm} has no engines whose routes it could follow", "set it to false"
+        )
+
+
+def check_reward_model(config: RunConfig, problems: Problems) -> None:
+    """Adds a problem if the model has a reward head and the algorithm trains none, or the other way round, or cannot train it."""
+    enabled, is_trained = config.policy.reward_model_cfg.enabled, config.algorithm == "rm"
+    if enabled not in (None, is_trained):
+        problems.add("policy.reward_model_cfg.enabled", f"it follows from algorithm={config.algorithm}", "leave it out")
+    if is_trained and config.policy.megatron_cfg.peft.enabled:
+        rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
+        problems.add("policy.megatron_cfg.peft.enabled", rule, "set it to false")
+    if is_trained and config.policy.megatron_cfg.pipeline_model_parallel_size > 1 and _ties_embeddings(Path(config.policy.model_name)):
+        rule = "the model's output layer is its embedding, whose copy on the last stage a reward model gives no gradient"
+        problems.add("policy.megatron_cfg.pipeline_model_parallel_size", rule, "set it to 1")
+
+
+def _ties_embeddings(model: Path) -> bool:
+    file = model / "config.json"
+    return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("tie_word_embeddings", False))
+
+
+def check_evaluation(config: RunConfig, problems: Problems) -> None:
+    """Adds a problem for every rule of an evaluation that a training run need not follow."""
+    if not config.data.has_validation:
+        problems.add("data.validation", "there is nothing to ask", "give data.validation.data_path")
+    if config.eval.k_value > config.eval.num_tests_per_prompt:
+        rule = f"eval.num_tests_per_prompt={config.eval.num_tests_per_prompt} answers cannot show what more would"
+        problems.add("eval.k_value", rule, "raise eval.num_tests_per_prompt, or lower it")

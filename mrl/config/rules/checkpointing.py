@@ -8,29 +8,28 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.config.errors import Unprovided
-from mrl.config.rules.ranges import spell
-from mrl.config.schema.run import CheckpointingConfig, RunConfig
+from mrl.config.errors import Problems, Unprovided
+from mrl.config.schema.run import RunConfig
 
 
-def find_checkpointing_problems(config: RunConfig) -> list[str]:
-    """A problem for every rule of the section that the run cannot follow."""
+def check_checkpointing(config: RunConfig, problems: Problems) -> None:
+    """Adds a problem for every rule of the section that the run cannot follow."""
     checkpointing = config.checkpointing
-    problems = _recovery(checkpointing)
+    if checkpointing.ft_save_period is not None and checkpointing.ft_keep_latest_k is None:
+        rule = "it needs checkpointing.ft_keep_latest_k, the number of these checkpoints that are kept"
+        problems.add("checkpointing.ft_save_period", rule, "set it, for example to 1")
     metric_name = checkpointing.metric_name
     if metric_name is not None:
         stage, _, metric = metric_name.partition(":")
         if stage not in ("train", "val") or not metric:
             rule = "must be train:<metric> or val:<metric>"
-            problems.append(_problem("metric_name", metric_name, rule, "write for example val:accuracy, or null"))
+            problems.add("checkpointing.metric_name", rule, "write for example val:accuracy, or null")
         elif stage == "val" and checkpointing.enabled and not config.data.has_validation:
             rule = "there is no validation, because data.validation=null and no training rows are held out"
-            problems.append(_problem("metric_name", metric_name, rule, "use train:reward, or give data.validation"))
+            problems.add("checkpointing.metric_name", rule, "use train:reward, or give data.validation")
     limit = checkpointing.checkpoint_must_save_by
     if limit is not None and not re.fullmatch(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}", limit):
-        rule = "must be DD:HH:MM:SS after the start"
-        problems.append(_problem("checkpoint_must_save_by", limit, rule, "write for example 00:03:40:00"))
-    return problems
+        problems.add("checkpointing.checkpoint_must_save_by", "must be DD:HH:MM:SS after the start", "write for example 00:03:40:00")
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,18 @@ def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDeman
     return CheckpointDemand(num_kept, checkpoint_bytes, needed, shutil.disk_usage(existing_parent(checkpointing.checkpoint_dir)).free)
 
 
-def find_missing_disk(config: RunConfig, num_parameters: int) -> list[str]:
-    """A problem if the checkpoints of the run do not fit on their disk."""
-    checkpointing = config.checkpointing
-    if not checkpointing.enabled:
-        return []
+def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> None:
+    """Adds a problem if the checkpoints of the run do not fit on their disk."""
+    if not config.checkpointing.enabled:
+        return
     demand = checkpoint_demand(config, num_parameters)
-    if demand.needed_bytes <= demand.free_bytes:
-        return []
-    rule = (
-        f"{demand.num_kept} checkpoints of {demand.checkpoint_bytes / 1e9:.2f} GB and one being written need "
-        f"{demand.needed_bytes / 1e9:.2f} GB more, {demand.free_bytes / 1e9:.2f} GB are free"
-    )
-    way_out = "free or choose another disk, or lower checkpointing.keep_top_k"
-    return [Unprovided(_problem("checkpoint_dir", checkpointing.checkpoint_dir, rule, way_out))]
+    if demand.needed_bytes > demand.free_bytes:
+        rule = (
+            f"{demand.num_kept} checkpoints of {demand.checkpoint_bytes / 1e9:.2f} GB and one being written need "
+            f"{demand.needed_bytes / 1e9:.2f} GB more, {demand.free_bytes / 1e9:.2f} GB are free"
+        )
+        way_out = "free or choose another disk, or lower checkpointing.keep_top_k"
+        problems.add("checkpointing.checkpoint_dir", rule, way_out, Unprovided)
 
 
 def num_kept_at_most(config: RunConfig) -> int | None:
@@ -89,14 +86,3 @@ def existing_parent(folder: str) -> Path:
     """The folder itself, or the nearest above it that exists."""
     path = Path(folder).absolute()
     return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-
-
-def _recovery(checkpointing: CheckpointingConfig) -> list[str]:
-    if checkpointing.ft_save_period is None or checkpointing.ft_keep_latest_k is not None:
-        return []
-    rule = "it needs checkpointing.ft_keep_latest_k, the number of these checkpoints that are kept"
-    return [_problem("ft_save_period", checkpointing.ft_save_period, rule, "set it, for example to 1")]
-
-
-def _problem(key: str, value: object, rule: str, way_out: str) -> str:
-    return f"checkpointing.{key}={spell(value)}: {rule}; {way_out}"

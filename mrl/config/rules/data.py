@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mrl.config.datasets import DATASETS, GYM_PROCESSOR, PROCESSORS, known_dataset
-from mrl.config.errors import Unprovided
-from mrl.config.hub import is_hub_id, is_prepared
+from mrl.config.errors import Problems, Unprovided
+from mrl.config.model import is_hub_id, is_prepared
 from mrl.config.rules.environments import NEMO_GYM, environment_names
-from mrl.config.rules.ranges import spell
 from mrl.config.schema.data import DataConfig, DataDefaultConfig, DatasetConfig, TrainDatasetConfig
 from mrl.config.schema.run import RunConfig
 
@@ -39,64 +38,44 @@ def key_of(name: str, default: DataDefaultConfig, dataset: DatasetConfig, key: s
     return f"data.default.{name}" if vars(default)[name] == vars(dataset)[name] else f"{key}.{name}"
 
 
-def find_data_problems(config: RunConfig) -> list[str]:
-    """Every problem of section `data`, one text each."""
-    data, problems = config.data, []
+def check_data(config: RunConfig, problems: Problems) -> None:
+    """Adds the problems of section `data`."""
+    data = config.data
     for key, dataset in (*train_datasets(data), *validation_datasets(data)):
-        problems += _source(key, dataset, data.default) + _processing(key, dataset, data.default)
-        problems += _environment(key, dataset, config) if config.has_engines else []
-    for index, dataset in enumerate(data.train.datasets or ()):
-        if dataset.held_out < 0:
-            key = f"data.train.datasets[{index}].split_validation_size"
-            problems.append(_problem(key, dataset.split_validation_size, "out of range", "use a number that is at least 0"))
+        _check_source(key, dataset, data.default, problems)
+        _check_processing(key, dataset, data.default, problems)
+        names = (*environment_names(config.env), NEMO_GYM)
+        # The rules of environments check data.default.env_name.
+        if config.has_engines and dataset.env_name not in (*names, data.default.env_name):
+            problems.add(f"{key}.env_name", "no such environment", f"use one of {', '.join(names)}")
     for key, section in (("data.train", data.train), ("data.validation", data.validation)):
         if section is not None and section.datasets == []:
-            problems.append(f"{key}=[]: a list of data sets has one at least; give a data set")
-    # Data sets that follow data.default repeat its problems.
-    return list(dict.fromkeys(problems))
+            problems.extend([f"{key}=[]: a list of data sets has one at least; give a data set"])
 
 
-def _problem(key: str, value: object, rule: str, way_out: str) -> str:
-    return f"{key}={spell(value)}: {rule}; {way_out}"
-
-
-def _source(key: str, dataset: DatasetConfig, default: DataDefaultConfig) -> list[str]:
+def _check_source(key: str, dataset: DatasetConfig, default: DataDefaultConfig, problems: Problems) -> None:
     name, path = dataset.dataset_name, dataset.data_path
     if name is not None and name not in DATASETS:
         name_key = key_of("dataset_name", default, dataset, key)
-        return [_problem(name_key, name, "no such data set is known", f"leave it out, or use one of {', '.join(DATASETS)}")]
-    if path is None and known_dataset(name).hub_id is None:
-        return [f"{key}.data_path is required and has no default; set it in the config file or as {key}.data_path=VALUE"]
-    if path is not None and not os.path.exists(path) and not is_hub_id(path):
-        way_out = "correct the path"
+        problems.add(name_key, "no such data set is known", f"leave it out, or use one of {', '.join(DATASETS)}")
+    elif path is None and known_dataset(name).hub_id is None:
+        problems.extend([f"{key}.data_path is required and has no default; set it in the config file or as {key}.data_path=VALUE"])
+    elif path is not None and not os.path.exists(path) and not is_hub_id(path):
+        files = "a .jsonl, .json, .parquet or .arrow file, a folder of them, or a data set's id on the Hugging Face Hub"
+        way_out = f"correct the path: it names {files}"
         if is_prepared(path):
-            way_out += " (`python -m mrl.prepare tiny` makes prepared/tiny/data)"
-        else:
-            way_out += ": it names a .jsonl, .json, .parquet or .arrow file, a folder of them, or a data set's id on the Hugging Face Hub"
-        return [Unprovided(_problem(f"{key}.data_path", path, f"no such file or folder in {Path.cwd()}", way_out))]
-    return []
+            way_out = "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)"
+        problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, Unprovided)
 
 
-def _processing(key: str, dataset: DatasetConfig, default: DataDefaultConfig) -> list[str]:
-    problems = []
-    if dataset.repeat < 1:
-        problems.append(_problem(f"{key}.repeat", dataset.repeat, "out of range", "use a number that is at least 1"))
+def _check_processing(key: str, dataset: DatasetConfig, default: DataDefaultConfig, problems: Problems) -> None:
     for name, path in (("prompt_file", dataset.prompt_file), ("system_prompt_file", dataset.system_prompt_file)):
         file_key = key_of(name, default, dataset, key)
         if path is not None and dataset.processor == GYM_PROCESSOR:
             rule = f"processor={GYM_PROCESSOR} leaves conversations as the rows give them"
-            problems.append(_problem(file_key, path, rule, "set it to null, or use another processor"))
+            problems.add(file_key, rule, "set it to null, or use another processor")
         elif path is not None and not os.path.isfile(path):
-            problems.append(Unprovided(_problem(file_key, path, f"no such file in {Path.cwd()}", "correct the path")))
+            problems.add(file_key, f"no such file in {Path.cwd()}", "correct the path", Unprovided)
     if dataset.processor not in PROCESSORS:
         processor_key = key_of("processor", default, dataset, key)
-        problems.append(_problem(processor_key, dataset.processor, "no such processor", f"use one of {', '.join(PROCESSORS)}"))
-    return problems
-
-
-def _environment(key: str, dataset: DatasetConfig, config: RunConfig) -> list[str]:
-    names = (*environment_names(config.env), NEMO_GYM)
-    # What data.default says is checked with the environments.
-    if dataset.env_name in (*names, config.data.default.env_name):
-        return []
-    return [_problem(f"{key}.env_name", dataset.env_name, "no such environment", f"use one of {', '.join(names)}")]
+        problems.add(processor_key, "no such processor", f"use one of {', '.join(PROCESSORS)}")

@@ -7,7 +7,9 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
+from mrl.config.errors import Problems
 from mrl.config.schema.env import BUILT_IN, EnvConfig
+from mrl.config.schema.run import RunConfig
 
 ENTRY_POINT_GROUP = "mrl.rewards"
 NEMO_GYM = "nemo_gym"
@@ -36,33 +38,26 @@ def environment_of_agent(agent_name: str) -> str | None:
     return SERVERS.get(agent_name.removesuffix("_simple_agent"))
 
 
-def find_environment_problems(config: EnvConfig, default_env_name: str) -> list[str]:
-    """What is wrong with `env`, and with `data.default.env_name`."""
-    problems = [
-        f"env.nemo_gym.config_paths: no environment does what {server} does; leave it out, or use {', '.join(SERVERS)}"
-        for server in config.gym_servers
-        if server not in SERVERS
-    ]
-    problems += [
-        f"env.own.functions.{name}={path}: a built-in environment has that name; choose another"
-        for name, path in config.own.functions.items()
-        if name in (*BUILT_IN, NEMO_GYM)
-    ]
-    problems += [
-        f"env.own.functions.{name}={path}: must be MODULE:FUNCTION; write for example my_rewards:{name}"
-        for name, path in config.own.functions.items()
-        if not all(part.isidentifier() for part in path.replace(":", ".", 1).split(".")) or ":" not in path
-    ]
-    tables = config.workplace_assistant.tables_path
+def check_environments(config: RunConfig, problems: Problems) -> None:
+    """Adds the problems of section `env`, and of `data.default.env_name`."""
+    section = config.env
+    for server in section.gym_servers:
+        if server not in SERVERS:
+            problems.add(
+                "env.nemo_gym.config_paths", f"no environment does what {server} does", f"leave it out, or use {', '.join(SERVERS)}"
+            )
+    for name, path in section.own.functions.items():
+        key, module = f"env.own.functions.{name}", path.partition(":")[0].partition(".")[0]
+        is_path = ":" in path and all(part.isidentifier() for part in path.replace(":", ".", 1).split("."))
+        if name in (*BUILT_IN, NEMO_GYM):
+            problems.add(key, "a built-in environment has that name", "choose another")
+        if not is_path:
+            problems.add(key, "must be MODULE:FUNCTION", f"write for example my_rewards:{name}")
+        elif name not in BUILT_IN and importlib.util.find_spec(module) is None:
+            problems.add(key, f"there is no module {module}", "start the run in its folder, install it, or set PYTHONPATH")
+    tables = section.workplace_assistant.tables_path
     if tables is not None and not os.path.exists(tables):
-        problems.append(f"env.workplace_assistant.tables_path={tables}: no such file or folder in {os.getcwd()}; correct the path")
-    if not problems:
-        problems += [
-            f"env.own.functions.{name}={path}: there is no module {module}; start the run in its folder, install it, or set PYTHONPATH"
-            for name, path in config.own.functions.items()
-            if importlib.util.find_spec(module := path.partition(":")[0].partition(".")[0]) is None
-        ]
-    names = (*environment_names(config), *((NEMO_GYM,) if config.should_use_nemo_gym else ()))
-    if default_env_name not in names:
-        problems.append(f"data.default.env_name={default_env_name}: no such environment; use one of {', '.join(names)}")
-    return problems
+        problems.add("env.workplace_assistant.tables_path", f"no such file or folder in {os.getcwd()}", "correct the path")
+    names = (*environment_names(section), *((NEMO_GYM,) if section.should_use_nemo_gym else ()))
+    if config.data.default.env_name not in names:
+        problems.add("data.default.env_name", "no such environment", f"use one of {', '.join(names)}")

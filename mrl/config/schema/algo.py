@@ -1,11 +1,11 @@
-"""Sections of the algorithm: `grpo`, `loss_fn`, `reward_penalties`. See `mrl.config.schema.run`."""
+"""Sections of the algorithms: `grpo`, `loss_fn`, `reward_penalties`, `sft`, `dpo`, `rm`, `eval`. See `mrl.config.schema.run`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from mrl.config.fields import follows
+from mrl.config.fields import AboveZero, AllOrCount, AtLeastTwo, Count, Finite, NotNegative, Positive, Range, Share, follows
 
 Estimator = Literal["grpo", "gdpo", "reinforce_plus_plus"]
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
@@ -23,9 +23,9 @@ class AsyncGrpoConfig:
 
     enabled: bool = False
     """Generate rollouts while the policy is trained, with weights that are up to `max_trajectory_age_steps` steps older."""
-    max_trajectory_age_steps: int = 1
+    max_trajectory_age_steps: Count = 1
     """How many steps old a rollout may be when it is trained on, counted from the weights that drew its first token; 0 is synchronous."""
-    max_generation_failures: int = 0
+    max_generation_failures: Count = 0
     """How often in a row an engine that was started again may die before it has finished a rollout; then the run ends, to be resumed."""
     in_flight_weight_updates: bool = False
     """Give the engines new weights between two of their steps, and let unfinished rollouts go on with them; false: wait for those first.
@@ -63,7 +63,7 @@ class AdvantageEstimatorConfig:
     size; false: of those that the baseline is the mean of, and not at all where these are equal, as NeMo RL does."""
     minus_baseline: bool = True
     """For reinforce_plus_plus: subtract the mean reward of the group before the batch is normalised."""
-    reward_weights: list[float] | None = None
+    reward_weights: list[Finite] | None = None
     """For gdpo: weight of each component of the reward, in the alphabetical order of their names; null = 1 each."""
 
 
@@ -71,13 +71,13 @@ class AdvantageEstimatorConfig:
 class RewardScalingConfig:
     enabled: bool = False
     """Map rewards linearly from the source range to the target range; those outside the source range are clamped to it, and counted."""
-    source_min: float = 0.0
+    source_min: Finite = 0.0
     """Reward that becomes target_min."""
-    source_max: float = 1.0
+    source_max: Finite = 1.0
     """Reward that becomes target_max."""
-    target_min: float = 0.0
+    target_min: Finite = 0.0
     """See source_min."""
-    target_max: float = 1.0
+    target_max: Finite = 1.0
     """See source_max."""
 
 
@@ -85,27 +85,27 @@ class RewardScalingConfig:
 class RewardShapingConfig:
     enabled: bool = False
     """Lower the rewards of rollouts that are too long, after reward_scaling."""
-    overlong_buffer_length: int | None = None
+    overlong_buffer_length: Positive | None = None
     """Tokens over which the penalty of DAPO (arXiv:2503.14476) grows from 0, up to max_response_length."""
-    overlong_buffer_penalty: float | None = None
+    overlong_buffer_penalty: NotNegative | None = None
     """What a rollout of max_response_length tokens loses; longer ones lose more, in proportion."""
-    max_response_length: int | None = None
+    max_response_length: Positive | None = None
     """Length in tokens at which a rollout loses overlong_buffer_penalty."""
-    stop_properly_penalty_coef: float | None = None
+    stop_properly_penalty_coef: Share | None = None
     """Rewards of rollouts that were cut off are multiplied by this, 0 to 1, instead of the penalty above; null = that penalty."""
 
 
 @dataclass
 class GrpoConfig:
-    num_prompts_per_step: int = 32
+    num_prompts_per_step: Positive = 32
     """Prompts per step."""
-    num_generations_per_prompt: int = 16
+    num_generations_per_prompt: AtLeastTwo = 16
     """Rollouts of each prompt: the group whose members are compared with each other. At least 2."""
-    max_num_steps: int = 1_000_000
+    max_num_steps: Positive = 1_000_000
     """The run ends after this many steps in all, those before a resume included."""
-    max_num_epochs: int = 1
+    max_num_epochs: Positive = 1
     """The run ends after this many passes over the training prompts, those that dynamic sampling leaves out included."""
-    max_rollout_turns: int = 1
+    max_rollout_turns: Positive = 1
     """Most turns of a rollout: how often the model speaks, if its environment answers. With env.should_use_nemo_gym at least 6, because
     NeMo Gym's agents count for themselves."""
     normalize_rewards: bool = True
@@ -113,24 +113,24 @@ class GrpoConfig:
     use_leave_one_out_baseline: bool = True
     """Baseline of a rollout: mean reward of the others of its group; false: of the whole group."""
     adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
-    advantage_clip_low: float | None = None
+    advantage_clip_low: Finite | None = None
     """Advantages below this become this; null = no bound."""
-    advantage_clip_high: float | None = None
+    advantage_clip_high: Finite | None = None
     """Advantages above this become this; null = no bound."""
-    invalid_tool_call_advantage: float | None = None
+    invalid_tool_call_advantage: Finite | None = None
     """Advantage of the tokens of a turn with a tool call that cannot be read, for example -5.0, within the bounds above; null = that of
     the rollout."""
-    malformed_thinking_advantage: float | None = None
+    malformed_thinking_advantage: Finite | None = None
     """Advantage of the tokens of a turn whose think tags do not pair, unless its tool call is invalid; null = that of the rollout."""
     overlong_filtering: bool = False
     """Leave rollouts that were cut off, or whose next turn did not fit, out of the loss; they count in the baseline of their group."""
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
-    seq_logprob_error_threshold: float | None = None
+    seq_logprob_error_threshold: Annotated[float, Range(1)] | None = None
     """Leave rollouts out of the loss whose mean over tokens of exp(|old - generator logprob|) is above this; null = only measure."""
-    val_period: int = 10
+    val_period: Count = 10
     """Validate every this many steps; 0 = never."""
-    val_start_at: int = -1
+    val_start_at: AllOrCount = -1
     """The first step after which `val_period` counts: steps before it are not validated. -1 = no such step."""
     val_at_start: bool = False
     """Validate before the first update (step 0)."""
@@ -139,22 +139,22 @@ class GrpoConfig:
     stop_at_validation_metric: str | None = None
     """The run saves and ends once this metric of a validation, `accuracy` for example, is `stop_at_validation_threshold` or more; null =
     it goes on."""
-    stop_at_validation_threshold: float | None = None
+    stop_at_validation_threshold: Finite | None = None
     """What `stop_at_validation_metric` has to reach."""
-    max_val_samples: int | None = 256
+    max_val_samples: Positive | None = 256
     """Validation prompts used, the first ones of the file; null = all."""
-    val_num_generations_per_prompt: int = 1
+    val_num_generations_per_prompt: Positive = 1
     """Rollouts of each validation prompt. `val/accuracy` is their mean reward; from 2 on `val/pass_k` is the share of prompts of which one
     at least has a reward above 0, and `val/pass_at_1`, `val/pass_at_2`, `val/pass_at_4` ... estimate the same for fewer rollouts."""
     use_dynamic_sampling: bool = False
     """Train only on groups whose rewards differ, and ask for further prompts until `num_prompts_per_step` such groups are there
     (arXiv:2503.14476). `train/reward` is then over all rollouts, `train/filtered_reward` over those trained on. Groups beyond the number
     are left to the next step: as they are, if they are not older than rollouts may be then, else their prompts are asked again."""
-    dynamic_sampling_max_gen_batches: int = 10
+    dynamic_sampling_max_gen_batches: Positive = 10
     """The run ends if so many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
-    batch_multiplier: float = 1.0
+    batch_multiplier: Annotated[float, Range(1, 2**15)] = 1.0
     """Prompts asked for at a time, in multiples of `num_prompts_per_step`; 1 without `use_dynamic_sampling`."""
-    seed: int = 42
+    seed: Count = 42
     """Seed of the run: data order, sampling, dropout-free training. Config and seed fix the run bit for bit on CPU."""
     async_grpo: AsyncGrpoConfig = field(default_factory=AsyncGrpoConfig)
 
@@ -171,22 +171,22 @@ class GrpoConfig:
 
 @dataclass
 class LossConfig:
-    reference_policy_kl_penalty: float = 0.01
+    reference_policy_kl_penalty: NotNegative = 0.01
     """Weight of the KL term to the frozen starting model; 0 = no reference model is kept."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL (http://joschu.net/blog/kl-approx.html)."""
-    kl_input_clamp_value: float | None = 20.0
+    kl_input_clamp_value: AboveZero | None = 20.0
     """Log-ratios of the KL term are clamped to +- this before exp; null = not clamped."""
-    kl_output_clamp_value: float | None = 10.0
+    kl_output_clamp_value: AboveZero | None = 10.0
     """KL per token is clamped to +- this; null = not clamped."""
-    ratio_clip_min: float = 0.2
+    ratio_clip_min: NotNegative = 0.2
     """The policy ratio is clipped below at 1 - this; 1 or more = not clipped below."""
-    ratio_clip_max: float = 0.2
+    ratio_clip_max: AboveZero = 0.2
     """The policy ratio is clipped above at 1 + this."""
-    ratio_clip_c: float | None = None
+    ratio_clip_c: Annotated[float, Range(1, is_low_open=True)] | None = None
     """Dual clip (arXiv:1912.09729): where the advantage is negative, the loss is at most -advantage times this, which is above 1;
     null = not bounded."""
-    max_log_ratio: float | None = None
+    max_log_ratio: AboveZero | None = None
     """Hold the log-ratios of the policy to the old one, and of that to the generator, within +- this, 10 for example: a token beyond it
     has no gradient. null = as in NeMo RL they are what they are, and a correction weight that overflows is 0. `train/bounded_fraction` is
     the share of tokens that this, or overflow, changes."""
@@ -205,20 +205,20 @@ class LossConfig:
     truncated_importance_sampling_type: Truncation | None = None
     """What happens to these weights outside their bounds. tis: held at the bound; icepop: the token is left out; seq-mask-tis: sequences
     whose geometric mean is outside are left out, the others keep their weights; null = tis, if there is a bound."""
-    truncated_importance_sampling_ratio: float | None = None
+    truncated_importance_sampling_ratio: AboveZero | None = None
     """Upper bound of these weights; null = no bound."""
-    truncated_importance_sampling_ratio_min: float | None = None
+    truncated_importance_sampling_ratio_min: NotNegative | None = None
     """Lower bound of these weights; null = 0."""
     use_on_policy_kl_approximation: bool = False
     """Weight the KL term by exp(logprobs - generator_logprobs), because the tokens were drawn from the generator."""
     use_kl_in_reward: bool = False
     """Subtract the KL penalty from the rewards of reinforce_plus_plus, token by token, instead of adding it to the loss."""
-    positive_example_nll_weight: float = 0.0
+    positive_example_nll_weight: NotNegative = 0.0
     """Weight of the negative log-likelihood of rollouts with a reward above 0, averaged over their tokens in the batch
     (arXiv:2504.05118)."""
     token_level_loss: bool = True
     """Mean over the valid tokens of the global batch; false: mean over sequences of each sequence's token mean."""
-    constant_length_normalizer: int | None = None
+    constant_length_normalizer: Positive | None = None
     """Divide the sum over each sequence's tokens by this many tokens instead of by its length (Dr. GRPO, arXiv:2503.20783). Needs
     token_level_loss=false; null = by its length."""
 
@@ -237,11 +237,11 @@ class LossConfig:
 
 @dataclass
 class PenaltyTokenIdsConfig:
-    unwanted: list[int] | None = None
+    unwanted: list[Count] | None = None
     """Tokens that no rollout may hold; needed by penalize_unwanted_tokens."""
-    think_open: int | None = None
+    think_open: Count | None = None
     """Token that opens a thought; null = the text <think>, of whatever tokens."""
-    think_close: int | None = None
+    think_close: Count | None = None
     """Token that closes a thought; null = the text </think>, of whatever tokens."""
 
 
@@ -268,3 +268,72 @@ class RewardPenaltiesConfig:
                 self.penalize_malformed_think_tag,
             )
         )
+
+
+@dataclass
+class SupervisedConfig:
+    """What training without rollouts has in common. A row is a conversation (sft) or a pair of answers (dpo, rm)."""
+
+    max_num_epochs: Positive = 1
+    """The run ends after this many passes over the training rows."""
+    max_num_steps: AllOrCount = -1
+    """The run ends after this many steps in all, those before a resume included; -1 = with the last epoch."""
+    val_period: Count = 10
+    """Validate every this many steps; 0 = never."""
+    val_batches: AllOrCount = 8
+    """Validate on the first this many batches of the file; 0 or -1 = on all."""
+    val_global_batch_size: Positive = 32
+    """Rows of a validation batch, which are pairs in dpo and rm."""
+    val_micro_batch_size: Positive = 1
+    """In validation, what `policy.train_micro_batch_size` is in training: without packing, the sequences or pairs of a row."""
+    val_at_start: bool = True
+    """Validate before the first update (step 0)."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    seed: Count = 42
+    """Seed of the run: data order, and the first weights of a reward head. Config and seed fix the run bit for bit on CPU."""
+
+
+@dataclass
+class SftConfig(SupervisedConfig):
+    max_num_steps: AllOrCount = 60
+    only_unmask_final: bool = False
+    """Learn the last assistant message of a conversation alone; false = all of them."""
+
+
+@dataclass
+class DpoConfig(SupervisedConfig):
+    max_num_steps: AllOrCount = 150
+    val_period: Count = 25
+    val_global_batch_size: Positive = 8
+    reference_policy_kl_penalty: NotNegative = 0.05
+    """Beta of the preference loss (arXiv:2305.18290): how strongly the policy is held to the starting model."""
+    preference_average_log_probs: bool = False
+    """Compare means over tokens, not sums, of log-probabilities in the preference loss."""
+    sft_average_log_probs: bool = follows("dpo.preference_average_log_probs")
+    """The same in the SFT loss."""
+    preference_loss_weight: NotNegative = 1.0
+    """Weight of the preference loss."""
+    sft_loss_weight: NotNegative = 0.0
+    """Weight of the negative log-likelihood of the chosen answers, added to the preference loss."""
+
+
+@dataclass
+class RmConfig(SupervisedConfig):
+    val_period: Count = 16
+    val_batches: AllOrCount = -1
+    val_at_start: bool = False
+
+
+@dataclass
+class EvalConfig:
+    metric: Literal["pass@k", "cons@k"] = "pass@k"
+    """The score that is reported first: whether one of k answers is right, or the most frequent of them."""
+    num_tests_per_prompt: Positive = 1
+    """Answers sampled for each held-out prompt, as `policy.generation.val_temperature` and its like say."""
+    k_value: Positive = 1
+    """k of these scores; at most num_tests_per_prompt."""
+    seed: Count = 42
+    """Seed of sampling."""
+    save_path: str | None = None
+    """Folder for the results; null = `evaluations` in checkpointing.checkpoint_dir."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from mrl.config.datasets import known_dataset
-from mrl.config.fields import follows
+from mrl.config.fields import Count, Positive, Range, Share, follows
 
 
 @dataclass
-class DataDefaultConfig:
+class RowsConfig:
+    """Where the rows of a data set are, and how they are read."""
+
     dataset_name: str | None = None
     """A data set known by name (`mrl.config.datasets`): where its rows are and what their keys mean. null = the keys of a row tell."""
     subset: str | None = None
@@ -44,51 +46,39 @@ class DataDefaultConfig:
     """Text file with `{}` in place of the question; null = the question alone."""
     system_prompt_file: str | None = None
     """Text file with the system message; null = none."""
-    split_validation_size: float | None = None
+
+
+@dataclass
+class DataDefaultConfig(RowsConfig):
+    split_validation_size: Annotated[float, Range(0, 2**31)] | None = None
     """Held out of training rows for validation: a share below 1, or a number of rows. null = the data set's own share, mostly 0."""
-    seed: int = 42
+    seed: Count = 42
     """Decides which rows are held out."""
 
 
 @dataclass
-class DatasetConfig:
+class DatasetConfig(RowsConfig):
     """One data set. What it leaves out follows `data.default`."""
 
+    dataset_name: str | None = follows("data.default.dataset_name")
+    subset: str | None = follows("data.default.subset")
+    split: str | None = follows("data.default.split")
+    input_key: str | None = follows("data.default.input_key")
+    output_key: str | None = follows("data.default.output_key")
+    prompt_key: str = follows("data.default.prompt_key")
+    chosen_key: str = follows("data.default.chosen_key")
+    rejected_key: str = follows("data.default.rejected_key")
+    chat_key: str = follows("data.default.chat_key")
+    system_key: str | None = follows("data.default.system_key")
+    system_prompt: str | None = follows("data.default.system_prompt")
+    tool_key: str = follows("data.default.tool_key")
+    processor: str = follows("data.default.processor")
+    env_name: str = follows("data.default.env_name")
+    prompt_file: str | None = follows("data.default.prompt_file")
+    system_prompt_file: str | None = follows("data.default.system_prompt_file")
     data_path: str | None = None
     """File (.jsonl, .json, .parquet, .arrow), folder of such files, or Hub id; null = where `dataset_name` is found on the Hub."""
-    dataset_name: str | None = follows("data.default.dataset_name")
-    """A data set known by name; null = the keys of a row tell what they mean."""
-    subset: str | None = follows("data.default.subset")
-    """Folder of the data set that is read."""
-    split: str | None = follows("data.default.split")
-    """Split that is read."""
-    input_key: str | None = follows("data.default.input_key")
-    """Key of the question."""
-    output_key: str | None = follows("data.default.output_key")
-    """Key of the answer."""
-    prompt_key: str = follows("data.default.prompt_key")
-    """Key of the prompt in rows of chosen and rejected replies."""
-    chosen_key: str = follows("data.default.chosen_key")
-    """Key of the better reply."""
-    rejected_key: str = follows("data.default.rejected_key")
-    """Key of the worse reply."""
-    chat_key: str = follows("data.default.chat_key")
-    """Key of the conversation."""
-    system_key: str | None = follows("data.default.system_key")
-    """Key of a system message beside the conversation."""
-    system_prompt: str | None = follows("data.default.system_prompt")
-    """System message of conversations without one."""
-    tool_key: str = follows("data.default.tool_key")
-    """Key of the tools."""
-    processor: str = follows("data.default.processor")
-    """How a row becomes a prompt."""
-    env_name: str = follows("data.default.env_name")
-    """The environment of rows that name none."""
-    prompt_file: str | None = follows("data.default.prompt_file")
-    """Text file around the question."""
-    system_prompt_file: str | None = follows("data.default.system_prompt_file")
-    """Text file with the system message."""
-    repeat: int = 1
+    repeat: Positive = 1
     """How often every row is asked in an epoch."""
 
     @property
@@ -101,11 +91,11 @@ class DatasetConfig:
 class TrainDatasetConfig(DatasetConfig):
     """One data set to train on."""
 
-    split_validation_size: float | None = follows("data.default.split_validation_size")
+    split_validation_size: Annotated[float, Range(0, 2**31)] | None = follows("data.default.split_validation_size")
     """Rows held out for validation."""
-    max_samples: int | None = None
+    max_samples: Positive | None = None
     """Use only so many of the rows, before any are held out; null = all."""
-    seed: int = follows("data.default.seed")
+    seed: Count = follows("data.default.seed")
     """Decides which rows are used and held out."""
 
     @property
@@ -130,7 +120,7 @@ class ValidationDataConfig(DatasetConfig):
 
 @dataclass
 class DataConfig:
-    max_input_seq_length: int | None = None
+    max_input_seq_length: Positive | None = None
     """Longest prompt in tokens; null = what the context leaves beside `max_new_tokens`."""
     add_bos: bool = True
     """Put the tokenizer's begin token before a conversation to learn, unless the chat template has; without such a token, nothing."""
@@ -142,7 +132,7 @@ class DataConfig:
     """Shuffle training rows in each epoch, by the run's seed."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """What a row that cannot be used does: refuse the run, or be left out and kept in the run folder's `quarantine`, with its reason."""
-    max_bad_row_share: float = 0.01
+    max_bad_row_share: Share = 0.01
     """Share of a data set's rows that may be skipped; above it the run is refused all the same."""
     drop_rows_without_environment: bool = False
     """Leave out rows whose `agent_ref.name` or `env_name` has no environment here, and say which share of the rows that is."""

@@ -5,53 +5,52 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mrl.config.fields import AboveZero, Workers
+
 
 @dataclass
-class MathEnvConfig:
-    num_workers: int = 2
+class WorkersConfig:
+    """Children that score rollouts, of any environment."""
+
+    num_workers: Workers = 2
     """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
+    timeout_s: AboveZero = 2.0
+    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
+
+
+@dataclass
+class MathEnvConfig(WorkersConfig):
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """How an answer is compared with the expected one: the last mathematical expression by value, or the text after the last `Answer:`."""
     strict: bool = False
     """Whether an answer must be a final value: where a number is expected, an integer, a decimal or a fraction in lowest terms; else no
     operation (sum, integral, factorial) that the expected answer lacks. Off, as in NeMo RL, `12+30` is as good as 42. Not with
     `dapo_math_verify`, which compares texts."""
-    timeout_s: float = 2.0
-    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
 
 
 @dataclass
-class McqaEnvConfig:
-    num_workers: int = 2
-    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
-    timeout_s: float = 2.0
-    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
+class McqaEnvConfig(WorkersConfig):
+    pass
 
 
 @dataclass
-class InstructionFollowingEnvConfig:
-    num_workers: int = 2
-    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
-    timeout_s: float = 2.0
-    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
+class InstructionFollowingEnvConfig(WorkersConfig):
+    pass
 
 
 @dataclass
-class StructuredOutputsEnvConfig:
-    num_workers: int = 2
-    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
-    timeout_s: float = 2.0
-    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
+class StructuredOutputsEnvConfig(WorkersConfig):
+    pass
 
 
 @dataclass
-class CodeEnvConfig:
-    num_workers: int = 8
+class CodeEnvConfig(WorkersConfig):
+    num_workers: Workers = 8
     """Child processes that score rollouts, one program at a time each; never more than the host has cores."""
-    timeout_s: float = 60.0
+    timeout_s: AboveZero = 60.0
     """Seconds for all tests of one rollout, after which its program has failed. A child that takes 10 s more is killed; if it does so
     twice, the reward is 0."""
-    unit_test_timeout_s: float = 10.0
+    unit_test_timeout_s: AboveZero = 10.0
     """Seconds for one test, after which the program has failed."""
     allow_unconfined: bool = False
     """true: run the model's programs where the kernel cannot confine them too (Landlock, seccomp), and count them as
@@ -59,10 +58,8 @@ class CodeEnvConfig:
 
 
 @dataclass
-class WorkplaceEnvConfig:
-    num_workers: int = 2
-    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
-    timeout_s: float = 5.0
+class WorkplaceEnvConfig(WorkersConfig):
+    timeout_s: AboveZero = 5.0
     """Seconds for one turn; then its child is killed and its reward is 0, unless the machine kept it from its work."""
     tables_path: str | None = None
     """The records that a conversation begins with: a folder with WorkBench's CSV files, which the rows of the Nemotron-3-Nano blend are
@@ -70,13 +67,13 @@ class WorkplaceEnvConfig:
 
 
 @dataclass
-class OwnEnvConfig:
+class OwnEnvConfig(WorkersConfig):
     functions: dict[str, str] = field(default_factory=dict)
     """Reward functions of your own, `name: pkg.mod:fn`; rows choose one by `env_name: name`. Functions that installed packages offer in
     the entry point group `mrl.rewards` need no line here."""
-    num_workers: int = 1
+    num_workers: Workers = 1
     """Child processes of each function."""
-    timeout_s: float = 10.0
+    timeout_s: AboveZero = 10.0
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
     allow: list[Literal["network", "processes", "files"]] = field(default_factory=list)
     """What your functions may do once they are loaded: open sockets, start processes, write outside their temporary folder. Empty = none

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from mrl.config.fields import Precision, follows
+from mrl.config.fields import AboveZero, AtLeastTwo, Count, NotNegative, Only, Port, PortEnd, Positive, Precision, ShareAboveZero, follows
 
 
 @dataclass
 class EngineResourcesConfig:
-    gpus_per_node: int | None = None
+    gpus_per_node: Positive | None = None
     """GPUs taken from the policy for engines alone. Needed if cluster.num_nodes is 1; else whole nodes are taken, and it stays null."""
-    num_nodes: int | None = None
+    num_nodes: Positive | None = None
     """Nodes taken from the policy for engines alone: needed if cluster.num_nodes is above 1."""
 
 
@@ -42,31 +42,33 @@ class ServingChatConfig:
 
 @dataclass
 class VllmConfig:
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Positive = 1
     """TP of an engine, within one node."""
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: Annotated[int, Only(1, "engines with pipeline stages are not supported")] = 1
     """Must be 1."""
-    expert_parallel_size: int = 1
+    expert_parallel_size: Positive = 1
     """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine."""
     precision: Precision = follows("policy.precision")
     """Type of the engine's weights."""
     kv_cache_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
     """Type of cached keys and values; auto = `precision`. On hosts without GPUs only auto. Caches in 8 bits have scales, which no refit
     brings."""
-    logprobs_mode: str = "processed_logprobs"
+    logprobs_mode: Annotated[str, Only("processed_logprobs", "logprobs of another distribution than that of the tokens are no use")] = (
+        "processed_logprobs"
+    )
     """Logprobs of the distribution that tokens are drawn from, after temperature, top-k and top-p, or of the model's; the trainer compares
     its own with the former, so that it must be processed_logprobs."""
     env_vars: dict[str, str] | None = None
     """Environment variables of the engine processes. They win over mrl's own, as those of `policy.megatron_cfg.env_vars` do."""
-    gpu_memory_utilization: float = 0.6
+    gpu_memory_utilization: ShareAboveZero = 0.6
     """Share of a GPU's memory that the engine may use; hosts without GPUs use `kv_cache_memory_mib`."""
-    kv_cache_memory_mib: int = 64
+    kv_cache_memory_mib: Positive = 64
     """KV cache of an engine on a host without GPUs, in MiB."""
-    max_model_len: int = follows("policy.max_total_sequence_length")
+    max_model_len: AtLeastTwo = follows("policy.max_total_sequence_length")
     """Longest prompt plus rollout, in tokens."""
-    max_num_seqs: int = 128
+    max_num_seqs: Positive = 128
     """Rollouts that an engine samples at the same time."""
-    max_num_batched_tokens: int = 4096
+    max_num_batched_tokens: Positive = 4096
     """Tokens of one engine step."""
     enable_prefix_caching: bool | None = None
     """Prompts that begin alike share the cache of that beginning, until the next refit; null = as vLLM does for the model, and not on hosts
@@ -77,7 +79,7 @@ class VllmConfig:
     """How vLLM reads the engine's first weights. `dummy` is refused: the first refit must find them right."""
     expose_http_server: bool = False
     """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md."""
-    http_server_share: float = 0.25
+    http_server_share: ShareAboveZero = 0.25
     """Share of `max_num_seqs` that requests over HTTP may have at the same time, one at least; what comes on top of it waits, so that
     rollouts of training keep the rest."""
     http_server_serving_chat_kwargs: ServingChatConfig = field(default_factory=ServingChatConfig)
@@ -96,33 +98,33 @@ class VllmConfig:
 class GenerationConfig:
     backend: Literal["vllm"] = "vllm"
     """The generator."""
-    max_new_tokens: int = 256
+    max_new_tokens: Positive = 256
     """Longest rollout in tokens, the stop token included. As much as `vllm_cfg.max_model_len` or more = what the prompt leaves of it."""
-    temperature: float = 1.0
+    temperature: AboveZero = 1.0
     """Sampling temperature, above 0."""
-    top_p: float = 1.0
+    top_p: ShareAboveZero = 1.0
     """Sample among the likeliest tokens whose probabilities add up to this; 1.0 = all. The trainer's logprobs are over the same tokens,
     except those of the KL penalty."""
-    top_k: int | None = None
+    top_k: Positive | None = None
     """Sample among the k likeliest tokens, before `top_p`; null = all. As for `top_p`, the trainer follows."""
-    val_temperature: float = follows("policy.generation.temperature")
+    val_temperature: NotNegative = follows("policy.generation.temperature")
     """Sampling temperature of validation; 0 = the likeliest token."""
-    val_top_p: float = follows("policy.generation.top_p")
+    val_top_p: ShareAboveZero = follows("policy.generation.top_p")
     """`top_p` of validation."""
-    val_top_k: int | None = follows("policy.generation.top_k")
+    val_top_k: Positive | None = follows("policy.generation.top_k")
     """`top_k` of validation."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Count] | None = None
     """Tokens that end a rollout; null = the model's end-of-sequence tokens."""
     stop_strings: list[str] | None = None
     """Texts that end a rollout with the token that completes one; null = none."""
     longest_first: bool = True
     """Ask for the rollouts first that will probably be the longest: as long as those of the same prompt in an earlier epoch, else as the
     mean of its environment, then by the prompt's own length. See the metric `rollout/engine_idle_fraction`."""
-    num_cpu_engines: int = 1
+    num_cpu_engines: Positive = 1
     """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
-    port_range_low: int = 3000
+    port_range_low: Port = 3000
     """HTTP servers of engines listen at a free port from here to below `port_range_high`."""
-    port_range_high: int = 4999
+    port_range_high: PortEnd = 4999
     """One past the last port of HTTP servers of engines."""
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mrl.config.fields import follows
+from mrl.config.fields import AboveZero, Count, follows
 
 
 @dataclass
@@ -64,9 +64,9 @@ class MlflowConfig:
 
 @dataclass
 class GpuMonitoringConfig:
-    collection_interval: float = 10.0
+    collection_interval: AboveZero = 10.0
     """Seconds between two samples of a node."""
-    flush_interval: float = 10.0
+    flush_interval: AboveZero = 10.0
     """Seconds between two deliveries of samples to the loggers."""
 
 
@@ -74,7 +74,7 @@ class GpuMonitoringConfig:
 class LoggerConfig:
     log_dir: str = follows("checkpointing.checkpoint_dir") + "/logs"
     """Folder of logs; each start of a run gets `exp_NNN` below it."""
-    num_val_samples_to_print: int = 0
+    num_val_samples_to_print: Count = 0
     """Validation rollouts that each validation prints, and gives to the loggers as text: best and worst in equal parts."""
     wandb_enabled: bool = False
     """Send metrics to Weights & Biases."""

@@ -1,34 +1,73 @@
-"""Section `policy.megatron_cfg`: parallel sizes, optimizer, learning-rate schedule of the trainer. See `mrl.config.schema.run`."""
+"""Section `policy.megatron_cfg`: parallel sizes, what is trained, optimizer and learning-rate schedule. See `mrl.config.schema.run`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from conversion.families.common import MegatronParallel
-from mrl.config.fields import Precision, follows
-from mrl.config.schema.peft import FreezeConfig, PeftConfig
+from mrl.config.fields import AboveZero, Count, NotNegative, Only, Positive, Precision, Range, Share, ShareBelowOne, follows
+
+FactorInit = Literal["xavier", "normal", "kaiming", "zero"]
+
+
+@dataclass
+class PeftConfig:
+    enabled: bool = False
+    """Train low-rank adapters (LoRA) beside the linear layers and nothing else. Engines get the merged weights."""
+    target_modules: list[str] = field(default_factory=list)
+    """Linear layers with adapters: names as linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, out_proj, or full names with
+    wildcards as *.layers.0.*.linear_qkv, layers counted over the whole model. Empty = all of attention, MLPs, experts and Mamba."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Linear layers without adapters, in the same form. Only with empty `target_modules`."""
+    dim: Positive = 8
+    """Rank of the adapters."""
+    alpha: AboveZero = 32
+    """The adapters' product is scaled by alpha / dim."""
+    dropout: ShareBelowOne = 0.0
+    """Share of values that adapters drop in training."""
+    dropout_position: Literal["pre", "post"] = "post"
+    """Drop the adapters' input (pre) or their output (post)."""
+    lora_A_init_method: FactorInit = "xavier"
+    """Start of A: Xavier or normal (deviation 0.2) or Kaiming numbers, or zeros."""
+    lora_B_init_method: FactorInit = "zero"
+    """Start of B, likewise. A or B starts as zeros, so that training starts from the model's own weights."""
+    a2a_experimental: Annotated[bool, Only(False, "what adapters exchange is too small to gain by another way of communication")] = False
+    """Another way of communication in the adapters of Megatron-Bridge. Not supported: must be false."""
+    lora_dtype: Literal["float32", "bfloat16", "None"] | None = None
+    """Type of the adapters; null = `policy.precision`."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two factors is multiplied by."""
+        return self.alpha / self.dim
+
+
+@dataclass
+class FreezeConfig:
+    modules: list[str] = field(default_factory=list)
+    """Tensors that are not trained, by their names in the Hugging Face checkpoint, with wildcards: backbone.embeddings.*"""
 
 
 @dataclass
 class OptimizerConfig:
     optimizer: Literal["adam"] = "adam"
     """Megatron's optimizer."""
-    lr: float = 5.0e-6
+    lr: AboveZero = 5.0e-6
     """Peak learning rate."""
-    min_lr: float = 5.0e-7
+    min_lr: NotNegative = 5.0e-7
     """Learning rate at the end of the decay."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """AdamW's decay."""
-    adam_beta1: float = 0.9
+    adam_beta1: ShareBelowOne = 0.9
     """Decay of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: ShareBelowOne = 0.999
     """Decay of the second moment."""
-    adam_eps: float = 1.0e-8
+    adam_eps: AboveZero = 1.0e-8
     """Added to the root of the second moment."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
-    clip_grad: float = follows("policy.max_grad_norm")
+    clip_grad: NotNegative = follows("policy.max_grad_norm")
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     use_precision_aware_optimizer: bool = True
     """Leave main parameters to Transformer Engine's FusedAdam, which reads gradients as they are, without a float32 copy. Checkpoints stay
@@ -37,7 +76,7 @@ class OptimizerConfig:
     """Keep main parameters and moments on the host and update them there, `optimizer_offload_fraction` of them. Needs
     `use_distributed_optimizer`, `use_precision_aware_optimizer` and `bf16`. No effect without a GPU. If false, both lie on the host only
     between train steps, and only if engines share the GPUs."""
-    optimizer_offload_fraction: float = 0.0
+    optimizer_offload_fraction: Share = 0.0
     """Share of the parameters that the host updates if `optimizer_cpu_offload`."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Copy gradients and updated parameters while the host updates other parameters, if `optimizer_cpu_offload`."""
@@ -45,7 +84,7 @@ class OptimizerConfig:
     """Type of the optimizer's main parameters."""
     bf16: bool = follows("equal:${policy.precision},bfloat16")
     """Weights and activations in bfloat16; must agree with `policy.precision`."""
-    fp16: bool = False
+    fp16: Annotated[bool, Only(False, "float16 is not supported, but policy.precision=bfloat16 and float32 are")] = False
     """Weights and activations in float16. Not supported: must be false."""
 
 
@@ -53,15 +92,15 @@ class OptimizerConfig:
 class SchedulerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """Shape of the decay from `lr` to `min_lr`."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: Positive | None = None
     """Steps until `min_lr`; null = grpo.max_num_steps."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: Count = 0
     """Steps of linear warmup."""
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: NotNegative = 0.0
     """Learning rate at the start of the warmup."""
-    start_weight_decay: float = follows("policy.megatron_cfg.optimizer.weight_decay")
+    start_weight_decay: NotNegative = follows("policy.megatron_cfg.optimizer.weight_decay")
     """Weight decay at the first step."""
-    end_weight_decay: float = follows("policy.megatron_cfg.optimizer.weight_decay")
+    end_weight_decay: NotNegative = follows("policy.megatron_cfg.optimizer.weight_decay")
     """Weight decay at the last step."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape between the two."""
@@ -85,23 +124,23 @@ class SaveConfig:
 
 @dataclass
 class MegatronConfig:
-    enabled: bool = True
+    enabled: Annotated[bool, Only(True, "Megatron-Core is the only training backend")] = True
     """Train with Megatron-Core, the only backend: must be true."""
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Positive = 1
     """TP: ranks that share each layer's matrices."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Positive = 1
     """PP: stages of consecutive layers."""
-    context_parallel_size: int = 1
+    context_parallel_size: Positive = 1
     """CP: ranks that share each sequence, padded to a multiple of 2 x CP tokens; rows are, under SP, to one of 2 x CP x TP."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: Positive = 1
     """EP: ranks over which the experts of a layer are spread."""
-    expert_tensor_parallel_size: int = 1
+    expert_tensor_parallel_size: Positive = 1
     """ETP: ranks that share each expert's matrices."""
-    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_first_pipeline_stage: Positive | None = None
     """Layers of the first stage; null = as many as the others."""
-    num_layers_in_last_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: Positive | None = None
     """Layers of the last stage; null = as many as the others."""
-    virtual_pipeline_model_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: Positive | None = None
     """VPP: parts of each stage, interleaved over the stages to keep them busy; null = 1. Not for hybrid models."""
     use_gloo_process_groups: bool = False
     """Build Megatron's further groups for exchange over the hosts' network, which mrl does not need."""
@@ -117,9 +156,9 @@ class MegatronConfig:
     where policy.logprob_chunk_size limits the logits themselves."""
     use_fused_linear_logprobs: bool = False
     """The same as policy.logprob_chunk_size, which then stays null, with the number of tokens below."""
-    fused_linear_logprobs_chunk_size: int = 256
+    fused_linear_logprobs_chunk_size: Positive = 256
     """Tokens whose logits are in memory at the same time if `use_fused_linear_logprobs`."""
-    empty_unused_memory_level: int = 1
+    empty_unused_memory_level: Annotated[int, Range(0, 2)] = 1
     """Give memory that the allocator keeps back to the GPU: 1 = after the backward pass of a step, 2 = after its update too, 0 = never.
     For an engine that shares the GPU it is given back between phases in any case."""
     activation_checkpointing: bool = False
@@ -137,11 +176,11 @@ class MegatronConfig:
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """Auxiliary loss that draws tokens towards unused experts: of each packed row (so that its value depends on the packing), of each
     sequence, or of the global batch as far as it has been seen. Padding does not count. Metrics train/moe/*load_balancing_loss."""
-    moe_aux_loss_coeff: float = 0.0
+    moe_aux_loss_coeff: NotNegative = 0.0
     """Weight of the auxiliary loss beside the policy's; 1 is its value at perfect balance."""
     moe_router_enable_expert_bias: bool | None = None
     """Whether routers add a bias per expert to choose by. The model says so; a value that contradicts it is refused."""
-    moe_router_bias_update_rate: float = 0.0
+    moe_router_bias_update_rate: NotNegative = 0.0
     """Step of the expert-bias update after each train step, also of frozen routers; 0 = biases stay."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens travel to their experts; `flex` is DeepEP."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mrl.config.fields import Precision, follows, required
+from mrl.config.fields import AboveZero, AtLeastTwo, NotNegative, Positive, Precision, follows, required
 from mrl.config.schema.generation import GenerationConfig
 from mrl.config.schema.megatron import MegatronConfig
 
@@ -28,16 +28,16 @@ class SequencePackingConfig:
     enabled: bool = True
     """Pack sequences into rows up to a number of tokens. false (and no dynamic batching) = a fixed number of sequences a row, side by
     side without padding between them: train_micro_batch_size and logprob_batch_size."""
-    train_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
+    train_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
     """Tokens of a packed row in training. Of pairs of answers (dpo, rm) a row holds as many of each kind."""
-    logprob_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
+    logprob_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
     """Tokens of a packed row in logprob passes. Another number than train_mb_tokens gives these passes rows of their own."""
     algorithm: PackingAlgorithm = "balanced"
     """How sequences are assigned to rows. balanced: first to data-parallel ranks, so that all have the same tokens and the same work, then
     to the rows of the rank; the others pack all sequences into rows (docs/performance.md compares them) and deal the rows to the ranks."""
     microbatch_order: Literal["packer", "largest_first"] = "packer"
     """Order of the rows of a rank: as the algorithm made them, or by their tokens, most first, so that memory is at its peak at once."""
-    sequence_length_round: int = 64
+    sequence_length_round: Positive = 64
     """Row lengths are rounded up to a multiple of this, which bounds the number of different shapes."""
 
 
@@ -53,11 +53,11 @@ class RouterReplayConfig:
 class DynamicBatchingConfig:
     enabled: bool = False
     """Fill rows with sequences of similar length. Excludes sequence_packing.enabled, which fills them better."""
-    train_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
+    train_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
     """Tokens of a row in training, every sequence counted as long as the longest beside it."""
-    logprob_mb_tokens: int = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
+    logprob_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
     """The same in logprob passes."""
-    sequence_length_round: int = 64
+    sequence_length_round: Positive = 64
     """The longest sequence of a row, and the row itself, are rounded up to a multiple of this."""
 
 
@@ -77,28 +77,28 @@ class PolicyConfig:
     """Values of the model's config.json that are others in this run, for trainer, engines and what is exported: `rope_scaling` for YaRN,
     for example, or `max_position_embeddings`. The tensors must stay those of the checkpoint."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    train_global_batch_size: int = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
+    train_global_batch_size: Positive = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
     """Sequences per optimizer step; of pairs of answers (dpo, rm) the pairs. In GRPO it divides the rollouts of a step: several updates go
     through them in their order, by ratios to the policy before the first of them."""
-    train_micro_batch_size: int = 1
+    train_micro_batch_size: Positive = 1
     """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
-    logprob_batch_size: int = follows("policy.train_micro_batch_size")
+    logprob_batch_size: Positive = follows("policy.train_micro_batch_size")
     """The same for a row of logprob passes."""
-    logprob_chunk_size: int | None = None
+    logprob_chunk_size: Positive | None = None
     """Tokens whose logits are in memory at the same time, in logprob passes and in training: the output layer and its gradient are
     computed for so many at a time, twice in training. null = the logits of a whole packed row are made once and kept for the gradient."""
-    max_total_sequence_length: int = 512
+    max_total_sequence_length: AtLeastTwo = 512
     """Longest prompt plus rollout, in tokens."""
-    make_sequence_length_divisible_by: int = follows("policy.megatron_cfg.tensor_model_parallel_size")
+    make_sequence_length_divisible_by: Positive = follows("policy.megatron_cfg.tensor_model_parallel_size")
     """Packed rows are padded to a multiple of this, and of what parallelism needs: of TP, under sequence parallelism."""
     precision: Precision = "float32"
     """Type of weights and activations."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     offload_optimizer_for_logprob: bool = False
     """Keep gradients and optimizer off the GPUs outside of train steps where engines have GPUs of their own, too; where they share the
     policy's, that is always so."""
-    refit_buffer_size_gb: float = 0.25
+    refit_buffer_size_gb: AboveZero = 0.25
     """Exchange buffer of a unit during a refit, in GB (10^9 bytes). Smaller = more rounds."""
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     reward_model_cfg: RewardModelConfig = field(default_factory=RewardModelConfig)

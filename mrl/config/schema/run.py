@@ -7,16 +7,16 @@ A default written `"${...}"` follows another key and is resolved by `mrl.config.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
-from mrl.config.schema.algo import GrpoConfig, LossConfig, RewardPenaltiesConfig
+from mrl.config.fields import AboveZero, Count, Port, PortEnd, Positive
+from mrl.config.schema.algo import DpoConfig, EvalConfig, GrpoConfig, LossConfig, RewardPenaltiesConfig, RmConfig, SftConfig
 from mrl.config.schema.data import DataConfig
 from mrl.config.schema.env import GYM_TURNS, EnvConfig
-from mrl.config.schema.evaluation import EvalConfig
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.policy import PolicyConfig
-from mrl.config.schema.supervised import DpoConfig, RmConfig, SftConfig
 
 
 @dataclass
@@ -30,13 +30,13 @@ class CheckpointingConfig:
     worst."""
     higher_is_better: bool = True
     """Direction of that metric."""
-    keep_top_k: int | None = 3
+    keep_top_k: Positive | None = 3
     """How many of the checkpoints of `save_period` are kept, the best ones; null = all. The newest checkpoint is always kept, too."""
-    save_period: int = 10
+    save_period: Positive = 10
     """Save every this many steps, and at the end."""
-    ft_save_period: int | None = None
+    ft_save_period: Positive | None = None
     """Save every this many steps, too, against crashes; null = no further checkpoints. Needs `ft_keep_latest_k`."""
-    ft_keep_latest_k: int | None = None
+    ft_keep_latest_k: Positive | None = None
     """Keep this many of the newest checkpoints, whatever their metric; null = one."""
     save_optimizer: bool = True
     """Save optimizer state; without it a run cannot resume exactly."""
@@ -55,15 +55,15 @@ class CheckpointingConfig:
 
 @dataclass
 class ClusterConfig:
-    num_nodes: int = 1
+    num_nodes: Positive = 1
     """Hosts."""
-    gpus_per_node: int = 0
+    gpus_per_node: Count = 0
     """GPUs of a host; 0 = hosts without GPUs."""
-    master_port_range_low: int | None = None
+    master_port_range_low: Port | None = None
     """Policy ranks meet at a free port of the first of them, from here to below `master_port_range_high`; null = any port."""
-    master_port_range_high: int | None = None
+    master_port_range_high: PortEnd | None = None
     """End of that range, not itself in it."""
-    cpu_units_per_node: int = 1
+    cpu_units_per_node: Positive = 1
     """Policy ranks per host on hosts without GPUs."""
 
     @property
@@ -84,18 +84,18 @@ class ClusterConfig:
 
 @dataclass
 class DeadlinesConfig:
-    start_s: float | None = None
+    start_s: AboveZero | None = None
     """Seconds for all processes to start and hold their weights; null = by the size of the weights, as `--check` says: 300 s for a small
     model on CPU hosts, half an hour for 60 GB on GPUs."""
-    generate_s: float = 600.0
+    generate_s: AboveZero = 600.0
     """Seconds without a finished rollout after which generation has failed."""
-    reward_s: float = 120.0
+    reward_s: AboveZero = 120.0
     """Seconds for the rewards still missing when the last rollout of a step is done."""
-    train_s: float = 600.0
+    train_s: AboveZero = 600.0
     """Seconds for one logprob pass or train step."""
-    refit_s: float = 300.0
+    refit_s: AboveZero = 300.0
     """Seconds for one refit."""
-    checkpoint_s: float = 600.0
+    checkpoint_s: AboveZero = 600.0
     """Seconds to save or load a checkpoint."""
 
 
@@ -209,9 +209,15 @@ def section_of(hint: object) -> type | None:
     return next((kind for kind in candidates if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
+@functools.cache
+def fields_of(section: type) -> dict[str, Any]:
+    """The fields of a section and their types, with the ranges in `Annotated`."""
+    return get_type_hints(section, include_extras=True)
+
+
 def _keys(section: type, prefix: str = "") -> dict[str, tuple[str, str]]:
     keys: dict[str, tuple[str, str]] = {}
-    for name, hint in get_type_hints(section).items():
+    for name, hint in fields_of(section).items():
         inner = section_of(hint)
         keys |= _keys(inner, f"{prefix}{name}.") if inner else {f"{prefix}{name}": (section.__name__, name)}
     return keys

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from conversion.files.durable import write_atomic
-from mrl.config.redact import redact
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import redact
 from mrl.store.loggers.names import nemo_rl_names
 from mrl.store.loggers.sink import LoggedRun, Sample
 from mrl.store.loggers.thread import Record, SinkThread

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mrl.config.redact import redact_text
+from mrl.config.secrets import redact_text
 
 SINKS = {
     "tensorboard": ("TensorBoard", "mrl.store.loggers.tensorboard:TensorBoardSink"),

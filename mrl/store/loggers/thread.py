@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-from mrl.config.redact import redact_text
 from mrl.config.schema.logger import LoggerConfig
+from mrl.config.secrets import redact_text
 from mrl.store.loggers.sink import SINKS, LoggedRun, Sink
 
 logger = logging.getLogger(__name__)

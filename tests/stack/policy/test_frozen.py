@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema.peft import FreezeConfig
+from mrl.config.schema.megatron import FreezeConfig
 from tests import models
 from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.policy.layouts import EP2, TP2_SP, assert_close, gradients_of

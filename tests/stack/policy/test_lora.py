@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from conversion.adapters import adapted_layers, adapter_family, factor_names
 from conversion.families.registry import family
-from mrl.config.schema.peft import PeftConfig
+from mrl.config.schema.megatron import PeftConfig
 from tests import models
 from tests.stack.policy.layouts import CP2, EP2, PP2, TP2, TP2_SP, VPP2, Gradients, assert_close, gradients_of, transformers_gradients
 from tests.stack.ranks import RankPool

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mrl.config.overridden import overridden_folder
+from mrl.config.model import overridden_folder
 from tests import models
 from tests.parity import Parity, hf_scores
 from tests.rollouts import StartEngine, random_requests, run

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.algo.supervised import bradley_terry_loss, dpo_loss, nll_loss, perplexity
-from mrl.config.schema.supervised import DpoConfig
+from mrl.config.schema.algo import DpoConfig
 
 CONFIG = DpoConfig(reference_policy_kl_penalty=0.5, sft_average_log_probs=False, preference_loss_weight=2.0, sft_loss_weight=0.25)
 

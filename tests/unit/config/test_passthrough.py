@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import load_config
 from mrl.config.passthrough import (
     FIXED_ENGINE_ARGUMENTS,
     KEYS_OF_ENGINE_ARGUMENTS,
@@ -10,17 +9,13 @@ from mrl.config.passthrough import (
     RESERVED_VARIABLES,
     arguments_of,
 )
-from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import KEYS
 from mrl.rollout.environment import engine_environment
+from tests.unit.config.problems import problems_of
 
 ENGINE = "policy.generation.vllm_kwargs"
 MODEL = "policy.megatron_cfg.model_overrides"
 VARIABLES = "policy.megatron_cfg.env_vars"
-
-
-def problems_of(*overrides: str) -> list[str]:
-    return find_problems(load_config("grpo_tiny.yaml", overrides))
 
 
 @pytest.mark.parametrize(

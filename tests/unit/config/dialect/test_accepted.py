@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from mrl.config.dialect.translate import Migration
-from mrl.config.errors import ConfigError, Unprovided
+from mrl.config.errors import ConfigError, Unprovided, value_at
 from mrl.config.load import load_run
 from mrl.config.rules.checks import find_problems
-from mrl.config.rules.ranges import value_at
 from mrl.config.schema.run import RunConfig
 
 ENGINE = "policy.generation.vllm_cfg"

@@ -3,11 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.dialect.names import RENAMED
-from mrl.config.dialect.no_effect import NO_EFFECT
-from mrl.config.dialect.refused import REFUSED
-from mrl.config.dialect.torch import TRANSLATED
-from mrl.config.dialect.translate import DIALECT_KEYS, FOREIGN, is_foreign
+from mrl.config.dialect.tables import FOREIGN, NO_EFFECT, REFUSED, RENAMED, TRANSLATED
+from mrl.config.dialect.translate import DIALECT_KEYS, is_foreign
 from mrl.config.errors import ConfigError
 from mrl.config.files import packaged_configs
 from mrl.config.load import load_config, load_run

@@ -10,11 +10,10 @@ import pytest
 
 from mrl import check
 from mrl.config.dialect.translate import DIALECT_KEYS
-from mrl.config.errors import ConfigError
+from mrl.config.errors import ConfigError, value_at
 from mrl.config.files import packaged_configs
 from mrl.config.load import load_config, nearest_key
 from mrl.config.rules.checks import find_problems
-from mrl.config.rules.ranges import value_at
 from mrl.config.schema.run import KEYS
 from tests.sources import ROOT
 

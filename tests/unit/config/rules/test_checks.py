@@ -1,22 +1,21 @@
 import json
+import math
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 
-from mrl.config.errors import ConfigError
+from mrl.config.errors import ConfigError, value_at
+from mrl.config.fields import Only, Range
 from mrl.config.load import load_config
 from mrl.config.rules.checkpointing import num_kept_at_most
 from mrl.config.rules.checks import check_config, find_problems
-from mrl.config.rules.ranges import ONLY, RANGES, find_values_out_of_range, value_at
 from mrl.config.schema.run import KEYS, RunConfig
+from scripts.config_page import markers
+from tests.unit.config.problems import problems_of as found
 
 MEGATRON, ENGINE, DEDICATED = "policy.megatron_cfg", "policy.generation.vllm_cfg", "policy.generation.colocated"
-
-
-def found(*overrides: str) -> list[str]:
-    return find_problems(load_config("grpo_tiny.yaml", overrides))
 
 
 def test_the_packaged_config_has_no_problem(workplace: Path):
@@ -129,7 +128,7 @@ BAD = [
     ([f"{ENGINE}.enforce_eager=false"], f"{ENGINE}.enforce_eager=false", "set it to true"),
     ([f"{ENGINE}.max_num_batched_tokens=64"], f"{ENGINE}.max_num_batched_tokens=64", "at least 128"),
     ([f"{ENGINE}.load_format=dummy"], f"{ENGINE}.load_format=dummy", "leave it out"),
-    (["policy.generation.stop_token_ids=[1,-2]"], "policy.generation.stop_token_ids=[1, -2]", "0 or more"),
+    (["policy.generation.stop_token_ids=[1,-2]"], "policy.generation.stop_token_ids=[1, -2]", "at least 0"),
     (["policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=false"], f"{MEGATRON}.optimizer.bf16=false", "set it to true"),
     (["policy.max_grad_norm=3.0", f"{MEGATRON}.optimizer.clip_grad=2.0"], f"{MEGATRON}.optimizer.clip_grad=2.0", "leave it out"),
     ([f"{MEGATRON}.optimizer.min_lr=1e-2"], f"{MEGATRON}.optimizer.min_lr=0.01", "lower it"),
@@ -194,27 +193,35 @@ def test_a_problem_names_key_value_and_way_out(workplace: Path, overrides: list[
     assert any(problem.startswith(setting) and way_out in problem.partition(";")[2] for problem in problems), problems
 
 
-@pytest.mark.parametrize("key", sorted(RANGES))
-def test_every_range_ends_somewhere(key: str):
-    config = load_config("grpo_tiny.yaml", ["reward_penalties.token_ids={unwanted: []}"])
-    section, name = value_at(config, key.rpartition(".")[0]), key.rpartition(".")[2]
-    low = RANGES[key].low
-    for value in (low if RANGES[key].is_low_open else low - 1, float("nan"), float("inf"), float("-inf")):
-        setattr(section, name, value)
-        assert list(find_values_out_of_range(config).values()) == [f"{key}={value}: out of range; use a number that is {RANGES[key]}"]
+MARKERS = markers()
+
+
+@pytest.mark.parametrize("written", ["too low", ".nan", ".inf", "-.inf"])
+def test_every_range_ends_somewhere(written: str):
+    overrides, expected = ["reward_penalties.token_ids={unwanted: []}"], {}
+    for key, allowed in MARKERS.items():
+        if isinstance(allowed, Range) and not (allowed.low == -math.inf and written == "too low"):
+            value = f"{allowed.low - 2 * (not allowed.is_low_open):g}" if written == "too low" else written
+            overrides.append(f"{key}={value}")
+            expected[key] = f"use a number that is {allowed}"
+    problems = {problem.partition("=")[0]: problem for problem in found(*overrides)}
+    # Whole numbers refuse what is not finite before their range does.
+    rules = {key: (rule,) if written == "too low" else (rule, "must be a whole number") for key, rule in expected.items()}
+    assert {key: problems[key] for key in rules if not any(rule in problems[key] for rule in rules[key])} == {}
 
 
 def test_every_number_of_the_schema_has_a_range():
     numbers = {key for key in KEYS if type(value_at(RunConfig(), key)) in (int, float)}
-    assert numbers - RANGES.keys() - ONLY.keys() == set()
+    assert numbers - MARKERS.keys() == set()
 
 
-@pytest.mark.parametrize("key", sorted(ONLY))
+@pytest.mark.parametrize("key", sorted(key for key, marker in MARKERS.items() if isinstance(marker, Only)))
 def test_unsupported_values_are_refused(workplace: Path, key: str):
-    only = ONLY[key][0]
-    other = not only if isinstance(only, bool) else 0.5 if isinstance(only, float) else 5
+    marker = MARKERS[key]
+    assert isinstance(marker, Only)
+    other = not marker.value if isinstance(marker.value, bool) else 5
     problems = found(f"{key}={other}")
-    assert any(problem.startswith(f"{key}={str(other).lower()}: {ONLY[key][1]}; set {key}=") for problem in problems), problems
+    assert any(problem.startswith(f"{key}={str(other).lower()}: {marker.reason}; set it to ") for problem in problems), problems
 
 
 def test_all_problems_come_at_once(workplace: Path):

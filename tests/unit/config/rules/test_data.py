@@ -7,6 +7,7 @@ import pytest
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
+from tests.unit.config.problems import problems_of
 
 
 def load(*overrides: str):
@@ -35,14 +36,14 @@ BAD = [
     ("data.train=[]", "data.train=[]: a list of data sets has one at least"),
     ("data.train=[{data_path: prepared, repeat: 0}]", "data.train.datasets[0].repeat=0: out of range"),
     ("data.train=[{data_path: prepared}, {dataset_name: x}]", "data.train.datasets[1].dataset_name=x: no such data set is known"),
-    ("data.train=[{data_path: prepared, split_validation_size: -1}]", "data.train.datasets[0].split_validation_size=-1.0: out of range"),
+    ("data.train=[{data_path: prepared, split_validation_size: -1}]", "data.train.datasets[0].split_validation_size=-1: out of range"),
     ("data.train=[{data_path: prepared, env_name: x}]", "data.train.datasets[0].env_name=x: no such environment"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("override", "problem"), BAD)
 def test_what_is_wrong_with_a_data_set(workplace: Path, override: str, problem: str):
-    found = find_problems(load(override))
+    found = problems_of(override)
     assert [text for text in found if text.startswith(problem)], found
     # What two data sets take from data.default is one problem.
     assert len(set(found)) == len(found)
@@ -93,6 +94,7 @@ def test_data_sets_follow_the_default_unless_they_say_otherwise(tmp_path: Path):
 def test_keys_of_listed_data_sets_are_checked(tmp_path: Path):
     path = write(tmp_path, "policy: {model_name: m}\ndata:\n  train:\n    - {data_pth: a}\n")
     with pytest.raises(
-        ConfigError, match=r"data.train.datasets=.*\(config.yaml:3\): Key 'data_pth' not in 'TrainDatasetConfig'. Did you mean: 'data_path'"
+        ConfigError,
+        match=r"datasets\[0\].data_pth=a \(config.yaml:3\): no such key; the nearest is .*\[0\].data_path",
     ):
         load_config(path)

@@ -1,23 +1,31 @@
 import pytest
 
-from mrl.config.rules.environments import environment_names, environment_of_agent, find_environment_problems
+from mrl.config.errors import Problems
+from mrl.config.rules.environments import check_environments, environment_names, environment_of_agent
 from mrl.config.schema.algo import GrpoConfig
+from mrl.config.schema.data import DataConfig, DataDefaultConfig
 from mrl.config.schema.env import BUILT_IN, EnvConfig, NemoGymConfig, OwnEnvConfig
 from mrl.config.schema.run import RunConfig
 
 PATHS = ["responses_api_models/vllm_model/configs/vllm_model_for_training.yaml", "resources_servers/code_gen/configs/code_gen.yaml"]
 
 
+def problems_of(config: EnvConfig, env_name: str) -> list[str]:
+    run = RunConfig(env=config, data=DataConfig(default=DataDefaultConfig(env_name=env_name)))
+    check_environments(run, problems := Problems(run))
+    return problems.texts
+
+
 def test_servers_of_nemo_gym_choose_environments():
     config = EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(config_paths=PATHS))
     assert environment_names(config) == ("code",)
-    assert find_environment_problems(config, "nemo_gym") == []
-    assert "data.default.env_name=math" in find_environment_problems(config, "math")[0]
+    assert problems_of(config, "nemo_gym") == []
+    assert "data.default.env_name=math" in problems_of(config, "math")[0]
 
 
 def test_without_nemo_gym_all_environments_are_there():
     assert environment_names(EnvConfig(nemo_gym=NemoGymConfig(config_paths=PATHS))) == BUILT_IN
-    assert "use one of math" in find_environment_problems(EnvConfig(), "nemo_gym")[0]
+    assert "use one of math" in problems_of(EnvConfig(), "nemo_gym")[0]
 
 
 def test_agents_of_the_blend():
@@ -40,7 +48,7 @@ def test_agents_of_the_blend():
     ],
 )
 def test_what_is_wrong_is_told_with_a_way_out(config: EnvConfig, message: str):
-    (problem,) = find_environment_problems(config, "math")
+    (problem,) = problems_of(config, "math")
     assert message in problem
 
 

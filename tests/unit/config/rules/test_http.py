@@ -5,17 +5,13 @@ from pathlib import Path
 import pytest
 
 from mrl.config.errors import Unprovided
-from mrl.config.load import load_config, load_run
-from mrl.config.rules.checks import find_problems
+from mrl.config.load import load_run
 from tests.sources import ROOT
+from tests.unit.config.problems import problems_of
 
 VLLM = "policy.generation.vllm_cfg"
 CHAT = f"{VLLM}.http_server_serving_chat_kwargs"
 SERVED = f"{VLLM}.expose_http_server=true"
-
-
-def problems_of(*overrides: str) -> list[str]:
-    return find_problems(load_config("grpo_tiny.yaml", overrides))
 
 
 def test_parsers_of_vllm(workplace: Path):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import load_config
-from mrl.config.rules.checks import find_problems
+from tests.unit.config.problems import problems_of as found
 
 MEGATRON = "policy.megatron_cfg"
 SELECTIVE = [f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"]
@@ -30,10 +29,6 @@ QWEN3_MOE = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 4096,
 }
-
-
-def found(*overrides: str) -> list[str]:
-    return find_problems(load_config("grpo_tiny.yaml", overrides))
 
 
 def use_qwen3_moe(workplace: Path, **changes: object) -> None:

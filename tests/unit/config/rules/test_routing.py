@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.errors import Unchecked
-from mrl.config.load import load_config
-from mrl.config.rules.checks import find_problems
+from tests.unit.config.problems import problems_of
 
 MEGATRON = "policy.megatron_cfg"
 DECODER = {
@@ -32,7 +31,7 @@ LLAMA = DECODER | {"model_type": "llama"}
 
 
 def found(*overrides: str) -> list[str]:
-    return find_problems(load_config("grpo_tiny.yaml", [f"{MEGATRON}.{override}" for override in overrides]))
+    return problems_of(*(f"{MEGATRON}.{override}" for override in overrides))
 
 
 def use_model(folder: Path, config: Mapping[str, object]) -> None:
@@ -110,7 +109,7 @@ def test_deepep_on_gpus_needs_float32_weights_and_several_ranks(workplace: Path)
 
     def problems(*overrides: str) -> list[str]:
         keys = [f"{MEGATRON}.{override}" for override in (*deepep, *overrides)]
-        return find_problems(load_config("grpo_tiny.yaml", [*keys, "cluster.gpus_per_node=8"]))
+        return problems_of(*keys, "cluster.gpus_per_node=8")
 
     assert problems() == []
     assert "set it to fp32" in problems("moe_router_dtype=fp64")[0]

@@ -51,7 +51,7 @@ def test_average_log_probs_follow_each_other(tmp_path: Path):
 
 def test_a_loss_of_nothing_is_refused(workplace: Path):
     (problem,) = find_problems(load_config("dpo_tiny.yaml", ["dpo.preference_loss_weight=0"]))
-    assert problem.startswith("dpo.preference_loss_weight=0: with dpo.sft_loss_weight=0")
+    assert problem.startswith("dpo.preference_loss_weight=0.0: with dpo.sft_loss_weight=0")
 
 
 @pytest.mark.parametrize("name", ["sft_tiny.yaml", "dpo_tiny.yaml", "rm_tiny.yaml"])
@@ -82,7 +82,7 @@ def test_a_reward_model_of_tied_embeddings_has_one_stage(workplace: Path):
     ("override", "problem"),
     [
         ("checkpointing.metric_name=val:accuracy", "checkpointing.metric_name=val:accuracy: algorithm=sft has no such metric"),
-        ("sft.max_num_steps=0", "sft.max_num_steps=0: nothing would be trained"),
+        ("sft.max_num_steps=0", "sft.max_num_steps=0: the run would train nothing"),
         ("policy.router_replay.enabled=true", "policy.router_replay.enabled=true: algorithm=sft has no engines"),
     ],
 )

@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.errors import Unchecked
+from mrl.config.errors import Problems, Unchecked
 from mrl.config.load import load_config
-from mrl.config.rules.checks import find_problems
+from mrl.config.rules.checkpointing import check_disk
+from tests.unit.config.problems import problems_of
 
 PEFT, FREEZE = "policy.megatron_cfg.peft", "policy.megatron_cfg.freeze_config.modules"
 ENABLED = f"{PEFT}.enabled=true"
@@ -22,7 +23,7 @@ GOOD = [
 
 @pytest.mark.parametrize("overrides", GOOD)
 def test_rules_that_can_be_followed(workplace: Path, overrides: list[str]):
-    assert find_problems(load_config("grpo_tiny.yaml", overrides)) == []
+    assert problems_of(*overrides) == []
 
 
 BAD = [
@@ -43,13 +44,14 @@ BAD = [
 
 @pytest.mark.parametrize(("overrides", "message"), BAD)
 def test_rules_that_cannot_be_followed(workplace: Path, overrides: list[str], message: str):
-    problem, *others = find_problems(load_config("grpo_tiny.yaml", overrides))
+    problem, *others = problems_of(*overrides)
     assert message in problem and all(isinstance(other, Unchecked) for other in others)
 
 
 def test_a_checkpoint_of_adapters_needs_less_disk(workplace: Path):
-    from mrl.config.rules.checks import find_missing_disk
-
-    num_parameters = 10**15
-    messages = [find_missing_disk(load_config("grpo_tiny.yaml", overrides), num_parameters)[0] for overrides in ([], [ENABLED])]
+    messages = []
+    for overrides in ([], [ENABLED]):
+        problems = Problems(config := load_config("grpo_tiny.yaml", overrides))
+        check_disk(config, 10**15, problems)
+        messages += problems.texts
     assert "checkpoints of 16000000.00 GB" in messages[0] and "checkpoints of 4000000.00 GB" in messages[1]

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
-from mrl.config.model import use_local_folders
+from mrl.config.model import with_local_folders
 from mrl.loop.rollouts import preflight
 from mrl.recipes.tokenizer import byte_tokenizer
 
@@ -49,7 +49,7 @@ def test_a_folder_without_a_tokenizer_is_named_with_its_key(workplace: Path):
 
 def test_an_unknown_id_is_named_with_its_key(snapshot: Path):
     with pytest.raises(ValueError, match="policy.tokenizer.name=no/tokenizer is neither a folder"):
-        use_local_folders(load_config("grpo_tiny.yaml", ["policy.tokenizer.name=no/tokenizer"]))
+        with_local_folders(load_config("grpo_tiny.yaml", ["policy.tokenizer.name=no/tokenizer"]))
 
 
 def test_a_config_is_refused_before_the_hub_is_asked(snapshot: Path):

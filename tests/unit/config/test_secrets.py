@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mrl import check
-from mrl.config.load import load_config
-from mrl.config.redact import redact, redact_text, resolved_yaml, split_secrets, start_logging
+from mrl.config.load import load_config, resolved_yaml
+from mrl.config.secrets import redact, redact_text, split_secrets, start_logging
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 

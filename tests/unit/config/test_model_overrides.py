@@ -9,7 +9,7 @@ import pytest
 
 from conversion.cache import entry_key
 from mrl.config.load import load_config, load_run
-from mrl.config.overridden import find_override_problems, overridden_config, overridden_folder
+from mrl.config.model import find_override_problems, overridden_config, overridden_folder
 from mrl.config.rules.checks import find_problems
 from mrl.loop.preflight import check_start
 

@@ -1,0 +1,238 @@
+"""The values of a config: expressions resolved by OmegaConf over the schema's defaults, and validated by pydantic, key by key."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar, get_args, get_origin
+
+from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from mrl.config.bounds import Number, of_numbers
+from mrl.config.files import Key, Setting, Settings, describe, split_key
+from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
+from mrl.config.secrets import register_resolvers
+
+Section = TypeVar("Section")
+
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+# NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
+RESOLVERS: dict[str, Callable[[object, object], Number]] = {
+    "equal": lambda a, b: a == b,
+    "mul": of_numbers(lambda a, b: a * b),
+    "add": of_numbers(lambda a, b: a + b),
+    "div": of_numbers(lambda a, b: a // b if a % b == 0 else a / b),
+    "max": of_numbers(max),
+}
+
+# The start of an error's type in pydantic -> what a config's author is told.
+_MESSAGES = {
+    "int": "must be a whole number; correct the value",
+    "float": "must be a number; correct the value",
+    "bool": "must be true or false; correct the value",
+    "string": "must be a text; correct the value",
+    "list": "must be a list; correct the value",
+    "dict": "must be a mapping; correct the value",
+}
+
+
+class Unresolved(ValueError):
+    """An expression cannot be resolved. The text says why."""
+
+
+class Tree:
+    """Settings over the schema's defaults, as they are written."""
+
+    def __init__(self, settings: Settings) -> None:
+        _register_resolvers()
+        self._content = copy.deepcopy(_defaults(RunConfig))
+        for key, setting in settings.items():
+            _put(self._content, key, setting.value)
+
+    @functools.cached_property
+    def _node(self) -> DictConfig:
+        return OmegaConf.create(self._content)
+
+    def value(self, dotted: str) -> object:
+        """The resolved value of a dotted key, such as `data.train.datasets[0].seed`; None if there is none.
+
+        Raises:
+            Unresolved: its expression, or one that this refers to, cannot be resolved.
+            MissingMandatoryValue: it is required and not set.
+        """
+        if "${" not in repr(written := self.written(dotted)) and written != "???":
+            return copy.deepcopy(written)
+        try:
+            value = OmegaConf.select(self._node, dotted, throw_on_missing=True)
+            return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+        except MissingMandatoryValue:
+            raise
+        except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+            # OmegaConf appends the full key and the object's type on further lines.
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise Unresolved(f"{reason}; correct the expression") from error
+
+    def written(self, dotted: str) -> object:
+        """The value of a dotted key as it is written; None if there is none."""
+        value: object = self._content
+        for name in re.findall(r"[^.\[\]]+", dotted):
+            value = value.get(name) if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else None
+        return value
+
+    def references(self, dotted: str) -> frozenset[str]:
+        """The other keys of the schema that a key's expression refers to."""
+        written = self.written(dotted)
+        return frozenset(REFERENCE.findall(written)) & KEYS.keys() - {dotted} if isinstance(written, str) else frozenset()
+
+
+class Reader:
+    """Reads the sections of a config from a tree, and collects what is wrong with their values."""
+
+    def __init__(self, tree: Tree, settings: Settings, misplaced: set[str]) -> None:
+        """`settings` say where the values were written. Of the keys in `misplaced` there are problems already."""
+        self._tree = tree
+        self._settings = settings
+        self._misplaced = misplaced
+        self._problems: dict[str, str] = {}
+
+    def section(self, kind: type[Section], prefix: str = "") -> Section:
+        """The section whose keys begin with `prefix`. Values that are not known are left at their defaults."""
+        values: dict[str, object] = {}
+        for name, hint in fields_of(kind).items():
+            dotted, inner = prefix + name, section_of(hint)
+            if inner is not None:
+                values[name] = None if self._tree.written(dotted) is None else self.section(inner, f"{dotted}.")
+                continue
+            try:
+                values[name] = self._value(dotted, hint)
+            except MissingMandatoryValue:
+                self._problems[dotted] = f"{dotted} is required and has no default; set it in the config file or as {dotted}=VALUE"
+            except Unresolved as error:
+                self._problems[dotted] = f"{self._described(dotted, self._tree.written(dotted))}: {error}"
+            except ValidationError as error:
+                self._problems[dotted] = f"{self._described(dotted, self._tree.value(dotted))}: {_message(error)}"
+        return kind(**values)
+
+    def problems(self) -> list[str]:
+        """What is wrong, less what is wrong only because of another key."""
+        faults = self.faults()
+        causes = [
+            problem
+            for key, problem in self._problems.items()
+            if key not in self._misplaced and not self._tree.references(key) & faults.keys()
+        ]
+        # Keys that refer to each other in a circle have no other cause.
+        return causes or ([] if self._misplaced else list(self._problems.values()))
+
+    def faults(self) -> dict[str, str]:
+        """By key whose value is not known, the key that is the cause: itself, or one that its expression refers to."""
+        references = {key: others for key in KEYS if (others := self._tree.references(key))}
+        wrong = {*self._misplaced, *(key.partition("[")[0] for key in self._problems)}
+        faults = {key: key for key in sorted(wrong) if not references.get(key, frozenset()) & wrong} or {key: key for key in sorted(wrong)}
+        while followers := {key: min(seen) for key, others in references.items() if key not in faults and (seen := others & faults.keys())}:
+            faults |= {key: faults[other] for key, other in followers.items()}
+        return {key: key for key in wrong} | faults
+
+    def _value(self, dotted: str, hint: object) -> object:
+        value, item = self._tree.value(dotted), _item_section(hint)
+        if item is None or not isinstance(value, list):
+            return _validate(hint, value)
+        return [self._item(item, f"{dotted}[{index}]", each) for index, each in enumerate(value)]
+
+    def _item(self, kind: type[Section], dotted: str, value: object) -> Section:
+        names = fields_of(kind)
+        if not isinstance(value, dict):
+            self._problems[dotted] = f"{self._described(dotted, value)}: a section; set one of its keys: {', '.join(names)}"
+            return kind()
+        for name in value.keys() - names.keys():
+            key, nearest = f"{dotted}.{name}", difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
+            self._problems[key] = f"{self._described(key, value[name])}: no such key; the nearest is {dotted}.{nearest}"
+        return self.section(kind, f"{dotted}.")
+
+    def _described(self, dotted: str, value: object) -> str:
+        """The key as it was set, with its origin. Of an item in a list, the list says the origin; a default has none."""
+        setting = self._settings.get(split_key(dotted))
+        if setting is None:
+            above = self._settings.get(split_key(dotted.partition("[")[0]))
+            setting = Setting(value, above.origin if above else "")
+        return describe(split_key(dotted), setting)
+
+
+def _validate(hint: object, value: object) -> object:
+    """The value as the type of a field wants it.
+
+    Raises:
+        ValidationError: it does not fit.
+    """
+    if isinstance(value, str) and bool in (hint, *get_args(hint)):  # environment variables give text
+        value = {"true": True, "false": False}.get(value.lower(), value)
+    return _adapter(hint).validate_python(value)
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[object]:
+    # pydantic takes 1 for true unless it is strict.
+    return TypeAdapter(hint, config=ConfigDict(strict=bool in (hint, *get_args(hint)), coerce_numbers_to_str=True))
+
+
+def _message(error: ValidationError) -> str:
+    """The first thing that is wrong, and the way out."""
+    first = error.errors(include_url=False)[0]
+    where, context = "".join(f"[{part}] " for part in first["loc"]), first.get("ctx", {})
+    if first["type"] == "value_error":
+        return where + str(context["error"])
+    if first["type"] == "literal_error":
+        return f"{where}no such value; use {context['expected']}"
+    return where + _MESSAGES.get(first["type"].partition("_")[0], f"{first['msg']}; correct the value")
+
+
+def _item_section(hint: object) -> type | None:
+    """The section class of the items of a list; None for any other field."""
+    lists = (kind for kind in (hint, *get_args(hint)) if get_origin(kind) is list)
+    return next((section_of(item) for kind in lists for item in get_args(kind)), None)
+
+
+@functools.cache
+def _defaults(section: type) -> dict[str, Any]:
+    """The defaults of a section as they are written."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        inner = section_of(fields_of(section)[field.name])
+        if field.default_factory is not dataclasses.MISSING:
+            found[field.name] = _defaults(inner) if inner else field.default_factory()
+        else:
+            found[field.name] = field.default
+    return found
+
+
+def _put(content: dict[str, Any], key: Key, value: object) -> None:
+    """Puts a value at a key of nested mappings. A section that was null, or that an item of a list begins, has its defaults."""
+    section: type | None = RunConfig
+    for name in key[:-1]:
+        section = section_of(fields_of(section).get(name)) if section else None
+        if not isinstance(content.get(name), dict):
+            content[name] = copy.deepcopy(_defaults(section)) if section else {}
+        content = content[name]
+    hint = fields_of(section).get(key[-1]) if section else None
+    inner, item = section_of(hint), _item_section(hint)
+    if value == {} and isinstance(content.get(key[-1]), dict):
+        return
+    if value == {} and inner is not None:
+        value = copy.deepcopy(_defaults(inner))
+    elif isinstance(value, list) and item is not None:
+        value = [{**_defaults(item), **each} if isinstance(each, dict) else each for each in value]
+    content[key[-1]] = value
+
+
+@functools.cache
+def _register_resolvers() -> None:
+    register_resolvers()
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_resolver(name, resolver, replace=True)
