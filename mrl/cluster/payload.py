@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import ray
 from ray.exceptions import RayError
 
-from mrl.data.example_batch import ExampleBatch
+from mrl.data.batch import ExampleBatch
 from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TrainSequence
 
 

@@ -13,8 +13,8 @@ from mrl.cluster.environment import engine_variables, policy_variables
 from mrl.cluster.policy_group import PolicyGroup
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import max_row_tokens
-from mrl.data.bins import first_fit_decreasing
 from mrl.data.packing import RowSequence, pack_row, padded_length
+from mrl.data.planning import first_fit_decreasing
 from mrl.types import Rollout, RolloutRequest
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from mrl.cluster.engine_group import EngineGroup, index_of
 from mrl.cluster.payload import PayloadRef
 from mrl.cluster.reward_actor import Rewards
 from mrl.cluster.waiting import ActorLost, DeadlineExceeded
-from mrl.data.lengths import LengthHints
+from mrl.data.order import LengthHints
 from mrl.data.turns import Ending
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
 

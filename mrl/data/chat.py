@@ -8,11 +8,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
 from conversion.files.reading import check_plain_folder, read_file
+from mrl.config.rules.data import key_of
 from mrl.data.fields import Message, RowError
 
 if TYPE_CHECKING:
@@ -21,16 +22,14 @@ if TYPE_CHECKING:
     from mrl.config.schema.data import DataDefaultConfig, DatasetConfig
     from mrl.config.schema.policy import TokenizerConfig
 
-
 OWN_TEMPLATE = "default"
+"""Value of policy.tokenizer.chat_template for the tokenizer's own."""
 JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The template of messages that are joined as they are."""
-
-
+"""The template that joins messages as they are."""
 UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 """Normalisations that leave ASCII as it is."""
 MAX_NORMALIZED_BYTES = 11
-"""Bytes that Unicode normalisation makes of one at most: https://unicode.org/faq/normalization.html."""
+"""Unicode normalisation makes at most so many bytes of one: https://unicode.org/faq/normalization.html."""
 
 
 @dataclass(frozen=True)
@@ -63,54 +62,43 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def load_chat_format(
-    config: DataDefaultConfig | DatasetConfig, *, template_kwargs: dict[str, object] | None, key: str = "data.default"
+    dataset: DatasetConfig, default: DataDefaultConfig, key: str, *, template_kwargs: dict[str, object] | None
 ) -> ChatFormat:
-    """The format that a data set, or `data.default`, describes; reads its files. `key` is where it stands, for messages.
+    """The format of a data set that stands at `key` in the config. Reads its prompt files.
 
     Raises:
         ValueError: a file cannot be read, or the prompt file has no place for the question.
     """
-    prompt = "{}" if config.prompt_file is None else _read(config.prompt_file, setting=f"{key}.prompt_file")
+    # Most data sets take their prompt files from data.default, and messages should name what the user wrote.
+    prompt_key, system_key = (key_of(name, default, dataset, key) for name in ("prompt_file", "system_prompt_file"))
+    prompt = "{}" if dataset.prompt_file is None else _read(dataset.prompt_file, setting=prompt_key)
+    system_prompt = None if dataset.system_prompt_file is None else _read(dataset.system_prompt_file, setting=system_key)
     try:
         formatted = prompt.format("<question>")
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{key}.prompt_file={config.prompt_file} is not a format string ({error!r}); "
+            f"{prompt_key}={dataset.prompt_file} is not a format string ({error!r}); "
             f"write {{}} for the question, and double every other brace"
         ) from error
     if "<question>" not in formatted:
-        raise ValueError(f"{key}.prompt_file={config.prompt_file} has no place for the question; write {{}} where it belongs")
-    system_file = config.system_prompt_file
-    system_prompt = None if system_file is None else _read(system_file, setting=f"{key}.system_prompt_file")
-    return ChatFormat(prompt=prompt, system_prompt=system_prompt, template_kwargs=template_kwargs)
+        raise ValueError(f"{prompt_key}={dataset.prompt_file} has no place for the question; write {{}} where it belongs")
+    return ChatFormat(prompt, system_prompt, template_kwargs)
 
 
-def with_prompts(messages: Sequence[Message], chat: ChatFormat) -> list[Message]:
-    """The conversation with the prompt around the user's last message, and the system message in front unless it has one."""
+def with_prompts(messages: Sequence[Message], chat: ChatFormat, *, around: Literal["first", "last"]) -> list[Message]:
+    """The conversation with the prompt around the user's first or last message, and the system message in front unless it has one."""
     asked = list(messages)
-    last = max((index for index, message in enumerate(asked) if message["role"] == "user"), default=None)
-    if last is not None:
-        asked[last] = {**asked[last], "content": chat.prompt.format(asked[last]["content"])}
+    questions = [index for index, message in enumerate(asked) if message["role"] == "user" and isinstance(message["content"], str)]
+    if questions:
+        index = questions[0 if around == "first" else -1]
+        asked[index] = {**asked[index], "content": chat.prompt.format(asked[index]["content"])}
     if chat.system_prompt is not None and asked[0]["role"] != "system":
         asked.insert(0, {"role": "system", "content": chat.system_prompt})
     return asked
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Returns if the tokenizer can render conversations.
-
-    Raises:
-        ValueError: it has no chat template.
-    """
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"policy.tokenizer.name={tokenizer.name_or_path} has no chat template; use an instruction-tuned model's tokenizer, "
-            f"or add chat_template.jinja to that folder"
-        )
-
-
 def template_text(chosen: str | None) -> str:
-    """The template that policy.tokenizer.chat_template means where that is not the tokenizer's own.
+    """The template that policy.tokenizer.chat_template names, unless that is the tokenizer's own.
 
     Raises:
         ValueError: its file cannot be read.
@@ -121,14 +109,18 @@ def template_text(chosen: str | None) -> str:
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> None:
-    """Lets the tokenizer render conversations by the template that the config names.
+    """Gives the tokenizer the chat template that the config names.
 
     Raises:
         ValueError: there is none, its file cannot be read, or it has no variable of a name in `chat_template_kwargs`.
     """
     if config.chat_template != OWN_TEMPLATE:
         tokenizer.chat_template = template_text(config.chat_template)
-    check_chat_template(tokenizer)
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"policy.tokenizer.name={tokenizer.name_or_path} has no chat template; use an instruction-tuned model's tokenizer, "
+            f"or add chat_template.jinja to that folder"
+        )
     if not isinstance(tokenizer.chat_template, str):
         return  # several templates, of which transformers picks one by what is rendered
     names = set(re.findall(r"[A-Za-z_]\w*", tokenizer.chat_template))
@@ -166,8 +158,7 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[tuple
 
 
 def most_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """As many tokens as a text can become, told without tokenising it: a token stands for one byte at least, of what is left once the
-    tokenizer has normalised the text."""
+    """An upper bound of the tokens of a text, without tokenising it: a token stands for at least one byte of the normalised text."""
     backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
     normalizer = "" if backend is None else type(backend.normalizer).__name__
     keeps_bytes = normalizer == "NoneType" or (normalizer in UNICODE_FORMS and text.isascii())

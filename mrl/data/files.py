@@ -1,10 +1,10 @@
-"""Which files hold a data set: one file, a folder as `datasets` saves it, a snapshot of the Hub, or a repository there."""
+"""Which files hold a data set: one file, a folder that `datasets` saved, a folder of files, or a data set of the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import glob
 import logging
-import re
-from collections.abc import Iterable
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +13,15 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from conversion.files.reading import name_inside, read_json
 from mrl.config.datasets import known_dataset
+from mrl.data.records import SUFFIXES
 
 if TYPE_CHECKING:
     from mrl.config.schema.data import DatasetConfig
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
-SPLITS = ("train", "validation", "valid", "val", "dev", "test")
-_NOT_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"})
-_SHARD = r"([-_.]\d+([-_]of[-_]\d+)?([-_][0-9a-f]+)?)?"
+FORMS = (".parquet", ".arrow", ".jsonl", ".json")
+"""Where a folder has a data set in several forms, all have the same rows: the first of these is read."""
 
 
 def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
@@ -44,7 +43,7 @@ def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
     try:
         return _files_in(_snapshot(source, dataset, setting, is_local=True), dataset, setting)
     except (LocalEntryNotFoundError, ValueError):
-        logger.info("%s is not in the local Hugging Face cache, or not the part that is asked for: downloading it", source)
+        logger.info("Downloading %s: the local Hugging Face cache lacks it, or its split or subset", source)
     return _files_in(_snapshot(source, dataset, setting, is_local=False), dataset, setting)
 
 
@@ -55,7 +54,7 @@ def _files_in(folder: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
         folder = folder / subset
     elif dataset.subset is not None:
         raise ValueError(f"{setting}.subset={dataset.subset}: no such folder in {folder}; use one of {_names(folder)}")
-    files = _saved_files(folder, split) or _files_of_split(folder, split)
+    files = _saved_files(folder, split) or _files_of_split(folder, split, setting)
     if not files:
         raise ValueError(
             f"{setting}: {folder} has no files of split {split}; set {setting}.split, or name a file with {setting}.data_path "
@@ -65,7 +64,10 @@ def _files_in(folder: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
 
 
 def _saved_files(folder: Path, split: str) -> list[Path]:
-    """The files of what `datasets` wrote with `save_to_disk`, a data set or a dictionary of splits; none if it is neither."""
+    """The files that `save_to_disk` of `datasets` wrote, for a data set or a dictionary of splits; none if the folder is neither.
+
+    `datasets.load_from_disk` would follow the names in state.json out of the folder.
+    """
     if (folder / "dataset_dict.json").is_file():
         folder = folder / split
     state = folder / "state.json"
@@ -79,28 +81,29 @@ def _saved_files(folder: Path, split: str) -> list[Path]:
         raise ValueError(f"{state} does not list the files of a data set ({error}); save it again with `save_to_disk`") from error
 
 
-def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """Files whose name or folder is that of the split; for train, all files if no name has any split's."""
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.name.lower().endswith(SUFFIXES)
-        and path.name not in _NOT_ROWS
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-    # Where a data set is there in several forms, all have the same rows.
-    forms = [[path for path in files if path.name.lower().endswith(suffix)] for suffix in SUFFIXES]
-    for of_form in forms:
-        if found := [path for path in of_form if _is_of_split(path.relative_to(folder), (split,))]:
-            return found
-    if split == "train" and not any(_is_of_split(path.relative_to(folder), SPLITS) for path in files):
-        return next((of_form for of_form in forms if of_form), [])
+def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
+    """The files that `datasets` takes for a split, by the names of files and folders; hidden ones do not count.
+
+    The split `train` is all files if no name contains a split's. A README.md with patterns of its own, which may lead out of the folder, is
+    not read.
+    """
+    from datasets.data_files import SPLIT_KEYWORDS, DataFilesList, EmptyDatasetError, get_data_patterns  # takes a second
+
+    if glob.has_magic(str(folder)):
+        raise ValueError(
+            f"{setting}: `datasets` takes the brackets or stars in {folder} for a pattern; rename the folder, or name its files"
+        )
+    base = os.path.abspath(folder)
+    try:
+        patterns = get_data_patterns(base)
+    except EmptyDatasetError:
+        return []
+    name = next((str(name) for name, keywords in SPLIT_KEYWORDS.items() if split in keywords), split)
+    for form in FORMS:
+        found = DataFilesList.from_patterns(patterns.get(name, []), base, allowed_extensions=[form])
+        if files := sorted(folder / os.path.relpath(path, base) for path in found if path.lower().endswith(SUFFIXES)):
+            return files
     return []
-
-
-def _is_of_split(path: Path, splits: Iterable[str]) -> bool:
-    stem = path.name.split(".")[0]
-    return any(split in path.parts[:-1] or re.fullmatch(re.escape(split) + _SHARD, stem) for split in splits)
 
 
 def _snapshot(hub_id: str, dataset: DatasetConfig, setting: str, *, is_local: bool) -> Path:

@@ -1,12 +1,13 @@
-"""The order of prompts over a run: a pure function of seed, epoch and number of prompts, so that a position is one number."""
+"""The order of prompts: over a run, from its seed and the epoch alone; and within a step, the longest rollouts first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import numpy as np
 
-from mrl.types import PromptKey
+from mrl.types import Prompt, PromptKey
 
 
 def epoch_order(num_prompts: int, *, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -20,7 +21,7 @@ def epoch_order(num_prompts: int, *, seed: int, epoch: int, shuffle: bool = True
 def prompts_at(position: int, count: int, *, num_prompts: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
     """The next `count` prompts after `position` prompts were taken since the start of the run, as `(epoch, prompt_index)`.
 
-    Crosses into the next epoch where one ends: no prompt is dropped, and within an epoch none is taken twice.
+    Continues with the next epoch where one ends: no prompt is dropped, and within an epoch none is taken twice.
 
     Raises:
         ValueError: there are no prompts.
@@ -28,9 +29,12 @@ def prompts_at(position: int, count: int, *, num_prompts: int, seed: int, shuffl
     if num_prompts < 1:
         raise ValueError("the data set has no prompts; check data.train.data_path")
     picked: list[tuple[int, int]] = []
-    for epoch, start, stop in _spans(position, count, num_prompts):
-        order = epoch_order(num_prompts, seed=seed, epoch=epoch, shuffle=shuffle)
-        picked += [(epoch, int(index)) for index in order[start:stop]]
+    end = position + count
+    while position < end:
+        epoch, start = divmod(position, num_prompts)
+        order = epoch_order(num_prompts, seed=seed, epoch=epoch, shuffle=shuffle)[start : start + end - position]
+        picked += [(epoch, int(index)) for index in order]
+        position += len(order)
     return picked
 
 
@@ -52,11 +56,29 @@ def prompts_left(
                 yield epoch, index
 
 
-def _spans(position: int, count: int, num_prompts: int) -> Iterator[tuple[int, int, int]]:
-    """`(epoch, start, stop)` for each epoch that positions [position, position + count) touch."""
-    end = position + count
-    while position < end:
-        epoch, start = divmod(position, num_prompts)
-        stop = min(num_prompts, start + end - position)
-        yield epoch, start, stop
-        position += stop - start
+class LengthHints:
+    """Expected lengths of rollouts: those of the prompt in an earlier epoch, else the mean of its environment.
+
+    Longest first is the classic rule for short tails (Graham, 1969): a long rollout that begins last is alone on its engine at the end.
+    """
+
+    def __init__(self) -> None:
+        self._of_prompt: dict[str, float] = {}
+        self._of_environment: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+
+    def note(self, prompt: Prompt, lengths: Sequence[int]) -> None:
+        """Notes the lengths of a prompt's rollouts, in tokens."""
+        self._of_prompt[prompt.prompt_id] = sum(lengths) / len(lengths)
+        total, count = self._of_environment[prompt.env_name]
+        self._of_environment[prompt.env_name] = (total + sum(lengths), count + len(lengths))
+
+    def expected(self, prompt: Prompt) -> float:
+        """Expected length of a rollout, in tokens; 0 where nothing is known."""
+        if prompt.prompt_id in self._of_prompt:
+            return self._of_prompt[prompt.prompt_id]
+        total, count = self._of_environment.get(prompt.env_name, (0, 0))
+        return total / count if count else 0.0
+
+    def longest_first(self, asked: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prompt]]:
+        """The (epoch, prompt) pairs by expected length of their rollouts, equals by length of the prompt, both falling; else as given."""
+        return sorted(asked, key=lambda pair: (-self.expected(pair[1]), -len(pair[1].token_ids)))

@@ -1,16 +1,22 @@
-"""Plans: which sequence goes to which row of which data-parallel rank, as a pure function of the ordered list of lengths.
+"""Plans: which sequence goes to which row of which data-parallel rank, a pure function of the list of lengths and their cost.
 
 Lengths are those that sequences take up in a row. Every rank gets the same number of rows, at least one; rows at the end may be empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
-from mrl.data.bins import PACKERS, Rows
-from mrl.data.cost import SequenceCost
+from conversion.families.registry import family
 
 RowPlan = tuple[tuple[tuple[int, ...], ...], ...]
 """plan[dp_rank][row_index] = indices of sequences."""
@@ -18,6 +24,49 @@ RowPlan = tuple[tuple[tuple[int, ...], ...], ...]
 BALANCED = "balanced"
 # Packs the sequences of one rank where ranks were balanced first.
 WITHIN_RANK = "modified_first_fit_decreasing"
+Rows = list[list[int]]
+Item = tuple[int, int]
+"""Length and minus the index: the last item of a sorted list is the longest, and of equal ones the first."""
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Floating-point operations of a forward pass over one sequence; backward passes take a multiple of it."""
+
+    per_token: float
+    per_token_squared: float
+
+    def of(self, length: int) -> float:
+        """Operations for a sequence of `length` tokens."""
+        return self.per_token * length + self.per_token_squared * length**2
+
+
+@cache
+def sequence_cost(model_folder: str) -> SequenceCost:
+    """Cost on the model in a Hugging Face folder. The file is read once per process."""
+    return cost_of_model(json.loads((Path(model_folder) / "config.json").read_text(encoding="utf-8")))
+
+
+def cost_of_model(hf_config: Mapping[str, object]) -> SequenceCost:
+    """Cost on the model of a config.json.
+
+    A token meets every matrix once, of routed experts its top k, with two operations for an element. In an attention layer it meets on
+    average half of its sequence, with four operations for each of its query's elements (scores, and their weighted sum). Mamba layers
+    carry a state of fixed size: no quadratic term; their scan, a few percent of their projections, is left out.
+    """
+    found = family(hf_config)
+    transformer = found.megatron_arguments(hf_config)["transformer"]
+    num_experts, top_k = (int(str(transformer.get(name, 0) or 0)) for name in ("num_moe_experts", "moe_router_topk"))
+    shapes = found.canonical(hf_config)
+    elements = queries = 0.0
+    for name, shape in shapes.items():
+        # Vectors and convolutions are no matrix products; the embedding is a lookup, unless the output layer is the same matrix.
+        if len(shape) != 2 or ("embed" in name and "lm_head.weight" in shapes):
+            continue
+        elements += shape[0] * shape[1] * (top_k / num_experts if ".experts." in name else 1.0)
+        if name.endswith("q_proj.weight"):
+            queries += shape[0]
+    return SequenceCost(per_token=2 * elements, per_token_squared=2 * queries)
 
 
 def pack(lengths: Sequence[int], *, algorithm: str, row_tokens: int, dp_size: int, cost: SequenceCost) -> RowPlan:
@@ -25,7 +74,7 @@ def pack(lengths: Sequence[int], *, algorithm: str, row_tokens: int, dp_size: in
 
     `balanced` deals the sequences to the ranks, longest first, each to the rank that is then the least loaded in tokens and in cost, and
     packs each rank's own; the costliest rows come first, so that rows at the same place cost about the same on all ranks (experts that are
-    spread over ranks make them wait for each other in every layer). The algorithms of `mrl.data.bins` pack all sequences and deal the rows
+    spread over ranks make them wait for each other in every layer). The algorithms of `PACKERS` pack all sequences and deal the rows
     in the same way.
 
     Raises:
@@ -127,3 +176,85 @@ def _packed_within(members: Sequence[Sequence[int]], lengths: Sequence[int], alg
 def _even(rows_of: Sequence[Rows]) -> RowPlan:
     num_rows = max(1, max(len(rows) for rows in rows_of))
     return tuple(tuple(tuple(row) for row in rows) + ((),) * (num_rows - len(rows)) for rows in rows_of)
+
+
+def concatenative(lengths: Sequence[int], row_tokens: int) -> Rows:
+    """The sequences in order, a new row wherever the next one does not fit."""
+    rows: Rows = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if not rows or length > room:
+            rows.append([])
+            room = row_tokens
+        rows[-1].append(index)
+        room -= length
+    return rows
+
+
+def first_fit_shuffle(lengths: Sequence[int], row_tokens: int) -> Rows:
+    """The sequences in an order drawn from the lengths themselves, each into the first row with room."""
+    order = list(range(len(lengths)))
+    random.Random(repr(list(lengths))).shuffle(order)
+    rows: Rows = [[] for _ in lengths]
+    room = np.full(len(lengths), row_tokens)
+    for index in order:
+        row = int(np.argmax(room >= lengths[index]))
+        rows[row].append(index)
+        room[row] -= lengths[index]
+    return [row for row in rows if row]
+
+
+def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Rows:
+    """The longest first, each into the first row with room. At most 11/9 of the fewest rows, and one more."""
+    # Row by row, the longest that still fits: the same rows, without a search through all of them.
+    return _filled([], _sorted(lengths), row_tokens)
+
+
+def modified_first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Rows:
+    """Rows of Johnson and Garey (J. Complexity 1, 1985), at most 71/60 of the fewest and one more.
+
+    Every sequence above half a row opens one. Each of these rows, fullest first, takes the longest of those above a third that fits; then,
+    emptiest first, a row without one takes two of those above a sixth: the shortest, and the longest beside it. The rest as in first fit
+    decreasing.
+    """
+    items = _sorted(lengths)
+    above = [bisect_right(items, (row_tokens // parts, math.inf)) for parts in (2, 3, 6)]
+    large, medium, small, tiny = items[above[0] :], items[above[1] : above[0]], items[above[2] : above[1]], items[: above[2]]
+    rows = [[item] for item in reversed(large)]
+    for row in rows:
+        row += _take_longest(medium, row_tokens - row[0][0])
+    for row in reversed(rows):
+        room = row_tokens - row[0][0]
+        if len(row) == 1 and len(small) >= 2 and small[0][0] + small[1][0] <= room:
+            row.append(small.pop(0))
+            row += _take_longest(small, room - row[1][0])
+    return _filled(rows, sorted(medium + small + tiny), row_tokens)
+
+
+PACKERS: dict[str, Callable[[Sequence[int], int], Rows]] = {
+    packer.__name__: packer for packer in (concatenative, first_fit_shuffle, first_fit_decreasing, modified_first_fit_decreasing)
+}
+"""By the name that NeMo RL gives the algorithm."""
+
+
+def _sorted(lengths: Sequence[int]) -> list[Item]:
+    return sorted((length, -index) for index, length in enumerate(lengths))
+
+
+def _take_longest(items: list[Item], room: int) -> list[Item]:
+    """Takes the longest item that fits out of the sorted ones; none if none fits."""
+    position = bisect_right(items, (room, math.inf))
+    return [items.pop(position - 1)] if position else []
+
+
+def _filled(rows: list[list[Item]], items: list[Item], row_tokens: int) -> Rows:
+    """Indices of the rows, each filled up with the longest items that fit, and of as many more rows as the sorted items need."""
+    filled = []
+    opened = iter(rows)
+    while (row := next(opened, [])) or items:
+        room = row_tokens - sum(length for length, _ in row)
+        while taken := _take_longest(items, room):
+            row = row + taken
+            room -= taken[0][0]
+        filled.append([-index for _, index in row])
+    return filled

@@ -1,4 +1,4 @@
-"""The data of a run: files read, rendered, tokenised, and known to fit into the context."""
+"""The prompts of a run: read from files, rendered, tokenised, and short enough for the context."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
-from mrl.config.rules.data import key_of
 from mrl.config.rules.environments import NEMO_GYM, environment_names, environment_of_agent
 from mrl.config.texts import safe_text
 from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
-from mrl.data.reading import Findings, NoEnvironment, Reader, Rows, read_split
-from mrl.data.rows import Row, answer_keys, parse_row
+from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split
+from mrl.data.rows import ParsedRow, answer_keys, parse_row
 from mrl.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -25,23 +24,22 @@ if TYPE_CHECKING:
     from mrl.config.schema.data import DatasetConfig
     from mrl.config.schema.generation import GenerationConfig
     from mrl.config.schema.policy import PolicyConfig
-from mrl.config.schema.run import RunConfig
+    from mrl.config.schema.run import RunConfig
 
 NEED_ANSWER = ("math", "mcqa")
-"""Environments that compare with an answer, which every row must have."""
+"""Environments that compare with an answer: every row must have one."""
 
 
 @dataclass(frozen=True)
 class PromptData:
-    """What a run asks, and how."""
+    """The prompts of a run, and how to sample their rollouts."""
 
     train: Rows[Prompt]
-    """Made when they are asked for."""
     validation: Rows[Prompt]
     sampling: SamplingParams
     pad_token_id: int
-    findings: list[Findings]
-    """What was left out of the data sets."""
+    left_out: list[LeftOut]
+    """Rows that are left out, by data set."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,10 @@ class PromptLimits:
     context_length: int
     """policy.generation.vllm_cfg.max_model_len."""
     max_new_tokens: int
-    """policy.generation.max_new_tokens. As much as the context or more means: whatever the prompt leaves."""
+    """policy.generation.max_new_tokens. The length of the context or more = whatever the prompt leaves."""
 
     def reason_against(self, length: int) -> str | None:
-        """What is wrong with a prompt of this length; None if it fits."""
+        """Why a prompt of this length is refused; None if it fits."""
         if self.max_input_length is not None and length > self.max_input_length:
             return f"the prompt has {length} tokens, data.max_input_seq_length allows {self.max_input_length}; raise that or drop the row"
         reserved = self.max_new_tokens if self.max_new_tokens < self.context_length else 1
@@ -70,22 +68,27 @@ class PromptLimits:
 
 
 def load_prompts(config: RunConfig) -> PromptData:
-    """Reads the training and validation rows through, and keeps those that can be asked.
+    """The prompts of a run. Reads all training and validation rows, and keeps those that can be asked.
 
     Raises:
         ValueError: a setting or file is wrong; of a data set, up to 20 bad rows are named.
     """
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     use_chat_template(tokenizer, config.policy.tokenizer)
-    train, validation, findings = read_split(config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer))
+
+    def finish(prompt_id: str, rendered: Rendered) -> Prompt:
+        (token_ids,) = tokenize([rendered.text], tokenizer)
+        return dataclasses.replace(rendered.prompt, prompt_id=prompt_id, token_ids=token_ids)
+
+    train, validation, left_out = read_split(config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish)
     # What stands in padding is never looked at; it only has to be in the vocabulary.
     pad_token_id = next(iter(_token_ids(tokenizer.pad_token_id)), 0)
     asked = validation.select(range(len(validation))[: config.grpo.max_val_samples])
-    return PromptData(train, asked, sampling_params(config.policy, tokenizer), pad_token_id, findings)
+    return PromptData(train, asked, sampling_params(config.policy, tokenizer), pad_token_id, left_out)
 
 
-def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Prompt]:
-    """How the rows of one data set become prompts. `key` is where it stands in the config.
+def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Rendered]:
+    """How to read the prompts of one data set. `key` is where it stands in the config.
 
     Raises:
         ValueError: its files or its prompt files are not there.
@@ -93,23 +96,23 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
     limits = PromptLimits(
         config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len, config.policy.generation.max_new_tokens
     )
-    # Data sets mostly take their prompt files from data.default, and messages should name what the user wrote.
-    chat_key = key_of("prompt_file", config.data.default, dataset, key).rpartition(".")[0]
-    chat = load_chat_format(dataset, template_kwargs=config.policy.tokenizer.chat_template_kwargs, key=chat_key)
-    maker = PromptMaker(dataset, tokenizer, chat, limits, environment_names(config.env))
-    return Reader(
-        setting=key,
-        source=dataset.source,
-        files=find_data_files(dataset, setting=key),
-        examine=maker.examine,
-        make=maker.make,
-        repeat=dataset.repeat,
-        identity=maker.identity if known_dataset(dataset.dataset_name).repeats_rows else None,
-    )
+    chat = load_chat_format(dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+    parser = PromptParser(dataset, tokenizer, chat, limits, environment_names(config.env))
+    return Reader(key, dataset.source, find_data_files(dataset, setting=key), parser.parse, dataset.repeat)
 
 
 @dataclass(frozen=True)
-class PromptMaker:
+class Rendered:
+    """A prompt before it is tokenised, which happens each time that it is asked."""
+
+    text: str
+    """Written by the chat template."""
+    prompt: Prompt
+    """Without id and tokens."""
+
+
+@dataclass(frozen=True)
+class PromptParser:
     """Turns the rows of one data set into prompts."""
 
     dataset: DatasetConfig
@@ -118,44 +121,31 @@ class PromptMaker:
     limits: PromptLimits
     env_names: tuple[str, ...]
 
-    def examine(self, fields: Fields) -> str | None:
-        """The id that a row gives itself; checks that it can be asked and judged.
+    def parse(self, fields: Fields) -> Parsed[Rendered]:
+        """The rendered prompt of a row.
 
         Raises:
-            RowError: it cannot.
+            RowError: it cannot be asked or judged.
         """
         row = parse_row(fields, self.dataset)
         env_name = self._env_name(row)
         if not row.answer and env_name in NEED_ANSWER:
             first_key(fields, answer_keys(self.dataset))
-        text = self._render(row)
-        # Rows that cannot be too long are tokenised when they are asked.
+        messages = row.messages if self.dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, self.chat, around="last")
+        text = render(messages, row.tools, self.tokenizer, self.chat)
+        # Tokenising takes longer than all else; most rows are short enough by their bytes.
         num_tokens = most_tokens(text, self.tokenizer)
         if self.limits.reason_against(num_tokens) is not None:
             num_tokens = len(tokenize([text], self.tokenizer)[0])
         if (reason := self.limits.reason_against(num_tokens)) is not None:
             raise RowError(reason)
-        return row.row_id
-
-    def identity(self, fields: Fields) -> str:
-        """What makes two rows ask the same."""
-        row = parse_row(fields, self.dataset)
-        return json.dumps([row.messages, row.answer])
-
-    def make(self, fields: Fields, prompt_id: str) -> Prompt:
-        """The prompt of a row that passed `examine`."""
-        row = parse_row(fields, self.dataset)
-        (token_ids,) = tokenize([self._render(row)], self.tokenizer)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         # The model gets the question as it is; people, and graders beside the model's text, get both made safe alike.
-        return Prompt(prompt_id, token_ids, safe_text(row.question), safe_text(row.answer), self._env_name(row), json.dumps(rest))
+        prompt = Prompt("", (), safe_text(row.question), safe_text(row.answer), env_name, json.dumps(rest))
+        identity = json.dumps([row.messages, row.answer]) if known_dataset(self.dataset.dataset_name).repeats_rows else None
+        return Parsed(Rendered(text, prompt), row.row_id, identity)
 
-    def _render(self, row: Row) -> str:
-        as_it_is = self.dataset.processor == GYM_PROCESSOR
-        messages = row.messages if as_it_is else with_prompts(row.messages, self.chat)
-        return render(messages, row.tools, self.tokenizer, self.chat)
-
-    def _env_name(self, row: Row) -> str:
+    def _env_name(self, row: ParsedRow) -> str:
         if row.env_name is not None:
             name = asked = row.env_name
         elif row.agent is not None:
@@ -170,7 +160,10 @@ class PromptMaker:
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """How rollouts are drawn. Without `stop_token_ids`, they stop at the end-of-sequence tokens of tokenizer and generation_config.json."""
+    """How training samples rollouts.
+
+    Without `stop_token_ids`, they stop at the end-of-sequence tokens of tokenizer and generation_config.json.
+    """
     generation = policy.generation
     stop_token_ids = generation.stop_token_ids
     if stop_token_ids is None:
@@ -197,5 +190,5 @@ def _token_ids(value: object) -> list[int]:
 
 
 def validation_sampling(sampling: SamplingParams, generation: GenerationConfig) -> SamplingParams:
-    """How rollouts of validation are drawn: as those of training, but for what `val_*` keys say."""
+    """How validation samples: as training does, but for the `val_*` keys."""
     return dataclasses.replace(sampling, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k)

@@ -1,4 +1,4 @@
-"""What a row of a data file says, whatever its format: a conversation that waits for a reply, the reply, and what judges it."""
+"""Formats of rows: each becomes a conversation that waits for a reply, the reply, and what judges it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mrl.data.fields import Fields, Message, RowError, checked_text, first_key, messages_of, optional_text, plain_text, text_of
-from mrl.data.gym import gym_conversation
+from mrl.data.fields import (
+    Fields,
+    Message,
+    RowError,
+    checked_text,
+    content_text,
+    first_key,
+    messages_of,
+    optional_text,
+    plain_text,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from mrl.config.schema.data import DatasetConfig
@@ -20,7 +30,7 @@ GOLD_MARK = "####"
 
 
 @dataclass(frozen=True)
-class Row:
+class ParsedRow:
     """One row, before prompt files and chat template."""
 
     messages: list[Message]
@@ -48,15 +58,15 @@ class Row:
 
 
 @dataclass(frozen=True)
-class PairRow:
-    """One row of two replies to one conversation, the better and the worse."""
+class ParsedPair:
+    """One row with two replies to one conversation, the better and the worse."""
 
     messages: list[Message]
     chosen: list[Message]
     rejected: list[Message]
 
 
-def parse_row(fields: Fields, dataset: DatasetConfig) -> Row:
+def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     """The row that these fields are in the format of `dataset`.
 
     Raises:
@@ -66,7 +76,7 @@ def parse_row(fields: Fields, dataset: DatasetConfig) -> Row:
     return parse(fields, dataset)
 
 
-def parse_pair(fields: Fields, dataset: DatasetConfig) -> PairRow:
+def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
     """The pair of replies that these fields are: ranked completions, a chosen and a rejected reply, or HelpSteer3's.
 
     Raises:
@@ -80,7 +90,7 @@ def parse_pair(fields: Fields, dataset: DatasetConfig) -> PairRow:
             raise RowError("overall_preference must be a number")
         # A tie teaches nothing: both replies are the first one, as in NeMo RL.
         better, worse = ("response2", "response1") if preference > 0 else ("response1", "response2" if preference < 0 else "response1")
-        return PairRow(_turns(fields, "context", "user"), _turns(fields, better, "assistant"), _turns(fields, worse, "assistant"))
+        return ParsedPair(_turns(fields, "context", "user"), _turns(fields, better, "assistant"), _turns(fields, worse, "assistant"))
     chosen, rejected = (_turns(fields, key, "assistant") for key in (dataset.chosen_key, dataset.rejected_key))
     num_shared = next((index for index, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), len(chosen))
     if num_shared == len(chosen) or num_shared >= len(rejected):
@@ -89,10 +99,10 @@ def parse_pair(fields: Fields, dataset: DatasetConfig) -> PairRow:
     shared = chosen[:num_shared]
     if not shared:
         shared = _turns(fields, dataset.prompt_key, "user")
-    return PairRow(shared, chosen[num_shared:], rejected[num_shared:])
+    return ParsedPair(shared, chosen[num_shared:], rejected[num_shared:])
 
 
-def _ranked(fields: Fields) -> PairRow:
+def _ranked(fields: Fields) -> ParsedPair:
     completions = fields["completions"]
     if not isinstance(completions, list) or len(completions) != 2 or not all(isinstance(entry, dict) for entry in completions):
         raise RowError("completions must be a list of two objects with rank and completion")
@@ -100,7 +110,7 @@ def _ranked(fields: Fields) -> PairRow:
     if not all(isinstance(rank, int | float) for rank in ranks) or ranks[0] == ranks[1]:
         raise RowError(f"the ranks of the completions are {ranks[0]} and {ranks[1]}; they must be two numbers, the better one lower")
     chosen, rejected = sorted(completions, key=lambda entry: entry["rank"])
-    return PairRow(
+    return ParsedPair(
         _turns(fields, "context", "user"), _turns(chosen, "completion", "assistant"), _turns(rejected, "completion", "assistant")
     )
 
@@ -110,7 +120,7 @@ def _turns(fields: Fields, key: str, role: str) -> list[Message]:
     return messages_of(value, key) if isinstance(value, list) else [{"role": role, "content": checked_text(value, key)}]
 
 
-def _any_format(fields: Fields, dataset: DatasetConfig) -> Row:
+def _any_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     """A row whose keys tell its format."""
     if "responses_create_params" in fields:
         return _gym(fields, dataset)
@@ -126,7 +136,7 @@ def answer_keys(dataset: DatasetConfig) -> tuple[str, ...]:
     return ANSWER_KEYS if dataset.output_key is None else (dataset.output_key,)
 
 
-def _question(fields: Fields, dataset: DatasetConfig) -> Row:
+def _question(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     question_key = first_key(fields, QUESTION_KEYS if dataset.input_key is None else (dataset.input_key,))
     answer_key = next((key for key in answer_keys(dataset) if fields.get(key) is not None), None)
     if answer_key is not None:
@@ -134,7 +144,7 @@ def _question(fields: Fields, dataset: DatasetConfig) -> Row:
     return _row([{"role": "user", "content": text_of(fields, (question_key,))}], None, "", fields, (question_key,))
 
 
-def _asked(fields: Fields, question_key: str, answer_key: str) -> Row:
+def _asked(fields: Fields, question_key: str, answer_key: str) -> ParsedRow:
     question, answer = text_of(fields, (question_key,)), text_of(fields, (answer_key,))
     reply = answer
     if GOLD_MARK in answer:
@@ -147,7 +157,7 @@ def _asked(fields: Fields, question_key: str, answer_key: str) -> Row:
     )
 
 
-def _chat(fields: Fields, dataset: DatasetConfig) -> Row:
+def _chat(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     """OpenAI's chat format. A last turn of the assistant is the reply; without one, an answer may stand beside the conversation."""
     key = dataset.chat_key
     messages = messages_of(fields.get(key), key)
@@ -175,7 +185,7 @@ def _chat(fields: Fields, dataset: DatasetConfig) -> Row:
     return _row(messages, reply, answer, fields, (key, dataset.tool_key, *keys), tools=tools)
 
 
-def _verl(fields: Fields, dataset: DatasetConfig) -> Row:
+def _verl(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     """Rows of verl and of DAPO-Math-17k: messages under `prompt`, the answer under `reward_model.ground_truth`."""
     messages = messages_of(fields.get("prompt"), "prompt")
     reward_model = fields.get("reward_model")
@@ -185,7 +195,7 @@ def _verl(fields: Fields, dataset: DatasetConfig) -> Row:
     return _row(messages, {"role": "assistant", "content": answer}, answer, fields, ("prompt",))
 
 
-def _squad(fields: Fields, dataset: DatasetConfig) -> Row:
+def _squad(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     answers = fields.get("answers")
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not isinstance(texts, list) or not texts:
@@ -198,7 +208,7 @@ def _squad(fields: Fields, dataset: DatasetConfig) -> Row:
     return _row(messages, {"role": "assistant", "content": answer}, answer, fields, ("context", "question"))
 
 
-def _gym(fields: Fields, dataset: DatasetConfig) -> Row:
+def _gym(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     messages, tools = gym_conversation(fields)
     agent = fields.get("agent_ref")
     name = agent.get("name") if isinstance(agent, dict) else None
@@ -208,7 +218,59 @@ def _gym(fields: Fields, dataset: DatasetConfig) -> Row:
     answer = "" if answer is None or isinstance(answer, list | dict) else plain_text(answer, "expected_answer").strip()
     # Their ids are those of the data sets that a blend was made of, and may repeat.
     rest = {key: value for key, value in fields.items() if key != "responses_create_params"}
-    return Row(messages, None, answer, tools, rest, None, None, name)
+    return ParsedRow(messages, None, answer, tools, rest, None, None, name)
+
+
+def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
+    """The messages and tools of `responses_create_params`.
+
+    Raises:
+        RowError: they are not there, or hold what is not text, calls or their results.
+    """
+    request = fields.get("responses_create_params")
+    if not isinstance(request, dict):
+        raise RowError("no object responses_create_params")
+    if "_hf_placeholder" in fields:
+        raise RowError("the question is still a placeholder; fill it in with `python -m mrl.prepare nano3`")
+    entries = request.get("input")
+    if isinstance(entries, str):
+        entries = [{"role": "user", "content": entries}]
+    if not isinstance(entries, list) or not entries:
+        raise RowError("responses_create_params.input must be a text or a list of messages, not empty")
+    messages = [_gym_message(entry, f"responses_create_params.input[{index}]") for index, entry in enumerate(entries)]
+    if request.get("instructions"):
+        messages.insert(0, {"role": "system", "content": plain_text(request["instructions"], "responses_create_params.instructions")})
+    tools = request.get("tools") or []
+    if not isinstance(tools, list):
+        raise RowError("responses_create_params.tools must be a list")
+    return messages, [_gym_tool(tool, f"responses_create_params.tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def _gym_message(entry: object, name: str) -> Message:
+    if not isinstance(entry, dict):
+        raise RowError(f"{name} must be an object")
+    kind = entry.get("type", "message")
+    if kind == "function_call":
+        call = {"name": entry.get("name"), "arguments": entry.get("arguments")}
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": entry.get("call_id"), "type": "function", "function": call}]}
+    if kind == "function_call_output":
+        output = plain_text(entry.get("output"), f"{name}.output")
+        return {"role": "tool", "tool_call_id": entry.get("call_id"), "content": output}
+    role = entry.get("role")
+    if kind != "message" or not isinstance(role, str):
+        raise RowError(f"{name} is a {kind} of role {role}; only messages, function calls and their outputs are supported")
+    # Chat templates know the role by its older name.
+    return {"role": "system" if role == "developer" else role, "content": content_text(entry.get("content"), f"{name}.content")}
+
+
+def _gym_tool(tool: object, name: str) -> Fields:
+    """A tool of the Responses API has its function's fields beside its type, one of the chat format below `function`."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise RowError(f"{name} must be an object of type function")
+    if "function" in tool:
+        return tool
+    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+    return {"type": "function", "function": function}
 
 
 def _row(
@@ -219,22 +281,22 @@ def _row(
     used: tuple[str, ...],
     *,
     tools: list[dict[str, object]] | None = None,
-) -> Row:
+) -> ParsedRow:
     rest = {key: value for key, value in fields.items() if key not in (*used, "id", "env_name")}
     row_id, env_name = optional_text(fields, "id"), optional_text(fields, "env_name")
-    return Row(messages, reply, answer, tools or [], rest, row_id, env_name, None)
+    return ParsedRow(messages, reply, answer, tools or [], rest, row_id, env_name, None)
 
 
-def _keys(question_key: str, answer_key: str) -> Callable[[Fields, DatasetConfig], Row]:
+def _keys(question_key: str, answer_key: str) -> Callable[[Fields, DatasetConfig], ParsedRow]:
     """The format of a data set whose questions and answers have these keys."""
 
-    def parse(fields: Fields, dataset: DatasetConfig) -> Row:
+    def parse(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
         return _asked(fields, question_key, dataset.output_key or answer_key)
 
     return parse
 
 
-_FORMATS: dict[str, Callable[[Fields, DatasetConfig], Row]] = {
+_FORMATS: dict[str, Callable[[Fields, DatasetConfig], ParsedRow]] = {
     "AIME2024": _keys("problem", "answer"),
     "AIME2025": _keys("question", "answer"),
     "AIME2026": _keys("problem", "answer"),

@@ -1,16 +1,18 @@
-"""The data of training without rollouts: rows read, rendered, tokenised, and known to fit into a row of a batch."""
+"""The data of training without rollouts: conversations, tokenised, with the tokens of them that are learned."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mrl.config.rules.data import key_of
-from mrl.data.chat import load_chat_format, load_tokenizer, use_chat_template
-from mrl.data.conversations import Conversation, ConversationFormat, TokenSequence, tokenize, with_prompts
-from mrl.data.fields import Fields, RowError, optional_text
+import numpy as np
+
+from mrl.data.chat import load_chat_format, load_tokenizer, use_chat_template, with_prompts
+from mrl.data.fields import Fields, Message, RowError, optional_text
 from mrl.data.files import find_data_files
-from mrl.data.reading import Findings, Reader, Rows, TooLong, read_split
+from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split
 from mrl.data.rows import parse_pair, parse_row
 
 if TYPE_CHECKING:
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
 
     from mrl.config.schema.data import DatasetConfig
     from mrl.config.schema.run import RunConfig
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A sequence and the parts of it that are learned."""
+
+    token_ids: np.ndarray
+    """int32 [L]. Nothing follows the last part that is learned."""
+    targets: tuple[tuple[int, int], ...]
+    """Positions [start, stop) of tokens that are learned, in order, at least one; the first token of all is never among them."""
 
 
 @dataclass(frozen=True)
@@ -32,38 +44,59 @@ class Example:
 
 @dataclass(frozen=True)
 class SupervisedData:
-    """What a run learns, and what it is measured on."""
+    """The examples of a run."""
 
     train: Rows[Example]
-    """Tokenised when they are asked for."""
     validation: Rows[Example]
     pad_token_id: int
-    findings: list[Findings]
-    """What was left out of the data sets."""
+    left_out: list[LeftOut]
+    """Rows that are left out, by data set."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and the tools that the assistant may call (None: the template hears of no tools)."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Message] | None = None
+
+
+@dataclass(frozen=True)
+class ConversationFormat:
+    """How a conversation becomes tokens; the fields are the config keys of these names."""
+
+    add_bos: bool
+    add_eos: bool
+    add_generation_prompt: bool
+    only_unmask_final: bool
+    template_kwargs: Mapping[str, object]
 
 
 def load_examples(config: RunConfig) -> SupervisedData:
-    """Reads the training and validation rows through. Rows that are too long are left out, with a warning that counts them.
+    """The examples of a run. Reads all training and validation rows; leaves out rows that are too long, with a warning that counts them.
 
     Raises:
         ValueError: a setting or file is wrong; of a data set, up to 20 bad rows are named.
     """
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     use_chat_template(tokenizer, config.policy.tokenizer)
-    train, validation, findings = read_split(config.data, lambda key, dataset: example_reader(key, dataset, config, tokenizer))
+
+    def finish(example_id: str, example: Example) -> Example:
+        return dataclasses.replace(example, example_id=example_id)
+
+    train, validation, left_out = read_split(config.data, lambda key, dataset: example_reader(key, dataset, config, tokenizer), finish)
     pad_token_id = tokenizer.pad_token_id
-    return SupervisedData(train, validation, pad_token_id if isinstance(pad_token_id, int) else 0, findings)
+    return SupervisedData(train, validation, pad_token_id if isinstance(pad_token_id, int) else 0, left_out)
 
 
 def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Example]:
-    """How the rows of one data set become examples. `key` is where it stands in the config.
+    """How to read the examples of one data set. `key` is where it stands in the config.
 
     Raises:
         ValueError: its files or its prompt files are not there.
     """
     data, template_kwargs = config.data, config.policy.tokenizer.chat_template_kwargs
-    chat_key = key_of("prompt_file", data.default, dataset, key).rpartition(".")[0]
-    chat = load_chat_format(dataset, template_kwargs=template_kwargs, key=chat_key)
+    chat = load_chat_format(dataset, data.default, key, template_kwargs=template_kwargs)
     how = ConversationFormat(
         add_bos=data.add_bos,
         add_eos=data.add_eos,
@@ -75,40 +108,93 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
     conversations_of = pair_of if config.learns_pairs else conversation_of
     max_tokens = min(config.policy.max_total_sequence_length, data.max_input_seq_length or config.policy.max_total_sequence_length)
 
-    def make(fields: Fields, example_id: str) -> Example:
-        conversations = [with_prompts(conversation, chat) for conversation in conversations_of(fields, dataset)]
+    def parse(fields: Fields) -> Parsed[Example]:
         sequences = []
-        for found in tokenize(conversations, tokenizer, how):
-            if isinstance(found, str):
-                raise RowError(found)
-            sequences.append(found)
-        return Example(example_id, tuple(sequences))
-
-    def examine(fields: Fields) -> str | None:
-        longest = max(len(sequence.token_ids) for sequence in make(fields, "").sequences)
+        for conversation in conversations_of(fields, dataset):
+            prompted = dataclasses.replace(conversation, messages=with_prompts(conversation.messages, chat, around="first"))
+            sequences.append(tokenize(prompted, tokenizer, how))
+        longest = max(len(sequence.token_ids) for sequence in sequences)
         if longest > max_tokens:
             raise TooLong(longest)
-        return optional_text(fields, "id")
+        return Parsed(Example("", tuple(sequences)), optional_text(fields, "id"))
 
-    return Reader(key, dataset.source, find_data_files(dataset, setting=key), examine, make, dataset.repeat)
+    return Reader(key, dataset.source, find_data_files(dataset, setting=key), parse, dataset.repeat)
 
 
 def conversation_of(fields: Fields, dataset: DatasetConfig) -> list[Conversation]:
-    """The conversation of a row, with its reply.
-
-    Raises:
-        RowError: it has none.
-    """
+    """The conversation of a row, with its reply. Raises RowError if the row has none."""
     row = parse_row(fields, dataset)
-    reply = () if row.reply is None else (row.reply,)
-    return [Conversation((*row.messages, *reply), tuple(row.tools) or None)]
+    return [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools or None)]
 
 
 def pair_of(fields: Fields, dataset: DatasetConfig) -> list[Conversation]:
-    """The conversation of a row with the preferred answer, and with the other one.
+    """The conversation of a row with the preferred answer, and with the other one. Raises RowError if the row has no pair."""
+    pair = parse_pair(fields, dataset)
+    return [Conversation([*pair.messages, *reply]) for reply in (pair.chosen, pair.rejected)]
+
+
+def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> TokenSequence:
+    """The tokens of a conversation, and which of them the assistant's messages consist of.
+
+    A message consists of the difference between the chat template's text up to its end and the text before it.
 
     Raises:
-        RowError: it has none.
+        RowError: there is nothing to learn, or the template cannot render it.
     """
-    pair = parse_pair(fields, dataset)
-    return [Conversation((*pair.messages, *reply)) for reply in (pair.chosen, pair.rejected)]
+    whole_text, turns, is_answer_last = _rendered(conversation, tokenizer, how)
+    # The template has written every special token that belongs there.
+    texts = [whole_text, *(text for turn in turns for text in turn)]
+    whole, *parts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    # Where the tokenizer merges the end of one text with the start of the next, the merged token belongs to the answer.
+    targets = [(_num_common(before, whole), _num_common(after, whole)) for before, after in zip(parts[0::2], parts[1::2], strict=True)]
+    # Some templates write a line break behind the end token.
+    ends_itself = tokenizer.eos_token is None or whole_text.rstrip("\n").endswith(str(tokenizer.eos_token))
+    if how.add_eos and is_answer_last and not ends_itself:
+        whole = [*whole, int(str(tokenizer.eos_token_id))]
+        targets[-1] = (targets[-1][0], len(whole))
+    if how.add_bos and tokenizer.bos_token is not None and whole[:1] != [tokenizer.bos_token_id]:
+        whole = [int(str(tokenizer.bos_token_id)), *whole]
+        targets = [(start + 1, stop + 1) for start, stop in targets]
+    # Nothing predicts the first token.
+    targets = [(max(start, 1), stop) for start, stop in targets if stop > max(start, 1)]
+    if not targets:
+        raise RowError("the assistant says nothing")
+    return TokenSequence(np.array(whole[: targets[-1][1]], dtype=np.int32), tuple(targets))
+
+
+def _rendered(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat
+) -> tuple[str, list[tuple[str, str]], bool]:
+    """The text of a conversation; for each answer that is learned, the text before it and up to its end; and whether an answer is last.
+
+    With `add_generation_prompt`, the text before an answer includes what asks for it.
+    """
+    messages = conversation.messages
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise RowError("no message has the role assistant, so there is nothing to learn")
+
+    def render(count: int, *, add_generation_prompt: bool = False) -> str:
+        # Templates take what transformers' annotations leave out: contents and tools of any JSON.
+        shown: Any = list(messages[:count])
+        extra: dict[str, Any] = {**how.template_kwargs, "tools": conversation.tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            return str(tokenizer.apply_chat_template(shown, tokenize=False, **extra))
+        except Exception as error:  # the template is the model's, written in Jinja, and raises what it likes
+            raise RowError(f"the chat template cannot render the conversation: {type(error).__name__}: {error}") from error
+
+    whole, turns = render(len(messages)), []
+    for index in answers[-1:] if how.only_unmask_final else answers:
+        before, after = render(index) if index else "", render(index + 1)
+        if not whole.startswith(before) or not whole.startswith(after):
+            raise RowError(
+                "the chat template writes a message differently once others follow it, so what belongs to it cannot be told; "
+                "set sft.only_unmask_final=true, or use another template"
+            )
+        turns.append((render(index, add_generation_prompt=True) if index and how.add_generation_prompt else before, after))
+    return whole, turns, answers[-1] == len(messages) - 1
+
+
+def _num_common(first: list[int], second: list[int]) -> int:
+    """Length of the common beginning."""
+    return next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))

@@ -1,97 +1,102 @@
-"""Rows of Parquet and Arrow files, a few hundred at a time."""
+"""Rows of Parquet and Arrow files. `datasets` reads them; this module first refuses files that unpack to more than rows do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import glob
+import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
 import pyarrow
+import pyarrow.compute
 import pyarrow.ipc
 import pyarrow.parquet
+from datasets.exceptions import DatasetsError
+
+from mrl.data.fields import Fields
 
 BATCH_ROWS = 64
-"""A table keeps a text once for many rows. A large one would come out of it as often as there are rows in a batch."""
-LARGE_BATCH_BYTES = 64 << 20
-"""Of such batches Python gets one row at a time."""
+"""Rows in memory at once. Parquet stores a repeated text once, but each row that is read has its own copy."""
 MAX_ROWS_PER_BYTE = 8
-"""Of a Parquet file of more rows than these. Even one that says the same in every row has fewer."""
+"""Parquet files with more rows are refused, from `MIN_REFUSED_ROWS` on. Even a file of equal rows has fewer."""
 MIN_REFUSED_ROWS = 1 << 20
 MAX_EXPANSION = 200
-"""Of a column of texts by decompression, from 16 MiB on."""
+"""Columns of texts that unpack to more than this multiple are refused, from `MIN_REFUSED_BYTES` on."""
 MIN_REFUSED_BYTES = 16 << 20
 
 
-def table_rows(path: Path) -> Iterator[dict[str, object]]:
-    """All rows of a `.parquet` file, or of an `.arrow` file as `datasets` writes it, in order.
+def table_rows(path: Path) -> Iterator[tuple[Fields, float]]:
+    """The rows of a `.parquet` or `.arrow` file, in order, each with the share of the file that has been read after it.
+
+    `datasets` streams them: it downloads nothing, and its lock file goes into a temporary folder.
 
     Raises:
-        ValueError: it is no such file, or one that is packed as no rows are.
+        ValueError: the file is no such table, or is packed as no rows are.
     """
-    for batch in _small_batches(path):
-        yield from batch.to_pylist()
-
-
-def table_rows_at(path: Path, is_wanted: Callable[[int], bool]) -> Iterator[tuple[int, dict[str, object] | None]]:
-    """`(row from 1, fields)` of a table, in order; the fields only of rows for whose index, from 0, `is_wanted` holds.
-
-    Raises:
-        ValueError: as `table_rows`.
-    """
-    first = 0
-    for batch in _small_batches(path):
-        wanted = [index for index in range(batch.num_rows) if is_wanted(first + index)]
-        rows = dict(zip(wanted, batch.take(pyarrow.array(wanted, pyarrow.int64())).to_pylist(), strict=True))
-        for index in range(batch.num_rows):
-            yield first + index + 1, rows.get(index)
-        first += batch.num_rows
-
-
-def _small_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    """The rows, as many at once as Python can hold."""
+    kind, number = path.suffix.lower()[1:], 0
+    # Otherwise `datasets` tells a server of Hugging Face that its reader of tables was used.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    # `datasets` takes a path for a pattern.
+    files, settings = glob.escape(str(path.absolute())), {"batch_size": BATCH_ROWS} if kind == "parquet" else {}
     try:
-        for whole in _batches(path):
-            for first in range(0, whole.num_rows, BATCH_ROWS):
-                batch = whole.slice(first, BATCH_ROWS)
-                # An Arrow file may keep its texts apart, so that every row can be as large as all of them.
-                times = batch.num_rows if any(map(pyarrow.types.is_dictionary, batch.schema.types)) else 1
-                step = BATCH_ROWS if batch.nbytes * times < LARGE_BATCH_BYTES else 1
-                yield from (batch.slice(start, step) for start in range(0, batch.num_rows, step))
-    except pyarrow.ArrowException as error:
+        num_rows = _check_parquet(path) if kind == "parquet" else _check_arrow(path)
+        with tempfile.TemporaryDirectory() as cache:
+            rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True, cache_dir=cache, **settings)
+            for batch in rows.with_format("arrow").iter(BATCH_ROWS):
+                json_columns = [field for field in batch.schema if "arrow.json" in str(field.type)]
+                for row in batch.to_pylist():
+                    number += 1
+                    yield row | {field.name: _parsed(row[field.name], field.type) for field in json_columns}, number / num_rows
+    except (pyarrow.ArrowException, DatasetsError, NotImplementedError, ValueError) as error:
         raise ValueError(f"{path} is not readable as a table ({error}); correct or replace the file") from error
 
 
-def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    return _parquet_batches(path) if path.suffix == ".parquet" else _arrow_batches(path)
+def _parsed(value: object, kind: pyarrow.DataType) -> object:
+    """A value of a type that contains `datasets`' Json feature: objects that Arrow stores as texts."""
+    if isinstance(kind, pyarrow.JsonType) and isinstance(value, str):
+        return json.loads(value)
+    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType) and isinstance(value, list):
+        return [_parsed(entry, kind.value_type) for entry in value]
+    if isinstance(kind, pyarrow.StructType) and isinstance(value, dict):
+        return {field.name: _parsed(value[field.name], field.type) for field in kind}
+    return value
 
 
-def _parquet_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    with pyarrow.parquet.ParquetFile(path) as file:
-        _check_size(path, file.metadata)
-        yield from file.iter_batches(BATCH_ROWS)
-
-
-def _check_size(path: Path, metadata: pyarrow.parquet.FileMetaData) -> None:
+def _check_parquet(path: Path) -> int:
+    """Number of rows. Raises ValueError where a few bytes claim to be many rows or long texts."""
     size = path.stat().st_size
+    with pyarrow.parquet.ParquetFile(path) as file:
+        metadata = file.metadata
     if metadata.num_rows > max(MIN_REFUSED_ROWS, MAX_ROWS_PER_BYTE * size):
-        raise ValueError(f"{path} has {size} bytes and claims {metadata.num_rows} rows, as no table of rows does; replace the file")
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
+        raise ValueError(f"{size} bytes claim to be {metadata.num_rows} rows, as no table of rows does")
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
-            num_bytes, is_text = column.total_uncompressed_size, column.physical_type == "BYTE_ARRAY"
-            if is_text and num_bytes > max(MIN_REFUSED_BYTES, MAX_EXPANSION * column.total_compressed_size):
-                raise ValueError(
-                    f"{path}: column {column.path_in_schema} unpacks from {column.total_compressed_size} to "
-                    f"{num_bytes} bytes, as no rows do; replace the file"
-                )
+            if column.physical_type == "BYTE_ARRAY":
+                _check_expansion(column.path_in_schema, column.total_compressed_size, column.total_uncompressed_size)
+    return metadata.num_rows
 
 
-def _arrow_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+def _check_arrow(path: Path) -> int:
+    """Number of rows. Raises ValueError where a batch repeats long texts: `datasets` writes out all texts of a batch at once."""
+    num_rows = 0
     with pyarrow.memory_map(str(path)) as source:
         # save_to_disk writes the stream format; others give the suffix to the file format.
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
-        if is_file:
-            reader = pyarrow.ipc.open_file(source)
-            yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
-        else:
-            yield from pyarrow.ipc.open_stream(source)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+            num_rows += batch.num_rows
+            for field, column in zip(batch.schema, batch.columns, strict=True):
+                if isinstance(column, pyarrow.DictionaryArray) and column.type.value_type in (pyarrow.string(), pyarrow.large_string()):
+                    lengths = pyarrow.compute.binary_length(column.dictionary).take(column.indices)
+                    _check_expansion(field.name, column.nbytes, pyarrow.compute.sum(lengths).as_py() or 0)
+                elif "dictionary<" in str(field.type):
+                    raise ValueError(f"column {field.name} has the type {field.type}; write its values out")
+    return num_rows
+
+
+def _check_expansion(column: str, packed_bytes: int, unpacked_bytes: int) -> None:
+    if unpacked_bytes > max(MIN_REFUSED_BYTES, MAX_EXPANSION * packed_bytes):
+        raise ValueError(f"column {column} unpacks from {packed_bytes} to {unpacked_bytes} bytes, as no rows do")

@@ -16,10 +16,10 @@ from mrl.cluster.session import start_policies
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
-from mrl.data.cost import SequenceCost, sequence_cost
-from mrl.data.example_batch import as_in_validation, batch_examples
+from mrl.data.batch import as_in_validation, batch_examples
 from mrl.data.order import prompts_of_step
-from mrl.data.reading import Findings
+from mrl.data.planning import SequenceCost, sequence_cost
+from mrl.data.reading import LeftOut
 from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.loop.budget import Budget
 from mrl.loop.preflight import check_start
@@ -114,9 +114,9 @@ class ExampleTraining:
         return self.config.training.max_num_steps
 
     @property
-    def findings(self) -> list[Findings]:
-        """What is wrong with rows of the data."""
-        return self.data.findings
+    def left_out(self) -> list[LeftOut]:
+        """Rows of the data that are left out."""
+        return self.data.left_out
 
     @contextmanager
     def open(self, folder: RunFolder, budget: Budget) -> Iterator[Run[ExampleSupplier]]:

@@ -15,7 +15,7 @@ from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
-from mrl.data.reading import Findings, write_quarantine
+from mrl.data.reading import LeftOut, write_quarantine
 from mrl.loop import examples, rollouts
 from mrl.loop.budget import Budget
 from mrl.loop.examples import ExampleTraining
@@ -40,7 +40,7 @@ class Training(Protocol):
     def num_steps(self) -> int: ...
 
     @property
-    def findings(self) -> list[Findings]: ...
+    def left_out(self) -> list[LeftOut]: ...
 
     def open(self, folder: RunFolder, budget: Budget) -> AbstractContextManager[Run[Supplier]]: ...
 
@@ -58,7 +58,7 @@ def prepare(config: RunConfig) -> Training:
 
 def run_attempt(config: RunConfig, training: Training, folder: RunFolder, budget: Budget) -> bool:
     """Runs the configured steps from where the run folder stands. False if the budget was over first: the same command goes on."""
-    write_quarantine(training.findings, folder.path / "quarantine")
+    write_quarantine(training.left_out, folder.path / "quarantine")
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
     if checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):
         logger.info("All is done by step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)

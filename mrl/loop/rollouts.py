@@ -13,7 +13,7 @@ from mrl.cluster.session import Session, start_session
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
-from mrl.data.reading import Findings
+from mrl.data.reading import LeftOut
 from mrl.loop.budget import Budget, Stopped
 from mrl.loop.preflight import check_start
 from mrl.loop.rollout_queue import RolloutQueue, open_queue
@@ -99,9 +99,9 @@ class RolloutTraining:
         return min(grpo.max_num_steps, grpo.max_num_epochs * len(self.data.train) // grpo.num_prompts_per_step)
 
     @property
-    def findings(self) -> list[Findings]:
-        """What is wrong with rows of the data."""
-        return self.data.findings
+    def left_out(self) -> list[LeftOut]:
+        """Rows of the data that are left out."""
+        return self.data.left_out
 
     @contextmanager
     def open(self, folder: RunFolder, budget: Budget) -> Iterator[Run[RolloutSupplier]]:

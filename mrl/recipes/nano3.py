@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -21,8 +21,8 @@ from conversion.files.durable import sync_file, sync_folder, write_atomic
 from mrl.config.rules.environments import environment_of_agent
 from mrl.data.fields import Fields, RowError, json_object, text_of
 from mrl.data.files import SUFFIXES
-from mrl.data.gym import gym_conversation
-from mrl.data.records import RecordFile
+from mrl.data.records import TABLES, records
+from mrl.data.rows import gym_conversation
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,7 @@ def survey_blend(blend: Path) -> Survey:
         ValueError: naming up to 20 rows that are wrong.
     """
     survey, errors = Survey(), []
-    file = RecordFile(blend)
-    for record in file.records():
+    for record in records(blend):
         survey.num_rows += 1
         try:
             fields = json_object(record.line)
@@ -128,7 +127,7 @@ def survey_blend(blend: Path) -> Survey:
                 name, row, _ = _placeholder(fields)
                 survey.wanted[name].add(row)
         except RowError as error:
-            errors.append(f"  {file.place(record.number)}: {error}")
+            errors.append(f"  {blend}:{record.number}: {error}")
     if errors:
         more = f"\n  and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
         raise ValueError(f"{blend} has {len(errors)} bad rows; download it again:\n" + "\n".join(errors[:MAX_ERRORS]) + more)
@@ -250,12 +249,11 @@ def write_rows(blend: Path, problems: Mapping[str, Mapping[int, Problem]], path:
     if path.exists():
         return
     aside = path.with_name(f".{path.name}.part")
-    file = RecordFile(blend)
     with aside.open("a+b") as written:
         _lock(written)
         if num_done := _keep_whole_lines(written):
             logger.info("%s: %d of %d rows are there already", path.name, num_done, stop - first)
-        for index, record in enumerate(file.records()):
+        for index, record in enumerate(records(blend)):
             if index >= stop:
                 break
             if index < first + num_done:
@@ -263,7 +261,7 @@ def write_rows(blend: Path, problems: Mapping[str, Mapping[int, Problem]], path:
             try:
                 row = filled_in(json_object(record.line), problems)
             except RowError as error:
-                raise ValueError(f"{file.place(record.number)}: {error}") from error
+                raise ValueError(f"{blend}:{record.number}: {error}") from error
             written.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
     sync_file(aside)
     aside.rename(path)
@@ -302,14 +300,13 @@ def _keep_whole_lines(file: IO[bytes]) -> int:
 
 def _numbered(path: Path, wanted: set[int], first: int) -> Iterator[tuple[int, Fields | None]]:
     """`(row from 1, fields)` of a file whose first row is number `first` of its data set; only of wanted rows the fields."""
-    if path.suffix in (".parquet", ".arrow"):
-        from mrl.data.tables import table_rows_at
+    if path.suffix in TABLES:
+        from mrl.data.tables import table_rows
 
-        yield from table_rows_at(path, lambda index: first + index in wanted)
+        yield from ((number, row if first + number - 1 in wanted else None) for number, (row, _) in enumerate(table_rows(path), 1))
         return
-    rows: Iterable[bytes] = (record.line for record in RecordFile(path).records())
-    for number, line in enumerate(rows, start=1):
-        yield number, json_object(line) if first + number - 1 in wanted else None
+    for number, record in enumerate(records(path), 1):
+        yield number, json_object(record.line) if first + number - 1 in wanted else None
 
 
 def _agent(fields: Fields) -> str:

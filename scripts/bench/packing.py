@@ -13,14 +13,13 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mrl.data.bins import PACKERS, fewest_rows
-from mrl.data.cost import SequenceCost, cost_of_model
-from mrl.data.planning import BALANCED, RowPlan, pack, rank_shares
+from mrl.data.planning import BALANCED, PACKERS, RowPlan, SequenceCost, cost_of_model, pack, rank_shares
 from tests.long.record import Row, record
 
 ROW_TOKENS = 49_152
@@ -61,6 +60,27 @@ def dealt_in_turn(lengths: list[int], cost: SequenceCost) -> RowPlan:
     rows = [tuple(row) for row in PACKERS["modified_first_fit_decreasing"](lengths, ROW_TOKENS)]
     rows += [()] * (-len(rows) % DP_SIZE)
     return tuple(tuple(rows[rank::DP_SIZE]) for rank in range(DP_SIZE))
+
+
+def fewest_rows(lengths: Sequence[int], row_tokens: int) -> int:
+    """A lower bound of the rows that any packing needs (L2 of Martello and Toth, Discrete Applied Mathematics 28, 1990).
+
+    For every k up to half a row: sequences longer than row - k share a row with none of at least k, those above half a row not with each
+    other; what is at least k then fills the room that the latter leave.
+    """
+    items = sorted(lengths)
+    total = [0]
+    for length in items:
+        total.append(total[-1] + length)
+    above_half = bisect_right(items, row_tokens // 2)
+    bound = math.ceil(total[-1] / row_tokens)
+    for shortest in range(above_half):
+        alone = bisect_right(items, row_tokens - items[shortest])
+        num_open = alone - above_half
+        room = num_open * row_tokens - (total[alone] - total[above_half])
+        overflow = total[above_half] - total[shortest] - room
+        bound = max(bound, len(items) - above_half + max(0, math.ceil(overflow / row_tokens)))
+    return max(bound, len(items) - above_half)
 
 
 def long_tailed(num_sequences: int, median: int, seed: int) -> list[int]:

@@ -24,7 +24,7 @@ from mrl.config.model import read_model
 from mrl.config.schema.data import DatasetConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.files import find_data_files
-from mrl.data.records import RecordFile
+from mrl.data.records import records
 from mrl.recipes.verify import check_model, check_rows
 from tests import models
 
@@ -66,7 +66,7 @@ def test_links_of_a_snapshot_of_the_hub_are_followed(tmp_path: Path):
 
 
 def as_rows(path: Path) -> object:
-    return list(RecordFile(path).records())
+    return list(records(path))
 
 
 def as_data_path(path: Path) -> object:
@@ -234,7 +234,7 @@ def rows_of(kind: str, folder: Path) -> Path:
 def test_rows_that_outgrow_their_file_are_refused(tmp_path: Path, kind: str):
     path = rows_of(kind, tmp_path)
     limited(
-        "from mrl.data.records import RecordFile; list(RecordFile(Path(sys.argv[1])).records())",
+        "from mrl.data.records import records; list(records(Path(sys.argv[1])))",
         path,
         rf"{kind}.*(as no (table of )?rows do|lines are blank)",
     )
@@ -246,14 +246,14 @@ def test_a_gzip_file_that_is_cut_off_is_named(tmp_path: Path, cut: int):
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(os.urandom(1000))[:cut])
     with pytest.raises(ValueError, match=r"rows\.jsonl\.gz cannot be read: it is cut off or no gzip file"):
-        RecordFile(path)
+        list(records(path))
 
 
 @NOT_AS_NAMED
 def test_a_json_array_that_is_nested_without_end_is_named(tmp_path: Path):
     (tmp_path / "rows.json").write_bytes(b"[" * 10**6)
     with pytest.raises(ValueError, match=r"rows\.json begins as a JSON array and is none"):
-        RecordFile(tmp_path / "rows.json")
+        list(records(tmp_path / "rows.json"))
 
 
 @NOT_AS_NAMED

@@ -79,8 +79,7 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
 
 MEETS_NO_TEXT = {
     "mrl.data.chat.use_chat_template",
-    "mrl.data.files._is_of_split",
-    "mrl.data.reading._claim",
+    "mrl.data.reading.Names",
     "mrl.envs.mcqa.own_patterns",
     "mrl.envs.mcqa.score",
     "mrl.store.checkpoints.STEP_FOLDER",

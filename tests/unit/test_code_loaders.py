@@ -41,6 +41,7 @@ REASONS = {
     ("mrl/envs/sandbox.py", "importlib.import_module"): "the modules of the prelude, listed in the file",
     ("mrl/envs/sandbox.py", "runpy.run_path"): "the program under reward, in a child of its own",
     ("mrl/store/loggers/thread.py", "importlib.import_module"): "sinks of mrl.store.loggers, named by its own table",
+    ("mrl/data/reading.py", "pickle.loads"): "rows that this process wrote into its own temporary file, which has no name",
     ("mrl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code=False",
 }
 

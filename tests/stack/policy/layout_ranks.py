@@ -17,8 +17,7 @@ from conversion.families.registry import family
 from conversion.tensors import box_view
 from mrl.config.schema.megatron import OptimizerConfig, SchedulerConfig
 from mrl.config.schema.policy import PolicyConfig
-from mrl.data.packing import PackedRow, padded_length
-from mrl.data.routes import pack_routes
+from mrl.data.packing import PackedRow, pack_routes, padded_length
 from tests import routes
 from tests.stack.ranks import Rank
 

@@ -13,8 +13,8 @@ from conversion.adapters import adapted_layers, adapter_family
 from conversion.families.registry import family
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import plan_batch
-from mrl.data.cost import SequenceCost
 from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.data.planning import SequenceCost
 from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.stack.policy.layout_ranks import canonical_values
 from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, open_policy, optimizers

@@ -15,9 +15,8 @@ import torch
 from mrl.config.load import load_config
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
-from mrl.data.cost import SequenceCost
 from mrl.data.packing import PackedRow, RowSequence, pack_row, padded_length
-from mrl.data.planning import RowPlan, batch_in_order, pack, repack
+from mrl.data.planning import RowPlan, SequenceCost, batch_in_order, pack, repack
 from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.stack.ranks import Rank
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from mrl.config.schema.run import RunConfig
-from mrl.data.conversations import TokenSequence
-from mrl.data.cost import SequenceCost
-from mrl.data.example_batch import batch_examples
+from mrl.data.batch import batch_examples
 from mrl.data.packing import RowSequence, pack_row
-from mrl.data.supervised import Example
+from mrl.data.planning import SequenceCost
+from mrl.data.supervised import Example, TokenSequence
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import Rank
 

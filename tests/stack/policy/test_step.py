@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.data.bins import PACKERS
+from mrl.data.planning import PACKERS
 from mrl.types import Rollout
 from tests import models
 from tests.stack.policy import policy_ranks

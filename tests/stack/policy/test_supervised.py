@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mrl.config.schema.run import RunConfig
-from mrl.data.conversations import TokenSequence
-from mrl.data.supervised import Example
+from mrl.data.supervised import Example, TokenSequence
 from tests import models
 from tests.stack.policy import policy_ranks, supervised_ranks
 from tests.stack.ranks import RankPool

@@ -6,7 +6,7 @@ from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from mrl.config.schema.run import ClusterConfig, RunConfig
 from mrl.data.batch import make_batch, make_batches, max_row_tokens, plan_batch
-from mrl.data.cost import SequenceCost
+from mrl.data.planning import SequenceCost
 from mrl.types import Batch, RolloutInfo, TrainSequence
 from tests.sources import ROOT
 

@@ -1,5 +1,5 @@
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -8,7 +8,6 @@ from mrl.config.schema.data import DataDefaultConfig
 from mrl.config.schema.policy import TokenizerConfig
 from mrl.data.chat import (
     ChatFormat,
-    check_chat_template,
     load_chat_format,
     load_tokenizer,
     render,
@@ -19,11 +18,12 @@ from mrl.data.chat import (
 )
 from mrl.data.fields import Message, RowError
 from mrl.recipes.tokenizer import byte_tokenizer
+from tests.unit.data.test_rows import dataset
 
 
 def ask(question: str, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat, tools: list[Message] | None = None) -> tuple[int, ...]:
     """Token ids of one question."""
-    text = render(with_prompts([{"role": "user", "content": question}], chat), tools or [], tokenizer, chat)
+    text = render(with_prompts([{"role": "user", "content": question}], chat, around="last"), tools or [], tokenizer, chat)
     return tokenize([text], tokenizer)[0]
 
 
@@ -47,9 +47,14 @@ def test_the_last_question_is_formatted_and_a_system_message_of_the_row_stays():
         {"role": "assistant", "content": "2"},
         {"role": "user", "content": "and 1"},
     ]
-    assert [message["content"] for message in with_prompts(turns, chat)] == ["Be brief.", "1+1", "2", "Add: and 1"]
+
+    def contents(*messages: Message, around: Literal["first", "last"]) -> list[object]:
+        return [message["content"] for message in with_prompts(messages, chat, around=around)]
+
+    assert contents(*turns, around="last") == ["Be brief.", "1+1", "2", "Add: and 1"]
+    assert contents(*turns, around="first") == ["Be brief.", "Add: 1+1", "2", "and 1"]
     system: Message = {"role": "system", "content": "Be long."}
-    assert [message["content"] for message in with_prompts([system, *turns], chat)] == ["Be long.", "1+1", "2", "Add: and 1"]
+    assert contents(system, *turns, around="last") == ["Be long.", "1+1", "2", "Add: and 1"]
 
 
 def test_template_arguments_and_tools_reach_the_template():
@@ -84,7 +89,7 @@ def test_a_tokenizer_without_template_is_refused():
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="policy.tokenizer.name=.*no chat template"):
-        check_chat_template(tokenizer)
+        use_chat_template(tokenizer, TokenizerConfig(name="t"))
 
 
 @pytest.mark.parametrize(
@@ -122,29 +127,36 @@ def test_templates_that_cannot_be_used(settings: dict[str, Any], message: str):
     use_chat_template(tokenizer, TokenizerConfig(name="t", chat_template_kwargs={"enable_thinking": True}))
 
 
+def chat_format(**files: str | None) -> ChatFormat:
+    """The format of a data set that takes these files from data.default."""
+    found = dataset(**files)
+    default = DataDefaultConfig(prompt_file=found.prompt_file, system_prompt_file=found.system_prompt_file)
+    return load_chat_format(found, default, "data.train", template_kwargs=None)
+
+
 def test_format_from_files(tmp_path: Path):
     (tmp_path / "cot.txt").write_text("Answer in \\boxed{{}}:\n{}")
     (tmp_path / "system.txt").write_text("Be brief.")
-    config = DataDefaultConfig(prompt_file=str(tmp_path / "cot.txt"), system_prompt_file=str(tmp_path / "system.txt"))
-    chat = load_chat_format(config, template_kwargs={"a": 1})
+    chat = chat_format(prompt_file=str(tmp_path / "cot.txt"), system_prompt_file=str(tmp_path / "system.txt"))
     assert chat.prompt.format("1+1") == "Answer in \\boxed{}:\n1+1"
-    assert (chat.system_prompt, chat.template_kwargs) == ("Be brief.", {"a": 1})
-    assert load_chat_format(DataDefaultConfig(), template_kwargs=None) == ChatFormat()
+    assert chat.system_prompt == "Be brief."
+    assert chat_format() == ChatFormat()
 
 
 @pytest.mark.parametrize("text", ["no place", "\\boxed{{}} only", "{name}", "{", "{} {}"])
 def test_a_prompt_file_must_have_one_place_for_the_question(tmp_path: Path, text: str):
     (tmp_path / "prompt.txt").write_text(text)
     with pytest.raises(ValueError, match="data.default.prompt_file=.*prompt.txt"):
-        load_chat_format(DataDefaultConfig(prompt_file=str(tmp_path / "prompt.txt")), template_kwargs=None)
+        chat_format(prompt_file=str(tmp_path / "prompt.txt"))
 
 
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
 def test_a_missing_file_names_its_key(tmp_path: Path, key: str):
+    missing = str(tmp_path / "missing.txt")
     with pytest.raises(ValueError, match=f"data.default.{key}=.* cannot be read"):
-        config = DataDefaultConfig()
-        setattr(config, key, str(tmp_path / "missing.txt"))
-        load_chat_format(config, template_kwargs=None)
+        chat_format(**{key: missing})
+    with pytest.raises(ValueError, match=rf"data.train.{key}=.* cannot be read"):
+        load_chat_format(dataset(**{key: missing}), DataDefaultConfig(), "data.train", template_kwargs=None)
 
 
 def test_what_a_checkpoint_keeps_of_a_template_is_what_transformers_reads(tmp_path: Path):

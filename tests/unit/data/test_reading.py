@@ -10,27 +10,43 @@ import pytest
 from mrl.config.schema.data import DataConfig
 from mrl.data import reading
 from mrl.data.fields import Fields, RowError
-from mrl.data.reading import MAX_ERRORS, Names, NoEnvironment, Reader, Rows, draw, hold_out, joined, read_data, write_quarantine
+from mrl.data.reading import (
+    MAX_ERRORS,
+    LeftOut,
+    Names,
+    NoEnvironment,
+    Parsed,
+    Reader,
+    Rows,
+    Spool,
+    draw,
+    hold_out,
+    joined,
+    read_rows,
+    write_quarantine,
+)
 
 GOOD = b'{"value": 1}\n'
 STRICT = DataConfig()
+Numbers = Rows[tuple[str, int]]
 
 
-def examine(fields: Fields) -> str | None:
+def parse(fields: Fields) -> Parsed[int]:
+    value = fields.get("value")
     if fields.get("agent") is not None:
         raise NoEnvironment(str(fields["agent"]))
-    if not isinstance(fields.get("value"), int):
+    if not isinstance(value, int):
         raise RowError("no value")
-    return None if fields.get("id") is None else str(fields["id"])
+    return Parsed(value, None if fields.get("id") is None else str(fields["id"]))
 
 
-def make(fields: Fields, row_id: str) -> tuple[str, object]:
-    return row_id, fields["value"]
+def parse_once(fields: Fields) -> Parsed[int]:
+    parsed = parse(fields)
+    return Parsed(parsed.value, parsed.row_id, identity=str(parsed.value))
 
 
-def reader(*files: Path, setting: str = "data.train", repeat: int = 1, drops_repeated: bool = False) -> Reader[tuple[str, object]]:
-    identity = (lambda fields: str(fields["value"])) if drops_repeated else None
-    return Reader(setting, str(files[0]), list(files), examine, make, repeat, identity)
+def reader(*files: Path, setting: str = "data.train", repeat: int = 1, drops_repeated: bool = False) -> Reader[int]:
+    return Reader(setting, str(files[0]), list(files), parse_once if drops_repeated else parse, repeat)
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -43,8 +59,13 @@ def values(path: Path, *numbers: int) -> Path:
     return write(path, b"".join(json.dumps({"value": number}).encode() + b"\n" for number in numbers))
 
 
-def read(*readers: Reader[tuple[str, object]], data: DataConfig = STRICT) -> list[Rows[tuple[str, object]]]:
-    return read_data(readers, data, Names())[0]
+def read_all(*readers: Reader[int], data: DataConfig = STRICT) -> list[tuple[Numbers, LeftOut]]:
+    names, spool = Names(), Spool[int]()
+    return [read_rows(each, data, names, spool, lambda row_id, value: (row_id, value)) for each in readers]
+
+
+def read(*readers: Reader[int], data: DataConfig = STRICT) -> list[Numbers]:
+    return [rows for rows, _ in read_all(*readers, data=data)]
 
 
 def test_rows_are_made_when_asked_for(tmp_path: Path):
@@ -62,12 +83,11 @@ def test_files_of_one_name_give_rows_names_of_their_own(tmp_path: Path):
     train, more = read(reader(one), reader(two))
     assert list(joined([train, more])) == [("train:1", 1), ("train~2:1", 2)]
     assert list(joined([more, train.select([])])) == [("train~2:1", 2)]
-    assert len(joined([])) == 0
 
 
 def test_repeated_rows_are_told_apart(tmp_path: Path):
     (rows,) = read(reader(write(tmp_path / "a.jsonl", GOOD + b'{"value": 2, "id": "own"}'), repeat=3))
-    assert [name for name, _ in rows] == rows.ids() == ["a:1", "a:1/1", "a:1/2", "own", "own/1", "own/2"]
+    assert [name for name, _ in rows] == [rows.id_at(index) for index in range(6)] == ["a:1", "a:1/1", "a:1/2", "own", "own/1", "own/2"]
 
 
 def test_a_data_set_that_repeats_its_rows_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -113,11 +133,11 @@ def test_no_two_rows_have_one_id(tmp_path: Path, last: bytes, reason: str):
 def test_skipped_rows_go_into_quarantine(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write(tmp_path / "a.jsonl", GOOD * 98 + b'{"value": "x"}\n' + GOOD + b'{"val\xff\n')
     skipping = DataConfig(on_bad_row="skip", max_bad_row_share=0.02)
-    (rows,), findings = read_data([reader(path)], skipping, Names())
+    ((rows, left_out),) = read_all(reader(path), data=skipping)
     assert len(rows) == 99 and rows[98] == ("a:100", 1)
     assert f"2 of 101 rows are bad and left out, the first: {path}:99: no value" in caplog.text
 
-    write_quarantine(findings, tmp_path / "quarantine")
+    write_quarantine([left_out], tmp_path / "quarantine")
     kept = [json.loads(line) for line in (tmp_path / "quarantine" / "data.train.jsonl").read_text().splitlines()]
     assert [(row["place"], row["line"]) for row in kept] == [(f"{path}:99", '{"value": "x"}'), (f"{path}:101", '{"val\ufffd')]
     assert kept[0]["reason"] == "no value" and kept[1]["reason"].startswith("invalid UTF-8 at byte 6")
@@ -130,8 +150,8 @@ def test_skipped_rows_go_into_quarantine(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_nothing_left_out_leaves_no_quarantine(tmp_path: Path):
-    _, findings = read_data([reader(values(tmp_path / "a.jsonl", 1))], STRICT, Names())
-    write_quarantine(findings, tmp_path / "quarantine")
+    ((_, left_out),) = read_all(reader(values(tmp_path / "a.jsonl", 1)))
+    write_quarantine([left_out], tmp_path / "quarantine")
     assert not (tmp_path / "quarantine").exists()
 
 
@@ -142,10 +162,10 @@ def test_rows_without_environment_are_counted_and_dropped_only_when_told(tmp_pat
         read(reader(path), data=DataConfig(on_bad_row="skip"))
     assert "3 of 4 rows (75.0%) ask for environments that are not there (workplace: 2 rows, judge: 1 rows)" in str(caught.value)
     assert "data.drop_rows_without_environment=true" in str(caught.value)
-    (rows,), findings = read_data([reader(path)], DataConfig(drop_rows_without_environment=True), Names())
+    ((rows, left_out),) = read_all(reader(path), data=DataConfig(drop_rows_without_environment=True))
     assert list(rows) == [("a:1", 1)]
     assert "3 of 4 rows (75.0%) are left out" in caplog.text
-    write_quarantine(findings, tmp_path / "quarantine")
+    write_quarantine([left_out], tmp_path / "quarantine")
     counts = json.loads((tmp_path / "quarantine" / "left_out.json").read_text())
     assert counts["data.train"]["without_environment"] == {"workplace": 2, "judge": 1}
 
@@ -156,21 +176,21 @@ def test_a_data_set_without_rows_is_an_error(tmp_path: Path, content: bytes, rea
         read(reader(write(tmp_path / "a.jsonl", content)), data=DataConfig(drop_rows_without_environment=True))
 
 
-def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path):
+def test_rows_are_parsed_once_and_survive_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = values(tmp_path / "a.jsonl", 1, 2)
-    (rows,) = read(reader(path))
-    with path.open("r+b") as file:
-        file.write(b'{"value": 9}')
-    assert rows[1] == ("a:2", 2)
-    with pytest.raises(RuntimeError, match="a.jsonl:1 has changed since the run began"):
-        rows[0]
-    # Replacing the file leaves the open one as it was.
-    path.unlink()
-    values(path, 5, 6)
-    assert rows[1] == ("a:2", 2)
+    (rows,) = read(reader(path, repeat=2))
+    path.write_text("changed")
+    monkeypatch.setattr(reading, "json_object", None)
+    assert list(rows) == [("a:1", 1), ("a:1/1", 1), ("a:2", 2), ("a:2/1", 2)]
 
 
-def test_rows_stay_in_their_file(tmp_path: Path):
+def test_a_full_disk_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda: open("/dev/full", "wb", buffering=0))
+    with pytest.raises(ValueError, match=r"the rows do not fit into /.*No space left.*TMPDIR"):
+        read(reader(values(tmp_path / "a.jsonl", 1)))
+
+
+def test_rows_stay_on_disk(tmp_path: Path):
     line = json.dumps({"value": 1, "text": "x" * 10_000}).encode() + b"\n"
     path = write(tmp_path / "a.jsonl", line * 3000)
     tracemalloc.start()
@@ -187,7 +207,7 @@ def test_long_reading_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     path = values(tmp_path / "a.jsonl", 1, 2, 3, 4)
     with caplog.at_level(logging.INFO):
         read(reader(path))
-    shares = [f"data.train: {count} rows of {path} are read and checked ({25 * count - 2}%)" for count in (1, 2, 3, 4)]
+    shares = [f"data.train: {count} rows of {path} are read and checked ({25 * count}%)" for count in (1, 2, 3, 4)]
     told = [record.getMessage().partition(",")[0] for record in caplog.records]
     assert told == shares, told
 

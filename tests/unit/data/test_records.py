@@ -11,7 +11,6 @@ import pytest
 
 from mrl.data import fields, records
 from mrl.data.fields import RowError, json_object
-from mrl.data.records import RecordFile
 
 ROWS = [{"question": f"{index}+1=", "answer": str(index + 1), "extra": {"index": index, "tags": ["a", None]}} for index in range(700)]
 LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
@@ -60,23 +59,17 @@ KINDS = {
 def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str):
     path = tmp_path / name
     KINDS[name](path)
-    file = RecordFile(path)
-    found = list(file.records())
+    found = list(records.records(path))
     assert [json_object(record.line) for record in found] == ROWS
     assert [record.number for record in found] == list(range(1, 701))
-    assert file.place(3) == f"{path}:3"
-    # In any order, and while nothing else is read.
-    for record in (found[699], found[0], found[350]):
-        assert file.read(record.offset, len(record.line)) == record.line
+    assert found[-1].share == 1 and all(0 < record.share <= 1 for record in found)
 
 
 def test_mark_line_ends_and_blank_lines_are_no_error(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": 2}')
-    file = RecordFile(path)
-    found = list(file.records())
+    found = list(records.records(path))
     assert [(record.number, record.line) for record in found] == [(1, b'{"a": 1}'), (4, b'{"a": 2}')]
-    assert [file.read(record.offset, len(record.line)) for record in found] == [record.line for record in found]
 
 
 def test_an_overlong_line_is_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -84,7 +77,7 @@ def test_an_overlong_line_is_one_record(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(fields, "MAX_LINE_BYTES", 64)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 500 + b'"}\n{"a": 2}\n')
-    found = list(RecordFile(path).records())
+    found = list(records.records(path))
     assert [record.number for record in found] == [1, 2, 3]
     assert found[2].line == b'{"a": 2}'
     with pytest.raises(RowError, match="the line is longer than"):
@@ -125,4 +118,4 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | N
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=reason):
-        RecordFile(tmp_path / name)
+        list(records.records(tmp_path / name))

@@ -10,7 +10,7 @@ import pytest
 from mrl.config.datasets import DATASETS
 from mrl.config.schema.data import DatasetConfig
 from mrl.data.fields import Fields, RowError
-from mrl.data.rows import Row, parse_pair, parse_row
+from mrl.data.rows import ParsedRow, parse_pair, parse_row
 
 GSM8K = Path(__file__).parent / "gsm8k" / "rows.jsonl"
 
@@ -28,7 +28,7 @@ def dataset(name: str | None = None, **keys: str | None) -> DatasetConfig:
     return found
 
 
-def parse(fields: Fields, name: str | None = None, **keys: str | None) -> Row:
+def parse(fields: Fields, name: str | None = None, **keys: str | None) -> ParsedRow:
     return parse_row(fields, dataset(name, **keys))
 
 
@@ -274,3 +274,88 @@ def test_a_tie_of_helpsteer3_is_no_preference():
 def test_what_is_wrong_with_a_pair(fields: Fields, reason: str):
     with pytest.raises(RowError, match=reason):
         parse_pair(fields, dataset())
+
+
+def row(agent: str, asked: str, **fields: object) -> Fields:
+    """A row of the blend."""
+    request: Fields = {"input": [{"role": "user", "content": asked}]}
+    return {"responses_create_params": request, "agent_ref": {"type": "responses_api_agents", "name": agent}, **fields}
+
+
+BLEND: dict[str, Fields] = {
+    "math_with_judge_simple_agent": row("math_with_judge_simple_agent", "1+1?", expected_answer="2", question="1+1?", uuid="a"),
+    "mcqa_simple_agent": row(
+        "mcqa_simple_agent",
+        "A or B?",
+        expected_answer="B",
+        options=[{"A": "x", "B": None}, {"A": None, "B": "y"}],
+        template_metadata={"output_regex": "Answer: ([A-D])"},
+        grading_mode="strict_single_letter_boxed",
+    ),
+    "code_gen_simple_agent": row(
+        "code_gen_simple_agent", "Double it.", verifier_metadata={"unit_tests": {"inputs": ["1\n"], "outputs": ["2\n"], "fn_name": None}}
+    ),
+    "instruction_following_simple_agent": row(
+        "instruction_following_simple_agent", "Be brief.", id=3, instruction_id_list=["length_constraints:number_words"], kwargs=[{"n": 3}]
+    ),
+    "structured_outputs_simple_agent": row("structured_outputs_simple_agent", "JSON!", schema_str="{}", schema_type="json"),
+    "workplace_assistant_simple_agent": row(
+        "workplace_assistant_simple_agent", "Mail Bob.", ground_truth=[{"name": "send", "arguments": '{"to": "Bob"}'}], category="email"
+    ),
+}
+
+
+@pytest.mark.parametrize("agent", BLEND)
+def test_rows_of_the_blend_keep_what_their_environment_needs(agent: str):
+    fields = BLEND[agent]
+    parsed = parse_row(fields, dataset("NemoGymDataset"))
+    assert parsed == parse_row(fields, dataset())
+    assert parsed.agent == agent
+    assert len(parsed.messages) == 1 and parsed.reply is None
+    assert parsed.answer == fields.get("expected_answer", "")
+    # Ids of the blend's sources may repeat.
+    assert (parsed.row_id, parsed.env_name) == (None, None)
+    assert parsed.rest == {key: value for key, value in fields.items() if key != "responses_create_params"}
+
+
+def test_requests_become_conversations():
+    request: Fields = {
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "developer", "content": "Use tools."},
+            {"role": "user", "content": [{"type": "input_text", "text": "Mail "}, {"type": "input_text", "text": "Bob."}]},
+            {"type": "function_call", "name": "find", "arguments": '{"name": "Bob"}', "call_id": "c1"},
+            {"type": "function_call_output", "call_id": "c1", "output": "bob@example.com"},
+        ],
+        "tools": [{"type": "function", "name": "find", "description": "Finds.", "parameters": {"type": "object"}, "strict": None}],
+        "parallel_tool_calls": False,
+    }
+    parsed = parse_row({"responses_create_params": request}, dataset())
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"name": "Bob"}'}}
+    assert parsed.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "Use tools."},
+        {"role": "user", "content": "Mail Bob."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "bob@example.com"},
+    ]
+    assert parsed.tools == [{"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}}]
+    assert parsed.question == "Mail Bob."
+    assert parse_row({"responses_create_params": {"input": "Hi"}}, dataset()).messages == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"responses_create_params": None}, "no object responses_create_params"),
+        ({"responses_create_params": {"input": []}}, "input must be a text or a list of messages, not empty"),
+        ({"responses_create_params": {"input": "q"}, "_hf_placeholder": {"row": 1}}, "python -m mrl.prepare nano3"),
+        ({"responses_create_params": {"input": [{"type": "reasoning"}]}}, r"input\[0\] is a reasoning of role None"),
+        ({"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}}, "is input_image; only text"),
+        ({"responses_create_params": {"input": "q", "tools": [{"type": "web_search"}]}}, r"tools\[0\] must be an object of type function"),
+        ({"responses_create_params": {"input": "q"}, "agent_ref": {"name": 3}}, "agent_ref.name must be a string"),
+    ],
+)
+def test_what_is_wrong_with_a_row_of_the_blend(fields: Fields, reason: str):
+    with pytest.raises(RowError, match=reason):
+        parse_row(fields, dataset())

@@ -9,10 +9,11 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.data.cost import SequenceCost
-from mrl.data.example_batch import batch_examples
+from mrl.data.batch import batch_examples
+from mrl.data.fields import RowError
 from mrl.data.packing import RowSequence, pack_row
-from mrl.data.supervised import load_examples
+from mrl.data.planning import SequenceCost
+from mrl.data.supervised import Conversation, ConversationFormat, load_examples, tokenize
 from mrl.recipes.tokenizer import byte_tokenizer
 
 QUESTION = {"role": "user", "content": "1+1="}
@@ -86,3 +87,87 @@ def test_pairs_stay_together_in_rows_of_twice_the_tokens(tmp_path: Path):
         assert sorted(index for rows_of_rank in plan for row in rows_of_rank for index in row) == list(range(40))
     answers = [byte_tokenizer(64).decode(rollout.token_ids.tolist()) for rollout in batch.rollouts]
     assert answers[:4] == ["1<|end|>", "9<|end|>", "2<|end|>", "99<|end|>"]
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|user|>' + message.role + '\n' + message.content + '<|end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|user|>assistant\n' }}{% endif %}"
+)
+# NeMo RL's sft.yaml has one like this: no special token, nothing before an answer.
+BARE = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ 'Q: ' + message.content + ' A:' }}"
+    "{% else %}{{ ' ' + message.content }}{% endif %}{% endfor %}"
+)
+# As Qwen3's, which drops the reasoning of earlier turns.
+REWRITING = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}"
+    "{% if message.role == 'assistant' and loop.last %}{{ '[thought]' }}{% endif %}{{ message.content }}{% endfor %}"
+)
+TURNS = (("user", "2+2="), ("assistant", "4"), ("user", "and 3+3="), ("assistant", "six"))
+
+
+def of_turns(*turns: tuple[str, str]) -> Conversation:
+    return Conversation([{"role": role, "content": content} for role, content in turns])
+
+
+def learned(*turns: tuple[str, str], template: str | None = None, **settings: object) -> tuple[str, list[str]]:
+    """The text of a conversation's tokens, and of each part that is learned."""
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    how = dict(add_bos=False, add_eos=True, add_generation_prompt=True, only_unmask_final=False, template_kwargs={}) | settings
+    found = tokenize(of_turns(*turns), tokenizer, ConversationFormat(**how))  # type: ignore[arg-type]  # fields by name
+    ids = found.token_ids.tolist()
+    return str(tokenizer.decode(ids)), [str(tokenizer.decode(ids[start:stop])) for start, stop in found.targets]
+
+
+def test_every_answer_is_learned_with_its_end():
+    text, parts = learned(*TURNS)
+    assert text == "<|user|>2+2=<|assistant|>4<|end|><|user|>and 3+3=<|assistant|>six<|end|>"
+    assert parts == ["4<|end|>", "six<|end|>"]
+
+
+def test_the_last_answer_alone():
+    text, parts = learned(*TURNS, only_unmask_final=True)
+    assert text == "<|user|>2+2=<|assistant|>4<|end|><|user|>and 3+3=<|assistant|>six<|end|>"
+    assert parts == ["six<|end|>"]
+
+
+def test_what_asks_for_an_answer_is_learned_unless_it_belongs_to_the_question():
+    assert learned(*TURNS, add_generation_prompt=False)[1] == ["<|assistant|>4<|end|>", "<|assistant|>six<|end|>"]
+    assert learned(*TURNS, template=CHATML, add_generation_prompt=False)[1] == [
+        "<|user|>assistant\n4<|end|>\n",
+        "<|user|>assistant\nsix<|end|>\n",
+    ]
+
+
+def test_a_template_with_a_line_break_behind_the_end_gets_no_second_end():
+    assert learned(*TURNS, template=CHATML)[1] == ["4<|end|>\n", "six<|end|>\n"]
+
+
+def test_a_template_without_special_tokens_gets_an_end_and_a_beginning():
+    text, parts = learned(*TURNS[:2], template=BARE, add_bos=True)
+    assert (text, parts) == ("<|begin|>Q: 2+2= A: 4<|end|>", [" 4<|end|>"])
+    assert learned(*TURNS[:2], template=BARE, add_eos=False) == ("Q: 2+2= A: 4", [" 4"])
+    assert learned(*TURNS[:2], template="<|begin|>" + BARE, add_bos=True)[0] == "<|begin|>Q: 2+2= A: 4<|end|>"
+
+
+def test_what_follows_the_last_answer_is_left_out():
+    assert learned(*TURNS[:3]) == ("<|user|>2+2=<|assistant|>4<|end|>", ["4<|end|>"])
+
+
+def test_nothing_predicts_the_first_token():
+    text, parts = learned(("assistant", "hello"), add_generation_prompt=False)
+    assert (text, parts) == ("<|assistant|>hello<|end|>", ["hello<|end|>"])
+
+
+def test_a_template_that_rewrites_earlier_turns_can_only_teach_the_last():
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = REWRITING
+    with pytest.raises(RowError, match="only_unmask_final"):
+        tokenize(of_turns(*TURNS), tokenizer, ConversationFormat(False, True, True, False, {}))
+    assert learned(*TURNS, template=REWRITING, only_unmask_final=True, add_eos=False)[1] == ["<|assistant|>[thought]six"]
+
+
+def test_a_template_that_raises_is_told_with_its_words():
+    with pytest.raises(RowError, match="unknown role tool"):
+        tokenize(of_turns(("tool", "x"), ("assistant", "y")), byte_tokenizer(4096), ConversationFormat(False, True, True, False, {}))
