@@ -1,4 +1,4 @@
-"""What the stages hand to each other. Plain data: numpy arrays and Python values, no tensors, no handles of a library."""
+"""The data that stages exchange: numpy arrays and Python values, no tensors, no handles of a library."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Prompt:
     text: str
     """The question as the row gives it, before the chat template."""
     expected_answer: str
-    """Empty where the environment judges by `row` alone."""
+    """Empty if the environment judges by `row` alone."""
     env_name: str
     row: str = "{}"
-    """What else of the row its environment reads: a JSON object, as text."""
+    """The other fields of the row, for its environment: a JSON object, as text."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. `top_k` None keeps all tokens."""
+    """How the engine samples tokens. `top_k` None keeps all tokens."""
 
     temperature: float
     top_p: float
@@ -47,7 +47,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model said in one turn: positions [start, stop) of `Rollout.token_ids`."""
+    """One turn of the model: positions [start, stop) of `Rollout.token_ids`."""
 
     start: int
     stop: int
@@ -56,19 +56,19 @@ class Turn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """What a further turn goes on from: the tokens after the prompt so far, those of the environment included. Fields as in `Rollout`."""
+    """The tokens after the prompt so far, which a further turn continues, those of the environment included. Fields as in `Rollout`."""
 
     token_ids: np.ndarray
     generator_logprobs: np.ndarray
     turns: tuple[Turn, ...]
     num_weight_versions: int
     routes: np.ndarray | None = None
-    """Of the tokens that went through the model when the last of `turns` was drawn."""
+    """Of the tokens that went through the model while it sampled the last of `turns`."""
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One rollout, or a further turn of one, to be sampled. Two requests with equal fields give equal tokens."""
+    """Asks for one rollout, or a further turn of one. Two requests with equal fields give equal tokens."""
 
     prompt_id: str
     rollout_index: int
@@ -78,7 +78,7 @@ class RolloutRequest:
     """The prompt."""
     sampling: SamplingParams
     earlier: object | None = None
-    """The `Transcript` that a further turn goes on from; outside the engine's process a reference to it, opaque outside `mrl.cluster`."""
+    """The `Transcript` that a further turn continues; outside the engine's process a reference to it, opaque outside `mrl.cluster`."""
 
     @property
     def request_id(self) -> str:
@@ -92,12 +92,12 @@ class RolloutRequest:
 
     @property
     def context_ids(self) -> list[int]:
-        """What the model goes on from: the prompt, and the turns so far."""
+        """The tokens that the model continues: the prompt, and the turns so far."""
         return [*self.token_ids, *(self.transcript.token_ids.tolist() if self.transcript else ())]
 
     @property
     def turn_seed(self) -> int:
-        """Seed of this turn: `seed` in the first one, and in each later one another."""
+        """Seed of this turn: `seed` in the first, another one in each later turn."""
         turns = len(self.transcript.turns) if self.transcript else 0
         return hashed_seed(f"{self.seed}/{turns}") if turns else self.seed
 
@@ -114,42 +114,42 @@ def request_seed(run_seed: int, epoch: int, prompt_id: str, rollout_index: int) 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one request produced. It stays in the process that sampled it; others see `RolloutInfo`."""
+    """The result of one request. It stays in the process that sampled it; others see `RolloutInfo`."""
 
     request: RolloutRequest
     weight_version: int
-    """Of the engine when the request came, or its turn: no token is older. Weights that moved since drew later ones."""
+    """Of the engine when the request, or its last turn, began: no token is older. Later weights may have sampled later tokens."""
     token_ids: np.ndarray
-    """int32 [L], the tokens after the prompt: generated ones, stop tokens included, and between the turns what the environment said."""
+    """int32 [L], the tokens after the prompt: those of the model, stop tokens included, and between its turns those of the environment."""
     generator_logprobs: np.ndarray
-    """float32 [L], log-probability of each generated token under the distribution it was drawn from; 0 at the environment's tokens."""
+    """float32 [L], log-probability of each generated token in the distribution it was sampled from; 0 at the environment's tokens."""
     finish_reason: FinishReason
     routes: np.ndarray | None = None
     """The experts that the engine chose: uint8 (uint16 above 256 experts) [prompt + L - 1, layers with experts, experts per token].
 
-    The last token was drawn, but never went through the model. None unless policy.router_replay.enabled.
+    The last token was sampled, but never went through the model. None unless policy.router_replay.enabled.
     """
     earlier_turns: tuple[Turn, ...] = ()
-    """All turns but the last, which is what follows `last_turn_start`."""
+    """All turns but the last, which begins at `last_turn_start`."""
     last_turn_start: int = 0
     num_weight_versions: int = 1
-    """How many versions the engine has had meanwhile: 1, unless grpo.async_grpo.in_flight_weight_updates."""
+    """Versions of weights that sampled it: 1, unless grpo.async_grpo.in_flight_weight_updates."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The generated tokens, in order; all others came from the environment."""
+        """The model's turns, in order; all other tokens came from the environment."""
         return (*self.earlier_turns, Turn(self.last_turn_start, len(self.token_ids), self.weight_version))
 
 
 @dataclass(frozen=True)
 class RolloutInfo:
-    """What the driver knows of a rollout: metadata, and a reference by which a rank pulls the payload."""
+    """The driver's view of a rollout: metadata, and a reference with which a rank pulls the payload."""
 
     request_id: str
     prompt_id: str
     rollout_index: int
     weight_version: int
-    """Of the oldest weights that drew one of its tokens."""
+    """Of the oldest weights that sampled one of its tokens."""
     prompt_length: int
     length: int
     """Number of tokens after the prompt."""
@@ -157,7 +157,7 @@ class RolloutInfo:
     payload: object
     """Reference to the `Rollout`; opaque outside `mrl.cluster`."""
     num_observed: int = 0
-    """How many of `length` came from the environment."""
+    """Tokens of `length` that came from the environment."""
     num_turns: int = 1
     num_weight_versions: int = 1
     epoch: int = 0
@@ -169,7 +169,7 @@ class RolloutInfo:
 
     @property
     def num_generated(self) -> int:
-        """How many of `length` the model generated."""
+        """Tokens of `length` that the model generated."""
         return self.length - self.num_observed
 
     @property
@@ -179,7 +179,7 @@ class RolloutInfo:
 
 @dataclass(frozen=True)
 class Flaw:
-    """Generated tokens of a rollout that something is wrong with, whatever its reward."""
+    """Generated tokens of a rollout with a fault, whatever its reward."""
 
     kind: FlawKind
     start: int
@@ -190,7 +190,7 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an environment said of one rollout. `is_valid` False masks the rollout from the loss (it is never a silent 0)."""
+    """An environment's judgement of one rollout. `is_valid` False masks the rollout from the loss (it is never a silent 0)."""
 
     reward: float
     is_valid: bool
@@ -199,9 +199,9 @@ class Verdict:
     text: str
     """The decoded rollout, for samples in the report."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """What the reward consists of, by name; empty where the environment gives one number."""
+    """Parts of the reward, by name; empty if the environment gives one number."""
     flags: tuple[str, ...] = ()
-    """What is to be counted beside the reward, `unknown_instruction` for example."""
+    """Events to count beside the reward, `unknown_instruction` for example."""
     flaws: tuple[Flaw, ...] = ()
     observation: tuple[Mapping[str, str], ...] = ()
     """Messages with which the environment answers, if turns are left."""
@@ -210,7 +210,7 @@ class Verdict:
 
     @property
     def has_reward(self) -> bool:
-        """Whether `reward` counts for the baseline of its group: that of a rollout which is masked because it is flagged does too."""
+        """Whether `reward` counts in the baseline of its group: that of a flagged rollout does, although the rollout is masked."""
         return self.is_valid or self.status == "flagged"
 
 
@@ -229,7 +229,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class FixedAdvantage:
-    """The advantage of a span of generated tokens, whatever the rollout's."""
+    """The advantage of a span of generated tokens, instead of the rollout's."""
 
     start: int
     stop: int
@@ -238,7 +238,7 @@ class FixedAdvantage:
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One rollout as the loss sees it."""
+    """A rollout with what the loss needs of it."""
 
     rollout: RolloutInfo
     advantage: float
@@ -246,18 +246,18 @@ class TrainSequence:
     """Whether its tokens count in the loss."""
     reward: float = 0.0
     fixed_advantages: tuple[FixedAdvantage, ...] = ()
-    """Spans whose advantage is not that of the rollout; the later ones count where they overlap."""
+    """Where they overlap, the later one counts."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch: the sequences, and which row of which data-parallel rank each one goes to."""
+    """A global batch: its sequences, and the row of the data-parallel rank where each is trained."""
 
     sequences: tuple[TrainSequence, ...]
     rows: tuple[tuple[tuple[int, ...], ...], ...]
     """rows[dp_rank][row_index] = indices into `sequences`, in training. Every dp rank has the same number of rows; a row may be empty."""
     logprob_rows: tuple[tuple[tuple[int, ...], ...], ...]
-    """The same in logprob passes: on every dp rank the same sequences, in other rows where those hold another number of tokens."""
+    """The same for logprob passes: every dp rank has the same sequences, in other rows if those have another number of tokens."""
     num_valid_tokens: int
     """Generated tokens of valid sequences over the whole batch: the denominator of a token-level loss."""
     num_valid_sequences: int
@@ -267,7 +267,7 @@ class Batch:
 
 @dataclass
 class RunState:
-    """Where a run stands. Saved with every checkpoint as JSON."""
+    """Progress of a run. Every checkpoint has it as JSON."""
 
     step: int = 0
     """Number of finished steps."""

@@ -14,7 +14,7 @@ from mrl.types import RolloutGroup
 if TYPE_CHECKING:
     from mrl.config.schema.algo import GrpoConfig
 
-# What NeMo RL adds to the standard deviation: rewards that are 1e-8 apart differ, and give small advantages.
+# NeMo RL adds this to the standard deviation: rewards that are 1e-8 apart differ, and give small advantages.
 STD_EPSILON = 1e-6
 # NeMo RL's floor of the variance of reinforce_plus_plus.
 MIN_VARIANCE = 1e-8
@@ -32,10 +32,10 @@ def group_advantages(
 ) -> Tensor:
     """Advantage of each rollout against the others of its prompt, shape [G], float64, from rewards as float32 holds them.
 
-    The baseline of rollout i is the mean of the other rewards (leave-one-out, arXiv:2402.14740), or the mean of all. With `normalize`,
-    divides by the unbiased standard deviation of the rewards that the baseline is the mean of, plus STD_EPSILON, unless it is 0: this is
-    NeMo RL's. With `normalize_by_whole_group`, by that of all rewards, without epsilon: no advantage exceeds sqrt(G).
-    A group of equal rewards gives zeros. Rollouts without a reward take no part and get 0, as does a single one that has one.
+    The baseline of rollout i is the mean of the other rewards (leave-one-out, arXiv:2402.14740), or the mean of all. `normalize` divides by
+    the unbiased standard deviation of the rewards in the baseline, plus STD_EPSILON, unless it is 0, as NeMo RL does.
+    `normalize_by_whole_group` divides by that of all rewards, without epsilon: no advantage exceeds sqrt(G).
+    A group of equal rewards gives zeros. Rollouts without a reward take no part and get 0, as does the only one that has a reward.
 
     Raises:
         ValueError: G < 2, which leaves no baseline.
@@ -68,7 +68,7 @@ def _std(values: Tensor) -> Tensor:
 def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[list[float]]:
     """Advantages of every group of a step, in the order of its rollouts, by the estimator of the config; 0 for those without a reward.
 
-    Those of reinforce_plus_plus are still to be normalised over the tokens of the step: `normalize_over_tokens`.
+    `token_advantages` later normalises those of reinforce_plus_plus over the tokens of the step.
 
     Raises:
         ValueError: gdpo, and a verdict has less than two components, or another number than there are weights.
@@ -140,7 +140,7 @@ def _has_reward(group: RolloutGroup) -> Tensor:
 
 
 def _over_batch(advantages: list[Tensor], has_reward: list[Tensor]) -> list[Tensor]:
-    """Those with a reward shifted and scaled to mean 0 and unbiased variance 1 over the batch; 0 if they are all equal."""
+    """Shifts and scales advantages of rollouts with a reward to mean 0 and unbiased variance 1 over the batch; 0 if all are equal."""
     flat_N = torch.cat([advantages_G[has_reward_G] for advantages_G, has_reward_G in zip(advantages, has_reward, strict=True)])
     if len(flat_N) < 2 or flat_N.max() - flat_N.min() <= ROUNDING:
         return [torch.zeros_like(advantages_G) for advantages_G in advantages]

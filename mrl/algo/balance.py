@@ -1,4 +1,4 @@
-"""How evenly a train step spread tokens over experts, as metrics, and which way the experts' biases should move.
+"""Expert balance of a train step: metrics, and the direction in which each expert's bias should move.
 
 Shape suffixes: L layers of the whole model, E experts.
 """
@@ -21,7 +21,7 @@ LOSS_NAMES = {
 
 @dataclass(frozen=True)
 class Routing:
-    """What the routers of a step did, the same on every rank. Layers without experts have no tokens."""
+    """The routers' choices in a step, the same on every rank. Layers without experts have no tokens."""
 
     tokens_LE: Tensor
     """int64, choices of each expert by the tokens of the global batch."""
@@ -35,7 +35,7 @@ def bias_directions(tokens_LE: Tensor) -> Tensor:
 
 
 def balance_metrics(routing: Routing, *, per_layer: bool) -> dict[str, float]:
-    """How evenly the experts of a step were used; empty for a model without experts.
+    """How evenly a step used the experts; empty for a model without experts.
 
     By layer, counted over the global batch: `moe/max_violation`, tokens of the busiest expert above the mean, in means (MaxVio of
     arXiv:2408.15664; 0 = balance); `moe/load_entropy`, entropy of the experts' shares (1 = balance); `moe/unused_experts`, the share of

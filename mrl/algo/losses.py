@@ -28,11 +28,11 @@ MAX_METRICS = tuple(name.format("max") for name in _EXTREME)
 
 @dataclass(frozen=True)
 class LossRow:
-    """What the loss of a whole row compares its logprobs with. All [T] float32 but the bounds; what is not in the mask has no effect."""
+    """The inputs of the loss of a whole row beside its logprobs. All [T] float32 but the bounds; tokens outside the mask have no effect."""
 
     generator_logprobs_T: Tensor
     old_logprobs_T: Tensor | None
-    """None with `force_on_policy_ratio`: those of the policy itself."""
+    """None with `force_on_policy_ratio`: the policy's own logprobs."""
     reference_logprobs_T: Tensor | None
     """None where the loss has no KL term."""
     advantages_T: Tensor
@@ -44,7 +44,7 @@ class LossRow:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over the global batch, by which sums over a row become its part of a mean."""
+    """Counts over the global batch: a row's sum divided by one is its part of a mean."""
 
     num_tokens: float
     """Tokens in the masks."""
@@ -142,7 +142,7 @@ def _valid_tokens(logprobs_T: Tensor, untruncated_logprobs_T: Tensor | None, row
 
 
 def log_policy_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
-    """Log of each token's probability against that before the update; or of its sequence's, the mean over the tokens (GSPO).
+    """Log-ratio of each token's probability to that before the update; or its mean over the token's sequence (GSPO).
 
     With `force_on_policy_ratio` it is 0 either way, and its gradient the token's own, as in NeMo RL.
     """
@@ -153,7 +153,7 @@ def log_policy_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
 
 
 def objective_name(config: LossConfig) -> str:
-    """The entry of `OBJECTIVES` that a config asks for."""
+    """The name in `OBJECTIVES` that a config chooses."""
     if config.use_cispo:
         return "cispo"
     return "reinforce" if config.disable_ppo_ratio and not config.force_on_policy_ratio else "clipped"
@@ -162,7 +162,7 @@ def objective_name(config: LossConfig) -> str:
 def clipped_surrogate(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic bound (arXiv:1707.06347) with bounds of its own on each side (arXiv:2503.14476), and which tokens it clips.
 
-    With `ratio_clip_c`, what bad tokens add is bounded too (arXiv:1912.09729). GSPO is this with ratios of sequences.
+    With `ratio_clip_c`, the loss of bad tokens is bounded too (arXiv:1912.09729). GSPO is this with ratios of sequences.
     """
     surrogate_T, clipped_T = -tokens.advantages_T * ratio_T, -tokens.advantages_T * clipped_ratio_T
     loss_T, is_clipped_T = torch.maximum(surrogate_T, clipped_T), clipped_T > surrogate_T
@@ -194,8 +194,8 @@ OBJECTIVES: dict[str, Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[Tenso
 def kl_term(tokens: Tokens, reference_logprobs_T: Tensor | None, config: LossConfig) -> Tensor:
     """KL to the reference, [T], with the gradient of its expected value; 0 where the loss has no such term.
 
-    Its weights are 1, with the gradient of the token's probability. With `use_on_policy_kl_approximation` they are what the tokens are
-    worth that the generator drew in the policy's stead.
+    Its weights are 1, with the gradient of the token's probability. With `use_on_policy_kl_approximation` they are the importance weights
+    policy / generator, because the generator sampled the tokens.
     """
     if reference_logprobs_T is None or config.kl_in_loss == 0:
         return torch.zeros_like(tokens.logprobs_T)
@@ -212,7 +212,7 @@ def kl_term(tokens: Tokens, reference_logprobs_T: Tensor | None, config: LossCon
 
 
 def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, config: LossConfig, counts: Denominators) -> Tensor:
-    """What each token of a whole row counts in the loss of the global batch; shape [T], 0 outside the mask.
+    """Weight of each token of a whole row in the loss of the global batch; shape [T], 0 outside the mask.
 
     With `token_level_loss` every token counts the same; else every sequence, or with `constant_length_normalizer` every token of it.
     """
@@ -239,7 +239,7 @@ def token_metrics(new: Tensor, old: Tensor, generator: Tensor, ratios: Tensor, *
 
 
 def _is_far(log_ratio_T: Tensor, drift_T: Tensor, segments: Segments, config: LossConfig) -> Tensor:
-    """Tokens whose ratio or correction weight is not what their logprobs say: held at `max_log_ratio`, or overflowed."""
+    """Tokens whose ratio or correction weight is clamped at `max_log_ratio`, or overflowed."""
     is_far_T = is_bounded(log_ratio_T, config.max_log_ratio)
     if config.use_importance_sampling_correction:
         is_far_T = is_far_T | is_bounded(log_weights(drift_T, segments, config), config.max_log_ratio)
@@ -254,7 +254,7 @@ def _extremes(name: str, values: Tensor) -> dict[str, Tensor]:
 def _importance_metrics(
     importance_T: Tensor, is_outside_T: Tensor, segments: Segments, config: LossConfig, counts: Denominators
 ) -> dict[str, Tensor]:
-    """The mean weight, and the share outside the bounds: of tokens, or of sequences where these are what is weighted or left out."""
+    """The mean weight, and the share outside the bounds: of tokens, or of sequences if the config weighs or masks sequences."""
     in_tokens_T = segments.mask_T / max(counts.num_tokens, 1.0)
     in_sequences_T = segments.weights_T / max(counts.num_sequences, 1.0)
     per_weight_T = in_sequences_T if config.sequence_level_importance_ratios else in_tokens_T

@@ -21,7 +21,7 @@ KlType = Literal["k1", "k2", "k3"]
 
 
 def ratio(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
-    """exp of log-ratios, held within +-`max_log_ratio` without gradient beyond it; infinite where it overflows and nothing holds it."""
+    """exp of log-ratios, clamped to +-`max_log_ratio`, without gradient beyond; without that bound infinite where exp overflows."""
     return torch.exp(log_ratio_T if max_log_ratio is None else log_ratio_T.clamp(-max_log_ratio, max_log_ratio))
 
 
@@ -32,7 +32,7 @@ def correction_weight(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tenso
 
 
 def is_bounded(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
-    """Where `ratio` is not exp of the log-ratio: held, or overflowed."""
+    """Where `ratio` is not exp of the log-ratio: clamped, or overflowed."""
     if max_log_ratio is None:
         return log_ratio_T > math.log(torch.finfo(log_ratio_T.dtype).max)
     return log_ratio_T.abs() > max_log_ratio
@@ -51,7 +51,7 @@ def kl_divergence(
 
     `sampling_weights_T` multiplies it before `output_clamp`. With weights whose gradient is that of the policy's probability of the token,
     the gradient is an unbiased estimate of that of the expected value (arXiv:2506.09477); without weights it is that of the value alone,
-    which for k1 is 0 in the mean. Where a clamp holds the gradient is 0.
+    which for k1 is 0 in the mean. Where a clamp takes effect, the gradient is 0.
 
     Raises:
         ValueError: unknown `kl_type`.
@@ -82,10 +82,10 @@ def log_weights(log_ratio_T: Tensor, segments: Segments, config: LossConfig) -> 
 
 
 def importance_weights(log_ratio_T: Tensor, segments: Segments, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """Weight of each token, and whether it was outside the bounds, both [T]. `log_ratio_T` is log(old / generator), without gradient.
+    """Weight of each token, and whether it is outside the bounds, both [T]. `log_ratio_T` is log(old / generator), without gradient.
 
     One weight per token, or with `sequence_level_importance_ratios` one per sequence, the product over its tokens. A weight that
-    overflows is 0, unless `max_log_ratio` holds it.
+    overflows is 0, unless `max_log_ratio` clamps it.
     """
     weights_T = correction_weight(log_weights(log_ratio_T, segments, config), config.max_log_ratio)
     if config.truncation is None:
@@ -107,7 +107,7 @@ def _leave_out_tokens(weights_T: Tensor, log_ratio_T: Tensor, segments: Segments
 
 
 def _leave_out_sequences(weights_T: Tensor, log_ratio_T: Tensor, segments: Segments, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Sequence masks by the geometric mean; what is kept keeps its weights."""
+    """Masks sequences by the geometric mean of their weights; the others keep their weights."""
     is_outside_T = segments.spread(_is_outside(ratio(segments.mean(log_ratio_T), None), bounds))
     return weights_T.masked_fill(is_outside_T, 0.0), is_outside_T
 

@@ -1,4 +1,4 @@
-"""Rewards as the algorithm wants them, from those that the environments gave: scaled, then shaped."""
+"""Rewards of the algorithm, from those of the environments: scaled, then shaped; and which groups they can train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def scale_reward(reward: float, scaling: RewardScalingConfig) -> float:
-    """The reward on the target range, in proportion to where it lies in the source range, at whose ends it is held."""
+    """Maps the reward linearly from the source range to the target range, after clamping it to the source range."""
     if not scaling.enabled:
         return reward
     held = min(max(reward, scaling.source_min), scaling.source_max)
@@ -23,10 +23,11 @@ def scale_reward(reward: float, scaling: RewardScalingConfig) -> float:
 
 
 def shape_reward(reward: float, rollout: RolloutInfo, shaping: RewardShapingConfig) -> float:
-    """The reward lowered for a rollout that is too long.
+    """Lowers the reward of a rollout that is too long.
 
-    With `stop_properly_penalty_coef` one that was cut off keeps that share of its reward. Else the soft overlong punishment of DAPO
-    (arXiv:2503.14476, eq. 13), without its end: nothing up to `max_response_length - overlong_buffer_length` tokens, then in proportion.
+    With `stop_properly_penalty_coef`, a rollout that was cut off keeps that share of its reward. Else this is the soft overlong punishment
+    of DAPO (arXiv:2503.14476, eq. 13) without its end: nothing up to `max_response_length - overlong_buffer_length` tokens, then in
+    proportion to the tokens beyond.
     """
     if not shaping.enabled:
         return reward
@@ -39,18 +40,18 @@ def shape_reward(reward: float, rollout: RolloutInfo, shaping: RewardShapingConf
 
 
 def scaled_rewards(group: RolloutGroup, config: GrpoConfig) -> list[float]:
-    """What the task is worth: rewards of a group before any are lowered for length."""
+    """The rewards of a group after scaling, before shaping."""
     return [scale_reward(reward, config.reward_scaling) for reward in group.rewards]
 
 
 def shaped_rewards(group: RolloutGroup, config: GrpoConfig) -> list[float]:
-    """What advantages are made of."""
+    """The rewards of a group after scaling and shaping, from which advantages are computed."""
     scaled = scaled_rewards(group, config)
     return [shape_reward(reward, rollout, config.reward_shaping) for reward, rollout in zip(scaled, group.rollouts, strict=True)]
 
 
 def shaped_rewards_of(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[float]:
-    """Those of all rollouts that have a reward."""
+    """The shaped rewards of all rollouts that have a reward."""
     return [
         reward
         for group in groups
@@ -60,14 +61,14 @@ def shaped_rewards_of(groups: Sequence[RolloutGroup], config: GrpoConfig) -> lis
 
 
 def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
-    """Rewards of a group that scaling holds at an end of its source range."""
+    """How many rewards of a group are outside the source range, so that scaling clamps them."""
     if not scaling.enabled:
         return 0
     return sum(verdict.has_reward and not scaling.source_min <= verdict.reward <= scaling.source_max for verdict in group.verdicts)
 
 
 def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
-    """Whether the rollouts of a group differ in what the task is worth: their rewards, as float32, after scaling, before shaping by length.
+    """Whether the rewards of a group differ, as float32, after scaling and before shaping by length.
 
     Without such a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
     """

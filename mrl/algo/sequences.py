@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Segments:
-    """Which sequence each token of a row belongs to. Bounds as in `PackedRow.cu_seqlens`; tokens outside the mask belong to none."""
+    """The sequence of each token of a row. Bounds as in `PackedRow.cu_seqlens`; tokens outside the mask belong to none."""
 
     index_T: Tensor
     """int64."""
     mask_T: Tensor
     """1 for the tokens that take part."""
     counts_S: Tensor
-    """How many they are, at least 1."""
+    """Their number in each sequence, at least 1."""
 
     @staticmethod
     def of(cu_seqlens: Tensor, mask_T: Tensor) -> Segments:
-        """Of a whole row."""
+        """The segments of a whole row."""
         lengths = cu_seqlens.diff().long()
         index_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(mask_T))
         counts_S = mask_T.new_zeros(len(lengths)).index_add_(0, index_T, mask_T)
@@ -42,5 +42,5 @@ class Segments:
 
     @property
     def weights_T(self) -> Tensor:
-        """Such that a weighted sum adds up the mean over tokens of every sequence."""
+        """Weights with which a sum over tokens is the sum of the sequences' means."""
         return self.mask_T / self.spread(self.counts_S)

@@ -1,4 +1,4 @@
-"""From judged rollouts to what the loss needs of each: its reward, its advantage, whether it counts, and which tokens are an exception."""
+"""Judged rollouts to sequences for training: reward, advantage, whether it counts, and tokens with an advantage of their own."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def train_sequences(groups: Sequence[RolloutGroup], config: GrpoConfig) -> tuple[list[TrainSequence], dict[str, float]]:
-    """Every rollout of a step as a sequence to train on, in the order of the groups, and metrics of what was changed or left out.
+    """Every rollout of a step as a sequence to train on, in the order of the groups; and metrics of rewards and masks.
 
-    Rollouts that do not count keep their place, with advantage 0. What needs logprobs comes later: see `mrl.algo.token_advantages`.
+    Rollouts that do not count keep their place, with advantage 0. Whatever needs logprobs comes later: see `mrl.algo.token_advantages`.
 
     Raises:
         ValueError: see `batch_advantages`.
@@ -36,7 +36,7 @@ def _is_filtered(rollout: RolloutInfo, config: GrpoConfig) -> bool:
 
 
 def _fixed_advantages(verdict: Verdict, config: GrpoConfig) -> tuple[FixedAdvantage, ...]:
-    """Malformed thinking first: where a turn has both flaws, its invalid tool call counts."""
+    """Malformed thinking comes first: in a turn with both flaws, the later one counts, its invalid tool call."""
     by_kind: dict[FlawKind, float | None] = {
         "malformed_thinking": config.malformed_thinking_advantage,
         "invalid_tool_call": config.invalid_tool_call_advantage,

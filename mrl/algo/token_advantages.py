@@ -1,4 +1,4 @@
-"""What is decided of a batch once its logprobs are known: which sequences are too far off, and the advantage of every token.
+"""The advantage of every token, and the sequences to mask because policy and generator disagree: what needs logprobs.
 
 Pure torch functions over the rows of one data-parallel rank. T packed tokens of a row, S sequences of a row.
 """
@@ -28,9 +28,9 @@ def sequence_errors(old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_m
 
 
 def error_metrics(errors: Tensor, is_kept: Tensor, rewards: Tensor) -> dict[str, Tensor]:
-    """This rank's sums and extremes of the errors of its valid sequences, before and after some of them were masked.
+    """Sums and extremes of the errors of this rank's valid sequences, before and after masking, to be combined over ranks.
 
-    All [sequences of the rank]. Combined over ranks, they are for `finish_error_metrics`. A reward of 1 is a right answer.
+    All arguments are [sequences of the rank]. `finish_error_metrics` takes the combined values. A reward of 1 is a right answer.
     """
     metrics = {}
     for suffix, values in (("", errors), ("_after_mask", errors[is_kept])):
@@ -69,8 +69,8 @@ def token_advantages(
 ) -> list[Tensor]:
     """The advantage of every token of the rows, float32 [T] each, 0 outside the masks.
 
-    What reinforce_plus_plus still lacks: the KL penalty of each token, and its normalisation over the rows, which are those of a step
-    (see `normalize_over_tokens`). Then the `fixed` values, NaN where there is none, and last the bounds of the config.
+    For reinforce_plus_plus, subtracts the KL penalty of each token and normalises over the rows, which are those of a step (see
+    `normalize_over_tokens`). Then puts the `fixed` values in, NaN where there is none, and last applies the bounds of the config.
     """
     values = [torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(advantages, masks, strict=True)]
     if kl_in_reward is not None:
@@ -84,7 +84,7 @@ def token_advantages(
 
 
 def kl_penalty(old_logprobs_T: Tensor, reference_logprobs_T: Tensor, loss_mask_T: Tensor, config: LossConfig) -> Tensor:
-    """What each token's reward loses with `use_kl_in_reward`, [T]; 0 outside the mask."""
+    """The KL penalty that `use_kl_in_reward` subtracts from each token's reward, [T]; 0 outside the mask."""
     is_valid_T = loss_mask_T > 0
     kl_T = kl_divergence(
         torch.where(is_valid_T, old_logprobs_T, 0.0),

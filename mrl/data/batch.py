@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from mrl.config.schema.policy import DynamicBatchingConfig, SequencePackingConfig
+from mrl.data import planning
 from mrl.data.packing import padded_length
-from mrl.data.planning import (
-    RowPlan,
-    SequenceCost,
-    batch_dynamically,
-    batch_in_order,
-    largest_first,
-    pack,
-    rank_shares,
-    repack,
-    sequence_cost,
-)
+from mrl.data.planning import RowPlan, SequenceCost, sequence_cost
 from mrl.types import Batch, Rollout, RolloutRequest, SamplingParams, TrainSequence, Turn
 
 if TYPE_CHECKING:
@@ -29,8 +19,6 @@ if TYPE_CHECKING:
     from mrl.config.schema.policy import PolicyConfig
     from mrl.config.schema.run import RunConfig
     from mrl.data.supervised import Example, TokenSequence
-
-Section = TypeVar("Section", SequencePackingConfig, DynamicBatchingConfig)
 
 
 def make_batches(sequences: Sequence[TrainSequence], config: RunConfig) -> list[Batch]:
@@ -44,7 +32,7 @@ def make_batches(sequences: Sequence[TrainSequence], config: RunConfig) -> list[
 
 
 def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:
-    """The batch of these sequences, a pure function of their order. Those that are not valid do not count in the denominators.
+    """The batch of these sequences, a pure function of their order. Sequences that are not valid do not count in the denominators.
 
     Raises:
         ValueError: a rollout with its prompt is longer than a row.
@@ -63,47 +51,51 @@ def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:
     )
 
 
-def plan_batch(lengths: Sequence[int], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> tuple[RowPlan, RowPlan]:
-    """Rows of sequences of these lengths in training and in logprob passes; a rank has the same sequences in both.
+def plan_batch(
+    lengths: Sequence[int], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost, group_size: int = 1
+) -> tuple[RowPlan, RowPlan]:
+    """Rows for training and for logprob passes, of sequences of these lengths; a rank has the same sequences in both.
+
+    Each length may be that of a group of `group_size` sequences that stay together: rows then have so many times the tokens.
 
     Raises:
         ValueError: a sequence is longer than a row.
     """
     padded = [padded_length(length, policy.sequence_multiple) for length in lengths]
-    packing, (train_tokens, logprob_tokens) = policy.sequence_packing, (max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob"))
+    packing = policy.sequence_packing
+    train_tokens, logprob_tokens = max_row_tokens(policy, "train", group_size), max_row_tokens(policy, "logprob", group_size)
     if packing.enabled:
-        train = pack(padded, algorithm=packing.algorithm, row_tokens=train_tokens, dp_size=dp_size, cost=cost)
+        train = planning.pack(padded, algorithm=packing.algorithm, row_tokens=train_tokens, dp_size=dp_size, cost=cost)
         logprob = train
         if logprob_tokens != train_tokens:
-            logprob = repack(train, padded, algorithm=packing.algorithm, row_tokens=logprob_tokens)
+            logprob = planning.repack(train, padded, algorithm=packing.algorithm, row_tokens=logprob_tokens)
         if packing.microbatch_order == "largest_first":
-            return largest_first(train, padded), largest_first(logprob, padded)
-        return train, logprob
-    if policy.dynamic_batching.enabled:
-        multiple = policy.row_multiple
+            return planning.largest_first(train, padded), planning.largest_first(logprob, padded)
+    elif policy.dynamic_batching.enabled:
         train, logprob = (
-            batch_dynamically(padded, row_tokens=tokens, length_multiple=multiple, dp_size=dp_size)
+            planning.batch_dynamically(padded, row_tokens=tokens, length_multiple=policy.row_multiple, dp_size=dp_size)
             for tokens in (train_tokens, logprob_tokens)
         )
-        return train, logprob
-    train, logprob = (
-        batch_in_order(len(padded), sequences_per_row=size, dp_size=dp_size)
-        for size in (policy.train_micro_batch_size, policy.logprob_batch_size)
-    )
+    else:
+        train, logprob = (
+            planning.batch_in_order(len(padded), sequences_per_row=size, dp_size=dp_size)
+            for size in (policy.train_micro_batch_size, policy.logprob_batch_size)
+        )
     return train, logprob
 
 
-def max_row_tokens(policy: PolicyConfig, stage: Literal["train", "logprob"]) -> int:
-    """Tokens of sequences that a row may hold, such that it stays within its limit when padded."""
+def max_row_tokens(policy: PolicyConfig, stage: Literal["train", "logprob"], group_size: int = 1) -> int:
+    """Tokens of sequences that a row may hold such that it stays within its limit when padded. `group_size`: see `plan_batch`."""
     fills_rows = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
     if fills_rows.enabled:
-        limit = fills_rows.train_mb_tokens if stage == "train" else fills_rows.logprob_mb_tokens
+        limit = group_size * (fills_rows.train_mb_tokens if stage == "train" else fills_rows.logprob_mb_tokens)
         return limit - limit % policy.row_multiple
     num_sequences = policy.train_micro_batch_size if stage == "train" else policy.logprob_batch_size
-    return padded_length(num_sequences * padded_length(policy.max_total_sequence_length, policy.sequence_multiple), policy.row_multiple)
+    longest = padded_length(group_size * policy.max_total_sequence_length, policy.sequence_multiple)
+    return padded_length(num_sequences * longest, policy.row_multiple)
 
 
-def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, cost: SequenceCost) -> dict[str, float]:
+def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, cost: SequenceCost, group_size: int = 1) -> dict[str, float]:
     """How full the rows of a plan are, and how even the ranks, as `train/*`."""
     padded = [padded_length(length, policy.sequence_multiple) for length in lengths]
     num_rows = sum(len(rows) for rows in plan)
@@ -111,18 +103,18 @@ def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, co
     return {
         "train/num_microbatches": float(len(plan[0])),
         # Of the tokens that the rows could hold.
-        "train/packing_efficiency": sum(lengths) / (num_rows * max_row_tokens(policy, "train")),
+        "train/packing_efficiency": sum(lengths) / (num_rows * max_row_tokens(policy, "train", group_size)),
         # Of the tokens that are computed.
         "train/padding_fraction": 1.0 - sum(lengths) / in_rows,
         # The busiest data-parallel rank against the mean: 1 where all take equally long.
-        "train/dp_balance_tokens": max(rank_shares(plan, padded, float)),
-        "train/dp_balance_cost": max(rank_shares(plan, padded, cost.of)),
+        "train/dp_balance_tokens": max(planning.rank_shares(plan, padded, float)),
+        "train/dp_balance_cost": max(planning.rank_shares(plan, padded, cost.of)),
     }
 
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """The sequences of a batch as if they had been sampled, and where each is trained, see `mrl.types.Batch`."""
+    """The sequences of a batch as if an engine had sampled them, and where each is trained, see `mrl.types.Batch`."""
 
     rollouts: tuple[Rollout, ...]
     rows: RowPlan
@@ -134,41 +126,20 @@ class ExampleBatch:
 def batch_examples(examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> ExampleBatch:
     """The batch of these examples, a pure function of their order. The sequences of an example follow each other in one row.
 
-    All examples have the same number of sequences, one at least. Where they have two, a row holds twice the tokens: its limit is that of
-    the preferred answers, and as many again of the others.
+    All examples have the same number of sequences, at least one. Where they have two, a row has twice the tokens: its limit is that of the
+    preferred answers, and as many again of the others.
     """
-    rollouts = tuple(
-        as_rollout(sequence, example.example_id, index) for example in examples for index, sequence in enumerate(example.sequences)
-    )
     size = len(examples[0].sequences)
     lengths = [
         sum(padded_length(len(sequence.token_ids), policy.sequence_multiple) for sequence in example.sequences) for example in examples
     ]
-    policy = _for_several(policy, size)
-    plans = plan_batch(lengths, policy, dp_size=dp_size, cost=cost)
-    rows, logprob_rows = (tuple(tuple(_expanded(row, size) for row in rows) for rows in plan) for plan in plans)
-    return ExampleBatch(rollouts, rows, logprob_rows, plan_metrics(plans[0], lengths, policy, cost))
-
-
-def _expanded(row: Sequence[int], size: int) -> tuple[int, ...]:
-    """Indices of sequences, from those of examples."""
-    return tuple(size * example + index for example in row for index in range(size))
-
-
-def _for_several(policy: PolicyConfig, size: int) -> PolicyConfig:
-    """The policy with rows of `size` times the tokens."""
-
-    def widened(section: Section) -> Section:
-        return dataclasses.replace(
-            section, train_mb_tokens=size * section.train_mb_tokens, logprob_mb_tokens=size * section.logprob_mb_tokens
-        )
-
-    return dataclasses.replace(
-        policy,
-        max_total_sequence_length=size * policy.max_total_sequence_length,
-        sequence_packing=widened(policy.sequence_packing),
-        dynamic_batching=widened(policy.dynamic_batching),
+    plans = plan_batch(lengths, policy, dp_size=dp_size, cost=cost, group_size=size)
+    rows, logprob_rows = (
+        tuple(tuple(tuple(size * example + index for example in row for index in range(size)) for row in rows) for rows in plan)
+        for plan in plans
     )
+    rollouts = [as_rollout(sequence, example.example_id, index) for example in examples for index, sequence in enumerate(example.sequences)]
+    return ExampleBatch(tuple(rollouts), rows, logprob_rows, plan_metrics(plans[0], lengths, policy, cost, size))
 
 
 def as_rollout(sequence: TokenSequence, prompt_id: str, index: int) -> Rollout:

@@ -1,8 +1,9 @@
-"""The fields of one row: checked JSON, texts and messages. Whatever is wrong is a `RowError` that says what."""
+"""Checked access to the fields of one row: JSON, texts and messages. A `RowError` says what is wrong."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 MAX_LINE_BYTES = 16 << 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -16,11 +17,7 @@ class RowError(Exception):
 
 
 def json_object(line: bytes) -> Fields:
-    """The object that a line of JSON holds.
-
-    Raises:
-        RowError: it holds none.
-    """
+    """The object in a line of JSON. Raises RowError if there is none."""
     if len(line) > MAX_LINE_BYTES:
         raise RowError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
     if b"\0" in line:
@@ -40,8 +37,8 @@ def json_object(line: bytes) -> Fields:
     return fields
 
 
-def text_of(fields: Fields, keys: tuple[str, ...]) -> str:
-    """The text under the first of `keys` that is present, without surrounding white space; numbers count as text.
+def text_of(fields: Fields, keys: Sequence[str]) -> str:
+    """The text under the first of `keys` that is there, without surrounding white space; numbers count as text.
 
     Raises:
         RowError: there is none, or it is empty.
@@ -55,8 +52,8 @@ def optional_text(fields: Fields, key: str) -> str | None:
     return None if fields.get(key) is None else text_of(fields, (key,))
 
 
-def first_key(fields: Fields, keys: tuple[str, ...]) -> str:
-    """The first of `keys` that is there and not null."""
+def first_key(fields: Fields, keys: Sequence[str]) -> str:
+    """The first of `keys` that is there and not null. Raises RowError if none is."""
     key = next((key for key in keys if fields.get(key) is not None), None)
     if key is None:
         raise RowError(f"no key {' or '.join(keys)} (the row has {', '.join(map(repr, sorted(fields)[:8])) or 'none'})")
@@ -64,7 +61,7 @@ def first_key(fields: Fields, keys: tuple[str, ...]) -> str:
 
 
 def checked_text(value: object, name: str) -> str:
-    """`value` as a text without surrounding white space; `name` is what errors call it."""
+    """`value` as a text without surrounding white space, which must not be empty; errors call it `name`."""
     text = plain_text(value, name)
     if not text.strip():
         raise RowError(f"{name} is empty")
@@ -72,7 +69,7 @@ def checked_text(value: object, name: str) -> str:
 
 
 def plain_text(value: object, name: str) -> str:
-    """`value` as a text, as it is; numbers count as text."""
+    """`value` as a text, unchanged; numbers count as text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
@@ -87,7 +84,7 @@ def plain_text(value: object, name: str) -> str:
 
 
 def messages_of(value: object, name: str) -> list[Message]:
-    """A conversation: objects with a role and a content, at least one. Contents in parts are joined; only text is known.
+    """A conversation: a list of objects with role and content, at least one. Joins contents in parts; they may only be texts.
 
     Raises:
         RowError: `value` is no such list.

@@ -16,10 +16,10 @@ from mrl.types import FixedAdvantage, Rollout
 
 @dataclass(frozen=True)
 class RowSequence:
-    """A sequence to be packed."""
+    """A sequence before it is packed."""
 
     index: int
-    """Its place in `Batch.sequences`."""
+    """Index into `Batch.sequences`."""
     rollout: Rollout
     advantage: float
     is_valid: bool
@@ -56,7 +56,7 @@ class PackedRow:
     advantages_T: torch.Tensor
     """float32, of the label's sequence; 0 where it was not generated or is not valid."""
     fixed_advantages_T: torch.Tensor
-    """float32, NaN but for tokens whose advantage is not that of their sequence."""
+    """float32, the advantages of tokens that do not have that of their sequence; NaN at all others."""
     cu_seqlens: torch.Tensor
     """int32 [num_sequences + 1], from 0 to T: each sequence with the padding behind it. Padding at the end is a sequence of its own."""
     max_seqlen: int
@@ -67,7 +67,7 @@ class PackedRow:
     rewards: list[float]
     """Of each of these sequences."""
     routes: PackedRoutes | None = None
-    """The engine's choices of experts; None where it did not keep them."""
+    """The engine's choices of experts; None without router replay."""
 
     @property
     def sequence_rewards(self) -> torch.Tensor:
@@ -82,7 +82,7 @@ class PackedRow:
         return self.loss_mask_T * is_positive_T
 
     def masked(self, is_kept: torch.Tensor) -> PackedRow:
-        """The row with only those sequences in its loss that are kept; bool [num_sequences], by `cu_seqlens`."""
+        """The row with only the kept sequences in its loss; `is_kept` is bool [num_sequences], by `cu_seqlens`."""
         return replace(self, loss_mask_T=self.loss_mask_T * is_kept.repeat_interleave(self.cu_seqlens.diff()))
 
     @property
@@ -103,7 +103,7 @@ def padded_length(length: int, multiple: int) -> int:
 
 
 def pack_row(sequences: Sequence[RowSequence], *, divisible_by: int, sequence_multiple: int = 1, pad_token_id: int) -> PackedRow:
-    """One row of these sequences; without any, all padding.
+    """Packs these sequences into one row; without any, it is all padding.
 
     Every sequence is padded at its end to a multiple of `sequence_multiple` tokens, where causal layers hide it from the sequence, and
     the row to a multiple of `divisible_by`, itself a multiple of the other.
@@ -158,7 +158,7 @@ def pack_row(sequences: Sequence[RowSequence], *, divisible_by: int, sequence_mu
 
 
 def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], num_tokens: int) -> PackedRoutes | None:
-    """The routes of a row of `num_tokens` tokens, from the `Rollout.routes` of the sequences that begin at `starts`; None if none has any.
+    """The routes of a row of `num_tokens` tokens, from the `Rollout.routes` of the sequences at `starts`; None if no sequence has any.
 
     Raises:
         ValueError: some rollouts have routes and some do not, or they differ in layers or experts per token.
@@ -180,7 +180,7 @@ def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], n
 
 
 def regroup(values_T: list[torch.Tensor], rows: list[PackedRow], other_rows: list[PackedRow]) -> list[torch.Tensor]:
-    """Values of the tokens of `other_rows`, which hold the same sequences as `rows`, from those of `rows`; 0 at padding of a row."""
+    """Values for the tokens of `other_rows`, from those of `rows`, which have the same sequences; 0 at padding of a row."""
     if rows is other_rows:
         return values_T
     found = {

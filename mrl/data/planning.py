@@ -22,8 +22,8 @@ RowPlan = tuple[tuple[tuple[int, ...], ...], ...]
 """plan[dp_rank][row_index] = indices of sequences."""
 
 BALANCED = "balanced"
-# Packs the sequences of one rank where ranks were balanced first.
 WITHIN_RANK = "modified_first_fit_decreasing"
+"""Packs the sequences of one rank after `BALANCED` has dealt them to the ranks."""
 Rows = list[list[int]]
 Item = tuple[int, int]
 """Length and minus the index: the last item of a sorted list is the longest, and of equal ones the first."""
@@ -31,7 +31,7 @@ Item = tuple[int, int]
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Floating-point operations of a forward pass over one sequence; backward passes take a multiple of it."""
+    """Floating-point operations of a forward pass over one sequence; a backward pass takes a multiple of them."""
 
     per_token: float
     per_token_squared: float
@@ -43,7 +43,7 @@ class SequenceCost:
 
 @cache
 def sequence_cost(model_folder: str) -> SequenceCost:
-    """Cost on the model in a Hugging Face folder. The file is read once per process."""
+    """Cost on the model in a Hugging Face folder. Each process reads the file once."""
     return cost_of_model(json.loads((Path(model_folder) / "config.json").read_text(encoding="utf-8")))
 
 
@@ -72,10 +72,9 @@ def cost_of_model(hf_config: Mapping[str, object]) -> SequenceCost:
 def pack(lengths: Sequence[int], *, algorithm: str, row_tokens: int, dp_size: int, cost: SequenceCost) -> RowPlan:
     """Rows of at most `row_tokens` tokens.
 
-    `balanced` deals the sequences to the ranks, longest first, each to the rank that is then the least loaded in tokens and in cost, and
-    packs each rank's own; the costliest rows come first, so that rows at the same place cost about the same on all ranks (experts that are
-    spread over ranks make them wait for each other in every layer). The algorithms of `PACKERS` pack all sequences and deal the rows
-    in the same way.
+    `balanced` deals the sequences to the ranks, costliest first, each to the rank with the least load in tokens and in cost so far, and
+    packs each rank's own. The costliest rows come first, so that rows at the same place cost about the same on all ranks: experts that are
+    spread over ranks make them wait for each other in every layer. The algorithms of `PACKERS` pack all sequences, and deal the rows.
 
     Raises:
         ValueError: a sequence is longer than `row_tokens`.
@@ -104,10 +103,10 @@ def repack(plan: RowPlan, lengths: Sequence[int], *, algorithm: str, row_tokens:
 
 
 def batch_dynamically(lengths: Sequence[int], *, row_tokens: int, length_multiple: int, dp_size: int) -> RowPlan:
-    """Rows of sequences of similar length, as many as would fit into `row_tokens` if all were padded to the longest.
+    """Rows of sequences of similar length, as many as fit into `row_tokens` when padded to the longest (NeMo RL's dynamic batching).
 
-    As NeMo RL's dynamic batching: sorted by length, the sequences are dealt to the ranks in turn, and all ranks begin new rows at the same
-    places; the longest counts as rounded up to `length_multiple`.
+    Ranks take turns at the sequences, sorted by length, and all begin new rows at the same places; the longest sequence counts as rounded
+    up to `length_multiple`.
 
     Raises:
         ValueError: a sequence, rounded up, is longer than `row_tokens`.
@@ -138,7 +137,7 @@ def largest_first(plan: RowPlan, lengths: Sequence[int]) -> RowPlan:
 
 
 def rank_shares(plan: RowPlan, lengths: Sequence[int], measure: Callable[[int], float]) -> list[float]:
-    """Of a measure of lengths, what each rank has as a multiple of the mean over ranks; all 1 where there is nothing."""
+    """Load of each rank, the sum of `measure(length)`, over the mean load of all ranks; all 1 where there is none."""
     loads = [sum(measure(lengths[index]) for row in rows for index in row) for rows in plan]
     return [load * len(plan) / sum(loads) if sum(loads) else 1.0 for load in loads]
 
@@ -154,7 +153,7 @@ def _check_fit(lengths: Sequence[int], row_tokens: int) -> None:
 
 
 def _deal(weights: Sequence[tuple[float, float]], num_ranks: int, *, at_most: int) -> list[list[int]]:
-    """Items of each rank, at most so many, such that neither sum of weights differs much between ranks; in order of the index."""
+    """Indices of each rank's items, at most `at_most`, such that neither sum of weights differs much between ranks; in rising order."""
     totals = np.array(weights).reshape(-1, 2)
     shares = totals / np.maximum(totals.sum(axis=0), 1.0)
     loads = np.zeros((num_ranks, 2))
@@ -192,7 +191,7 @@ def concatenative(lengths: Sequence[int], row_tokens: int) -> Rows:
 
 
 def first_fit_shuffle(lengths: Sequence[int], row_tokens: int) -> Rows:
-    """The sequences in an order drawn from the lengths themselves, each into the first row with room."""
+    """The sequences in a random order, whose seed is the lengths, each into the first row with room."""
     order = list(range(len(lengths)))
     random.Random(repr(list(lengths))).shuffle(order)
     rows: Rows = [[] for _ in lengths]
@@ -248,7 +247,7 @@ def _take_longest(items: list[Item], room: int) -> list[Item]:
 
 
 def _filled(rows: list[list[Item]], items: list[Item], row_tokens: int) -> Rows:
-    """Indices of the rows, each filled up with the longest items that fit, and of as many more rows as the sorted items need."""
+    """Fills each row with the longest of the sorted items that fit, and opens rows for the rest; as indices."""
     filled = []
     opened = iter(rows)
     while (row := next(opened, [])) or items:

@@ -78,7 +78,9 @@ def load_prompts(config: RunConfig) -> PromptData:
 
     def finish(prompt_id: str, rendered: Rendered) -> Prompt:
         (token_ids,) = tokenize([rendered.text], tokenizer)
-        return dataclasses.replace(rendered.prompt, prompt_id=prompt_id, token_ids=token_ids)
+        # The model gets the question as it is; people, and graders beside the model's text, get both made safe alike.
+        question, answer = safe_text(rendered.question), safe_text(rendered.answer)
+        return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row)
 
     train, validation, left_out = read_split(config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish)
     # What stands in padding is never looked at; it only has to be in the vocabulary.
@@ -107,8 +109,11 @@ class Rendered:
 
     text: str
     """Written by the chat template."""
-    prompt: Prompt
-    """Without id and tokens."""
+    question: str
+    answer: str
+    env_name: str
+    row: str
+    """As in `Prompt`."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +145,8 @@ class PromptParser:
         if (reason := self.limits.reason_against(num_tokens)) is not None:
             raise RowError(reason)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
-        # The model gets the question as it is; people, and graders beside the model's text, get both made safe alike.
-        prompt = Prompt("", (), safe_text(row.question), safe_text(row.answer), env_name, json.dumps(rest))
         identity = json.dumps([row.messages, row.answer]) if known_dataset(self.dataset.dataset_name).repeats_rows else None
-        return Parsed(Rendered(text, prompt), row.row_id, identity)
+        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest)), row.row_id, identity)
 
     def _env_name(self, row: ParsedRow) -> str:
         if row.env_name is not None:

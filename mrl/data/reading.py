@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -87,16 +88,16 @@ class Spool(Generic[Value]):
         self._end = 0
 
     def add(self, value: Value) -> int:
-        """Appends a value, and returns its position."""
+        """Appends a value, and returns its position. Raises ValueError if the disk is full."""
         data, position = pickle.dumps(value, protocol=5), self._end
         try:
-            self._file.write(len(data).to_bytes(8, "little") + data)
-            self._file.flush()
+            self._end += os.write(self._file.fileno(), len(data).to_bytes(8, "little") + data)
+            if self._end < position + 8 + len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise ValueError(
-                f"the rows do not fit into {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a folder with as much room as the data"
+                f"no room for the rows in {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a folder with room for twice the data"
             ) from error
-        self._end += 8 + len(data)
         return position
 
     def read(self, position: int) -> Value:

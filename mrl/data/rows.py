@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mrl.data.fields import (
@@ -35,24 +35,24 @@ class ParsedRow:
 
     messages: list[Message]
     """The conversation up to the turn that is asked for."""
-    reply: Message | None
+    reply: Message | None = None
     """The assistant's turn that the row shows; None where it shows none."""
-    answer: str
+    answer: str = ""
     """What a right reply amounts to; empty where the row says it in other fields."""
-    tools: list[dict[str, object]]
-    """As OpenAI's chat format spells them."""
-    rest: Fields
+    tools: list[Fields] = field(default_factory=list)
+    """In OpenAI's chat format."""
+    rest: Fields = field(default_factory=dict)
     """The other fields."""
-    row_id: str | None
-    """None: the row names itself nowhere."""
-    env_name: str | None
+    row_id: str | None = None
+    """None: the row gives itself no id."""
+    env_name: str | None = None
     """None: the row names no environment."""
-    agent: str | None
+    agent: str | None = None
     """Name of NeMo Gym's agent."""
 
     @property
     def question(self) -> str:
-        """The last message that is the user's."""
+        """The user's last message."""
         texts = [message["content"] for message in self.messages if message["role"] == "user"]
         return str(texts[-1]) if texts else ""
 
@@ -67,20 +67,31 @@ class ParsedPair:
 
 
 def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    """The row that these fields are in the format of `dataset`.
+    """The row in the format that `dataset` names, else in the one that its keys tell.
 
     Raises:
-        RowError: they are none.
+        RowError: the row has not that format.
     """
-    parse = _FORMATS.get(dataset.dataset_name or "", _any_format)
-    return parse(fields, dataset)
+    name = dataset.dataset_name or ""
+    if name in _KEYS:
+        question_key, answer_key = _KEYS[name]
+        return _question(fields, (question_key,), (dataset.output_key or answer_key,), needs_answer=True)
+    if name in _FORMATS:
+        return _FORMATS[name](fields, dataset)
+    if "responses_create_params" in fields:
+        return _gym(fields, dataset)
+    if dataset.chat_key in fields:
+        return _chat(fields, dataset)
+    if isinstance(fields.get("prompt"), list) and isinstance(fields.get("reward_model"), dict):
+        return _verl(fields, dataset)
+    return _question(fields, QUESTION_KEYS if dataset.input_key is None else (dataset.input_key,), answer_keys(dataset))
 
 
 def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
-    """The pair of replies that these fields are: ranked completions, a chosen and a rejected reply, or HelpSteer3's.
+    """The pair of replies in a row: ranked completions, a chosen and a rejected reply, or HelpSteer3's.
 
     Raises:
-        RowError: they are none.
+        RowError: the row has none of these.
     """
     if "completions" in fields:
         return _ranked(fields)
@@ -96,10 +107,13 @@ def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
     if num_shared == len(chosen) or num_shared >= len(rejected):
         raise RowError(f"{dataset.chosen_key} and {dataset.rejected_key} do not differ")
     # Whole conversations begin alike.
-    shared = chosen[:num_shared]
-    if not shared:
-        shared = _turns(fields, dataset.prompt_key, "user")
+    shared = chosen[:num_shared] or _turns(fields, dataset.prompt_key, "user")
     return ParsedPair(shared, chosen[num_shared:], rejected[num_shared:])
+
+
+def answer_keys(dataset: DatasetConfig) -> tuple[str, ...]:
+    """Keys of the answer: a row has it under the first of these that is there."""
+    return ANSWER_KEYS if dataset.output_key is None else (dataset.output_key,)
 
 
 def _ranked(fields: Fields) -> ParsedPair:
@@ -109,80 +123,63 @@ def _ranked(fields: Fields) -> ParsedPair:
     ranks = [entry.get("rank") for entry in completions]
     if not all(isinstance(rank, int | float) for rank in ranks) or ranks[0] == ranks[1]:
         raise RowError(f"the ranks of the completions are {ranks[0]} and {ranks[1]}; they must be two numbers, the better one lower")
-    chosen, rejected = sorted(completions, key=lambda entry: entry["rank"])
-    return ParsedPair(
-        _turns(fields, "context", "user"), _turns(chosen, "completion", "assistant"), _turns(rejected, "completion", "assistant")
-    )
+    chosen, rejected = (_turns(entry, "completion", "assistant") for entry in sorted(completions, key=lambda entry: entry["rank"]))
+    return ParsedPair(_turns(fields, "context", "user"), chosen, rejected)
 
 
 def _turns(fields: Fields, key: str, role: str) -> list[Message]:
     value = fields[first_key(fields, (key,))]
-    return messages_of(value, key) if isinstance(value, list) else [{"role": role, "content": checked_text(value, key)}]
+    return messages_of(value, key) if isinstance(value, list) else [_said(role, checked_text(value, key))]
 
 
-def _any_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    """A row whose keys tell its format."""
-    if "responses_create_params" in fields:
-        return _gym(fields, dataset)
-    if dataset.chat_key in fields:
-        return _chat(fields, dataset)
-    if isinstance(fields.get("prompt"), list) and isinstance(fields.get("reward_model"), dict):
-        return _verl(fields, dataset)
-    return _question(fields, dataset)
+def _said(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
 
 
-def answer_keys(dataset: DatasetConfig) -> tuple[str, ...]:
-    """Where the answer of a row stands that has a key for it: under the first of these."""
-    return ANSWER_KEYS if dataset.output_key is None else (dataset.output_key,)
+def _row(fields: Fields, used: Sequence[str], messages: list[Message], reply: Message | None, answer: str) -> ParsedRow:
+    rest = {key: value for key, value in fields.items() if key not in (*used, "id", "env_name")}
+    row_id, env_name = optional_text(fields, "id"), optional_text(fields, "env_name")
+    return ParsedRow(messages, reply, answer, rest=rest, row_id=row_id, env_name=env_name)
 
 
-def _question(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    question_key = first_key(fields, QUESTION_KEYS if dataset.input_key is None else (dataset.input_key,))
-    answer_key = next((key for key in answer_keys(dataset) if fields.get(key) is not None), None)
-    if answer_key is not None:
-        return _asked(fields, question_key, answer_key)
-    return _row([{"role": "user", "content": text_of(fields, (question_key,))}], None, "", fields, (question_key,))
-
-
-def _asked(fields: Fields, question_key: str, answer_key: str) -> ParsedRow:
-    question, answer = text_of(fields, (question_key,)), text_of(fields, (answer_key,))
-    reply = answer
+def _question(fields: Fields, question_keys: Sequence[str], keys: Sequence[str], *, needs_answer: bool = False) -> ParsedRow:
+    question_key, answer_key = first_key(fields, question_keys), next((key for key in keys if fields.get(key) is not None), None)
+    messages = [_said("user", text_of(fields, (question_key,)))]
+    if answer_key is None and not needs_answer:
+        return _row(fields, (question_key,), messages, None, "")
+    reply = answer = text_of(fields, keys)
     if GOLD_MARK in answer:
         # GSM8K's gold answers are integers with thousands separators.
         answer = answer.rpartition(GOLD_MARK)[2].strip().replace(",", "")
         if not answer:
             raise RowError(f"nothing follows {GOLD_MARK} in the answer")
-    return _row(
-        [{"role": "user", "content": question}], {"role": "assistant", "content": reply}, answer, fields, (question_key, answer_key)
-    )
+    return _row(fields, (question_key, str(answer_key)), messages, _said("assistant", reply), answer)
 
 
 def _chat(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     """OpenAI's chat format. A last turn of the assistant is the reply; without one, an answer may stand beside the conversation."""
-    key = dataset.chat_key
+    key, tool_key, keys = dataset.chat_key, dataset.tool_key, answer_keys(dataset)
     messages = messages_of(fields.get(key), key)
     if messages[0]["role"] != "system":
         beside = None if dataset.system_key is None else optional_text(fields, dataset.system_key)
-        system = beside or dataset.system_prompt
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
+        if (system := beside or dataset.system_prompt) is not None:
+            messages.insert(0, _said("system", system))
     reply = messages.pop() if messages[-1]["role"] == "assistant" else None
     if not any(message["role"] == "user" for message in messages):
         raise RowError(f"{key} has no message of the user before the reply")
-    keys = answer_keys(dataset)
     answer = next((text_of(fields, (name,)) for name in keys if fields.get(name) is not None), "")
     if not answer and reply is not None:
         answer = str(reply["content"] or "").strip()
-    tools = fields.get(dataset.tool_key) or []
+    tools = fields.get(tool_key) or []
     if isinstance(tools, str):
         # Tables of tools with unlike arguments hold them as text.
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise RowError(f"{dataset.tool_key} is a text that is not JSON: {error}") from error
+            raise RowError(f"{tool_key} is a text that is not JSON: {error}") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"{dataset.tool_key} must be a list of objects")
-    return _row(messages, reply, answer, fields, (key, dataset.tool_key, *keys), tools=tools)
+        raise RowError(f"{tool_key} must be a list of objects")
+    return replace(_row(fields, (key, tool_key, *keys), messages, reply, answer), tools=tools)
 
 
 def _verl(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
@@ -192,7 +189,7 @@ def _verl(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     if not isinstance(reward_model, dict):
         raise RowError("reward_model must be an object with ground_truth")
     answer = text_of(reward_model, ("ground_truth",))
-    return _row(messages, {"role": "assistant", "content": answer}, answer, fields, ("prompt",))
+    return _row(fields, ("prompt",), messages, _said("assistant", answer), answer)
 
 
 def _squad(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
@@ -201,11 +198,8 @@ def _squad(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     if not isinstance(texts, list) or not texts:
         raise RowError("answers.text must be a list of answers, not empty")
     answer = checked_text(texts[0], "answers.text[0]")
-    messages: list[Message] = [
-        {"role": "system", "content": text_of(fields, ("context",))},
-        {"role": "user", "content": text_of(fields, ("question",))},
-    ]
-    return _row(messages, {"role": "assistant", "content": answer}, answer, fields, ("context", "question"))
+    messages = [_said("system", text_of(fields, ("context",))), _said("user", text_of(fields, ("question",)))]
+    return _row(fields, ("context", "question"), messages, _said("assistant", answer), answer)
 
 
 def _gym(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
@@ -218,11 +212,11 @@ def _gym(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     answer = "" if answer is None or isinstance(answer, list | dict) else plain_text(answer, "expected_answer").strip()
     # Their ids are those of the data sets that a blend was made of, and may repeat.
     rest = {key: value for key, value in fields.items() if key != "responses_create_params"}
-    return ParsedRow(messages, None, answer, tools, rest, None, None, name)
+    return ParsedRow(messages, answer=answer, tools=tools, rest=rest, agent=name)
 
 
 def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
-    """The messages and tools of `responses_create_params`.
+    """Messages and tools in OpenAI's chat format, from a row of NeMo Gym: `responses_create_params` is a request to the Responses API.
 
     Raises:
         RowError: they are not there, or hold what is not text, calls or their results.
@@ -234,12 +228,12 @@ def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
         raise RowError("the question is still a placeholder; fill it in with `python -m mrl.prepare nano3`")
     entries = request.get("input")
     if isinstance(entries, str):
-        entries = [{"role": "user", "content": entries}]
+        entries = [_said("user", entries)]
     if not isinstance(entries, list) or not entries:
         raise RowError("responses_create_params.input must be a text or a list of messages, not empty")
     messages = [_gym_message(entry, f"responses_create_params.input[{index}]") for index, entry in enumerate(entries)]
     if request.get("instructions"):
-        messages.insert(0, {"role": "system", "content": plain_text(request["instructions"], "responses_create_params.instructions")})
+        messages.insert(0, _said("system", plain_text(request["instructions"], "responses_create_params.instructions")))
     tools = request.get("tools") or []
     if not isinstance(tools, list):
         raise RowError("responses_create_params.tools must be a list")
@@ -249,67 +243,44 @@ def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
 def _gym_message(entry: object, name: str) -> Message:
     if not isinstance(entry, dict):
         raise RowError(f"{name} must be an object")
-    kind = entry.get("type", "message")
+    kind, role = entry.get("type", "message"), entry.get("role")
     if kind == "function_call":
         call = {"name": entry.get("name"), "arguments": entry.get("arguments")}
         return {"role": "assistant", "content": None, "tool_calls": [{"id": entry.get("call_id"), "type": "function", "function": call}]}
     if kind == "function_call_output":
-        output = plain_text(entry.get("output"), f"{name}.output")
-        return {"role": "tool", "tool_call_id": entry.get("call_id"), "content": output}
-    role = entry.get("role")
+        return {"role": "tool", "tool_call_id": entry.get("call_id"), "content": plain_text(entry.get("output"), f"{name}.output")}
     if kind != "message" or not isinstance(role, str):
         raise RowError(f"{name} is a {kind} of role {role}; only messages, function calls and their outputs are supported")
     # Chat templates know the role by its older name.
-    return {"role": "system" if role == "developer" else role, "content": content_text(entry.get("content"), f"{name}.content")}
+    return _said("system" if role == "developer" else role, content_text(entry.get("content"), f"{name}.content"))
 
 
 def _gym_tool(tool: object, name: str) -> Fields:
-    """A tool of the Responses API has its function's fields beside its type, one of the chat format below `function`."""
+    """The Responses API has a function's fields beside the tool's type, the chat format has them below `function`."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise RowError(f"{name} must be an object of type function")
     if "function" in tool:
         return tool
-    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type" and value is not None}}
 
 
-def _row(
-    messages: list[Message],
-    reply: Message | None,
-    answer: str,
-    fields: Fields,
-    used: tuple[str, ...],
-    *,
-    tools: list[dict[str, object]] | None = None,
-) -> ParsedRow:
-    rest = {key: value for key, value in fields.items() if key not in (*used, "id", "env_name")}
-    row_id, env_name = optional_text(fields, "id"), optional_text(fields, "env_name")
-    return ParsedRow(messages, reply, answer, tools or [], rest, row_id, env_name, None)
-
-
-def _keys(question_key: str, answer_key: str) -> Callable[[Fields, DatasetConfig], ParsedRow]:
-    """The format of a data set whose questions and answers have these keys."""
-
-    def parse(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-        return _asked(fields, question_key, dataset.output_key or answer_key)
-
-    return parse
-
-
+_KEYS: dict[str, tuple[str, str]] = {
+    "AIME2024": ("problem", "answer"),
+    "AIME2025": ("question", "answer"),
+    "AIME2026": ("problem", "answer"),
+    "DeepScaler": ("problem", "answer"),
+    "GSM8K": ("question", "answer"),
+    "gsm8k": ("question", "answer"),
+    "OpenMathInstruct-2": ("problem", "expected_answer"),
+    "OpenR1-Math-220k": ("problem", "answer"),
+}
+"""Keys of question and answer, by the name of the data set."""
 _FORMATS: dict[str, Callable[[Fields, DatasetConfig], ParsedRow]] = {
-    "AIME2024": _keys("problem", "answer"),
-    "AIME2025": _keys("question", "answer"),
-    "AIME2026": _keys("problem", "answer"),
     "DAPOMath17K": _verl,
     "DAPOMathAIME2024": _verl,
-    "DeepScaler": _keys("problem", "answer"),
-    "GSM8K": _keys("question", "answer"),
-    "gsm8k": _keys("question", "answer"),
     "NemoGymDataset": _gym,
-    "OpenMathInstruct-2": _keys("problem", "expected_answer"),
-    "OpenR1-Math-220k": _keys("problem", "answer"),
     "openai_format": _chat,
     "squad": _squad,
     "tulu3_sft_mixture": _chat,
 }
-"""By the name of the data set; what is not here goes by the keys of each row."""
+"""Other formats, by the name of the data set."""

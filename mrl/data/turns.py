@@ -1,4 +1,4 @@
-"""Conversations of several turns, in token ids. What the model generated is never tokenised again: later turns are appended to it."""
+"""Conversations of several turns, in token ids. Generated tokens are never tokenised again: later turns are appended to them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ending = Literal["over", "out of context"]
-"""Why a rollout has no further turn: nothing more is said, or it would not fit. The latter truncates the rollout."""
+"""Why a rollout has no further turn: nobody says more, or it would not fit. The latter truncates the rollout."""
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens that environments read, although some tokenizers call them special."""
 _ANSWER = "the-answer-stands-here"
-"""Stands for the model's words when a template is rendered; no template writes it of itself."""
+"""Stands for the model's words in a rendered template; no template contains it."""
 
 
 class TurnFormat:
-    """How a tokenizer writes turns."""
+    """Reads and writes the turns of a rollout, with a tokenizer and its chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, object] | None) -> None:
         """`template_kwargs` are those of the prompts, policy.tokenizer.chat_template_kwargs."""
@@ -36,14 +36,14 @@ class TurnFormat:
         self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
 
     def texts(self, rollout: Rollout) -> tuple[str, ...]:
-        """What the model said in each turn, without special tokens but with `MARKUP`, as `safe_text`."""
+        """The text of each turn of the model, without special tokens but with `MARKUP`, as `safe_text`."""
         turns = [rollout.token_ids[turn.start : turn.stop].tolist() for turn in rollout.turns]
         kept = [[token_id for token_id in ids if token_id not in self._hidden_ids] for ids in turns]
         texts = self.tokenizer.batch_decode(kept, skip_special_tokens=False)
         return tuple(safe_text(text, MAX_TEXT_CHARACTERS // len(texts)) for text in texts)
 
     def next_turn(self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int) -> Transcript | Ending:
-        """What the next turn goes on from, if the environment answers and both turns and context are left; else why there is none.
+        """The transcript that the next turn continues, if the environment answers and turns and context are left; else why there is none.
 
         Raises:
             ValueError: the chat template does not take the environment's messages.
@@ -56,7 +56,7 @@ class TurnFormat:
         return transcript if len(rollout.turns) < max_turns else "over"
 
     def go_on(self, rollout: Rollout, observation: Sequence[Mapping[str, str]]) -> Transcript:
-        """The rollout with the environment's messages behind it, and the beginning of the assistant's next turn.
+        """The rollout, then the environment's messages, then the beginning of the assistant's next turn.
 
         Raises:
             ValueError: the chat template does not take such messages.
@@ -73,15 +73,15 @@ class TurnFormat:
     def tail_ids(self, last_token_id: int, observation: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids between the model's last token and its next turn: the rest of its message, the observation, the head of the next one.
 
-        They are what the chat template writes behind an assistant's message. If that begins with the model's last token, its mark of the
-        end, they begin after it.
+        The chat template writes them behind an assistant's message. If they begin with the model's last token, which marks the end, that
+        token is left out.
         """
         text = self._rendered([{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *observation])
         ids: list[int] = self.tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
         return ids[1:] if ids[:1] == [last_token_id] else ids
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
-        # A template that knows no tools hears of their results from the user.
+        # For a template without tools, their results are messages of the user.
         turns = messages if self._knows_tools else [{**message, "role": message["role"].replace("tool", "user")} for message in messages]
         try:
             text: Any = self.tokenizer.apply_chat_template(

@@ -186,7 +186,7 @@ def test_rows_are_parsed_once_and_survive_their_file(tmp_path: Path, monkeypatch
 
 def test_a_full_disk_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.TemporaryFile", lambda: open("/dev/full", "wb", buffering=0))
-    with pytest.raises(ValueError, match=r"the rows do not fit into /.*No space left.*TMPDIR"):
+    with pytest.raises(ValueError, match=r"no room for the rows in /.*No space left.*TMPDIR"):
         read(reader(values(tmp_path / "a.jsonl", 1)))
 
 
