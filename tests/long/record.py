@@ -34,7 +34,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "nemo_recipes": ("mrl/config", "mrl/check.py"),
     "nemo_reasons": ("mrl/config", "mrl/check.py"),
     "nodes": ("scripts/ray_node.sh", "mrl/cluster/head.py", "mrl/cluster/join.py"),
-    "packing": ("mrl/data/packing.py", "mrl/data/bins.py", "mrl/data/cost.py", "mrl/data/planning.py"),
+    "packing": ("mrl/data/packing.py", "mrl/data/planning.py"),
     "parity": ("mrl/policy", "mrl/algo", "conversion/families"),
     "parity_steps": ("mrl/policy", "mrl/algo", "conversion/families"),
     "recompute": ("mrl/policy",),
