@@ -1,6 +1,6 @@
 """`python -m scripts.hashes`: writes constraints-*.hashes.txt, the pins with the SHA-256 of the files that hosts of ours install.
 
-Of each package the wheels for Linux on x86-64 and aarch64 with Python 3.11 and 3.12, else its sources. The indexes are asked by uv, which
+Of each package the wheels for Linux on x86-64 and aarch64 with Python 3.11 to 3.13, else its sources. The indexes are asked by uv, which
 knows which file fits which host; UV_DEFAULT_INDEX and TORCH_CPU_INDEX name others than PyPI and PyTorch's.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 import uv
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHONS = ("3.11", "3.12")
-# The oldest glibc for which every package with wheels has one.
-PLATFORMS = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")
+PYTHONS = ("3.11", "3.12", "3.13")
+# The oldest glibc for which every package with wheels has one, and the newest that uv knows: it takes the wheel for the newest that a host has.
+PLATFORMS = tuple(f"{machine}-manylinux_{glibc}" for machine in ("x86_64", "aarch64") for glibc in ("2_31", "2_40"))
 PYPI = "https://pypi.org/simple"
 # PyPI's torch is for CUDA; its CPU build is another file, of a version with a name of its own.
 TORCH_CPU = "https://download.pytorch.org/whl/cpu"
@@ -67,8 +67,15 @@ def with_hashes(source: Path) -> str:
     for (where, wanted), python, platform in product(asked, PYTHONS, PLATFORMS):
         for pin, hashes in hashes_of(wanted, where, python, platform).items():
             found.setdefault(_normal(pin), set()).update(hashes)
+    # uv takes the hashes of a pin for those of exactly that version, and the builds for CPUs have one of their own.
+    built = {"torch": "+cpu"} if is_cpu else {}
     lines = [
-        " ".join([f"{name}=={version}", *(f"--hash=sha256:{value}" for value in sorted(found[_normal(f"{name}=={version}")]))])
+        " ".join(
+            [
+                f"{name}=={version}{built.get(name, '')}",
+                *(f"--hash=sha256:{value}" for value in sorted(found[_normal(f"{name}=={version}")])),
+            ]
+        )
         for name, version in pins
     ]
     return HEADER.format(source=source.name) + "\n".join(lines) + "\n"
@@ -81,8 +88,8 @@ def _normal(pin: str) -> str:
 
 
 def main() -> None:
-    """Rewrites both files in place."""
-    for source in sorted(ROOT.glob("constraints-?pu.txt")):
+    """Rewrites every list of hashes in place."""
+    for source in sorted(ROOT.glob("constraints-???.txt")):
         source.with_suffix(".hashes.txt").write_text(with_hashes(source))
 
 

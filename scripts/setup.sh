@@ -1,8 +1,9 @@
 # Sourced by quickstart.sh and test.sh: makes .venv beside the sources, once, and sets ROOT, PYTHON and the number of threads.
-# A stamp names what was installed, so that a second start installs nothing.
+# A caller that sets WITH_DEV=1 gets the tools of the tests as well. A stamp names what is installed, so that a second start installs nothing.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="$ROOT/.venv/bin/python"
+STAMP="$ROOT/.venv/installed"
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 # Several processes share the cores; thread pools of their own would only get into each other's way.
@@ -15,7 +16,7 @@ fail() {
 
 find_python() {
     local version candidate
-    for version in 3.11 3.12; do
+    for version in 3.11 3.12 3.13; do
         for candidate in "python$version" python3 "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python \
             "$HOME/.local/share/uv/python/cpython-$version".*/bin/python; do
             if "$candidate" -c "import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (${version/./, }))" 2>/dev/null; then
@@ -24,62 +25,84 @@ find_python() {
             fi
         done
     done
-    fail "no Python 3.11 or 3.12 (with its venv module) among the interpreters on PATH, of pyenv and of uv; install one, e.g. apt install python3.11-venv"
+    fail "no Python 3.11, 3.12 or 3.13 (with its venv module) among the interpreters on PATH, of pyenv and of uv; install one, e.g. apt install python3.11-venv"
 }
 
-pip_install() {
-    "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check "$@"
+# list NAME: the file of pins. MRL_UNCHECKED=1 installs the same versions from files of any content, as mirrors have that build for themselves.
+list() {
+    if [[ -n ${MRL_UNCHECKED:-} ]]; then echo "$ROOT/constraints-$1.txt"; else echo "$ROOT/constraints-$1.hashes.txt"; fi
+}
+
+# install_list FILE [OPTION...]: its packages, of which each has its own hash where the list has hashes.
+install_list() {
+    local file=$1 check=()
+    shift
+    if [[ -z ${MRL_UNCHECKED:-} ]]; then check=(--require-hashes); fi
+    "$PYTHON" -m uv pip install --python "$PYTHON" --no-deps --index-strategy unsafe-best-match "${check[@]}" "$@" --requirement "$file"
+}
+
+# uv downloads and unpacks in parallel; pip installs it, and pip's settings say where packages come from.
+install_uv() {
+    local file check=()
+    file="$(mktemp)"
+    grep '^uv==' "$(list cpu)" >"$file"
+    if [[ -z ${MRL_UNCHECKED:-} ]]; then check=(--require-hashes); fi
+    "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check --no-deps "${check[@]}" --requirement "$file"
+    rm "$file"
+    eval "$("$PYTHON" "$ROOT/scripts/uv_settings.py")"
 }
 
 install_cpu() {
-    local torch
-    torch="$(mktemp)"
-    grep '^torch==' "$LIST" >"$torch"
-    # The CPU index first; behind a firewall, whatever CPU build pip finds. Without --no-deps a CUDA build would bring gigabytes along.
+    local file index=() cuda
+    install_uv
+    file="$(mktemp)"
+    grep '^torch==' "$(list cpu)" >"$file"
+    # The CPU index first; behind a firewall, whatever CPU build the settings lead to. Without --no-deps a CUDA build would bring gigabytes along.
     if "$PYTHON" -c "import urllib.request; urllib.request.urlopen('$TORCH_CPU_INDEX/torch/', timeout=5)" 2>/dev/null; then
-        pip_install --no-deps "${CHECK[@]}" --index-url "$TORCH_CPU_INDEX" --requirement "$torch"
-    else
-        pip_install --no-deps "${CHECK[@]}" --requirement "$torch" ||
-            fail "make $TORCH_CPU_INDEX reachable, or give pip its wheel (PIP_FIND_LINKS=FOLDER); MRL_UNCHECKED=1 takes builds of your own"
+        index=(--default-index "$TORCH_CPU_INDEX")
     fi
-    rm "$torch"
-    local cuda
+    install_list "$file" "${index[@]}" ||
+        fail "make $TORCH_CPU_INDEX reachable, or give pip or uv its wheel (PIP_FIND_LINKS=FOLDER); MRL_UNCHECKED=1 takes builds of your own"
+    rm "$file"
     cuda="$("$PYTHON" -c "import runpy, sysconfig; print(runpy.run_path(sysconfig.get_path('platlib') + '/torch/version.py')['cuda'])")"
     if [[ "$cuda" != None ]]; then
-        "$PYTHON" -m pip uninstall --quiet --yes torch
-        fail "pip found only a build of torch for CUDA $cuda; make $TORCH_CPU_INDEX reachable, or give pip a CPU wheel (PIP_FIND_LINKS=FOLDER)"
+        "$PYTHON" -m uv pip uninstall --quiet --python "$PYTHON" torch
+        fail "found only a build of torch for CUDA $cuda; make $TORCH_CPU_INDEX reachable, or give pip or uv a CPU wheel (PIP_FIND_LINKS=FOLDER)"
     fi
-    pip_install --no-deps "${CHECK[@]}" --requirement "$LIST"
-    pip_install --no-deps --no-build-isolation --editable "$ROOT"
+    install_list "$(list cpu)"
 }
 
 install_gpu() {
     PYTHON="$PYTHON" bash "$ROOT/scripts/install_gpu.sh"
-    pip_install --no-deps --no-build-isolation --editable "$ROOT"
+    install_uv
 }
 
-setup() {
-    local kind=cpu stamp="$ROOT/.venv/installed" key
-    if nvidia-smi --list-gpus >/dev/null 2>&1; then kind=gpu; fi
-    # MRL_UNCHECKED=1 installs the same versions from files of any content, as mirrors have that build for themselves.
-    LIST="$ROOT/constraints-$kind.hashes.txt" CHECK=(--require-hashes)
-    if [[ -n ${MRL_UNCHECKED:-} ]]; then LIST="$ROOT/constraints-$kind.txt" CHECK=(); fi
-    key="$(cat "$ROOT/pyproject.toml" "$LIST" <(echo "$ROOT") | sha256sum)"
-    if [[ -x "$PYTHON" && "$(cat "$stamp" 2>/dev/null)" == "$key" ]]; then return; fi
+install_dev() {
+    install_uv
+    install_list "$(list dev)"
+}
+
+# setup_list NAME: installs constraints-NAME and mrl itself, unless the stamp says that this has been done.
+setup_list() {
+    local name=$1 key base started=$SECONDS
+    key="$name $(cat "$ROOT/pyproject.toml" "$(list "$name")" <(echo "$ROOT") | sha256sum)"
+    if [[ -x "$PYTHON" ]] && grep --quiet --line-regexp --fixed-strings -- "$key" "$STAMP" 2>/dev/null; then return; fi
     mkdir -p "$ROOT/.venv"
     # One installer at a time: the other one waits and then finds the work done.
     exec 9>"$ROOT/.venv.lock"
     flock --timeout 3600 9 || fail "another installation has held $ROOT/.venv.lock for an hour"
-    if [[ "$(cat "$stamp" 2>/dev/null)" != "$key" ]]; then
-        local started=$SECONDS base
+    if ! grep --quiet --line-regexp --fixed-strings -- "$key" "$STAMP" 2>/dev/null; then
         base="$(find_python)"
-        echo "Installing into $ROOT/.venv with $("$base" --version) ($base) for a host with $kind ..."
+        echo "Installing constraints-$name into $ROOT/.venv with $("$base" --version) ($base) ..."
         "$PYTHON" -c "" 2>/dev/null || "$base" -m venv --clear "$ROOT/.venv"
-        "install_$kind"
-        echo "$key" >"$stamp"
+        "install_$name"
+        "$PYTHON" -m uv pip install --quiet --python "$PYTHON" --no-deps --no-build-isolation --editable "$ROOT"
+        { grep --invert-match "^$name " "$STAMP" 2>/dev/null || true; echo "$key"; } >"$STAMP.new"
+        mv "$STAMP.new" "$STAMP"
         echo "Installed in $((SECONDS - started)) s"
     fi
     exec 9>&-
 }
 
-setup
+if nvidia-smi --list-gpus >/dev/null 2>&1; then setup_list gpu; else setup_list cpu; fi
+if [[ -n ${WITH_DEV:-} ]]; then setup_list dev; fi

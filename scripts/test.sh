@@ -3,6 +3,7 @@
 #   scripts/test.sh                the parts below, at most 51 minutes
 #   scripts/test.sh --long [PART]  the tests marked long("PART"), or all of them part by part, at most 60 minutes each
 set -euo pipefail
+WITH_DEV=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 

@@ -16,7 +16,7 @@ from tests.index import index_url
 from tests.sources import ROOT
 
 CONSTRAINTS = ROOT / "constraints-gpu.txt"
-EXTRAS = ("gpu", "cluster", "loggers", "dev")
+EXTRAS = ("gpu", "cluster", "loggers")
 # The oldest glibc for which every package but those below has a wheel (llguidance asks for 2.31).
 PLATFORM = "x86_64-manylinux_2_31"
 ONLY_SOURCES = ("causal-conv1d", "mamba-ssm", "pwinput", "transformer-engine-torch")
@@ -53,7 +53,7 @@ def resolve(python: str, constraints: Path, environment: dict[str, str]) -> subp
     )
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_the_gpu_set_resolves_to_its_constraints(python: str, environment: dict[str, str]):
     done = resolve(python, CONSTRAINTS, environment)
     assert done.returncode == 0, done.stderr
