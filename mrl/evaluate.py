@@ -21,9 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from conversion.convert import convert_mcore_to_hf
-from mrl.cluster.head import NoCluster
+from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.session import start_engines
-from mrl.cluster.waiting import ActorLost, DeadlineExceeded
 from mrl.config.errors import ConfigError, Problems
 from mrl.config.files import find_config
 from mrl.config.load import load_run

@@ -1,6 +1,6 @@
 """`python -m mrl.launch slurm|k8s|lepton CONFIG [a.b=c ...]`: prints the job that runs a config on a cluster; with --submit, submits it.
 
-`wait` waits for the nodes of a launched Ray cluster; how it asks Ray for them is in mrl/cluster/join.py.
+`wait` waits for the nodes of a launched Ray cluster; how it asks Ray for them is in mrl/cluster/nodes.py.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def launch_lepton(options: argparse.Namespace) -> None:
 def wait(options: argparse.Namespace) -> None:
     """Waits for the nodes of a launched Ray cluster."""
     # Printing a job needs no Ray.
-    from mrl.cluster.join import connect, joined_nodes
+    from mrl.cluster.nodes import connect, joined_nodes
 
     names = options.nodes.split(",") if options.nodes else []
     connect()

@@ -18,7 +18,7 @@ import uv
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
-# The oldest glibc for which every package with wheels has one, and the newest that uv knows: it takes the wheel for the newest that a host has.
+# The oldest glibc for which every package with wheels has one, and the newest that uv knows: it takes the wheel for the host's own.
 PLATFORMS = tuple(f"{machine}-manylinux_{glibc}" for machine in ("x86_64", "aarch64") for glibc in ("2_31", "2_40"))
 PYPI = "https://pypi.org/simple"
 # PyPI's torch is for CUDA; its CPU build is another file, of a version with a name of its own.

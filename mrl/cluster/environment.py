@@ -1,13 +1,18 @@
-"""Environment variables that policy ranks and engines on GPUs start with, from the config and from the shell that mrl was started in."""
+"""How processes of actors start: environment variables, from the config and from mrl's own shell, and their log file."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import env
+from mrl.cluster.lifetime import die_with_parent
+from mrl.config.secrets import start_logging
 from mrl.refit.memory import with_expandable_segments
 from mrl.rollout.environment import engine_environment
 
@@ -29,8 +34,24 @@ FULL_FLOAT32 = {
 """With these, a process whose precision is float32 multiplies float32 numbers, and not TF32, which keeps 10 of their 23 bits."""
 
 
+def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
+    """First call of every actor: ties its life to its parent's and sends its stdout and stderr to `log_file`.
+
+    `secrets` become environment variables here, because Ray writes those of an actor's options to its own logs.
+    """
+    die_with_parent()
+    os.environ.update(secrets or {})
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    start_logging("%(asctime)s %(levelname)s %(name)s: %(message)s", sys.stderr)
+    logger.info("process %d", os.getpid())
+
+
 def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """What a policy rank starts with; `given` (policy.megatron_cfg.env_vars) wins."""
+    """Variables that a policy rank starts with; `given` (policy.megatron_cfg.env_vars) wins."""
     # Megatron orders its communication behind its compute by queueing both on one hardware queue; it asks for this with TP or SP on GPUs.
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if config.cluster.gpus_per_node:
@@ -40,11 +61,11 @@ def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
 
 
 def engine_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """What an engine starts with, and its workers inherit; `given` (policy.generation.vllm_cfg.env_vars) wins."""
+    """Variables that an engine starts with, and its workers inherit; `given` (policy.generation.vllm_cfg.env_vars) wins."""
     has_gpu = config.cluster.gpus_per_node > 0
     own = engine_environment(has_gpu=has_gpu)
     if has_gpu:
-        # Memory that vLLM puts to sleep cannot lie in such segments (https://github.com/pytorch/pytorch/issues/147851).
+        # vLLM cannot put memory in such segments to sleep (https://github.com/pytorch/pytorch/issues/147851).
         own |= _precision(config.policy.generation.vllm_cfg.precision) | _allocator(given, expandable_segments=False)
     return {**own, **given}
 
@@ -56,7 +77,7 @@ def _precision(precision: str) -> dict[str, str]:
 def _allocator(given: Mapping[str, str], *, expandable_segments: bool) -> dict[str, str]:
     """Settings of torch's allocator: those of the config, or those of this shell with one option replaced.
 
-    torch 2.13 reads some options from the one variable first and some from the other, so both say the same.
+    torch 2.13 reads some options from the one variable first and some from the other, so both get the same value.
     """
     names = [env.PYTORCH_ALLOC_CONF.name, env.PYTORCH_CUDA_ALLOC_CONF.name]
     chosen = [given[name] for name in names if name in given]
@@ -71,7 +92,7 @@ def _allocator(given: Mapping[str, str], *, expandable_segments: bool) -> dict[s
 
 @cache
 def _log_change(processes: str, inherited: str, settings: str) -> None:
-    # Cached, so that it is said once and not by engine.
+    # Cached: one line for all engines.
     logger.info(
         "torch's allocator is set to %s in this shell; %s get %s, because policy ranks need expandable segments and engines cannot "
         "use them (PYTORCH_ALLOC_CONF in env_vars of policy.megatron_cfg or policy.generation.vllm_cfg overrules this)",

@@ -1,4 +1,4 @@
-"""What one host is at: processors, memory, and its GPUs; and the loop that asks again and again. Needs no Ray."""
+"""Samples one host's CPU, memory and GPUs, once or in a loop. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -6,40 +6,29 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import psutil
 
 try:
     import pynvml
-except ModuleNotFoundError:  # hosts without GPUs do without it
+except ModuleNotFoundError:  # not needed on hosts without GPUs
     pynvml = None
 
 GIB = 2**30
 SHARED_MEMORY = "/dev/shm"
 
-
-class HostLog(Protocol):
-    """Where samples go."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nobody wants any."""
-        ...
-
-    def log_host(self, metrics: Mapping[str, float], sampled_at: float) -> None:
-        """Records the sample of a moment, in seconds since 1970."""
-        ...
+HostLog = Callable[[Mapping[str, float], float], None]
+"""Records the sample of a moment, in seconds since 1970."""
 
 
 class HostSampler:
-    """Samples the host that it runs on. Names are NeMo RL's where it has one, all without the node's `node.I.`."""
+    """Samples the host on which it runs. Names are NeMo RL's where it has one, without the node's prefix `node.I.`."""
 
-    def __init__(self, *, is_actor: bool) -> None:
-        """The run's processes are this one and its descendants; those of an actor's parent, its node's raylet, if `is_actor`."""
+    def __init__(self, is_actor: bool) -> None:
+        """Counts the memory of this process and its descendants, or, if `is_actor`, of its parent's: an actor's is the node's raylet."""
         self._root = psutil.Process(os.getppid() if is_actor else os.getpid())
         self._num_gpus = count_gpus()
-        # The first answer is since boot, the next one since the last.
+        # psutil answers for the time since its last answer; the first is for the time since boot.
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, float]:
@@ -69,7 +58,7 @@ def resident_bytes(root: psutil.Process) -> int:
 
 
 def count_gpus() -> int:
-    """GPUs that NVIDIA's driver sees on this host, whichever of them a process may use; 0 without a driver."""
+    """Number of GPUs that NVIDIA's driver sees on this host, whichever of them a process may use; 0 without a driver."""
     if pynvml is None:
         return 0
     try:
@@ -80,7 +69,7 @@ def count_gpus() -> int:
 
 
 def sample_gpu(index: int) -> dict[str, float]:
-    """`util` in percent and `mem_gb`; empty for a GPU that does not answer."""
+    """A GPU's `util` in percent and `mem_gb`; empty if it does not answer."""
     assert pynvml is not None, "count_gpus comes first"
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -97,20 +86,17 @@ def sample_until(
     collection_interval_s: float,
     flush_interval_s: float,
 ) -> None:
-    """Samples until `has_ended`, and hands the samples on every `flush_interval_s` and at the end. `sample` gets its limit in seconds."""
+    """Samples until `has_ended`; logs the samples every `flush_interval_s` and at the end. `sample` gets its limit in seconds."""
     waiting: list[tuple[Mapping[str, float], float]] = []
     last_flush = time.monotonic()
-    while not has_ended.wait(collection_interval_s):
-        waiting.append((sample(collection_interval_s), time.time()))
-        if time.monotonic() - last_flush >= flush_interval_s:
-            flush(waiting, log)
+    is_last = False
+    while not is_last:
+        is_last = has_ended.wait(collection_interval_s)
+        if not is_last:
+            waiting.append((sample(collection_interval_s), time.time()))
+        if is_last or time.monotonic() - last_flush >= flush_interval_s:
+            for metrics, sampled_at in waiting:
+                if metrics:
+                    log(metrics, sampled_at)
+            waiting.clear()
             last_flush = time.monotonic()
-    flush(waiting, log)
-
-
-def flush(waiting: list[tuple[Mapping[str, float], float]], log: HostLog) -> None:
-    """Hands all samples on and forgets them."""
-    for metrics, sampled_at in waiting:
-        if metrics:
-            log.log_host(metrics, sampled_at)
-    waiting.clear()

@@ -1,20 +1,31 @@
-"""Processes of a run: nothing survives its parent, and every actor's output lands in a file of the run folder."""
+"""How processes of a run end: none survives its parent, and nothing of a run is left on its host.
+
+`python -m mrl.cluster.lifetime FOLDER` is the reaper: it waits for its driver to end, in whatever way, kills every process of the run and
+removes the run's session folder. Ray's own agents outlive a killed driver by up to a minute. This file imports the standard library only,
+because the reaper must start in milliseconds and lives as long as the run.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
+import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
 from pathlib import Path
 
-from mrl.config.secrets import start_logging
-
-logger = logging.getLogger(__name__)
-
+MARK = "MRL_RUN_FOLDER"
+"""Environment variable that all processes of a run inherit from its driver."""
 PR_SET_PDEATHSIG = 1
+# After a clean shutdown processes are about to leave by themselves.
+GRACE_S = 1.0
+SWEEP_INTERVAL_S = 0.1
+# A process that is being killed may have started another one meanwhile, which cannot be read while it changes its program:
+# only after this many sweeps in a row that found nothing is nothing left.
+QUIET_SWEEPS = 3
+MAX_SWEEPS = 200
 
 
 def die_with_parent() -> None:
@@ -24,17 +35,53 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
-def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
-    """First call of every actor: ties its life to its parent's and sends its stdout and stderr to `log_file`.
+def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
+    """Starts the reaper of all processes that this process starts from now on. It acts when this process closes its stdin, or dies."""
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    os.environ[MARK] = str(folder)
+    # Ray's agents rename themselves; setproctitle would write the new name over their environment, and with it over the mark.
+    os.environ["SPT_NOENV"] = "1"
+    # A session of its own: Ctrl-C in the driver's terminal must not end it.
+    return subprocess.Popen(
+        [sys.executable, "-m", "mrl.cluster.lifetime", str(folder)], stdin=subprocess.PIPE, env=environment, start_new_session=True
+    )
 
-    `secrets` become environment variables: those of the actor's options are written to Ray's own logs.
-    """
-    die_with_parent()
-    os.environ.update(secrets or {})
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    start_logging("%(asctime)s %(levelname)s %(name)s: %(message)s", sys.stderr)
-    logger.info("process %d", os.getpid())
+
+def processes_of(folder: str) -> list[int]:
+    """Living processes that carry the mark of `folder`, without the caller."""
+    mark = f"{MARK}={folder}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                is_marked = mark in (entry / "environ").read_bytes().split(b"\0")
+                is_zombie = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"Z"]
+            except OSError:
+                # The process ended meanwhile, or belongs to somebody else.
+                continue
+            if is_marked and not is_zombie:
+                found.append(int(entry.name))
+    return found
+
+
+def reap(folder: str) -> None:
+    """Kills what is left of the run and removes its folder."""
+    time.sleep(GRACE_S)
+    num_quiet = 0
+    for _ in range(MAX_SWEEPS):
+        remaining = processes_of(folder)
+        num_quiet = 0 if remaining else num_quiet + 1
+        if num_quiet == QUIET_SWEEPS:
+            break
+        for pid in remaining:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(SWEEP_INTERVAL_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    reap(sys.argv[1])

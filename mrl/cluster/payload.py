@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import ray
 from ray.exceptions import RayError
 
 from mrl.data.batch import ExampleBatch
-from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TrainSequence
+from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TrainSequence, Transcript
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PayloadRef:
-    """One rollout inside the list of rollouts that an engine returned together."""
+    """One item of a list that an actor returned."""
 
     reference: ray.ObjectRef
     index: int
@@ -26,27 +29,34 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
     Raises:
         RuntimeError: a payload is lost or did not arrive within `timeout_s`.
     """
-    references = list(dict.fromkeys(info.payload.reference for info in infos if isinstance(info.payload, PayloadRef)))
-    try:
-        fetched = dict(zip(references, ray.get(references, timeout=timeout_s), strict=True))
-    except RayError as error:
-        raise RuntimeError(f"payload of {len(infos)} rollouts could not be pulled within {timeout_s:g} s: {error}") from error
-    rollouts: list[Rollout] = []
-    for info in infos:
-        assert isinstance(info.payload, PayloadRef)
-        rollout: Rollout = fetched[info.payload.reference][info.payload.index]
-        assert rollout.request.request_id == info.request_id, "payload reference points at another rollout"
-        rollouts.append(rollout)
+    payloads = [info.payload for info in infos if isinstance(info.payload, PayloadRef)]
+    assert len(payloads) == len(infos)
+    fetched = _fetch(payloads, Rollout, f"payload of {len(infos)} rollouts", timeout_s=timeout_s)
+    rollouts = [fetched[payload] for payload in payloads]
+    assert [rollout.request.request_id for rollout in rollouts] == [info.request_id for info in infos], "payload of another rollout"
     return rollouts
 
 
+def with_transcripts(requests: Sequence[RolloutRequest], *, timeout_s: float) -> list[RolloutRequest]:
+    """The requests with the transcripts that they refer to.
+
+    Raises:
+        RuntimeError: one is lost or did not arrive within `timeout_s`.
+    """
+    earlier = [request.earlier for request in requests if isinstance(request.earlier, PayloadRef)]
+    fetched = _fetch(earlier, Transcript, f"transcripts of {len(requests)} requests", timeout_s=timeout_s)
+    return [
+        replace(request, earlier=fetched[request.earlier]) if isinstance(request.earlier, PayloadRef) else request for request in requests
+    ]
+
+
 def put_batch(examples: ExampleBatch) -> Batch:
-    """The batch with its payloads in the object store, one object for each data-parallel rank, as long as the batch lives."""
+    """Stores the payloads of a batch as one Ray object for each data-parallel rank, as long as the batch lives; returns the batch."""
     infos: dict[int, RolloutInfo] = {}
     for rows in examples.rows:
         mine = sorted(index for row in rows for index in row)
         reference = ray.put([examples.rollouts[index] for index in mine])
-        infos |= {index: _info(examples.rollouts[index], PayloadRef(reference, place)) for place, index in enumerate(mine)}
+        infos |= {index: describe(examples.rollouts[index], PayloadRef(reference, place)) for place, index in enumerate(mine)}
     learned = [sum(turn.stop - turn.start for turn in rollout.turns) for rollout in examples.rollouts]
     return Batch(
         sequences=tuple(TrainSequence(infos[index], advantage=0.0, is_valid=True) for index in range(len(infos))),
@@ -58,36 +68,32 @@ def put_batch(examples: ExampleBatch) -> Batch:
     )
 
 
-def _info(rollout: Rollout, payload: PayloadRef) -> RolloutInfo:
+def describe(rollout: Rollout, payload: PayloadRef | None = None) -> RolloutInfo:
+    """What the driver learns of a rollout; without `payload`, the receiver fills in the reference."""
     request = rollout.request
     return RolloutInfo(
-        request.request_id,
-        request.prompt_id,
-        request.rollout_index,
-        rollout.weight_version,
+        request_id=request.request_id,
+        epoch=request.epoch,
+        prompt_id=request.prompt_id,
+        rollout_index=request.rollout_index,
+        weight_version=min(turn.weight_version for turn in rollout.turns),
         prompt_length=len(request.token_ids),
         length=len(rollout.token_ids),
         finish_reason=rollout.finish_reason,
         payload=payload,
+        num_observed=len(rollout.token_ids) - sum(turn.stop - turn.start for turn in rollout.turns),
+        num_turns=len(rollout.turns),
+        num_weight_versions=rollout.num_weight_versions,
     )
 
 
-def with_transcripts(requests: Sequence[RolloutRequest], *, timeout_s: float) -> list[RolloutRequest]:
-    """The requests with the transcripts that they refer to.
-
-    Raises:
-        RuntimeError: one is lost or did not arrive within `timeout_s`.
-    """
-    references = list(dict.fromkeys(request.earlier.reference for request in requests if isinstance(request.earlier, PayloadRef)))
-    if not references:
-        return list(requests)
+def _fetch(payloads: Sequence[PayloadRef], kind: type[T], what: str, *, timeout_s: float) -> dict[PayloadRef, T]:
+    """The items of this kind by reference; gets each list once."""
+    references = list(dict.fromkeys(payload.reference for payload in payloads))
     try:
-        fetched = dict(zip(references, ray.get(references, timeout=timeout_s), strict=True))
+        lists = dict(zip(references, ray.get(references, timeout=timeout_s) if references else [], strict=True))
     except RayError as error:
-        raise RuntimeError(f"transcripts of {len(requests)} requests could not be pulled within {timeout_s:g} s: {error}") from error
-    return [
-        replace(request, earlier=fetched[request.earlier.reference][request.earlier.index])
-        if isinstance(request.earlier, PayloadRef)
-        else request
-        for request in requests
-    ]
+        raise RuntimeError(f"{what} could not be pulled within {timeout_s:g} s: {error}") from error
+    items = {payload: lists[payload.reference][payload.index] for payload in payloads}
+    assert all(isinstance(item, kind) for item in items.values())
+    return items

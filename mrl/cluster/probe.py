@@ -1,16 +1,16 @@
-"""Questions that a run never asks: the same rollouts from every engine, and what the trainer thinks of them."""
+"""Questions of the doctor that a run never asks: the same rollouts from every engine, and the trainer's log-probabilities of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from conversion.boxes import Slot
-from mrl.cluster.engine_group import EngineGroup
+from mrl.cluster.engines import EngineGroup
 from mrl.cluster.environment import engine_variables, policy_variables
-from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.policies import PolicyGroup
+from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import max_row_tokens
 from mrl.data.packing import RowSequence, pack_row, padded_length
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def sample_everywhere(engines: EngineGroup, requests: Sequence[RolloutRequest], *, deadline_s: float) -> list[list[Rollout]]:
     """Rollouts of the same requests by every engine, in the order of the requests."""
-    return cast(list[list[Rollout]], engines.apply(_sample, list(requests), deadline_s=deadline_s))
+    return engines.apply(_sample, list(requests), deadline_s=deadline_s)
 
 
 def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int) -> list[np.ndarray]:
@@ -41,9 +41,9 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
         )
         for row in first_fit_decreasing(lengths, max_row_tokens(policy, "logprob"))
     ]
-    answers = cast(list[list[np.ndarray]], policies.call("logprobs_of_rows", rows, deadline_s=config.deadlines.train_s))
-    # Only the last pipeline stage knows; its ranks all say the same.
-    of_rows = next(answer for answer in answers if answer)
+    answers = policies.call(PolicyVerbs.logprobs_of_rows, rows)
+    # Only the ranks of the last pipeline stage know; all of them give the same answer.
+    of_rows = next(answer for answer in answers.values() if answer)
     found: dict[int, np.ndarray] = {}
     for row, logprobs_T in zip(rows, of_rows, strict=True):
         bounds = row.cu_seqlens.tolist()
@@ -53,22 +53,17 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
 
 
 def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
-    """By library, how a run in float32 multiplies: as float32 (Triton: tf32x3), or as TF32, for which the bounds of float32 do not hold.
+    """How a run in float32 multiplies, by library: as float32 (Triton: tf32x3), or as TF32, for which the bounds of float32 do not hold.
 
     Measured on the policy ranks; Triton does in both kinds of processes what its variable says.
     """
-    measured = cast(list[dict[str, str]], policies.apply(_float32_products, deadline_s=config.deadlines.train_s))
+    measured = policies.apply(_float32_products)
     found = {library: " and ".join(sorted({rank[library] for rank in measured})) for library in measured[0]}
     if config.cluster.gpus_per_node:
         policy, engine = config.policy.megatron_cfg.env_vars or {}, config.policy.generation.vllm_cfg.env_vars or {}
         variables = (policy_variables(config, policy), engine_variables(config, engine))
         found["Triton"] = " and ".join(sorted({chosen.get("TRITON_F32_DEFAULT", "TF32") for chosen in variables}))
     return ", ".join(f"{library} {precision}" for library, precision in found.items())
-
-
-def live_digests(engines: EngineGroup, *, deadline_s: float, only: Sequence[int] | None = None) -> dict[int, list[dict[Slot, int]]]:
-    """Checksums of every live tensor of every worker of the engines (all, or `only` these), by engine index."""
-    return cast(dict[int, list[dict[Slot, int]]], engines.call("live_digest", deadline_s=deadline_s, only=only))
 
 
 def _float32_products(policy: Policy) -> dict[str, str]:

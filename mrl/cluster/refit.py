@@ -1,7 +1,6 @@
-"""Refit, driven: settle, exchange, pull, verify, version. The schedule is built once; every step repeats it.
+"""Refit, as the driver runs it: settle, exchange, pull, verify, version. Builds the schedule once; every step repeats it.
 
-A refit is idempotent until its version is set: if an engine dies in it, the engine is started again and the refit begins anew. One that
-dies while it starts is one more such death; `EngineGroup.restart` counts them.
+A refit is idempotent until its version is set: if an engine dies in it, the driver starts the engine again and begins the refit anew.
 """
 
 from __future__ import annotations
@@ -9,29 +8,37 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING
 
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes, VllmParallel
 from conversion.reshard import ScheduleError
 from conversion.schedule import Schedule
-from mrl.capacity.start_deadline import start_deadline
-from mrl.cluster.engine_group import EngineGroup, index_of
-from mrl.cluster.placement import Placement
-from mrl.cluster.policy_group import PolicyGroup
-from mrl.cluster.probe import live_digests
-from mrl.cluster.waiting import ActorLost, wait_all
+from mrl.cluster.calls import wait_all
+from mrl.cluster.engines import EngineGroup
+from mrl.cluster.policies import PolicyGroup
+from mrl.cluster.runtime import Placement
+from mrl.cluster.scheduling import until_no_engine_dies
+from mrl.cluster.start_deadline import start_deadline
+from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.refit.checksum import check_unchanged
 from mrl.refit.exchange import GpuHandles, handles_for
 from mrl.refit.group import GroupAddress
-from mrl.refit.inputs import ExchangeMember, RankPlace, RefitInputs, WorkerRefit
-from mrl.refit.pull import VerifyReport
+from mrl.refit.inputs import ExchangeMember, RefitInputs, WorkerRefit
+
+if TYPE_CHECKING:
+    import ray
+
+    from mrl.cluster.errors import ActorName
 
 logger = logging.getLogger(__name__)
+
+Digests = dict[int, list[dict[Slot, int]]]
+"""Checksums of every live tensor of every worker, by engine index."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,7 @@ class RefitReport:
 
     def metrics(self) -> dict[str, float]:
         """As `refit/*`."""
-        return {
-            "refit/seconds": self.seconds,
-            "refit/verified_bytes": float(self.verified_bytes),
-            "refit/padding_bytes": float(self.padding_bytes),
-            "refit/copied_bytes": float(self.copied_bytes),
-            "refit/weight_version": float(self.weight_version),
-        }
+        return {f"refit/{name}": float(value) for name, value in vars(self).items()}
 
 
 class Refit:
@@ -68,7 +69,7 @@ class Refit:
         self.deadline_s = config.deadlines.refit_s
         self.policies = policies
         self.engines = engines
-        self.units = placement.engines
+        self.slots = {engine.engine_index: engine.slots for engine in placement.engines}
         self.num_exchanges = 0
         self.weight_version = 0
         inputs = refit_inputs(config, placement, policies, engines)
@@ -78,20 +79,20 @@ class Refit:
         for line in self.schedule.casts():
             logger.info("%s", line)
         num_ranks = len(self.schedule.source_class)
-        self.dedicated = [engine.engine_index for engine in self.units if engine.units[0] >= num_ranks]
+        self.dedicated = [index for index, slots in self.slots.items() if slots[0] >= num_ranks]
         self._handles: dict[int, GpuHandles] = {}
         self._prepare()
 
     def zero(self) -> RefitReport:
-        """The witness: refits weights that have not changed since vLLM's own loader read them, and every byte must stay as it was.
+        """The witness: refits weights that have not changed since vLLM's own loader read them, and proves that every byte stays as it was.
 
-        Otherwise no engine gets a weight version, so none can sample.
+        If one changes, no engine gets a weight version, so none can sample.
 
         Raises:
-            RuntimeError: naming the tensors on which the conversion tables and vLLM's loader disagree.
+            RuntimeError: names the tensors on which the conversion tables and vLLM's loader disagree.
         """
         self.weight_version += 1
-        report = self._refit(range(self.engines.num_engines), _Witness(self.engines, deadline_s=self.deadline_s))
+        report = self._refit(range(self.engines.num_engines), witness={})
         logger.info("Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}")
         return report
 
@@ -99,7 +100,7 @@ class Refit:
         """One refit of all engines; collective over the policy ranks. The engines sample from the new weights afterwards.
 
         Raises:
-            RuntimeError: naming slot, box and ranks of the first bytes that differ; no engine has sampled from them.
+            RuntimeError: names slot, box and ranks of the first bytes that differ; no engine has sampled from them.
         """
         self.weight_version += 1
         return self._refit(range(self.engines.num_engines))
@@ -112,49 +113,58 @@ class Refit:
         """
         self._refit([], died=index)
 
-    def _refit(self, engines: Sequence[int], witness: _Witness | None = None, died: int | None = None) -> RefitReport:
-        # All that are started again: dedicated engines take part in the exchange of a refit that is not theirs, and may die in it.
-        restarted: set[int] = set()
-        while True:
-            try:
-                if died is not None:
-                    # vLLM starts only where gpu_memory_utilization of a GPU is free. The policy holds weights alone there by now: an engine
-                    # is missed while rollouts are collected, or below, behind the policy's entry into the refit.
-                    restarted.add(died)
-                    self.engines.restart(died)
-                    self._prepare_again(died)
-                    died = None
-                with self.engines.held():
-                    report = self._attempt(sorted({*engines, *restarted}), witness)
-            except ActorLost as lost:
-                died = index_of(lost)
-                if witness is not None:
-                    witness.forget(died)
-            else:
-                for index in restarted:
-                    self.engines.resubmit(index)
-                return report
+    def prepare_again(self, index: int) -> None:
+        """Prepares an engine that was started again. A dedicated one was part of the exchange group, which no longer works without it."""
+        if index in self.dedicated:
+            self._prepare()
+        else:
+            self._prepare_colocated([index])
 
-    def _attempt(self, engines: Sequence[int], witness: _Witness | None) -> RefitReport:
+    def worker_refits(self, engine: int) -> list[WorkerRefit]:
+        """What each worker of a colocated engine needs: the schedule's inputs, and the memory of the trainer ranks that it reads."""
+        return [WorkerRefit(self.inputs, slot, handles_for(self.schedule, slot, self._handles)) for slot in self.slots[engine]]
+
+    def _refit(self, engines: Sequence[int], *, witness: Digests | None = None, died: int | None = None) -> RefitReport:
+        """Refits `engines`, and those that die meanwhile: dedicated ones take part in the exchange of a refit that is not theirs."""
+
+        def attempt(restarted: set[int]) -> RefitReport:
+            with self.engines.held():
+                return self._attempt(sorted({*engines, *restarted}), witness)
+
+        def restart(index: int) -> None:
+            # vLLM starts only where gpu_memory_utilization of a GPU is free. The policy holds weights alone there by now: the driver misses
+            # an engine while it collects rollouts, or in an attempt, behind the policy's entry into the refit.
+            if witness is not None:
+                witness.pop(index, None)
+            self.engines.restart(index)
+            self.prepare_again(index)
+
+        report, restarted = until_no_engine_dies(attempt, restart, died=died)
+        for index in restarted:
+            self.engines.book.resubmit(index)
+        return report
+
+    def _attempt(self, engines: Sequence[int], witness: Digests | None) -> RefitReport:
+        """One refit of `engines`. `witness` has what vLLM's own loader wrote into those that have not been refitted since they started."""
         start = time.monotonic()
         copied_bytes = 0
         if witness is not None:
-            witness.look()
-        self.policies.call("enter", "refit", deadline_s=self.deadline_s)
-        self.engines.call("enter", "refit", deadline_s=self.deadline_s, only=engines)
-        self.policies.call("settle", deadline_s=self.deadline_s)
+            unknown = [index for index in range(self.engines.num_engines) if index not in witness]
+            witness |= self.engines.call(EngineVerbs.live_digest, only=unknown)
+        self.policies.call(PolicyVerbs.enter, "refit", deadline_s=self.deadline_s)
+        self.engines.call(EngineVerbs.enter, "refit", only=engines)
+        self.policies.call(PolicyVerbs.settle, deadline_s=self.deadline_s)
         for round_index in range(self.schedule.num_rounds):
             self._exchange(round_index)
-            copied = self.engines.call("pull", round_index, deadline_s=self.deadline_s, only=engines)
-            self.engines.call("verify", round_index, deadline_s=self.deadline_s, only=engines)
-            copied_bytes += sum(cast(dict[int, int], copied).values())
+            copied_bytes += sum(self.engines.call(EngineVerbs.pull, round_index, only=engines).values())
+            self.engines.call(EngineVerbs.verify, round_index, only=engines)
         if witness is not None:
-            witness.check_unchanged()
-        finished = self.engines.call("set_weight_version", self.weight_version, deadline_s=self.deadline_s, only=engines)
+            check_witness(witness, self.engines.call(EngineVerbs.live_digest))
+        finished = self.engines.call(EngineVerbs.set_weight_version, self.weight_version, only=engines)
         # The policy makes room before the engines take their KV caches.
-        self.policies.call("enter", "generate", deadline_s=self.deadline_s)
-        self.engines.call("enter", "generate", deadline_s=self.deadline_s, only=engines)
-        reports = [report for workers in cast(dict[int, list[VerifyReport]], finished).values() for report in workers]
+        self.policies.call(PolicyVerbs.enter, "generate", deadline_s=self.deadline_s)
+        self.engines.call(EngineVerbs.enter, "generate", only=engines)
+        reports = [report for workers in finished.values() for report in workers]
         return RefitReport(
             weight_version=self.weight_version,
             seconds=time.monotonic() - start,
@@ -166,95 +176,70 @@ class Refit:
     def _exchange(self, round_index: int) -> None:
         """One round, by all participants at once: trainer ranks, and the workers of dedicated engines, whether they are refitted or not."""
         if not self.dedicated:
-            self.policies.call("exchange", round_index, deadline_s=self.deadline_s)
+            self.policies.call(PolicyVerbs.exchange, round_index, deadline_s=self.deadline_s)
             return
-        pending = self.policies.start_each("exchange", [(round_index,)] * self.policies.world_size)
-        pending |= self.engines.start_each("exchange", {index: (round_index,) for index in self.dedicated})
+        pending = self.policies.start(PolicyVerbs.exchange, dict.fromkeys(range(self.policies.world_size), (round_index,)))
+        pending |= self.engines.start(EngineVerbs.exchange, dict.fromkeys(self.dedicated, (round_index,)))
         wait_all(pending, deadline_s=self.deadline_s, what="exchange")
 
     def _prepare(self) -> None:
         """Makes the exchange group of all participants, and tells every engine where its sources are."""
         num_ranks = len(self.schedule.source_class)
-        num_seats = sum(len(self.units[index].units) for index in self.dedicated)
+        num_members = sum(len(self.slots[index]) for index in self.dedicated)
         address = None
-        if num_ranks + num_seats > 1:
+        if num_ranks + num_members > 1:
             # The store remembers the addresses of an earlier group under its name.
             self.num_exchanges += 1
-            address = GroupAddress(*self.policies.master, name=f"exchange {self.num_exchanges}", size=num_ranks + num_seats)
-        parts = [(self.inputs, address)] * num_ranks
+            address = GroupAddress(*self.policies.master, name=f"exchange {self.num_exchanges}", size=num_ranks + num_members)
+        parts = dict.fromkeys(range(num_ranks), (self.inputs, address))
         if self.dedicated:
-            assert address is not None
-            pending = self.policies.start_each("prepare_refit", parts)
-            pending |= self.engines.start_each("prepare_refit", {index: (self._members(index, address),) for index in self.dedicated})
-            results = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
-            self._handles = {rank: cast(GpuHandles, results[f"policy rank {rank}"]) for rank in range(num_ranks)}
+            assert address is not None, "ranks and the workers of dedicated engines exchange"
+            members = {index: (self._members(index, address),) for index in self.dedicated}
+            pending: dict[ActorName, ray.ObjectRef] = {
+                **self.policies.start(PolicyVerbs.prepare_refit, parts),
+                **self.engines.start(EngineVerbs.prepare_refit, members),
+            }
+            answers = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
+            self._handles = {name.index: handles for name, handles in answers.items() if handles is not None}
         else:
-            handles = self.policies.call_each("prepare_refit", parts, deadline_s=self.deadline_s)
-            self._handles = dict(enumerate(cast(list[GpuHandles], handles)))
-        self._prepare_colocated([index for index in range(self.engines.num_engines) if index not in self.dedicated])
-
-    def _prepare_again(self, index: int) -> None:
-        """After the restart of an engine. A dedicated one was part of the exchange group, which no longer works without it."""
-        if index in self.dedicated:
-            self._prepare()
-        else:
-            self._prepare_colocated([index])
+            self._handles = self.policies.call_each(PolicyVerbs.prepare_refit, parts, deadline_s=self.deadline_s)
+        self._prepare_colocated([index for index in self.slots if index not in self.dedicated])
 
     def _prepare_colocated(self, engines: Sequence[int]) -> None:
-        self.engines.call_each("prepare_refit", {i: (self._workers(i),) for i in engines}, deadline_s=self.deadline_s)
-
-    def _workers(self, engine: int) -> list[WorkerRefit]:
-        workers = self.units[engine].units
-        return [WorkerRefit(self.inputs, worker, handles_for(self.schedule, worker, self._handles)) for worker in workers]
+        self.engines.call_each(EngineVerbs.prepare_refit, {index: (self.worker_refits(index),) for index in engines})
 
     def _members(self, engine: int, address: GroupAddress) -> list[WorkerRefit]:
-        return [WorkerRefit(self.inputs, worker, ExchangeMember(address, self.deadline_s)) for worker in self.units[engine].units]
+        """What each worker of a dedicated engine needs: the schedule's inputs, and its place in the exchange."""
+        return [WorkerRefit(self.inputs, slot, ExchangeMember(address, self.deadline_s)) for slot in self.slots[engine]]
 
 
-class _Witness:
-    """Knows what vLLM's own loader wrote into each engine."""
-
-    def __init__(self, engines: EngineGroup, *, deadline_s: float) -> None:
-        self._engines = engines
-        self._deadline_s = deadline_s
-        self._before: dict[int, list[dict[Slot, int]]] = {}
-
-    def look(self) -> None:
-        """Takes the digests of the engines that it does not know: none of them has been refitted since it was started."""
-        unknown = [index for index in range(self._engines.num_engines) if index not in self._before]
-        self._before |= live_digests(self._engines, deadline_s=self._deadline_s, only=unknown)
-
-    def forget(self, index: int) -> None:
-        """The engine died; the one that takes its place is looked at anew."""
-        self._before.pop(index, None)
-
-    def check_unchanged(self) -> None:
-        """Returns if all engines hold what they held when they were looked at; see `mrl.refit.checksum.check_unchanged`."""
-        for index, after in live_digests(self._engines, deadline_s=self._deadline_s).items():
-            for worker_before, worker_after in zip(self._before[index], after, strict=True):
-                check_unchanged(worker_before, worker_after)
+def check_witness(before: Mapping[int, list[dict[Slot, int]]], after: Mapping[int, list[dict[Slot, int]]]) -> None:
+    """Returns if the engines hold what they held before; see `mrl.refit.checksum.check_unchanged`."""
+    for index, workers in after.items():
+        for worker_before, worker_after in zip(before[index], workers, strict=True):
+            check_unchanged(worker_before, worker_after)
 
 
 def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup) -> RefitInputs:
-    """What the schedule from all policy ranks to all engine workers follows from. A worker has the number of its GPU."""
+    """The inputs of the schedule from all policy ranks to all engine workers. A worker has the number of its slot."""
     start_s = start_deadline(config).seconds
-    places = cast(list[RankPlace], policies.call("layout_arguments", deadline_s=start_s))
-    live = cast(dict[int, list[EngineDtypes]], engines.call("tensor_dtypes", deadline_s=start_s))
+    places = policies.call(PolicyVerbs.layout_arguments, deadline_s=start_s)
+    live = engines.call(EngineVerbs.tensor_dtypes, deadline_s=start_s)
     # Equal lists of dtypes become one object: they come from every worker, and go to every participant.
     known: dict[EngineDtypes, EngineDtypes] = {}
     workers = {
-        gpu: (index, known.setdefault(live[engine.engine_index][index], live[engine.engine_index][index]))
+        slot: (index, known.setdefault(live[engine.engine_index][index], live[engine.engine_index][index]))
         for engine in placement.engines
-        for index, gpu in enumerate(engine.units)
+        for index, slot in enumerate(engine.slots)
     }
     vllm_cfg = config.policy.generation.vllm_cfg
     return RefitInputs(
         hf_config=json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8")),
-        ranks=tuple(places),
+        ranks=tuple(places.values()),
         parallel=VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size),
         precision=vllm_cfg.precision,
         workers=workers,
-        gpu_of={gpu: gpu for gpu in workers},
+        gpu_of={slot: slot for slot in workers},
         node_of=placement.node_of,
         buffer_bytes=int(config.policy.refit_buffer_size_gb * 1e9),
     )

@@ -1,4 +1,4 @@
-"""Collects rollouts: requests out to the engines, finished rollouts straight to the rewards, groups back."""
+"""Collects rollouts: sends requests to the engines and finished rollouts straight to the rewards, and hands back judged groups."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import ray
 
-from mrl.cluster.engine_group import EngineGroup, index_of
+from mrl.cluster.engines import EngineGroup
+from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.payload import PayloadRef
-from mrl.cluster.reward_actor import Rewards
-from mrl.cluster.waiting import ActorLost, DeadlineExceeded
+from mrl.cluster.rewards import Rewards
+from mrl.config.schema.run import RunConfig
 from mrl.data.order import LengthHints
 from mrl.data.turns import Ending
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
@@ -23,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class AskedGroup:
-    """A prompt whose rollouts were asked for; `infos` are those that have arrived, by request id."""
+    """A prompt with its requests; `infos` are the rollouts that have arrived, by request id."""
 
     prompt: Prompt
     requests: list[RolloutRequest]
     weight_version: int
-    """Of the engines when it was asked."""
+    """Of the engines when the group was asked for."""
     infos: dict[str, RolloutInfo] = field(default_factory=dict)
 
     @property
@@ -37,37 +38,30 @@ class AskedGroup:
 
 
 class RolloutCollector:
-    """Samples groups of rollouts and has them scored while generation goes on.
+    """Samples groups of rollouts and has them scored while generation goes on, for several callers at once.
 
-    Groups are named by (epoch, prompt id). They are asked for, sampled, and leave with their verdicts, for several callers at once.
+    The key of a group is (epoch, prompt id). `ask` begins a group, `judge` hands it back with its verdicts.
     """
 
     def __init__(
-        self,
-        engines: EngineGroup,
-        rewards: Rewards,
-        *,
-        run_seed: int,
-        deadline_s: float,
-        restart_engine: Callable[[int], None],
-        longest_first: bool = True,
+        self, config: RunConfig, engines: EngineGroup, rewards: Rewards, *, seed: int, restart_engine: Callable[[int], None]
     ) -> None:
-        """`restart_engine(index)` starts a dead engine again; see `Refit.restart_engine`."""
+        """`restart_engine(index)` starts a dead engine again, on the current weights, and asks its unfinished requests again."""
         self.engines = engines
         self.rewards = rewards
-        self.run_seed = run_seed
-        self.deadline_s = deadline_s
+        self.seed = seed
+        self.deadline_s = config.deadlines.generate_s
         self.restart_engine = restart_engine
-        self._hints = LengthHints() if longest_first else None
+        self._hints = LengthHints() if config.policy.generation.longest_first else None
         self._groups: dict[PromptKey, AskedGroup] = {}
         self._verdicts: dict[str, Verdict] = {}
         self._turns: dict[str, RolloutInfo] = {}
-        """Rollouts of which it is not known yet whether another turn follows."""
+        """Rollouts without a decision yet on whether another turn follows."""
 
     def ask(
         self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
     ) -> list[PromptKey]:
-        """Asks for `num_generations` rollouts of every (epoch, prompt); the names of the groups. Does not wait.
+        """Asks for `num_generations` rollouts of every (epoch, prompt); returns the keys of the groups. Does not wait.
 
         The engines hold weights of `weight_version`.
         """
@@ -76,7 +70,7 @@ class RolloutCollector:
             assert key not in self._groups, f"{key} is under way"
             requests = [self._request(prompt, sampling, epoch, index) for index in range(num_generations)]
             self._groups[key] = AskedGroup(prompt, requests, weight_version)
-            self.engines.submit(requests)
+            self.engines.book.submit(requests)
         return [(epoch, prompt.prompt_id) for epoch, prompt in asked]
 
     def num_missing(self, keys: Sequence[PromptKey]) -> int:
@@ -90,38 +84,32 @@ class RolloutCollector:
     def wait(self, is_enough: Callable[[], bool], *, on_progress: Callable[[], None]) -> None:
         """Collects rollouts until `is_enough`. `on_progress` is called whenever some have arrived.
 
-        To be called while the policy holds the engines' weights: engines that died are started again, and given them.
+        Call it while the policy holds the engines' weights: it starts engines that died again, and gives them these weights.
 
         Raises:
             DeadlineExceeded: no rollout arrives in time.
             RuntimeError: an engine keeps dying, or a rollout was drawn from weights older than it was asked of.
         """
         while not is_enough():
-            assert self.engines.num_unfinished or self.rewards.num_undecided, "nothing is under way, and it is not enough"
-            try:
-                for index in sorted(self.engines.lost):
-                    self.restart_engine(index)
-                self._collect()
-            except ActorLost as lost:
-                self.restart_engine(index_of(lost))
+            assert self.engines.book.num_unfinished or self.rewards.num_undecided, "nothing is under way, and it is not enough"
+            for index in sorted(self.engines.book.lost):
+                self.restart_engine(index)
+            self._collect()
             on_progress()
 
     def drain(self) -> None:
-        """Collects all that is under way on engines that live. The policy may hold other weights than the engines.
+        """Collects everything under way on engines that live. The policy may hold other weights than the engines.
 
         Raises:
             DeadlineExceeded: no rollout arrives in time.
         """
-        while self.engines.num_expected or self.rewards.num_undecided:
-            try:
-                self._collect()
-            except ActorLost as lost:
-                self.engines.lost.add(index_of(lost))
+        while self.engines.book.num_expected or self.rewards.num_undecided:
+            self._collect()
 
     def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]:
-        """The groups of these names, in this order, once their last verdict is in; all of them are sampled, and leave.
+        """Waits for the last verdict on these sampled groups and hands them out, in this order.
 
-        Also the seconds of scoring since the last call.
+        Also returns the seconds of scoring since the last call.
         """
         verdicts, seconds = self.rewards.collect()
         self._verdicts.update(verdicts)
@@ -135,37 +123,42 @@ class RolloutCollector:
         return groups, seconds
 
     def take_busy_s(self) -> float:
-        """Seconds in which an engine had a rollout to work on, since the last call; their mean over the engines."""
+        """Seconds since the last call in which an engine had a rollout to work on, as a mean over the engines."""
         busy_s, self.engines.busy_s = self.engines.busy_s, 0.0
         return busy_s / self.engines.num_engines
 
     def references(self) -> list[ray.ObjectRef]:
-        """See `mrl.cluster.waiting.Background`."""
+        """See `mrl.cluster.calls.Background`."""
         return [*self.engines.references(), *self.rewards.references()]
 
-    def advance(self) -> None:
-        """See `mrl.cluster.waiting.Background`."""
-        self._arrived(self.engines.take_ready())
-        self._decided(self.rewards.take_ready())
+    def advance(self) -> bool:
+        """See `mrl.cluster.calls.Background`. Whether anything has arrived."""
+        finished, decided = self.engines.take_ready(), self.rewards.take_ready()
+        self._arrived(finished)
+        self._decided(decided)
+        return bool(finished or decided)
 
     def _collect(self) -> None:
-        """Waits for rollouts of the engines, and for what environments make of turns."""
-        if not self.rewards.num_undecided:
-            self._arrived(self.engines.collect(self.deadline_s))
-            return
-        end, num_lost = time.monotonic() + self.deadline_s, len(self.engines.lost)
-        while True:
-            ray.wait(self.references(), num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            finished, decided = self.engines.take_ready(), self.rewards.take_ready()
-            self._arrived(finished)
-            self._decided(decided)
-            if finished or decided or len(self.engines.lost) > num_lost:
+        """Waits until rollouts arrive, environments decide on turns, or an engine dies.
+
+        Raises:
+            DeadlineExceeded: nothing of this happens in time.
+        """
+        end, num_lost = time.monotonic() + self.deadline_s, len(self.engines.book.lost)
+        while references := self.references():
+            ray.wait(references, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if self.advance() or len(self.engines.book.lost) > num_lost:
                 return
             if time.monotonic() > end:
-                raise DeadlineExceeded(
-                    f"turns: no rollout arrived and no environment answered within {self.deadline_s:g} s (deadlines.generate_s); "
-                    f"{self.rewards.num_undecided} turns wait for their environment"
-                )
+                raise DeadlineExceeded(self._overdue())
+
+    def _overdue(self) -> str:
+        if self.rewards.num_undecided:
+            return (
+                f"turns: no rollout arrived and no environment answered within {self.deadline_s:g} s (deadlines.generate_s); "
+                f"{self.rewards.num_undecided} turns wait for their environment"
+            )
+        return f"generation: {self.engines.book.missing()} unfinished and none arrived within {self.deadline_s:g} s (deadlines.generate_s)"
 
     def _decided(self, decisions: Sequence[tuple[str, PayloadRef | Ending]]) -> None:
         """Asks for the next turns of rollouts that go on; the others are complete, and truncated if a turn would not fit."""
@@ -173,7 +166,7 @@ class RolloutCollector:
             info = self._turns.pop(request_id)
             group = self._groups[info.key]
             if isinstance(following, PayloadRef):
-                self.engines.submit([dataclasses.replace(group.requests[info.rollout_index], earlier=following)])
+                self.engines.book.submit([dataclasses.replace(group.requests[info.rollout_index], earlier=following)])
             else:
                 is_truncated = following == "out of context"
                 group.infos[request_id] = dataclasses.replace(info, finish_reason="length") if is_truncated else info
@@ -190,5 +183,5 @@ class RolloutCollector:
             self.rewards.submit(finished, prompts)
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, epoch: int, index: int) -> RolloutRequest:
-        seed = request_seed(self.run_seed, epoch, prompt.prompt_id, index)
+        seed = request_seed(self.seed, epoch, prompt.prompt_id, index)
         return RolloutRequest(prompt.prompt_id, index, epoch, seed, prompt.token_ids, sampling)

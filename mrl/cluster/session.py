@@ -1,120 +1,136 @@
-"""Everything of a run that is alive: Ray, policy ranks, engines, rewards, and the refit that connects them."""
+"""Starts the processes of a run, and owns the phases in which policy ranks and engines share their devices."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from mrl.capacity.phases import Phase
-from mrl.capacity.start_deadline import start_deadline
-from mrl.cluster.engine_group import EngineGroup
-from mrl.cluster.placement import Placement
-from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.engines import EngineGroup
+from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import Refit
-from mrl.cluster.reward_actor import Rewards
+from mrl.cluster.rewards import Rewards
 from mrl.cluster.rollouts import RolloutCollector
-from mrl.cluster.runtime import ray_runtime
+from mrl.cluster.runtime import Placement, placed_slots
+from mrl.cluster.scheduling import until_no_engine_dies
+from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
+from mrl.phases import Phase
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Session:
-    """The actors of a run, up and holding the starting weights."""
+class Session(Protocol):
+    """The processes of a run, as the training loop sees them."""
 
+    @property
+    def policies(self) -> PolicyGroup: ...
+
+    def enter(self, phase: Phase) -> None:
+        """Brings the policy, and engines that share its devices, into a phase in which the policy works."""
+        ...
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Inside the `with` block the policy is in the phase in which it begins to save."""
+        ...
+
+
+@dataclass
+class PolicySession:
+    """Policy ranks without engines. Nothing ever leaves their devices: they enter the phase "train" once and stay in it."""
+
+    policies: PolicyGroup
+    _is_training: bool = False
+
+    def enter(self, phase: Phase) -> None:
+        """See `Session`."""
+        if not self._is_training:
+            self.policies.call(PolicyVerbs.enter, "train")
+            self._is_training = True
+
+    def saving(self) -> AbstractContextManager[None]:
+        """See `Session`."""
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class RolloutSession:
+    """Policy ranks, engines, rewards, and the refit that connects them."""
+
+    config: RunConfig
     policies: PolicyGroup
     engines: EngineGroup
     rewards: Rewards
     refit: Refit
     collector: RolloutCollector
 
-    def enter(self, phase: Phase, *, deadline_s: float) -> None:
+    def enter(self, phase: Phase) -> None:
         """Brings the policy into a phase in which it works, and colocated engines, which yield their memory. Dedicated ones go on."""
+        deadline_s = self.config.deadlines.train_s
         if self.engines.are_colocated:
             self.engines.enter(phase, deadline_s=deadline_s)
-        self.policies.call("enter", phase, deadline_s=deadline_s)
+        self.policies.call(PolicyVerbs.enter, phase, deadline_s=deadline_s)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """See `Session`. Engines keep their weights: the policy saves between a refit or a validation and the next rollouts."""
+        deadline_s = self.config.deadlines.checkpoint_s
+        self.policies.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
+        yield
+        self.policies.call(PolicyVerbs.enter, "generate", deadline_s=deadline_s)
 
 
 @contextmanager
-def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[Session]:
+def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[RolloutSession]:
     """All actors of a run, inside the `with` block; policy and engines have each loaded the model folder by their own loader."""
-    with placed_units(config) as placement, endpoints_removed(log_folder):
+    with placed_slots(config) as placement, endpoints_removed(log_folder):
         rewards = Rewards(config, placement, log_folder=log_folder)
         policies, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
         rewards.wait_until_built()
-        collector = RolloutCollector(
-            engines,
-            rewards,
-            run_seed=config.grpo.seed,
-            deadline_s=config.deadlines.generate_s,
-            restart_engine=refit.restart_engine,
-            longest_first=config.policy.generation.longest_first,
-        )
+        collector = RolloutCollector(config, engines, rewards, seed=config.grpo.seed, restart_engine=refit.restart_engine)
         if config.grpo.async_grpo.max_lag_steps > 0:
             policies.beside = rewards.beside = collector
-        yield Session(policies, engines, rewards, refit, collector)
+        yield RolloutSession(config, policies, engines, rewards, refit, collector)
 
 
 @contextmanager
-def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[PolicyGroup]:
+def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[PolicySession]:
     """The policy ranks of a run without engines, inside the `with` block, with the model folder's weights."""
-    with placed_units(config) as placement:
+    with placed_slots(config) as placement:
         policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
-        logger.info("Number of actors online: %d/%d", policies.world_size, placement.num_units)
-        yield policies
+        logger.info("Number of actors online: %d/%d", policies.world_size, placement.num_slots)
+        yield PolicySession(policies)
 
 
 @contextmanager
 def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> Iterator[RolloutCollector]:
     """Engines and rewards alone, inside the `with` block; the engines sample from the model folder's weights, called `weight_version`."""
-    with placed_units(config) as placement, endpoints_removed(log_folder):
+    with placed_slots(config) as placement, endpoints_removed(log_folder):
         rewards = Rewards(config, placement, log_folder=log_folder)
         engines = EngineGroup(config, placement, log_folder=log_folder)
         engines.wait_until_built()
         rewards.wait_until_built()
 
         def serve(indices: Sequence[int]) -> None:
-            deadline_s = config.deadlines.refit_s
-            engines.call("enter", "refit", deadline_s=deadline_s, only=indices)
-            engines.call("set_weight_version", weight_version, deadline_s=deadline_s, only=indices)
-            engines.call("enter", "generate", deadline_s=deadline_s, only=indices)
+            engines.call(EngineVerbs.enter, "refit", only=indices)
+            engines.call(EngineVerbs.set_weight_version, weight_version, only=indices)
+            engines.call(EngineVerbs.enter, "generate", only=indices)
 
         def restart(index: int) -> None:
-            engines.restart(index)
-            serve([index])
-            engines.resubmit(index)
+            until_no_engine_dies(lambda restarted: serve(sorted(restarted)), engines.restart, died=index)
+            engines.book.resubmit(index)
 
         serve(range(engines.num_engines))
-        yield RolloutCollector(
-            engines,
-            rewards,
-            run_seed=config.eval.seed,
-            deadline_s=config.deadlines.generate_s,
-            restart_engine=restart,
-            longest_first=config.policy.generation.longest_first,
-        )
-
-
-@contextmanager
-def placed_units(config: RunConfig) -> Iterator[Placement]:
-    """Ray, and a place for every worker unit, inside the `with` block."""
-    with ray_runtime(config):
-        deadline = start_deadline(config)
-        logger.info("%s", deadline)
-        placement = Placement(config, timeout_s=deadline.seconds)
-        for line in placement.table():
-            logger.info("%s", line)
-        yield placement
+        yield RolloutCollector(config, engines, rewards, seed=config.eval.seed, restart_engine=restart)
 
 
 @contextmanager
 def endpoints_removed(log_folder: Path) -> Iterator[None]:
-    """After the `with` block nobody finds addresses of engines that are gone."""
+    """Removes the file of the engines' HTTP addresses after the `with` block, when the engines are gone."""
     try:
         yield
     finally:
@@ -133,5 +149,5 @@ def start_models(config: RunConfig, placement: Placement, *, pad_token_id: int, 
         engines.wait_until_built()
     policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
     engines.wait_until_built()
-    logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_units, placement.num_units)
+    logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_slots, placement.num_slots)
     return policies, engines, Refit(config, placement, policies, engines)

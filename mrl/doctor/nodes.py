@@ -55,7 +55,7 @@ def report_nodes(
         NoCluster: there is no such cluster.
     """
     # Judging reports needs no Ray.
-    from mrl.cluster.survey import ask_nodes, clock_offsets, joined_cluster
+    from mrl.cluster.nodes import ask_nodes, clock_offsets, joined_cluster
 
     with _released_canaries(shared) as canaries, joined_cluster() as nodes:
         alive = [node for node in nodes if node.is_alive]

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 
 from conversion.boxes import Slot
-from mrl.cluster.policy_group import PolicyGroup
-from mrl.cluster.probe import float32_products, live_digests, sample_everywhere, trainer_logprobs
+from mrl.cluster.policies import PolicyGroup
+from mrl.cluster.probe import float32_products, sample_everywhere, trainer_logprobs
 from mrl.cluster.refit import RefitReport
-from mrl.cluster.session import placed_units, start_models
+from mrl.cluster.runtime import placed_slots
+from mrl.cluster.session import start_models
+from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptData
@@ -103,13 +105,13 @@ class Failed(Exception):
 def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outcome]:
     """Runs the checks in order, up to the first that fails, and returns their outcomes."""
     outcomes: list[Outcome] = []
-    refit_s, train_s = config.deadlines.refit_s, config.deadlines.train_s
+    train_s = config.deadlines.train_s
     # The last outcome says why an examination ended as `Failed`.
     with suppress(Failed), ExitStack() as processes:
         with stage(outcomes, START):
-            placement = processes.enter_context(placed_units(config))
+            placement = processes.enter_context(placed_slots(config))
             policies, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
-            kind = "dedicated" if placement.num_dedicated_units else "colocated"
+            kind = "dedicated" if placement.num_dedicated_slots else "colocated"
             numbers = f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"
             if config.policy.precision == "float32":
                 numbers += f"; products of float32: {float32_products(policies, config)}"
@@ -117,15 +119,15 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outco
         with stage(outcomes, ZERO):
             outcomes.append(Outcome(ZERO, True, refit_numbers(refit.zero())))
         with stage(outcomes, REFIT):
-            before = live_digests(engines, deadline_s=refit_s)
-            policies.call("perturb", config.grpo.seed, deadline_s=train_s)
+            before = engines.call(EngineVerbs.live_digest)
+            policies.call(PolicyVerbs.perturb, config.grpo.seed)
             outcomes.append(Outcome(REFIT, True, refit_numbers(refit.run())))
         with stage(outcomes, CHANGED):
-            outcomes.append(Outcome(CHANGED, True, changed_tensors(before, live_digests(engines, deadline_s=refit_s))))
+            outcomes.append(Outcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
         with stage(outcomes, LOGPROBS):
             sampled = sample_everywhere(engines, requests(config, data), deadline_s=config.deadlines.generate_s)
             engines.enter("logprob", deadline_s=train_s)
-            policies.call("enter", "logprob", deadline_s=train_s)
+            policies.call(PolicyVerbs.enter, "logprob")
             for index, rollouts in enumerate(sampled):
                 outcomes += compare_with(policies, rollouts, config, pad_token_id=data.pad_token_id, subject=f"engine {index}")
     return outcomes
@@ -143,7 +145,7 @@ def stage(outcomes: list[Outcome], check: Check) -> Iterator[None]:
 
 
 def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: Mapping[int, Sequence[Mapping[Slot, int]]]) -> str:
-    """Counts the tensors of the engines' workers, all of which must have another checksum than before; arguments: see `live_digests`.
+    """Counts the tensors of the engines' workers, all of which must have another checksum than before; see `EngineVerbs.live_digest`.
 
     Raises:
         RuntimeError: some tensors have the same checksum as before; names them.

@@ -5,23 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 from mrl import check, env
-from mrl.cluster.head import NoCluster
-from mrl.cluster.monitor import watch_hosts
-from mrl.cluster.waiting import ActorLost, DeadlineExceeded
+from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
+from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
-from mrl.data.reading import LeftOut, write_quarantine
-from mrl.loop import examples, rollouts
-from mrl.loop.budget import Budget
-from mrl.loop.examples import ExampleTraining
+from mrl.data.reading import write_quarantine
+from mrl.loop import rollouts, supervised
 from mrl.loop.rollout_queue import NoSignal
-from mrl.loop.rollouts import RolloutTraining
-from mrl.loop.run import Run, Supplier
+from mrl.loop.run import Budget, Supplier, Training
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import is_good_enough
@@ -33,37 +27,18 @@ logger = logging.getLogger(__name__)
 ENDED_EARLY = 75
 
 
-class Training(Protocol):
-    """A run that may start: its config and data are checked."""
-
-    @property
-    def num_steps(self) -> int: ...
-
-    @property
-    def left_out(self) -> list[LeftOut]: ...
-
-    def open(self, folder: RunFolder, budget: Budget) -> AbstractContextManager[Run[Supplier]]: ...
-
-
-def prepare(config: RunConfig) -> Training:
-    """Reads and checks the data of the configured algorithm.
-
-    Raises:
-        ValueError: naming every key, file or row at fault, the rule, and the way out.
-    """
-    if config.has_engines:
-        return RolloutTraining(config, rollouts.preflight(config))
-    return ExampleTraining(config, examples.preflight(config))
-
-
-def run_attempt(config: RunConfig, training: Training, folder: RunFolder, budget: Budget) -> bool:
-    """Runs the configured steps from where the run folder stands. False if the budget was over first: the same command goes on."""
+def run_attempt(config: RunConfig, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
+    """Runs the configured steps from the newest checkpoint on. False if the budget was over first: the same command goes on."""
     write_quarantine(training.left_out, folder.path / "quarantine")
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
     if checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):
-        logger.info("All is done by step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
+        logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
         return True
-    with training.open(folder, budget) as run, folder.open_loggers() as loggers, watch_hosts(config, loggers):
+    with (
+        training.open(folder, budget) as run,
+        folder.open_loggers() as loggers,
+        watch_hosts(config, None if loggers.is_empty else loggers.log_host),
+    ):
         budget.begin()
         state = train(run, checkpoint)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
@@ -71,9 +46,10 @@ def run_attempt(config: RunConfig, training: Training, folder: RunFolder, budget
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 0; 2 with one clear message if the input is at fault.
+    """Entry point; returns the exit code.
 
-    1 if the attempt failed and 75 if it was asked to end before its last step: the same command resumes.
+    0: done. 1: the attempt failed; the same command resumes. 2: the input is at fault, with one clear message.
+    75: a signal or the time limit ended the run before its last step; the same command resumes.
     """
     started = time.monotonic() - env.job_age_s()
     options = check.parse_arguments(arguments)
@@ -85,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         migration.log()
         budget = Budget(config.checkpointing.must_save_by_s, started=started)
         budget.listen()
-        training = prepare(config)
+        training = rollouts.prepare(config) if config.has_engines else supervised.prepare(config)
         folder = RunFolder(config)
         folder.open()
     except ValueError as error:

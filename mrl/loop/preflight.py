@@ -1,4 +1,4 @@
-"""What every run checks before a process starts."""
+"""Checks that every run makes before any process starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.config.schema.run import RunConfig
 
 
 def check_start(config: RunConfig) -> None:
-    """Returns if config, model and cache are in order; names of the Hub in `config` have become folders then.
+    """Returns if config, model and cache are in order; replaces names of the Hub in `config` by folders.
 
     Raises:
         ValueError: naming every key or file at fault, the rule, and the way out.
@@ -21,11 +21,11 @@ def check_start(config: RunConfig) -> None:
     model = config.policy.model_name
     problems = find_problems(with_cached_folders(config))
     if any(not isinstance(problem, Unprovided) for problem in problems):
-        # What is wrong with the config itself is told before the network is asked for the rest.
+        # Report problems of the config itself before asking the network for the rest.
         raise ConfigError(problems)
     local = with_local_folders(config)
     check_config(local)
-    # A model of the Hub is downloaded once nothing else is wrong.
+    # Downloads a model of the Hub once nothing else is wrong.
     model_folder(model)
     folder = Path(local.policy.model_name)
     config.policy.model_name = str(

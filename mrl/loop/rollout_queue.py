@@ -1,6 +1,6 @@
-"""Where the groups of a step come from. Prompts are asked for in their order, as far ahead as rollouts may be old; a step gets its groups.
+"""The rollout queue: asks for prompts in their order, as far ahead as rollouts may be old, and hands each step its groups.
 
-Synchronous and asynchronous runs and dynamic sampling are the same queue with other numbers.
+Synchronous runs, asynchronous runs and dynamic sampling are the same queue with different numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupSource(Protocol):
-    """What samples and scores groups; see `mrl.cluster.rollouts.RolloutCollector`."""
+    """Samples and scores groups; see `mrl.cluster.rollouts.RolloutCollector`."""
 
     def ask(
         self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
@@ -45,12 +45,12 @@ class GroupSource(Protocol):
 
 
 class NoSignal(ValueError):
-    """Dynamic sampling does not find enough groups whose rewards differ."""
+    """Dynamic sampling did not find enough groups whose rewards differ."""
 
 
 @dataclass(frozen=True)
 class QueuePlan:
-    """The numbers by which runs differ."""
+    """The numbers in which runs differ."""
 
     num_prompts: int
     """Groups of a step."""
@@ -59,13 +59,13 @@ class QueuePlan:
     batch: int
     """Prompts asked for and looked at together."""
     max_batches: int | None
-    """After so many without a full step the run gives up; None where every group counts."""
+    """The run gives up when so many batches do not fill a step; None where every group counts."""
     lag: int
     """Steps by which a rollout may be older than the weights that it trains."""
     waits_for_refit: bool
-    """Whether all rollouts under way are finished before the engines get new weights."""
+    """Whether the engines finish all rollouts under way before they get new weights."""
     freshest_first: bool
-    """Whether a step takes what is ready, the freshest first, instead of the next prompts in their order."""
+    """Whether a step takes the freshest groups that are ready, instead of the next prompts in their order."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ class Supplied:
 
     groups: list[RolloutGroup]
     trained: list[PromptKey]
-    """Their names, in the same order."""
+    """Their keys, in the same order."""
     dropped: list[PromptKey]
-    """Prompts that were looked at and left out: they are consumed too."""
+    """Prompts that the step left out: it consumes them too."""
     sampled: list[RolloutGroup]
-    """All groups that were looked at in this step."""
+    """All groups that the step looked at."""
     seconds: float
-    """How long the engines had for them."""
+    """How long the engines had for the groups."""
     metrics: dict[str, float]
 
 
 def queue_plan(config: RunConfig) -> QueuePlan:
-    """The numbers of a run."""
+    """The numbers of a run, from its config."""
     grpo, ahead = config.grpo, config.grpo.async_grpo
     return QueuePlan(
         num_prompts=grpo.num_prompts_per_step,
@@ -101,7 +101,7 @@ def queue_plan(config: RunConfig) -> QueuePlan:
 class RolloutQueue:
     """Asks for prompts, and hands each step its groups.
 
-    What was asked for and neither handed out nor left out stays in `ledger` as taken, however often its rollouts are drawn.
+    `ledger` keeps a prompt as taken from the first request for it until a step trains on it or leaves it out.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class RolloutQueue:
         self._surplus: list[tuple[PromptKey, RolloutGroup]] = []
         """Looked at, and left over for the next step."""
         self._again: list[tuple[int, Prompt]] = []
-        """Left over, but by the next step too old: to be generated again."""
+        """Left over, but too old by the next step: to be generated again."""
         self._num_regenerated = 0
         self._taken_at = time.monotonic()
 
     def take(self, state: RunState, clock: Clock) -> Supplied | None:
-        """The groups of the step after `state`, once they are there. None if the prompts are used up before it is full.
+        """Waits for the groups of the step after `state`. None if the prompts are used up before the step is full.
 
         Raises:
             NoSignal: too many batches held too few groups that count.
@@ -146,7 +146,7 @@ class RolloutQueue:
         dropped: list[PromptKey] = []
         num_batches = 0
         if plan.lag == 0:
-            # What validation used is not of this step.
+            # Validation used the engines too, but not for this step.
             self._source.take_busy_s()
         while len(ready) < plan.num_prompts:
             if num_batches == plan.max_batches:
@@ -187,7 +187,7 @@ class RolloutQueue:
         return self._judge(keys, clock)
 
     def pause(self) -> dict[str, float]:
-        """Before the engines get new weights: waits for the rollouts under way, if the plan says so."""
+        """Call it before the engines get new weights: waits for the rollouts under way, if the plan wants that."""
         if not self.plan.waits_for_refit:
             return {}
         start = time.monotonic()
@@ -195,7 +195,7 @@ class RolloutQueue:
         return {"refit/drain_seconds": time.monotonic() - start}
 
     def go_on(self, state: RunState) -> None:
-        """After the engines got new weights: asks for prompts of later steps."""
+        """Call it after the engines got new weights: asks for prompts of later steps."""
         if self.plan.lag > 0 and state.step < self._last_step:
             self._fill(state.step + 1, state.weight_version)
 
@@ -259,7 +259,7 @@ class RolloutQueue:
         return groups
 
     def _keep(self, surplus: Sequence[tuple[PromptKey, RolloutGroup]], *, next_version: int) -> int:
-        """Leaves groups to the next step: as they are, or their prompts where they will be too old; the rollouts thrown away."""
+        """Leaves groups to the next step, or only their prompts if they will be too old; returns the number of rollouts thrown away."""
         num_discarded = 0
         for key, group in surplus:
             if next_version - oldest_version(group) <= self.plan.lag:
@@ -270,7 +270,7 @@ class RolloutQueue:
         return num_discarded
 
     def _seconds(self, clock: Clock) -> float:
-        """Seconds of generation for this step: the phase, or all since the step before where generation goes on beside training."""
+        """Seconds of generation for this step: those of the phase, or all since the last step where generation goes on meanwhile."""
         before, self._taken_at = self._taken_at, time.monotonic()
         return self._taken_at - before if self.plan.lag > 0 else clock.seconds("generation")
 
@@ -286,7 +286,7 @@ def oldest_version(group: RolloutGroup) -> int:
 
 
 def age_metrics(groups: Sequence[RolloutGroup], *, weight_version: int) -> dict[str, float]:
-    """How many steps the rollouts of a step are behind the weights that they train, and how many were drawn from several versions."""
+    """How many steps rollouts are behind the weights that they train, and the share of rollouts drawn from several versions."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     ages = [weight_version - rollout.weight_version for rollout in rollouts]
     return {
@@ -299,7 +299,7 @@ def age_metrics(groups: Sequence[RolloutGroup], *, weight_version: int) -> dict[
 def open_queue(
     config: RunConfig, data: PromptData, source: GroupSource, ledger: Ledger, *, last_step: int, on_wait: Callable[[], None]
 ) -> RolloutQueue:
-    """The queue of a run, from where its ledger stands."""
+    """The queue of a run, without the prompts that its ledger has consumed."""
     left = prompts_left(
         ledger.state.consumed,
         len(data.train),

@@ -1,4 +1,4 @@
-"""Training on rollouts (`algorithm: grpo`): what the loop takes from prompts, engines and rewards."""
+"""Training on rollouts (`algorithm: grpo`): batches, refits and validation from prompts, engines and rewards."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mrl.algo.signals import train_sequences
-from mrl.capacity.phases import Phase
-from mrl.cluster.session import Session, start_session
+from mrl.cluster.session import RolloutSession, start_session
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
-from mrl.data.reading import LeftOut
-from mrl.loop.budget import Budget, Stopped
 from mrl.loop.preflight import check_start
 from mrl.loop.rollout_queue import RolloutQueue, open_queue
-from mrl.loop.run import Run, StepData
+from mrl.loop.run import Budget, Run, StepData, Stopped, Training
 from mrl.loop.saving import open_saver
 from mrl.store.clock import Clock
 from mrl.store.run_folder import RunFolder
@@ -37,31 +34,27 @@ class RolloutSupplier:
     config: RunConfig
     data: PromptData
     folder: RunFolder
-    session: Session
+    session: RolloutSession
     queue: RolloutQueue
 
-    def start(self) -> None:
-        """Refit zero."""
+    def prove_weights(self) -> None:
+        """See `Supplier`."""
         self.session.refit.zero()
 
-    def take(self, state: RunState, clock: Clock) -> StepData | None:
-        """The scored rollouts of the step after `state`, with advantages, in packed batches; None if the prompts are used up."""
+    def take(self, state: RunState, clock: Clock) -> StepData:
+        """See `Supplier`; scored rollouts, with advantages, in packed batches."""
         supplied = self.queue.take(state, clock)
         if supplied is None:
             logger.info("All prompts of %d epochs are consumed", self.config.grpo.max_num_epochs)
-            return None
-        grpo, restarts = self.config.grpo, self.session.engines.num_restarts
+            raise Stopped
+        grpo, restarts = self.config.grpo, self.session.engines.book.num_restarts
         metrics = supplied.metrics | rollout_metrics(supplied.sampled, grpo, seconds=supplied.seconds, num_engine_restarts=restarts)
         sequences, signals = train_sequences(supplied.groups, grpo)
         batches = make_batches(sequences, self.config)
         return StepData(batches, supplied.trained, supplied.dropped, metrics | signals, supplied.groups, sequences)
 
-    def enter(self, phase: Phase) -> None:
-        """Brings the policy and colocated engines into a phase."""
-        self.session.enter(phase, deadline_s=self.config.deadlines.train_s)
-
     def refit(self, state: RunState) -> dict[str, float]:
-        """Moves the policy's weights into every engine and verifies them there."""
+        """See `Supplier`."""
         paused = self.queue.pause()
         report = self.session.refit.run()
         state.weight_version = report.weight_version
@@ -69,7 +62,7 @@ class RolloutSupplier:
         return report.metrics() | paused
 
     def validate(self, state: RunState) -> dict[str, float]:
-        """Accuracy on the held-out prompts."""
+        """See `Supplier`; accuracy on the held-out prompts."""
         asked = [(VALIDATION_EPOCH, prompt) for prompt in self.data.validation]
         if not asked:
             return {}
@@ -85,44 +78,35 @@ class RolloutSupplier:
         return metrics
 
 
-@dataclass(frozen=True)
-class RolloutTraining:
-    """A run on rollouts that may start: its config and data are checked."""
+def prepare(config: RunConfig) -> Training[RolloutSupplier]:
+    """Checks config, model and data before any process starts; returns the run, ready to start.
 
-    config: RunConfig
-    data: PromptData
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run, those before a resume included."""
-        grpo = self.config.grpo
-        return min(grpo.max_num_steps, grpo.max_num_epochs * len(self.data.train) // grpo.num_prompts_per_step)
-
-    @property
-    def left_out(self) -> list[LeftOut]:
-        """Rows of the data that are left out."""
-        return self.data.left_out
+    Raises:
+        ValueError: naming every key, file or row at fault, the rule, and the way out.
+    """
+    data, grpo = preflight(config), config.grpo
+    num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * len(data.train) // grpo.num_prompts_per_step)
 
     @contextmanager
-    def open(self, folder: RunFolder, budget: Budget) -> Iterator[Run[RolloutSupplier]]:
-        """The run with all its actors, inside the `with` block, from where its ledger stands."""
-        config, data = self.config, self.data
+    def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[RolloutSupplier]]:
         with (
             start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
-            open_saver(config, folder, session.policies) as saver,
+            open_saver(config, folder, session) as saver,
         ):
 
             def on_wait() -> None:
                 saver.poll()
                 budget.check()
 
-            queue = open_queue(config, data, session.collector, folder.ledger, last_step=self.num_steps, on_wait=on_wait)
+            queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_wait=on_wait)
             supplier = RolloutSupplier(config, data, folder, session, queue)
-            yield Run(config, folder, session.policies, supplier, saver, budget, self.num_steps)
+            yield Run(config, folder, supplier, saver, budget, num_steps)
+
+    return Training(num_steps, data.left_out, open_run)
 
 
 def preflight(config: RunConfig) -> PromptData:
-    """Checks everything that can be known to be wrong before a process starts; returns the data, read and tokenised.
+    """Checks config, model and data; returns the data, read and tokenised.
 
     Raises:
         ValueError: naming every key, file or row at fault, the rule, and the way out.

@@ -1,24 +1,40 @@
-"""A run: what the loop in `mrl.train` works with, and when it validates, saves and ends."""
+"""A run as the loop in `mrl.train` sees it, and when it validates, saves and ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from mrl.capacity.phases import Phase
-from mrl.cluster.policy_group import PolicyGroup
-from mrl.config.schema.run import RunConfig
-from mrl.loop.budget import Budget
-from mrl.loop.saving import CheckpointSaver
-from mrl.store.clock import Clock
-from mrl.store.run_folder import RunFolder
-from mrl.types import Batch, PromptKey, RolloutGroup, RunState, TrainSequence
+from mrl.store.summary import is_good_enough
+
+if TYPE_CHECKING:
+    from mrl.cluster.session import Session
+    from mrl.config.schema.run import RunConfig
+    from mrl.data.reading import LeftOut
+    from mrl.loop.saving import CheckpointSaver
+    from mrl.store.clock import Clock
+    from mrl.store.run_folder import RunFolder
+    from mrl.types import Batch, PromptKey, RolloutGroup, RunState, TrainSequence
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""What schedulers send before a time limit or a preemption."""
+
+
+class Stopped(Exception):
+    """The run ends before its last step, while nothing is being trained: a signal came, or the prompts are used up."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What one step trains on."""
+    """The data of one step."""
 
     batches: Sequence[Batch]
     """One for each optimizer update, in order."""
@@ -33,16 +49,19 @@ class StepData:
 class Supplier(Protocol):
     """What differs between training on rollouts and on examples."""
 
-    def start(self) -> None:
-        """Readies the ranks and engines, which hold the starting weights."""
+    @property
+    def session(self) -> Session: ...
+
+    def prove_weights(self) -> None:
+        """Refit zero: proves that policy and engines, which hold the starting weights, hold the same. Without engines, nothing."""
         ...
 
-    def take(self, state: RunState, clock: Clock) -> StepData | None:
-        """The data of the step after `state`; None if the prompts are used up."""
-        ...
+    def take(self, state: RunState, clock: Clock) -> StepData:
+        """The data of the step after `state`.
 
-    def enter(self, phase: Phase) -> None:
-        """Brings the policy, and engines that share its devices, into a phase."""
+        Raises:
+            Stopped: a signal came, or the prompts are used up.
+        """
         ...
 
     def refit(self, state: RunState) -> dict[str, float]:
@@ -59,17 +78,25 @@ S_co = TypeVar("S_co", bound=Supplier, covariant=True)
 
 @dataclass
 class Run(Generic[S_co]):
-    """What one run works with."""
+    """Everything that one run works with."""
 
     config: RunConfig
     folder: RunFolder
-    policies: PolicyGroup
     supplier: S_co
     saver: CheckpointSaver
     budget: Budget
     last_step: int
     is_over: bool = False
-    """Whether no further step is made."""
+    """Whether the run makes no further step."""
+
+    @property
+    def session(self) -> Session:
+        """The processes of the run."""
+        return self.supplier.session
+
+    def decide_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sets `is_over` after `step`: the last one, one that the budget makes the last, or one whose validation was good enough."""
+        self.is_over = step >= self.last_step or self.budget.is_over or is_good_enough(self.config.grpo, metrics)
 
     def is_validation_due(self, step: int) -> bool:
         """Whether the run validates after `step`."""
@@ -83,6 +110,72 @@ class Run(Generic[S_co]):
         return section.enabled and (self.is_over or is_due(step, section.save_period) or is_due(step, section.ft_save_period or 0))
 
 
+@dataclass(frozen=True)
+class Training(Generic[S_co]):
+    """A run whose config and data have been checked, and which may start."""
+
+    num_steps: int
+    """Of the whole run, those before a resume included."""
+    left_out: list[LeftOut]
+    """Rows of the data that the run leaves out."""
+    open: Callable[[RunFolder, Budget], AbstractContextManager[Run[S_co]]]
+    """Starts all processes, which live inside the `with` block."""
+
+
 def is_due(step: int, period: int) -> bool:
     """Whether something that happens every `period` steps happens at `step`; a period of 0 is never."""
     return period > 0 and step % period == 0
+
+
+class Budget:
+    """Decides whether the run may make another step: until its time is over, or a signal asks it to save a checkpoint and end."""
+
+    def __init__(self, limit_s: float | None, *, started: float) -> None:
+        """`limit_s` counts from `started`, a time of `time.monotonic`; None: there is no limit."""
+        self._limit_s = limit_s
+        self._started = started
+        self._first_step_began = time.monotonic()
+        self._num_steps = 0
+        self._signal: signal.Signals | None = None
+        self._listens = False
+
+    def listen(self) -> None:
+        """Takes signals from now on; only a process's main thread can."""
+        self._listens = True
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def begin(self) -> None:
+        """Marks the moment when everything is up and the first step begins."""
+        self._first_step_began = time.monotonic()
+        if self._listens:
+            # Ray takes SIGTERM for itself when it starts.
+            self.listen()
+
+    def count_step(self) -> None:
+        """Counts a step, after its validation."""
+        self._num_steps += 1
+
+    def check(self) -> None:
+        """Call it where the run may stop at once, because its weights are those of its last step.
+
+        Raises:
+            Stopped: a signal came.
+        """
+        if self._signal is not None:
+            raise Stopped
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a signal came, or the next step, if it took as long as the mean of those counted, would end after the limit."""
+        if self._signal is not None:
+            return True
+        if self._limit_s is None:
+            return False
+        now = time.monotonic()
+        mean_step_s = (now - self._first_step_began) / self._num_steps if self._num_steps else 0.0
+        return now - self._started + mean_step_s >= self._limit_s
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._signal = signal.Signals(number)
+        logger.info("%s: the run saves a checkpoint and ends", self._signal.name)

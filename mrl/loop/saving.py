@@ -1,4 +1,4 @@
-"""Checkpoints saved while the loop goes on: begun by the ranks together, written by each on its own, published when all have written."""
+"""Saves checkpoints while the loop goes on: the ranks begin together and each writes on its own; the driver publishes the whole."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
 
 from conversion.files.manifest import FileRecord
-from mrl.capacity.phases import Phase
-from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.session import Session
+from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
-from mrl.policy.reports import WriteReport
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
@@ -25,28 +22,21 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 
 
-@dataclass
-class Pending:
-    """A checkpoint that is being written."""
-
-    checkpoint: Checkpoint
-    polled_at: float = -math.inf
-
-
 class CheckpointSaver:
-    """At most one save at a time. Until it is published, the checkpoint before it is the newest one."""
+    """Makes at most one save at a time. Until it is published, the checkpoint before it is the newest one."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, policies: PolicyGroup) -> None:
-        self._has_engines = config.has_engines
+    def __init__(self, config: RunConfig, folder: RunFolder, session: Session) -> None:
+        self._is_enabled = config.checkpointing.enabled
         self._is_async = config.policy.megatron_cfg.checkpoint.async_save
         self._deadline_s = config.deadlines.checkpoint_s
         self._folder = folder
-        self._policies = policies
-        self._pending: Pending | None = None
+        self._session = session
+        self._pending: Checkpoint | None = None
+        self._polled_at = -math.inf
         self._hidden_s: float | None = None
 
-    def begin(self, state: RunState) -> None:
-        """Begins to save `state` and the weights as they are now, once the save before is published.
+    def begin(self, state: RunState, *, waits: bool = False) -> None:
+        """Publishes the save before, and begins to save `state` and the weights as they are now; `waits` until it is published.
 
         Raises:
             RuntimeError: a rank could not write its part, of this save or of the one before.
@@ -54,24 +44,23 @@ class CheckpointSaver:
         self.finish()
         logger.info("Saving checkpoint for step %d...", state.step)
         checkpoint = self._folder.checkpoints.begin(state)
-        self._enter("checkpoint")
-        self._call("begin_save", checkpoint.weights)
-        self._folder.copy_tokenizer(checkpoint)
-        self._enter("generate")
-        self._pending = Pending(checkpoint)
-        if not self._is_async:
+        with self._session.saving():
+            self._session.policies.call(PolicyVerbs.begin_save, checkpoint.weights, deadline_s=self._deadline_s)
+            self._folder.copy_tokenizer(checkpoint)
+        self._pending, self._polled_at = checkpoint, -math.inf
+        if waits or not self._is_async:
             self.finish()
 
     def poll(self) -> None:
-        """Publishes the save under way if every rank has written its part. To be called where the ranks are idle: it waits for them.
+        """Publishes the save under way if every rank has written its part. Call it where the ranks are idle: it waits for their answer.
 
         Raises:
             RuntimeError: a rank could not write its part.
         """
-        if self._pending is None or time.monotonic() - self._pending.polled_at < POLL_INTERVAL_S:
+        if self._pending is None or time.monotonic() - self._polled_at < POLL_INTERVAL_S:
             return
-        self._pending.polled_at = time.monotonic()
-        if all(self._call("is_written")):
+        self._polled_at = time.monotonic()
+        if all(self._session.policies.call(PolicyVerbs.is_written, deadline_s=self._deadline_s).values()):
             self.finish()
 
     def finish(self) -> None:
@@ -84,31 +73,31 @@ class CheckpointSaver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        parts = cast(list[WriteReport], self._call("finish_save"))
+        parts = self._session.policies.call(PolicyVerbs.finish_save, deadline_s=self._deadline_s).values()
         on_disk: dict[str, FileRecord] = {}
         for part in parts:
             on_disk |= part.files
-        self._folder.checkpoints.commit(pending.checkpoint, on_disk)
+        self._folder.checkpoints.commit(pending, on_disk)
         if self._is_async:
             self._hidden_s = (self._hidden_s or 0.0) + max(part.hidden_s for part in parts)
 
+    def save_last(self, state: RunState) -> None:
+        """Saves the state of a run that ends early, unless it has been saved, and waits for it."""
+        self.finish()
+        newest = self._folder.checkpoints.newest()
+        if self._is_enabled and state.step > (newest.step if newest else 0):
+            self.begin(state, waits=True)
+
     def take_metrics(self) -> dict[str, float]:
-        """`time/checkpoint_hidden` of what was published since the last call, if anything: seconds of writing for which nothing waited."""
+        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited."""
         hidden_s, self._hidden_s = self._hidden_s, None
         return {} if hidden_s is None else {"time/checkpoint_hidden": hidden_s}
 
-    def _enter(self, phase: Phase) -> None:
-        if self._has_engines:
-            self._call("enter", phase)
-
-    def _call(self, method: str, *arguments: object) -> list[object]:
-        return self._policies.call(method, *arguments, deadline_s=self._deadline_s)
-
 
 @contextmanager
-def open_saver(config: RunConfig, folder: RunFolder, policies: PolicyGroup) -> Iterator[CheckpointSaver]:
-    """What saves checkpoints inside the `with` block. Its end waits for the save under way, also when a signal brings it about."""
-    saver = CheckpointSaver(config, folder, policies)
+def open_saver(config: RunConfig, folder: RunFolder, session: Session) -> Iterator[CheckpointSaver]:
+    """Saves checkpoints inside the `with` block. Its end waits for the save under way, also after a signal."""
+    saver = CheckpointSaver(config, folder, session)
     try:
         yield saver
     except (KeyboardInterrupt, SystemExit):

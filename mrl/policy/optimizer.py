@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from conversion.tensors import torch_dtype
-from mrl.capacity.phases import Residency
+from mrl.phases import Residency
 from mrl.policy.fusions import precision_aware_arguments
 from mrl.policy.host_block import HostBlock
 
@@ -97,7 +97,7 @@ def hybrids(optimizer: MegatronOptimizer) -> list[HybridDeviceOptimizer]:
 
 
 class TrainingMemory:
-    """Moves the gradients and the optimizer state of one rank between phases; `mrl.capacity.phases` says where they belong."""
+    """Moves the gradients and the optimizer state of one rank between phases; `mrl.phases` says where they belong."""
 
     def __init__(self, state: TrainState, device: torch.device, block: HostBlock | None) -> None:
         """`device` is where the model computes. `block` is None where that is the host, so that optimizer state stays."""

@@ -19,10 +19,10 @@ from conversion.boxes import Slot
 from conversion.families.registry import family
 from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
-from mrl.capacity import phases
-from mrl.capacity.phases import Phase
+from mrl import phases
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row
+from mrl.phases import Phase
 from mrl.policy import checkpoint, parallel
 from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.batch import FinishedBatch, RankBatch, check_equal_counts, finish_batches, global_batch_size
@@ -111,7 +111,7 @@ class Policy:
         return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
-        """Moves gradients and optimizer state to where `mrl.capacity.phases` wants them in `phase`. Not collective.
+        """Moves gradients and optimizer state to where `mrl.phases` wants them in `phase`. Not collective.
 
         They stay on the device where no engine shares it.
 

@@ -20,10 +20,10 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes
 from conversion.families.registry import family
-from mrl.capacity import phases
-from mrl.capacity.phases import Phase
+from mrl import phases
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig
+from mrl.phases import Phase
 from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout import sampler

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from scripts.gpu.plan import Missed, Row, Setup, gpu_columns
 
 if TYPE_CHECKING:
-    from mrl.capacity.phases import Phase
+    from mrl.phases import Phase
     from mrl.rollout.engine import Engine
     from mrl.types import Rollout
 

@@ -79,7 +79,7 @@ from mrl.launch import main
 def joined():
     lines = open(os.environ["RECORD"] + "/ray").read().splitlines()
     return [(line.split()[0], json.loads(re.search(r"--resources=(\{.*?\})", line)[1])["worker_units"]) for line in lines]
-sys.modules["mrl.cluster.join"] = types.SimpleNamespace(connect=lambda: None, joined_nodes=joined)
+sys.modules["mrl.cluster.nodes"] = types.SimpleNamespace(connect=lambda: None, joined_nodes=joined)
 sys.exit(main(sys.argv[1:]))
 """
 PYTHON = r"""#!/usr/bin/env bash

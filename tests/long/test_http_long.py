@@ -14,8 +14,8 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.envs.endpoints import read_endpoints
-from mrl.loop.budget import Budget
-from mrl.loop.rollouts import RolloutTraining, preflight
+from mrl.loop.rollouts import prepare
+from mrl.loop.run import Budget
 from mrl.store.run_folder import RunFolder
 from mrl.train import resume, train_step
 from tests.stack.loop.conftest import DEADLINE_S, SMALL, toss_coins, write_inputs
@@ -39,7 +39,7 @@ def pid_of(engine) -> int:
 
 def test_engines_answer_through_refits_and_after_a_death(tmp_path: Path):
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path), *SMALL, *SERVED_AHEAD])
-    training, folder = RolloutTraining(config, preflight(config)), RunFolder(config)
+    training, folder = prepare(config), RunFolder(config)
     folder.open()
     checkpoint = folder.newest_checkpoint()
     with folder, training.open(folder, Budget(None, started=time.monotonic())) as run:
@@ -73,7 +73,7 @@ def test_engines_answer_through_refits_and_after_a_death(tmp_path: Path):
             finally:
                 is_over.set()
             (versions, num_lost), (others, num_lost_others) = (asker.result(timeout=DEADLINE_S) for asker in askers)
-    assert session.engines.num_restarts == 1
+    assert session.engines.book.num_restarts == 1
     assert found.base_urls[1] == first.base_urls[1] and found.api_key == first.api_key
     assert [answer["weight_version"] for answer in after] == [state.weight_version] * 2
     assert num_lost > 0 and num_lost_others == 0

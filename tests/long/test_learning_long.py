@@ -11,9 +11,8 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.envs.task import Task
-from mrl.loop.budget import Budget
-from mrl.loop.rollouts import RolloutTraining, preflight
-from mrl.loop.run import is_due
+from mrl.loop.rollouts import prepare
+from mrl.loop.run import Budget, is_due
 from mrl.recipes.tiny import prepare_tiny
 from mrl.store.run_folder import RunFolder
 from mrl.train import resume, train_step
@@ -71,7 +70,7 @@ def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row]):
         "grpo.val_at_end=false",
     ]
     config = load_config("grpo_tiny.yaml", overrides)
-    training, folder = RolloutTraining(config, preflight(config)), RunFolder(config)
+    training, folder = prepare(config), RunFolder(config)
     folder.open()
     checkpoint = folder.newest_checkpoint()
     with folder, training.open(folder, Budget(None, started=started)) as run:

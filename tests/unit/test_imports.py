@@ -21,7 +21,7 @@ LAYERS = {
     "mrl.envs": 1,
     "mrl.algo": 1,
     "mrl.refit": 1,
-    "mrl.capacity": 1,
+    "mrl.phases": 1,
     "mrl.launchers": 1,
     "mrl.policy": 2,
     "mrl.rollout": 2,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.advice import way_out
+from mrl.cluster.errors import way_out
 from mrl.config.dialect.translate import DIALECT_KEYS
 from mrl.config.schema.run import KEYS
 from mrl.doctor import __main__ as doctor

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mrl.config.load import load_config
-from mrl.loop.budget import Budget
-from mrl.loop.rollouts import RolloutSupplier, RolloutTraining, preflight
-from mrl.loop.run import Run
+from mrl.loop.rollouts import RolloutSupplier, prepare
+from mrl.loop.run import Budget, Run
 from mrl.store.run_folder import RunFolder
 from mrl.train import resume
 from mrl.types import RunState
@@ -33,7 +32,7 @@ AHEAD = [
 def running(folder: Path, *overrides: str) -> Iterator[tuple[Run[RolloutSupplier], RunState]]:
     """The run between two steps, and its state."""
     config = load_config("grpo_tiny.yaml", [*write_inputs(folder), *AHEAD, *overrides])
-    training = RolloutTraining(config, preflight(config))
+    training = prepare(config)
     run_folder = RunFolder(config)
     run_folder.open()
     with run_folder:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.cluster.waiting import DeadlineExceeded
+from mrl.cluster.errors import DeadlineExceeded
+from mrl.cluster.verbs import PolicyVerbs
 from mrl.data.order import prompts_at
 from mrl.data.packing import PackedRow
 from mrl.envs.task import Task
@@ -44,12 +45,12 @@ def kept_updates(run: Run[RolloutSupplier]) -> list[Update]:
     policies, kept = run.supplier.session.policies, []
     call = policies.call
 
-    def call_and_keep(method: str, *arguments: object, deadline_s: float) -> list[object]:
-        if method == "train_step":
+    def call_and_keep(verb, *arguments, **options):
+        if verb is PolicyVerbs.train_step:
             kept.append(policies.apply(batch_of, deadline_s=60.0)[0])
-        return call(method, *arguments, deadline_s=deadline_s)
+        return call(verb, *arguments, **options)
 
-    policies.call = call_and_keep
+    setattr(policies, "call", call_and_keep)  # noqa: B010  a plain assignment is a type error
     return kept
 
 
@@ -113,14 +114,14 @@ def test_an_engine_that_dies_while_the_policy_trains_is_replaced_by_the_refit(tm
         engines = run.supplier.session.engines
         train_step(run, state)
         (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
-        kill_during(run, "train_step", int(str(pid)))
+        kill_during(run, PolicyVerbs.train_step, int(str(pid)))
         train_step(run, state)
-        assert engines.num_restarts == 1 and not engines.lost
+        assert engines.book.num_restarts == 1 and not engines.book.lost
         # While the next step waits for its rollouts, another one dies.
         (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
         os.kill(int(str(pid)), signal.SIGKILL)
         train_step(run, state)
-        assert engines.num_restarts == 2 and state.metrics["train/max_trajectory_age"] <= 1
+        assert engines.book.num_restarts == 2 and state.metrics["train/max_trajectory_age"] <= 1
         train_step(run, state)
         assert_prompts_in_order(run, 4)
 
@@ -155,7 +156,7 @@ def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(t
         os.kill(int(str(pid)), signal.SIGKILL)
         with pytest.raises(DeadlineExceeded, match="turns wait for their environment"):
             source.drain()
-        assert engines.lost == {0}
+        assert engines.book.lost == {0}
 
 
 @pytest.mark.long("async")
@@ -182,15 +183,15 @@ def test_rollouts_go_on_with_new_weights(tmp_path: Path, recomputes: str):
         assert len(set(trained)) == 24
 
 
-def kill_during(run: Run[RolloutSupplier], fatal: str, pid: int) -> None:
+def kill_during(run: Run[RolloutSupplier], fatal: Callable, pid: int) -> None:
     """Kills a process when the ranks are next asked for `fatal`."""
     policies = run.supplier.session.policies
     call = policies.call
 
-    def call_and_kill(method: str, *arguments: object, deadline_s: float) -> list[object]:
-        if method == fatal:
-            policies.call = call
+    def call_and_kill(verb, *arguments, **options):
+        if verb is fatal:
+            setattr(policies, "call", call)  # noqa: B010  a plain assignment is a type error
             os.kill(pid, signal.SIGKILL)
-        return call(method, *arguments, deadline_s=deadline_s)
+        return call(verb, *arguments, **options)
 
-    policies.call = call_and_kill
+    setattr(policies, "call", call_and_kill)  # noqa: B010  a plain assignment is a type error

@@ -1,4 +1,4 @@
-"""Refits of a dedicated engine by the run's own driver: it has a unit of its own, sits in the exchange, and may die."""
+"""Refits of a dedicated engine by the run's own driver: it has a slot of its own, takes part in the exchange, and may die."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import ray
 from ray.actor import ActorHandle
 
 from conversion.boxes import Slot
-from mrl.cluster.engine_group import EngineGroup
-from mrl.cluster.session import placed_units, start_models
-from mrl.cluster.units import EngineUnits
+from mrl.cluster.engines import EngineGroup
+from mrl.cluster.runtime import placed_slots
+from mrl.cluster.scheduling import EngineSlots
+from mrl.cluster.session import start_models
+from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from mrl.types import RolloutRequest, SamplingParams
 from tests.stack.loop.conftest import SMALL, write_inputs
@@ -44,9 +46,9 @@ def die_in_round(engine, fatal_round: int) -> None:
 def die_at_the_next_start(engines: EngineGroup, patch: pytest.MonkeyPatch) -> None:
     start = engines._start
 
-    def start_and_die(units: EngineUnits):
+    def start_and_die(slots: EngineSlots):
         patch.undo()
-        actor = start(units)
+        actor = start(slots)
         ray.kill(cast(ActorHandle, actor))
         return actor
 
@@ -63,15 +65,15 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
         "policy.refit_buffer_size_gb=0.0005",  # several rounds
     ]
     config = load_config("grpo_tiny.yaml", overrides)
-    with placed_units(config) as placement:
+    with placed_slots(config) as placement:
         policies, engines, refit = start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
-        assert [engine.units for engine in placement.engines] == [(2,)]
+        assert [engine.slots for engine in placement.engines] == [(2,)]
         assert refit.schedule.num_rounds > 1 and refit.schedule.link_bytes()["gpu"] == 0
         zero = refit.zero()
         assert zero.weight_version == 1 and zero.verified_bytes == refit.schedule.class_of(2).written_bytes
 
         def digest() -> dict[Slot, int]:
-            return cast(dict[int, list[dict[Slot, int]]], engines.call("live_digest", deadline_s=DEADLINE_S))[0][0]
+            return engines.call(EngineVerbs.live_digest)[0][0]
 
         loaded = digest()
         policies.apply(scale_weights, deadline_s=DEADLINE_S)
@@ -85,11 +87,12 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
         engines.apply(die_in_round, 1, deadline_s=DEADLINE_S)
         die_at_the_next_start(engines, monkeypatch)
         refit.run()
-        assert engines.num_restarts == 2
+        assert engines.book.num_restarts == 2
         assert digest() == changed
 
         sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=None, max_new_tokens=2, stop_token_ids=())
         request = RolloutRequest("prompt", 0, 0, 0, (1, 2, 3), sampling)
-        engines.submit([request, request])
+        engines.book.submit([request, request])
         with pytest.raises(ValueError, match="engine 0 failed in generation: requests were added twice"):
-            engines.collect(DEADLINE_S)
+            ray.wait(engines.references(), timeout=DEADLINE_S)
+            engines.take_ready()

@@ -6,13 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from mrl.cluster.engine_group import EngineGroup
-from mrl.cluster.session import placed_units
-from mrl.cluster.waiting import ActorLost
+from mrl.cluster.engines import EngineGroup
+from mrl.cluster.errors import ActorLost
+from mrl.cluster.runtime import placed_slots
+from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from tests.stack.loop.conftest import SMALL, write_inputs
 
@@ -34,13 +34,13 @@ def is_running(pid: int) -> bool:
 def test_an_engine_ends_with_any_of_its_workers(tmp_path: Path):
     sizes = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
-    with placed_units(config) as placement:
+    with placed_slots(config) as placement:
         engines = EngineGroup(config, placement, log_folder=tmp_path / "logs")
         engines.wait_until_built()
-        ((first, second),) = cast(list[list[int]], engines.apply(worker_pids, deadline_s=DEADLINE_S))
+        ((first, second),) = engines.apply(worker_pids, deadline_s=DEADLINE_S)
         os.kill(second, signal.SIGKILL)
         with pytest.raises(ActorLost, match="engine 0 died during live_digest"):
-            engines.call("live_digest", deadline_s=DEADLINE_S)
+            engines.call(EngineVerbs.live_digest, deadline_s=DEADLINE_S)
         # The driver hears of the death before the other worker has seen it.
         end = time.monotonic() + DEADLINE_S
         while is_running(first) and time.monotonic() < end:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from conversion.cache import CacheEntry, check_entry, read_entry
+from conversion.cache import CacheEntry, check_entry, mcore_in_use, read_entry
 from conversion.families.common import MegatronParallel
 from conversion.files.canary import answer_canary
-from mrl.cluster.model_cache import check_shared, starting_weights
+from mrl.cluster.policies import check_shared, repair_unless
 from mrl.cluster.runtime import ray_runtime
 from mrl.config.load import load_config
 from tests import models
@@ -60,24 +60,24 @@ def test_a_node_that_does_not_share_the_cache_is_named(nodes: list, tmp_path: Pa
 
 def test_a_damaged_entry_is_converted_again_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     model = models.save_nemotron_h(tmp_path / "model")
-    with starting_weights(model, tmp_path / "cache", MegatronParallel(tp=2)) as weights:
-        assert weights.cached is not None
-        data, _ = sorted(weights.cached.rglob("*.distcp"))
+    parallel = MegatronParallel(tp=2)
+    with mcore_in_use(model, tmp_path / "cache", parallel=parallel) as cached:
+        data, _ = sorted(cached.rglob("*.distcp"))
         content = data.read_bytes()
         data.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
         with caplog.at_level(logging.WARNING):
-            weights.repair_unless(check_entry)
+            repair_unless(check_entry, model, cached, parallel)
         assert data.name in caplog.text
-        check_entry(weights.cached)
-    with starting_weights(model, tmp_path / "cache", MegatronParallel()) as weights, pytest.raises(ValueError, match="always"):
-        weights.repair_unless(refuse)
+        check_entry(cached)
+    parallel = MegatronParallel()
+    with mcore_in_use(model, tmp_path / "cache", parallel=parallel) as cached, pytest.raises(ValueError, match="always"):
+        repair_unless(refuse, model, cached, parallel)
 
 
 def test_of_two_runs_that_find_the_same_damage_one_repairs_it(tmp_path: Path):
-    model = models.save_nemotron_h(tmp_path / "model")
-    with starting_weights(model, tmp_path / "cache", MegatronParallel()) as weights:
-        assert weights.cached is not None
-        (weights.cached / "manifest.json").write_text("damaged")
+    model, parallel = models.save_nemotron_h(tmp_path / "model"), MegatronParallel()
+    with mcore_in_use(model, tmp_path / "cache", parallel=parallel) as cached:
+        (cached / "manifest.json").write_text("damaged")
         repaired: list[CacheEntry | None] = []
 
         def check_while_another_repairs(folder: Path) -> None:
@@ -85,12 +85,12 @@ def test_of_two_runs_that_find_the_same_damage_one_repairs_it(tmp_path: Path):
                 check_entry(folder)
             finally:
                 if not repaired:
-                    weights.repair_unless(check_entry)
+                    repair_unless(check_entry, model, cached, parallel)
                     repaired.append(read_entry(folder.parent))
 
-        weights.repair_unless(check_while_another_repairs)
-        assert [read_entry(weights.cached.parent)] == repaired
-        check_entry(weights.cached)
+        repair_unless(check_while_another_repairs, model, cached, parallel)
+        assert [read_entry(cached.parent)] == repaired
+        check_entry(cached)
 
 
 def refuse(folder: Path) -> None:

@@ -7,18 +7,17 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import cast
 
 import pytest
 import ray
 
-from mrl.capacity.phases import Phase
 from mrl.cluster import session
-from mrl.cluster.engine_group import EngineGroup
-from mrl.cluster.placement import Placement, usable_cores
-from mrl.cluster.policy_group import PolicyGroup
-from mrl.cluster.session import placed_units, start_models
+from mrl.cluster.engines import EngineGroup
+from mrl.cluster.policies import PolicyGroup
+from mrl.cluster.runtime import Placement, placed_slots, usable_cores
+from mrl.cluster.session import start_models
 from mrl.config.load import load_config
+from mrl.phases import Phase
 from tests.stack.loop.conftest import SMALL, write_inputs
 
 DEADLINE_S = 60.0
@@ -56,7 +55,7 @@ def test_engines_measure_a_shared_gpu_before_the_policy_is_there(overrides: list
     monkeypatch.setattr(session, "PolicyGroup", lambda *_, **__: StandIn(calls, "policy"))
     monkeypatch.setattr(session, "Refit", lambda *_: None)
     placement = Placement.__new__(Placement)
-    placement.num_units = placement.num_policy_ranks = 1
+    placement.num_slots = placement.num_policy_ranks = 1
     start_models(load_config("grpo_tiny.yaml", overrides), placement, pad_token_id=0, log_folder=Path("logs"))
     assert calls == order
 
@@ -68,7 +67,7 @@ def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_pat
     sizes = ["cluster.gpus_per_node=1", *(f"policy.megatron_cfg.{size}" for size in one_rank)]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
     cores = os.sched_getaffinity(0)
-    with placed_units(config) as placement:
+    with placed_slots(config) as placement:
         policies = PolicyGroup(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
         assert policies.apply(num_threads, deadline_s=DEADLINE_S) == [str(len(cores))]
 
@@ -90,10 +89,10 @@ def num_threads(policy) -> str:
 def test_engines_enter_a_phase_together_and_without_those_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     sizes = ["cluster.cpu_units_per_node=2", "policy.generation.num_cpu_engines=2"]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
-    with placed_units(config) as placement:
+    with placed_slots(config) as placement:
         engines = EngineGroup(config, placement, log_folder=tmp_path / "logs")
         engines.wait_until_built()
-        pids = cast(list[int], engines.apply(enter_slowly, deadline_s=DEADLINE_S))
+        pids = engines.apply(enter_slowly, deadline_s=DEADLINE_S)
         engines.enter("refit", deadline_s=DEADLINE_S)
         times = [entered(engines, index) for index in range(2)]
         # All on one host, and so by one clock.
@@ -121,4 +120,4 @@ def enter_slowly(engine) -> int:
 
 def entered(engines: EngineGroup, index: int) -> tuple[float, float, Phase]:
     """When the engine began to enter its last phase and when it was there, and which one it was."""
-    return ray.get(engines.actors[index].apply.remote(lambda engine: engine.entered), timeout=DEADLINE_S)
+    return ray.get(engines.handles[index].apply.remote(lambda engine: engine.entered), timeout=DEADLINE_S)

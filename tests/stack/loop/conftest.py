@@ -15,9 +15,8 @@ import pytest
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.envs.task import Task
-from mrl.loop.budget import Budget
-from mrl.loop.rollouts import RolloutSupplier, RolloutTraining, preflight
-from mrl.loop.run import Run
+from mrl.loop.rollouts import RolloutSupplier, prepare
+from mrl.loop.run import Budget, Run
 from mrl.recipes import tokenizer
 from mrl.store.run_folder import RunFolder
 from mrl.train import resume
@@ -121,7 +120,7 @@ def live_run(folder: Path, *further: str) -> Iterator[LiveRun]:
         *further,
     ]
     config = load_config("grpo_tiny.yaml", overrides)
-    training = RolloutTraining(config, preflight(config))
+    training = prepare(config)
     run_folder = RunFolder(config)
     run_folder.open()
     with run_folder:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mrl.cluster.hosts import HostSampler
-from mrl.cluster.monitor import Nodes
+from mrl.cluster.nodes import NodeSamplers
 from tests.stack.loop.conftest import DEADLINE_S, LiveRun
 
 
 def test_every_node_has_a_sampler_that_sees_the_ranks_memory(live: LiveRun):
-    sample = Nodes(is_private=False).sample(DEADLINE_S)
+    sample = NodeSamplers(is_private=False).sample(DEADLINE_S)
     own = HostSampler(is_actor=False).sample()
     assert sample.keys() == {f"node.0.{name}" for name in own}
     assert abs(sample["node.0.mem_total_gb"] - own["mem_total_gb"]) < 1e-6

@@ -46,7 +46,7 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
     def on_progress() -> None:
         # Other rollouts wait until the first ones are being judged, and end although no verdict is given.
         wait_for(tmp_path / "has_begun")
-        unfinished.append(run.supplier.session.engines.num_unfinished)
+        unfinished.append(run.supplier.session.engines.book.num_unfinished)
 
     collector, prompts = run.supplier.session.collector, list(run.supplier.data.train[:4])
     asked = [(TEST_EPOCH, prompt) for prompt in prompts]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from conversion.boxes import Slot
-from mrl.capacity.phases import PHASES, Phase
-from mrl.cluster.probe import live_digests
+from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.refit import Refit
-from mrl.cluster.waiting import DeadlineExceeded
+from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
+from mrl.phases import PHASES, Phase
 from mrl.train import train_step
 from tests.schedules import without_box
 from tests.stack.loop.conftest import DEADLINE_S, LiveRun
@@ -140,7 +140,7 @@ def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
     live.state.weight_version = report.weight_version
     schedule = live.run.supplier.session.refit.schedule
     assert schedule.num_rounds > 1
-    targets = [unit for engine in live.run.supplier.session.refit.units for unit in engine.units]
+    targets = [slot for slots in live.run.supplier.session.refit.slots.values() for slot in slots]
     assert len(targets) == 2
     assert report.copied_bytes == sum(schedule.class_of(target).written_bytes for target in targets) == report.verified_bytes
     live_bytes = sum(live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values())))
@@ -184,7 +184,7 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     assert answer.returncode == 0, answer.stderr[-3000:]
     (line,) = [line for line in answer.stdout.splitlines() if line.startswith("DIGEST ")]
     fresh = json.loads(line.removeprefix("DIGEST "))
-    for (digest,) in live_digests(live.run.supplier.session.engines, deadline_s=DEADLINE_S).values():
+    for (digest,) in live.run.supplier.session.engines.call(EngineVerbs.live_digest).values():
         assert {str(slot): crc for slot, crc in digest.items()} == fresh
 
 
@@ -203,7 +203,7 @@ def test_a_stale_replica_is_caught(live: LiveRun):
     with pytest.raises(RuntimeError, match=r"decoder\.layers"):
         train_step(live.run, live.state)
     # The stale rank has lost its shard of the main parameters: the run would resume from a checkpoint, the tests start over.
-    live.run.supplier.session.policies.call("load_hf", live.config.policy.model_name, deadline_s=DEADLINE_S)
+    live.run.supplier.session.policies.call(PolicyVerbs.load_hf, live.config.policy.model_name, deadline_s=DEADLINE_S)
     recover(live)
 
 
@@ -227,26 +227,26 @@ def test_a_flipped_byte_in_an_engine_is_caught_by_name(live: LiveRun):
 
 def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
     moving = live.run.supplier.session.refit
-    workers = moving._workers(0)
+    workers = moving.worker_refits(0)
     lost = next(pull.copy for pull in moving.schedule.pulls(0)[0] if pull.offset is not None)
     workers[0] = dataclasses.replace(workers[0], inputs=without_box(moving.inputs, lost.target, lost.box))
     with pytest.raises(RuntimeError, match=re.escape(lost.target.name)):
-        live.run.supplier.session.engines.call_each("prepare_refit", {0: (workers,)}, deadline_s=DEADLINE_S)
+        live.run.supplier.session.engines.call_each(EngineVerbs.prepare_refit, {0: (workers,)})
     assert isinstance(moving, Refit)
-    moving._prepare_again(0)
+    moving.prepare_again(0)
     recover(live)
 
 
 @pytest.mark.timeout(240)
 def test_an_engine_that_dies_before_refit_zero_has_looked_at_it_is_started_again(live: LiveRun):
     session = live.run.supplier.session
-    session.policies.call("load_hf", live.config.policy.model_name, deadline_s=DEADLINE_S)
+    session.policies.call(PolicyVerbs.load_hf, live.config.policy.model_name, deadline_s=DEADLINE_S)
     live.run.supplier.refit(live.state)
     (pid, _) = live.on_engines(process_id)
     os.kill(pid, signal.SIGKILL)
-    num_restarts = session.engines.num_restarts
+    num_restarts = session.engines.book.num_restarts
     report = session.refit.zero()
-    assert session.engines.num_restarts == num_restarts + 1
+    assert session.engines.book.num_restarts == num_restarts + 1
     assert report.verified_bytes == live.run.supplier.refit(live.state)["refit/verified_bytes"] > 0
 
 
@@ -261,11 +261,11 @@ def test_an_engine_starts_while_the_policy_holds_nothing_but_weights(live: LiveR
         found.extend(live.on_ranks(lambda policy: policy._phase))
         restart(index)
 
-    def call_and_kill(method: str, *arguments: object, deadline_s: float) -> list[object]:
-        if method == "train_step":
+    def call_and_kill(verb, *arguments, **options):
+        if verb is PolicyVerbs.train_step:
             monkeypatch.setattr(policies, "call", call)
             os.kill(live.on_engines(process_id)[1], signal.SIGKILL)
-        return call(method, *arguments, deadline_s=deadline_s)
+        return call(verb, *arguments, **options)
 
     monkeypatch.setattr(engines, "restart", restart_and_look)
     monkeypatch.setattr(policies, "call", call_and_kill)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from conversion.cache import check_entry
+from conversion.cache import check_entry, mcore_in_use
 from conversion.cache_gc import cache_items
 from mrl import env
-from mrl.cluster.model_cache import StartingWeights, starting_weights
 from tests.stack.loop.conftest import LiveRun
 
 
@@ -34,16 +33,17 @@ def test_the_start_left_the_model_in_the_cache_cut_for_its_ranks(live: LiveRun):
 def test_damage_is_repaired_before_the_load_and_both_ways_give_the_same_weights(live: LiveRun, caplog: pytest.LogCaptureFixture):
     policies, parallel = live.run.supplier.session.policies, live.config.policy.megatron_cfg.parallel
     hf = Path(live.config.policy.model_name)
-    policies._load(StartingWeights(hf, parallel))
+    policies.load(hf, None, parallel)
     expected = live.on_ranks(checksums)
-    with starting_weights(hf, env.cache_root(), parallel) as weights, caplog.at_level(logging.WARNING):
-        assert weights.cached is not None
-        data = max(weights.cached.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    root = env.cache_root()
+    assert root is not None
+    with mcore_in_use(hf, root, parallel=parallel) as cached, caplog.at_level(logging.WARNING):
+        data = max(cached.rglob("*.distcp"), key=lambda path: path.stat().st_size)
         content = bytearray(data.read_bytes())
         content[len(content) // 2] ^= 1
         data.write_bytes(content)
-        policies._load(weights)
-        check_entry(weights.cached)
+        policies.load(hf, cached, parallel)
+        check_entry(cached)
     assert data.name in caplog.text and "converted again" in caplog.text
     assert live.on_ranks(checksums) == expected
     live.run.supplier.refit(live.state)

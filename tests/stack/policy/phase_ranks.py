@@ -15,7 +15,7 @@ from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
-    from mrl.capacity.phases import Phase
+    from mrl.phases import Phase
     from mrl.policy.policy import Policy
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.capacity.phases import PHASES
+from mrl.phases import PHASES
 from tests import models
 from tests.stack.policy import phase_ranks, policy_ranks
 from tests.stack.policy.phase_ranks import Walk

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
-from mrl.cluster.engine_group import EngineGroup
-from mrl.cluster.placement import Placement
-from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.engines import EngineGroup
+from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import build_schedule, refit_inputs
-from mrl.cluster.units import EngineUnits
+from mrl.cluster.runtime import Placement
+from mrl.cluster.scheduling import EngineSlots
 from mrl.config.load import load_config
 from mrl.config.schema.generation import ColocatedConfig, GenerationConfig, VllmConfig
 from mrl.config.schema.run import RunConfig
@@ -131,11 +131,11 @@ def row(case: str, capability: str, folder: Path, parallel: VllmParallel, worker
     for index in range(parallel.tp):
         refit_workers.append(RefitWorker())
         refit_workers[-1].get_model = lambda index=index: built.get(index, built[0])
-    engines = SimpleNamespace(call=lambda method, deadline_s: {0: [getattr(worker, method)() for worker in refit_workers]})
+    engines = SimpleNamespace(call=lambda verb, deadline_s: {0: [getattr(worker, verb.__name__)() for worker in refit_workers]})
     place = (MegatronParallel(), MegatronCoords(), "bfloat16", "te")
-    policies = SimpleNamespace(call=lambda method, deadline_s: [place])
-    units = EngineUnits(0, tuple(range(parallel.tp)))
-    placement = SimpleNamespace(engines=(units,), node_of=dict.fromkeys(units.units, 0))
+    policies = SimpleNamespace(call=lambda verb, deadline_s: {0: place})
+    engine = EngineSlots(0, tuple(range(parallel.tp)))
+    placement = SimpleNamespace(engines=(engine,), node_of=dict.fromkeys(engine.slots, 0))
     config = run_config(folder, parallel)
     inputs = refit_inputs(config, cast(Placement, placement), cast(PolicyGroup, policies), cast(EngineGroup, engines))
     schedule = build_schedule(config, inputs)

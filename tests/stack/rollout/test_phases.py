@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from mrl.capacity.phases import PHASES, Phase
+from mrl.phases import PHASES, Phase
 from tests.rollouts import StartEngine, differences, random_requests, run
 
 if TYPE_CHECKING:

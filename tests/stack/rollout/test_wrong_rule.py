@@ -15,11 +15,11 @@ from conversion.families import registry
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
 from conversion.files.safetensors import read_layout
 from conversion.reshard import ScheduleError
-from mrl.cluster.engine_group import EngineGroup
-from mrl.cluster.placement import Placement
-from mrl.cluster.policy_group import PolicyGroup
+from mrl.cluster.engines import EngineGroup
+from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import Refit, build_schedule, refit_inputs
-from mrl.cluster.units import EngineUnits
+from mrl.cluster.runtime import Placement
+from mrl.cluster.scheduling import EngineSlots
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.policy.arena import Arena
@@ -65,19 +65,18 @@ class OneRank:
 
 
 class Here:
-    """Calls that the groups of actors make, on an object of this process. Engines answer by index, ranks in a list."""
+    """Calls that the groups of actors make, on an object of this process."""
 
     num_engines = 1
 
-    def __init__(self, target: object, answer: Callable[[object], object]) -> None:
+    def __init__(self, target: object) -> None:
         self._target = target
-        self._answer = answer
 
-    def call(self, method: str, *arguments: object, deadline_s: float, only: object = None) -> object:
-        return self._answer(getattr(self._target, method)(*arguments))
+    def call(self, verb: Callable, *arguments: object, deadline_s: float | None = None, only: object = None) -> dict[int, object]:
+        return {0: getattr(self._target, verb.__name__)(*arguments)}
 
-    def call_each(self, method: str, arguments: dict[int, tuple[object, ...]] | list[tuple[object, ...]], *, deadline_s: float) -> object:
-        return self.call(method, *arguments[0], deadline_s=deadline_s)
+    def call_each(self, verb: Callable, arguments: dict[int, tuple[object, ...]], *, deadline_s: float | None = None) -> dict[int, object]:
+        return self.call(verb, *arguments[0])
 
     def held(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -86,18 +85,18 @@ class Here:
 def refit_between(folder: Path, engine: Engine) -> Refit:
     """The run's own refit, between one rank and one engine of this process."""
     engine.enter("load")
-    return Refit(*one_unit(folder), engines_of(engine))
+    return Refit(*one_slot(folder), engines_of(engine))
 
 
 def engines_of(engine: object) -> EngineGroup:
     """The group of one engine."""
-    return cast(EngineGroup, Here(engine, lambda value: {0: value}))
+    return cast(EngineGroup, Here(engine))
 
 
-def one_unit(folder: Path) -> tuple[RunConfig, Placement, PolicyGroup]:
+def one_slot(folder: Path) -> tuple[RunConfig, Placement, PolicyGroup]:
     config = load_config("grpo_tiny.yaml", [f"policy.model_name={folder}"])
-    placement = SimpleNamespace(engines=(EngineUnits(0, (0,)),), node_of={0: 0})
-    return config, cast(Placement, placement), cast(PolicyGroup, Here(OneRank(folder), lambda value: [value]))
+    placement = SimpleNamespace(engines=(EngineSlots(0, (0,)),), node_of={0: 0})
+    return config, cast(Placement, placement), cast(PolicyGroup, Here(OneRank(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def test_a_wrong_but_consistent_rule_is_caught_before_sampling(
 
 def test_with_grouped_queries_the_schedule_refuses_it(checkpoint: Callable[[int], Path], swap_query_and_key: Callable[[], None]) -> None:
     engines = engines_of(SimpleNamespace(tensor_dtypes=lambda: [()]))
-    config, placement, policies = one_unit(checkpoint(0))
+    config, placement, policies = one_slot(checkpoint(0))
     inputs = refit_inputs(config, placement, policies, engines)
     build_schedule(config, inputs)
     swap_query_and_key()

@@ -39,12 +39,10 @@ def test_processors_at_work_show():
 class Deliveries:
     """Keeps what it gets, and when."""
 
-    is_empty = False
-
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
 
-    def log_host(self, metrics: Mapping[str, float], sampled_at: float) -> None:
+    def __call__(self, metrics: Mapping[str, float], sampled_at: float) -> None:
         self.found.append((metrics["count"], time.monotonic()))
 
 

@@ -1,6 +1,6 @@
-"""Environments in an actor of their own: text is made and judged next to the payload, the driver sees verdicts.
+"""Environments in an actor of their own: it makes and judges texts next to the payload, and the driver sees verdicts.
 
-If rollouts may have several turns, it also says of each turn whether another one follows, and makes what that one goes on from.
+If rollouts may have several turns, the actor also decides after each turn whether another one follows, and makes its transcript.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import ray
 
-from mrl.capacity.start_deadline import start_deadline
-from mrl.cluster.lifetime import start_actor_process
+from mrl.cluster.calls import Background, ask, fetch, start_actor, wait_all
+from mrl.cluster.environment import start_actor_process
 from mrl.cluster.payload import PayloadRef, pull
-from mrl.cluster.placement import Placement
-from mrl.cluster.waiting import Background, fetch, wait_all
+from mrl.cluster.runtime import Placement
+from mrl.cluster.start_deadline import start_deadline
 from mrl.config.rules.environments import NEMO_GYM
 from mrl.config.schema.run import RunConfig
 from mrl.data.turns import Ending, TurnFormat
@@ -24,8 +24,9 @@ from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
 from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict
 
+T = TypeVar("T")
 NAME = "reward actor"
-# Answers behind others that hang are masked when this share of the driver's deadline is over, so that they never end the run.
+# After this share of the driver's deadline the actor masks answers that wait behind others that hang, so that they never end the run.
 PATIENCE_SHARE = 0.8
 # How long the actor waits for a verdict before it answers that there is none; it does nothing else meanwhile.
 POLL_BUDGET_S = 0.1
@@ -60,7 +61,7 @@ class RewardActor:
         from mrl.envs.scorer import Scorer, build_environment
 
         config = self.config
-        # What users name is tried now; what comes with mrl starts when the first row needs it.
+        # Environments that users name start now; those that come with mrl start when the first row needs them.
         names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
         self.scorer = Scorer(
             lambda name: build_environment(name, config.env, endpoints=self.endpoints),
@@ -94,9 +95,9 @@ class RewardActor:
         )
 
     def decide(self, timeout_s: float) -> tuple[list[tuple[str, Ending | None]], list[Transcript]]:
-        """What has been judged since the last call, waiting up to `timeout_s` for the first: `(request id, why no other turn follows)`.
+        """Decisions on turns judged since the last call, waiting up to `timeout_s` for the first: `(request id, why the rollout ends)`.
 
-        Then what the turns that follow go on from, in the same order.
+        The second list has the transcripts of those that go on (None in the first), in the same order.
         """
         decisions: list[tuple[str, Ending | None]] = []
         transcripts: list[Transcript] = []
@@ -109,34 +110,33 @@ class RewardActor:
         return decisions, transcripts
 
     def collect(self) -> tuple[Mapping[str, Verdict], float]:
-        """Verdicts of everything submitted since the last call, by request id, and the seconds that they took, waited for or not."""
+        """Verdicts on everything submitted since the last call, by request id, and the seconds of scoring, waited for or not."""
         verdicts, seconds = self.scorer.collect(patience_s=PATIENCE_SHARE * self.deadlines.reward_s, timeout_s=self.deadlines.reward_s)
         remarks, self._remarks = self._remarks, {}
         return {name: amend(verdict, remarks[name]) if name in remarks else verdict for name, verdict in verdicts.items()}, seconds
 
-    def apply(self, function: Callable[..., object], *arguments: object) -> object:
+    def apply(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(self, *arguments)`: tests and diagnostics reach into the actor with it."""
         return function(self, *arguments)
 
 
 class Rewards:
-    """The driver's handle on the reward actor: scoring runs while generation goes on, and generation (`beside`) while the driver waits."""
+    """The driver's handle on the reward actor, which scores while engines generate. `beside` goes on while the driver waits for it."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
         self.start_s, self.reward_s = start_deadline(config).seconds, config.deadlines.reward_s
-        actor_class = ray.remote(RewardActor).options(**placement.options(0, {}))
-        self.actor = actor_class.remote(config, log_folder / "rewards.log")
-        self._ready = self.actor.ready.remote()
         self.beside: Background | None = None
-        self._submitted: list[ray.ObjectRef] = []
         self.decides = config.max_rollout_turns > 1
-        """Whether rollouts may have several turns: then each one submitted is decided upon."""
+        """Whether rollouts may have several turns: then the actor decides after each one."""
+        self.actor = start_actor(RewardActor, placement.options(0, {}), config, log_folder / "rewards.log")
+        self._ready = ask(self.actor, RewardActor.ready)
+        self._submitted: list[ray.ObjectRef[None]] = []
         self._undecided: set[str] = set()
-        self._poll: tuple[ray.ObjectRef, ray.ObjectRef] | None = None
+        self._poll: tuple[ray.ObjectRef[list[tuple[str, Ending | None]]], ray.ObjectRef[list[Transcript]]] | None = None
 
     @property
     def num_undecided(self) -> int:
-        """Turns of which it is not known yet whether another one follows; 0 where rollouts have one turn."""
+        """Turns without a decision yet on whether another one follows; 0 where rollouts have one turn."""
         return len(self._undecided)
 
     def wait_until_built(self) -> None:
@@ -145,19 +145,19 @@ class Rewards:
 
     def submit(self, infos: list[RolloutInfo], prompts: list[Prompt]) -> None:
         """Starts scoring; does not wait."""
-        self._submitted.append(self.actor.submit.remote(infos, prompts))
+        self._submitted.append(ask(self.actor, RewardActor.submit, infos, prompts))
         if self.decides:
             self._undecided.update(info.request_id for info in infos)
 
     def references(self) -> list[ray.ObjectRef]:
-        """What becomes ready when `take_ready` may have something to give."""
+        """The call that becomes ready when `take_ready` may have something to give; none if nothing is undecided."""
         if self._undecided and self._poll is None:
-            poll = self.actor.decide.options(num_returns=2).remote(POLL_BUDGET_S)
-            self._poll = cast(tuple[ray.ObjectRef, ray.ObjectRef], poll)
+            decide = getattr(self.actor, RewardActor.decide.__name__)
+            self._poll = cast("tuple[ray.ObjectRef, ray.ObjectRef]", decide.options(num_returns=2).remote(POLL_BUDGET_S))
         return [] if self._poll is None else [self._poll[0]]
 
     def take_ready(self) -> list[tuple[str, PayloadRef | Ending]]:
-        """Decisions on turns since the last call: the request's id, and the `Transcript` that the next turn goes on from, or why none is.
+        """Decisions on turns since the last call, by request id: a reference to the `Transcript` of the next turn, or why the rollout ends.
 
         Does not wait.
 
@@ -168,20 +168,20 @@ class Rewards:
         if self._poll is None or not ray.wait(references, num_returns=1, timeout=0.0)[0]:
             return []
         (reference, payload), self._poll = self._poll, None
-        decisions = cast("list[tuple[str, Ending | None]]", fetch(reference, key=NAME, what="turns"))
+        decisions = fetch(reference, actor=NAME, what="turns")
         self._undecided.difference_update(request_id for request_id, _ in decisions)
         indices = itertools.count()
         return [(request_id, ending or PayloadRef(payload, next(indices))) for request_id, ending in decisions]
 
     def collect(self) -> tuple[Mapping[str, Verdict], float]:
-        """Verdicts of everything submitted since the last call, by request id, and the seconds that they took, waited for or not."""
+        """Verdicts on everything submitted since the last call, by request id, and the seconds of scoring, waited for or not."""
         submitted, self._submitted = self._submitted, []
-        # The actor takes calls in order, so that the last one is answered last.
         pending: dict[str, ray.ObjectRef] = {f"{NAME}, batch {index}": reference for index, reference in enumerate(submitted)}
-        pending[NAME] = self.actor.collect.remote()
-        answers = wait_all(pending, deadline_s=self.reward_s, what="rewards", beside=self.beside)
-        return cast(tuple[Mapping[str, Verdict], float], answers[NAME])
+        # The actor takes calls in order, so that it answers this one last.
+        pending[NAME] = ask(self.actor, RewardActor.collect)
+        return wait_all(pending, deadline_s=self.reward_s, what="rewards", beside=self.beside)[NAME]
 
-    def apply(self, function: Callable[..., object], *arguments: object) -> object:
+    def apply(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(actor, *arguments)` in the actor's process."""
-        return wait_all({NAME: self.actor.apply.remote(function, *arguments)}, deadline_s=self.reward_s, what="apply")[NAME]
+        answer: ray.ObjectRef[T] = getattr(self.actor, RewardActor.apply.__name__).remote(function, *arguments)
+        return wait_all({NAME: answer}, deadline_s=self.reward_s, what="apply")[NAME]

@@ -1,6 +1,6 @@
 import pytest
 
-from mrl.capacity.phases import PHASES, TRANSITIONS, Phase, enter
+from mrl.phases import PHASES, TRANSITIONS, Phase, enter
 
 
 def test_a_run_walks_through_its_phases():

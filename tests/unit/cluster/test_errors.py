@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from mrl.cluster.advice import BROKEN_NETWORK, OUT_OF_MEMORY, way_out
+from mrl.cluster.errors import BROKEN_NETWORK, OUT_OF_MEMORY, way_out
 from mrl.config.schema.run import KEYS
 
 

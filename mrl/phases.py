@@ -10,12 +10,12 @@ from typing import Literal
 
 Phase = Literal["load", "train", "logprob", "refit", "generate", "checkpoint"]
 Place = Literal["device", "host", "none"]
-"""`none`: freed, and made anew or without content when it is needed again."""
+"""`none`: freed, and allocated anew, with or without content, when it is needed again."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Where each kind of memory lies during a phase. Without a GPU, device and host are the same memory and nothing moves."""
+    """Where each kind of memory is during a phase. Without a GPU, device and host are the same memory and nothing moves."""
 
     weights: Place
     """The policy's parameters and persistent buffers (the arena). Always on the device: CUDA frees no memory that another process maps, and
@@ -61,7 +61,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 def enter(current: Phase | None, phase: Phase) -> Residency:
-    """What must be resident once `phase` is entered from `current`.
+    """What must be resident after entering `phase` from `current`.
 
     A process starts from None, with `load`. Entering a phase again changes nothing.
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mrl.loop.budget import STOP_SIGNALS, Budget, Stopped
+from mrl.loop.run import STOP_SIGNALS, Budget, Stopped
 
 
 def test_a_run_ends_before_the_step_that_would_end_too_late():

@@ -5,12 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-from mrl.cluster.reaper import processes_of
+from mrl.cluster.lifetime import processes_of
 
 DRIVER = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from mrl.cluster.reaper import start_reaper
+from mrl.cluster.lifetime import start_reaper
 reaper = start_reaper(Path(sys.argv[1]))
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 print(child.pid, flush=True)
@@ -22,7 +22,7 @@ reaper.communicate(timeout=20)
 RENAMED = """
 import os, subprocess, sys
 from pathlib import Path
-from mrl.cluster.reaper import MARK, processes_of, start_reaper
+from mrl.cluster.lifetime import MARK, processes_of, start_reaper
 reaper = start_reaper(Path(sys.argv[1]))
 command = [sys.executable, "-c", "import setproctitle, time; setproctitle.setproctitle('renamed'); print(flush=True); time.sleep(60)"]
 child = subprocess.Popen(command, env={MARK: os.environ[MARK], **os.environ}, stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""How long a run may take to start: it follows the size of the model's weights, unless deadlines.start_s says it."""
+"""How long a run may take to start: deadlines.start_s, or a time that follows the size of the model's weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mrl.config.schema.run import RunConfig
 PROCESSES_S = 300.0
 # With empty caches vLLM, Triton and FlashInfer compile kernels of a GPU, and CUDA graphs are captured.
 KERNELS_S = 300.0
-# What one node gets of a shared file system that all nodes read at once: 1.6 GB/s over 32 nodes.
+# One node's share of a file system that all nodes read at once: 1.6 GB/s over 32 nodes.
 READ_BYTES_PER_S = 50e6
-# Of bfloat16, in which large models are published.
+# bfloat16, in which large models are published.
 BYTES_PER_PARAMETER = 2
 
 
 @dataclass(frozen=True)
 class StartDeadline:
-    """Seconds, and what they are made of."""
+    """Seconds, and how they add up."""
 
     seconds: float
     reason: str
@@ -32,7 +32,7 @@ class StartDeadline:
 
 
 def start_deadline(config: RunConfig) -> StartDeadline:
-    """The deadline of each wait of the start: for places, engines, policy ranks and rewards.
+    """The deadline of each wait at the start: for slots, engines, policy ranks and rewards.
 
     Without deadlines.start_s it is `PROCESSES_S`, `KERNELS_S` where there are GPUs, and the weights read at `READ_BYTES_PER_S`.
     """
@@ -52,7 +52,7 @@ def start_deadline(config: RunConfig) -> StartDeadline:
 
 
 def weight_bytes(folder: Path) -> int | None:
-    """Bytes of a Hugging Face folder's safetensors files; by its config.json if they are not there; None without that."""
+    """Bytes of a Hugging Face folder's safetensors files; by its config.json if there are none; None without a config.json."""
     with suppress(ValueError, OSError):
         return sum(path.stat().st_size for path in weight_files(folder))
     with suppress(ValueError):

@@ -1,1 +1,0 @@
-"""What is resident where, in every phase. Pure."""

@@ -1,0 +1,173 @@
+"""Typed calls to Ray actors. Every wait has a deadline, fails on the first failure, and names what it waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, TypeVarTuple, cast
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+
+from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, way_out
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+A = TypeVar("A")
+V = TypeVar("V")
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+Key = TypeVar("Key")
+
+# A reference that ray.wait calls ready is fetched from local memory; this only bounds a broken store.
+FETCH_TIMEOUT_S = 60.0
+# Peers of a dead rank may report a broken connection seconds before Ray reports the death.
+BLAME_WINDOW_S = 10.0
+
+
+class Background(Protocol):
+    """Work that goes on while the driver waits for something else."""
+
+    def references(self) -> Sequence[ray.ObjectRef]:
+        """The calls that it waits for itself."""
+        ...
+
+    def advance(self) -> object:
+        """Takes what has arrived and starts what comes next. Never waits, and keeps the loss of an actor for later."""
+        ...
+
+
+def start_actor(actor_class: Callable[[*Ts], A], options: Mapping[str, object], *arguments: *Ts) -> ActorHandle[A]:
+    """Starts an actor with these Ray options; does not wait for it."""
+    return cast("ActorHandle[A]", ray.remote(cast("type[A]", actor_class)).options(**options).remote(*arguments))
+
+
+def ask(actor: ActorHandle[A], method: Callable[[A, *Ts], T], *arguments: *Ts) -> ray.ObjectRef[T]:
+    """Calls `method` of an actor; does not wait for the answer."""
+    return getattr(actor, method.__name__).remote(*arguments)
+
+
+class Actors(Generic[V]):
+    """The actors of one kind, by index. `call(V.verb, ...)` calls a verb of the object inside each; the type checker knows its arguments.
+
+    An actor class has `call(verb, *arguments)` and `apply(function, *arguments)` for it.
+    """
+
+    def __init__(self, kind: str, *, deadline_s: float) -> None:
+        """Calls that name no deadline of their own have `deadline_s`."""
+        self.kind = kind
+        self.deadline_s = deadline_s
+        self.beside: Background | None = None
+        """Goes on while the driver waits for these actors."""
+        self.handles: list = []
+
+    def name(self, index: int) -> ActorName:
+        """The actor's name in messages."""
+        return ActorName(self.kind, index)
+
+    def call(
+        self, verb: Callable[[V, *Ts], T], *arguments: *Ts, deadline_s: float | None = None, only: Sequence[int] | None = None
+    ) -> dict[int, T]:
+        """Calls `verb` on every actor, or on those of `only`, and waits for all of them; answers by index."""
+        return self.call_each(verb, dict.fromkeys(range(len(self.handles)) if only is None else only, arguments), deadline_s=deadline_s)
+
+    def call_each(
+        self, verb: Callable[[V, *Ts], T], arguments: Mapping[int, tuple[*Ts]], *, deadline_s: float | None = None
+    ) -> dict[int, T]:
+        """Calls `verb` with different arguments for each actor, and waits for all of them; answers by index."""
+        return self.wait(self.start(verb, arguments), deadline_s=deadline_s, what=verb.__name__)
+
+    def start(self, verb: Callable[[V, *Ts], T], arguments: Mapping[int, tuple[*Ts]]) -> dict[ActorName, ray.ObjectRef[T]]:
+        """Calls `verb` with different arguments for each actor; does not wait."""
+        return {self.name(index): self.handles[index].call.remote(verb.__name__, *mine) for index, mine in arguments.items()}
+
+    def wait(self, pending: Mapping[ActorName, ray.ObjectRef[T]], *, deadline_s: float | None, what: str) -> dict[int, T]:
+        """Waits for calls to some of these actors; answers by index."""
+        answers = wait_all(pending, deadline_s=self.deadline_s if deadline_s is None else deadline_s, what=what, beside=self.beside)
+        return {name.index: answer for name, answer in answers.items()}
+
+    def apply(self, function: Callable[..., T], *arguments: object, deadline_s: float | None = None) -> list[T]:
+        """`function(object, *arguments)` in every actor's process; answers by index."""
+        pending = {self.name(index): actor.apply.remote(function, *arguments) for index, actor in enumerate(self.handles)}
+        return list(self.wait(pending, deadline_s=deadline_s, what="apply").values())
+
+
+def wait_all(
+    pending: Mapping[Key, ray.ObjectRef[T]],
+    *,
+    deadline_s: float,
+    what: str,
+    beside: Background | None = None,
+    lost: list[ActorLost] | None = None,
+) -> dict[Key, T]:
+    """Waits for all calls; answers by key. `beside` goes on meanwhile.
+
+    With `lost`, an actor that died gives no answer: its `ActorLost` goes there, and the wait goes on.
+
+    Raises:
+        ActorLost, DeadlineExceeded: as soon as it happens.
+        ValueError, RuntimeError: an actor's own error, with its key in front.
+    """
+    keys = {reference: key for key, reference in pending.items()}
+    answers: dict[Key, T] = {}
+    end = time.monotonic() + deadline_s
+    while keys:
+        others = [] if beside is None else beside.references()
+        ready, _ = ray.wait([*keys, *others], num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        if beside is not None and ready and ready[0] not in keys and time.monotonic() < end:
+            beside.advance()
+            continue
+        if not ready or ready[0] not in keys:
+            missing = ", ".join(str(key) for key in keys.values())
+            raise DeadlineExceeded(f"{what}: no answer from {missing} within {deadline_s:g} s (the limits are set in section `deadlines`)")
+        key = keys.pop(ready[0])
+        try:
+            answers[key] = fetch(ready[0], actor=key, what=what)
+        except (RuntimeError, ValueError) as error:
+            if lost is not None and isinstance(error, ActorLost):
+                lost.append(error)
+                continue
+            cause = first_cause(keys, error, what=what)
+            if cause is error:
+                raise
+            raise cause from error
+    return {key: answers[key] for key in pending if key in answers}
+
+
+def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:
+    """The error to report for `error`: a death among the `pending` actors, whose peers only lost their connection to it, else `error`."""
+    if isinstance(error, ActorLost):
+        return error
+    waiting = dict(pending)
+    end = time.monotonic() + BLAME_WINDOW_S
+    while waiting and time.monotonic() < end:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        for reference in ready:
+            try:
+                fetch(reference, actor=waiting.pop(reference), what=what)
+            except ActorLost as lost:
+                return lost
+            except (RuntimeError, ValueError):
+                continue
+    return error
+
+
+def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
+    """The answer of a call that is ready.
+
+    Raises:
+        ActorLost: the actor died.
+        ValueError, RuntimeError: the actor's own error, with its name and `what` in front.
+    """
+    try:
+        return ray.get(reference, timeout=FETCH_TIMEOUT_S)
+    except (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError) as error:
+        lines = str(error).strip().splitlines()
+        raise ActorLost(actor, what, lines[0] if lines else type(error).__name__) from error
+    except GetTimeoutError as error:
+        raise DeadlineExceeded(f"{what}: the answer of {actor} could not be fetched within {FETCH_TIMEOUT_S:g} s") from error
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        kind = ValueError if isinstance(cause, ValueError) else RuntimeError
+        raise kind(f"{actor} failed in {what}: {cause}{way_out(cause)}") from error

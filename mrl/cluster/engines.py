@@ -1,0 +1,254 @@
+"""The rollout engines as Ray actors, driven step by step, and the driver's handle on them.
+
+An engine that dies is restarted here; it serves again only after a refit, and then the driver asks its unfinished requests again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import ray
+
+from mrl.cluster.calls import Actors, ask, fetch, start_actor, wait_all
+from mrl.cluster.environment import engine_variables, start_actor_process
+from mrl.cluster.errors import ActorLost, ActorName
+from mrl.cluster.payload import PayloadRef, describe, with_transcripts
+from mrl.cluster.runtime import Placement
+from mrl.cluster.scheduling import ENGINE, EngineSlots, RequestBook, lost_engine
+from mrl.cluster.start_deadline import start_deadline
+from mrl.cluster.verbs import EngineVerbs
+from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import split_secrets
+from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
+from mrl.phases import Phase
+from mrl.types import Rollout, RolloutInfo, RolloutRequest
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# A poll hands back what has finished after this long: short enough that rewards overlap generation, long enough that calls cost nothing.
+POLL_BUDGET_S = 0.25
+# An engine that dies this often without finishing a single rollout in between will not get better.
+MAX_FRUITLESS_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class Polled:
+    """What an engine did in one poll."""
+
+    finished: list[RolloutInfo]
+    busy_s: float
+    """Seconds in which it had a rollout to work on."""
+
+
+class EngineActor:
+    """One engine in its own process."""
+
+    def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
+        start_actor_process(log_file, secrets)
+
+    def build(self, config: RunConfig, device_ids: Sequence[int], api_key: str) -> str | None:
+        """Starts the engine on these GPUs of its node; vLLM's own loader reads the model folder's weights.
+
+        Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
+        """
+        # Imported here: the driver holds this class too, and must not import vllm.
+        from mrl.rollout.engine import Engine
+
+        has_server = config.policy.generation.vllm_cfg.expose_http_server
+        self.engine = Engine(
+            config.policy.model_name,
+            config.policy.generation,
+            seed=config.grpo.seed,
+            worker_timeout_s=config.deadlines.refit_s,
+            device_ids=device_ids,
+            keeps_routes=config.policy.router_replay.enabled,
+            keeps_kv_cache=config.grpo.async_grpo.keeps_kv_cache,
+            tokenizer=config.policy.tokenizer.name if config.policy.generation.stop_strings or has_server else None,
+        )
+        self.verbs: EngineVerbs = self.engine
+        self.fetch_timeout_s = config.deadlines.reward_s
+        self.engine.die_with_workers()
+        self.engine.enter("load")
+        self._finished_between: list[Rollout] = []
+        self._is_woken = False
+        if not has_server:
+            return None
+        from mrl.rollout.http_server import start_server
+
+        self._self = ray.get_runtime_context().current_actor
+        return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._wake)
+
+    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, list[Rollout]]:
+        """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, payload second (same order)."""
+        self.engine.add(with_transcripts(requests, timeout_s=self.fetch_timeout_s))
+        start = time.monotonic()
+        finished, self._finished_between = self._finished_between, []
+        while self.engine.num_unfinished and time.monotonic() < start + budget_s:
+            finished += self.engine.step()
+        self._wake_for_callers()
+        return Polled([describe(rollout) for rollout in finished], time.monotonic() - start), finished
+
+    def serve(self) -> None:
+        """Steps the engine for HTTP requests between two polls, and keeps rollouts that it finishes for the next poll.
+
+        The actor calls this itself, behind the driver's earlier calls: one thread does all that touches the engine.
+        """
+        # Before the engine looks for questions: whoever asks from here on calls again.
+        self._is_woken = False
+        end = time.monotonic() + POLL_BUDGET_S
+        try:
+            while self.engine.can_sample and self.engine.callers.are_waiting and time.monotonic() < end:
+                self._finished_between += self.engine.step()
+        except Exception:
+            # Nobody waits for this call. The driver starts an engine that is gone again.
+            logger.exception("A step for requests over HTTP failed; ending the engine")
+            os._exit(1)
+        self._wake_for_callers()
+
+    def _wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self._self.serve.remote()
+
+    def _wake_for_callers(self) -> None:
+        if self.engine.can_sample and self.engine.callers.are_waiting:
+            self._wake()
+
+    def call(self, verb: str, *arguments: object) -> object:
+        """Calls a verb of the engine; see `EngineVerbs`."""
+        answer = getattr(self.verbs, verb)(*arguments)
+        self._wake_for_callers()
+        return answer
+
+    def apply(self, function: Callable[..., T], *arguments: object) -> T:
+        """`function(engine, *arguments)`: tests and diagnostics reach into an engine with it."""
+        return function(self.engine, *arguments)
+
+
+class EngineGroup(Actors[EngineVerbs]):
+    """All engines. `book` assigns requests to them; `take_ready` gives back finished rollouts."""
+
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
+        super().__init__(ENGINE, deadline_s=config.deadlines.refit_s)
+        self.config = config
+        self.placement = placement
+        self.log_folder = log_folder
+        self.are_colocated = config.policy.generation.colocated.enabled
+        self.busy_s = 0.0
+        """Seconds in which engines had a rollout to work on, added up over the engines."""
+        ahead = config.grpo.async_grpo
+        max_restarts = ahead.max_generation_failures + 1 if ahead.max_lag_steps > 0 else MAX_FRUITLESS_RESTARTS
+        self.book = RequestBook(len(placement.engines), max_fruitless_restarts=max_restarts)
+        self._is_held = False
+        self._api_key = secrets.token_urlsafe(32)
+        self._base_urls = [""] * len(placement.engines)
+        self._polls: dict[ray.ObjectRef[Polled], tuple[int, ray.ObjectRef]] = {}
+        self._building: dict[ActorName, ray.ObjectRef[str | None]] = {}
+        self.handles = [self._start(slots) for slots in placement.engines]
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.handles)
+
+    def wait_until_built(self) -> None:
+        """Waits until every engine that was started has loaded its weights."""
+        building, self._building = self._building, {}
+        base_urls = self.wait(building, deadline_s=start_deadline(self.config).seconds, what="start")
+        if not building or not self.config.policy.generation.vllm_cfg.expose_http_server:
+            return
+        for index, base_url in base_urls.items():
+            self._base_urls[index] = str(base_url)
+        write_endpoints(self.log_folder, Endpoints(self._base_urls, self._api_key, self.config.policy.model_name))
+        logger.info("HTTP servers of the engines: %s; the key stands in %s", ", ".join(self._base_urls), self.log_folder / FILE_NAME)
+
+    def references(self) -> list[ray.ObjectRef[Polled]]:
+        """Polls that have not been taken; engines with work are polled first, unless they are held or lost."""
+        if self._is_held:
+            return []
+        for index in self.book.to_poll({index for index, _ in self._polls.values()}):
+            poll = self.handles[index].poll.options(num_returns=2).remote(self.book.take_unsent(index), POLL_BUDGET_S)
+            polled, payload = cast("tuple[ray.ObjectRef[Polled], ray.ObjectRef]", poll)
+            self._polls[polled] = (index, payload)
+        return list(self._polls)
+
+    def take_ready(self) -> list[RolloutInfo]:
+        """Rollouts that have finished since the last call. Does not wait, and puts engines that died into `book.lost`.
+
+        Raises:
+            ValueError: an engine refuses a request; see `Engine.add`.
+        """
+        references = self.references()
+        if not references:
+            return []
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0.0)
+        infos: list[RolloutInfo] = []
+        for reference in ready:
+            try:
+                infos += self._take(reference)
+            except ActorLost as lost:
+                logger.warning("%s; it is started again at the next refit, or when its rollouts are waited for", lost)
+                self.book.lost.add(lost_engine(lost))
+        self.references()
+        return infos
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Begins and takes no poll inside the `with` block: engines that are being refitted step only before and after it."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+
+    def restart(self, index: int) -> None:
+        """Starts a dead engine again. It refuses to generate until it has been refitted.
+
+        Raises:
+            ActorLost: it died while it started.
+            RuntimeError: it has died too often without producing a rollout.
+        """
+        num_requests = self.book.count_restart(index, log_file=self._log_file(index))
+        logger.warning("%s died; starting it again (%d requests will be asked again)", self.name(index), num_requests)
+        self._polls = {reference: poll for reference, poll in self._polls.items() if poll[0] != index}
+        ray.kill(self.handles[index])
+        self.handles[index] = self._start(self.placement.engines[index])
+        self.wait_until_built()
+
+    def enter(self, phase: Phase, *, deadline_s: float) -> None:
+        """Brings all engines into `phase` at once. Leaves one that has died meanwhile to the next refit, which starts it again."""
+        lost: list[ActorLost] = []
+        pending = self.start(EngineVerbs.enter, dict.fromkeys(range(self.num_engines), (phase,)))
+        wait_all(pending, deadline_s=deadline_s, what="enter", lost=lost)
+        for loss in lost:
+            logger.warning("%s; it is started again at the next refit", loss)
+
+    def _take(self, reference: ray.ObjectRef[Polled]) -> list[RolloutInfo]:
+        index, payload = self._polls.pop(reference)
+        polled = fetch(reference, actor=self.name(index), what="generation")
+        self.busy_s += polled.busy_s
+        self.book.finish(index, (info.request_id for info in polled.finished))
+        return [dataclasses.replace(info, payload=PayloadRef(payload, i)) for i, info in enumerate(polled.finished)]
+
+    def _log_file(self, index: int) -> Path:
+        return self.log_folder / f"engine-{index}.log"
+
+    def _start(self, slots: EngineSlots) -> ActorHandle[EngineActor]:
+        given, hidden = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {})
+        options = self.placement.options(slots.slots[0], engine_variables(self.config, given))
+        actor = start_actor(EngineActor, options, self._log_file(slots.engine_index), hidden)
+        devices = slots.device_ids(self.config.cluster.gpus_per_node)
+        self._building[self.name(slots.engine_index)] = ask(actor, EngineActor.build, self.config, devices, self._api_key)
+        return actor

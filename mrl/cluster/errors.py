@@ -1,0 +1,55 @@
+"""What the driver raises when a process of the run fails, and advice on errors of libraries. Needs no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OUT_OF_MEMORY = (
+    "; lower policy.generation.vllm_cfg.gpu_memory_utilization, which engines take of a GPU, or policy.generation.vllm_cfg.max_num_seqs; "
+    "in training lower policy.sequence_packing.train_mb_tokens or policy.train_micro_batch_size, "
+    "or set policy.megatron_cfg.activation_checkpointing=true"
+)
+BROKEN_NETWORK = (
+    "; the ranks do not reach each other: python -m mrl.doctor looks at every node's interfaces and fabric "
+    "(NCCL_SOCKET_IFNAME, FI_PROVIDER), NCCL_DEBUG=INFO says which is taken; "
+    "EFA needs a security group whose rules for incoming and outgoing traffic name the group itself"
+)
+# The last two come from vLLM, when an engine starts.
+MEMORY_MESSAGES = ("CUDA out of memory", "No available memory for the cache blocks", "Free memory on device")
+
+
+class NoCluster(RuntimeError):
+    """There is no Ray cluster to join; the message says where the driver looked and what to do."""
+
+
+class DeadlineExceeded(RuntimeError):
+    """A wait ran past its deadline; the message names what the driver waited for and who did not answer."""
+
+
+@dataclass(frozen=True)
+class ActorName:
+    """One of several actors of a kind; messages call it `engine 3`."""
+
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.index}"
+
+
+class ActorLost(RuntimeError):
+    """An actor process died. `actor` is the caller's name for it."""
+
+    def __init__(self, actor: object, what: str, reason: str) -> None:
+        super().__init__(f"{actor} died during {what}: {reason}")
+        self.actor = actor
+
+
+def way_out(error: Exception) -> str:
+    """Advice to append to the message of an error that a process of the run failed with; "" if the message needs none."""
+    text = str(error)
+    if type(error).__name__ == "OutOfMemoryError" or any(message in text for message in MEMORY_MESSAGES):
+        return OUT_OF_MEMORY
+    if "NCCL" in text or "DistBackendError" in type(error).__name__:
+        return BROKEN_NETWORK
+    return ""

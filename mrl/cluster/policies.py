@@ -1,0 +1,208 @@
+"""The policy ranks as Ray actors, the driver's handle on all of them, and the starting weights that they read from the shared cache."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import ray
+
+from conversion.cache import cached_mcore, check_entry, discard, mcore_in_use, read_entry, root_of
+from conversion.families.common import MegatronParallel
+from conversion.files.canary import PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
+from mrl import env
+from mrl.cluster.calls import Actors, ask, start_actor, wait_all
+from mrl.cluster.environment import policy_variables, start_actor_process
+from mrl.cluster.payload import pull
+from mrl.cluster.runtime import Placement
+from mrl.cluster.start_deadline import start_deadline
+from mrl.cluster.verbs import PolicyVerbs
+from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import split_secrets
+from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.types import Batch, TrainSequence
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RankRows = tuple[tuple[int, ...], ...]
+"""Rows of one dp rank, as indices into the batch."""
+
+
+class PolicyActor:
+    """One policy rank in its own process."""
+
+    def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
+        start_actor_process(log_file, secrets)
+
+    def address(self, ports: range) -> tuple[str, int]:
+        """Node address and a free port, for rank 0's rendezvous; see `free_port`."""
+        return ray.util.get_node_ip_address(), free_port(ports)
+
+    def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int) -> int:
+        """Builds the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
+        # Imported here: the driver holds this class too, and must not import megatron.
+        from mrl.policy.policy import Policy
+
+        self.config = config
+        self.pad_token_id = pad_token_id
+        self.part = (rank, world_size)
+        address, port = master
+        self.policy = Policy(
+            config, rank=rank, world_size=world_size, master_address=address, master_port=port, timeout_s=config.deadlines.train_s
+        )
+        self.verbs: PolicyVerbs = self.policy
+        return self.policy.dp_rank
+
+    def answer_canary(self, canary: Path, answer: str, patience_s: float) -> tuple[str, bool]:
+        """This node's address, and whether this process finds the driver's canary; see `check_shared`."""
+        return ray.util.get_node_ip_address(), answer_canary(canary, answer, patience_s=patience_s)
+
+    def check_cached_model(self, folder: Path) -> None:
+        """Checks this rank's part of the files of a cached checkpoint; see `conversion.cache.check_entry`."""
+        part, num_parts = self.part
+        check_entry(folder, part=part, num_parts=num_parts)
+
+    def set_batch(self, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows, is_further: bool) -> int:
+        """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `Policy.set_batch`."""
+        payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.config.deadlines.train_s)
+        pulled = {
+            index: RowSequence(index, rollout, sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages)
+            for (index, sequence), rollout in zip(sequences.items(), payload, strict=True)
+        }
+        packed = self._pack(pulled, rows)
+        self.policy.set_batch(packed, packed if logprob_rows == rows else self._pack(pulled, logprob_rows), is_further=is_further)
+        return len(packed)
+
+    def _pack(self, pulled: dict[int, RowSequence], rows: RankRows) -> list[PackedRow]:
+        return [
+            pack_row(
+                [pulled[index] for index in row],
+                divisible_by=self.config.policy.row_multiple,
+                sequence_multiple=self.config.policy.sequence_multiple,
+                pad_token_id=self.pad_token_id,
+            )
+            for row in rows
+        ]
+
+    def call(self, verb: str, *arguments: object) -> object:
+        """Calls a verb of the policy; see `PolicyVerbs`."""
+        return getattr(self.verbs, verb)(*arguments)
+
+    def apply(self, function: Callable[..., T], *arguments: object) -> T:
+        """`function(policy, *arguments)`: tests and diagnostics reach into a rank with it."""
+        return function(self.policy, *arguments)
+
+
+def free_port(ports: range) -> int:
+    """A port of this host on which nobody listens: one of `ports`, or any if that is empty.
+
+    Raises:
+        RuntimeError: all of them are taken.
+    """
+    # Runs that start at the same time would all try the first one.
+    for port in random.sample(ports, len(ports)) or [0]:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise RuntimeError(f"no free port from {ports.start} to {ports.stop - 1} (cluster.master_port_range_low and _high); widen the range")
+
+
+class PolicyGroup(Actors[PolicyVerbs]):
+    """All policy ranks, with their starting weights. Calls are collective: every rank is called, and the first failure ends the wait."""
+
+    def __init__(self, config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> None:
+        super().__init__("policy rank", deadline_s=config.deadlines.train_s)
+        self.start_s = start_deadline(config).seconds
+        self.world_size = placement.num_policy_ranks
+        given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {})
+        for rank in range(self.world_size):
+            variables = policy_variables(config, {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
+            log_file = log_folder / f"policy-rank-{rank}.log"
+            self.handles.append(start_actor(PolicyActor, placement.options(rank, variables), log_file, secrets))
+        master = {self.name(0): ask(self.handles[0], PolicyActor.address, config.cluster.master_ports)}
+        self.master = self.wait(master, deadline_s=self.start_s, what="start")[0]
+        root = env.cache_root()
+        if root is not None:
+            check_shared(root, self.handles, deadline_s=self.start_s)
+        building = {
+            self.name(rank): ask(actor, PolicyActor.build, config, rank, self.world_size, self.master, pad_token_id)
+            for rank, actor in enumerate(self.handles)
+        }
+        hf, parallel = Path(config.policy.model_name), config.policy.megatron_cfg.parallel
+        # The first use of a model converts it here in the driver, while the ranks are being built. The checkpoint is cut for the ranks of
+        # this run: each checks and reads a file of its own.
+        with nullcontext() if root is None else mcore_in_use(hf, root, parallel=parallel) as cached:
+            self.dp_ranks = list(self.wait(building, deadline_s=self.start_s, what="build of the model").values())
+            self.load(hf, cached, parallel)
+
+    def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
+        """Has every rank load its part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""
+        if cached is None:
+            self.call(PolicyVerbs.load_hf, hf, deadline_s=self.start_s)
+            return
+        repair_unless(self._check_cached_model, hf, cached, parallel)
+        self.call(PolicyVerbs.load_mcore, cached, deadline_s=self.start_s)
+
+    def set_batches(self, batches: Sequence[Batch]) -> None:
+        """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `Policy.set_batch`."""
+        for position, batch in enumerate(batches):
+            sequences = [{index: batch.sequences[index] for row in rows for index in row} for rows in batch.rows]
+            pending = {
+                self.name(rank): ask(
+                    actor, PolicyActor.set_batch, sequences[dp_rank], batch.rows[dp_rank], batch.logprob_rows[dp_rank], position > 0
+                )
+                for rank, (actor, dp_rank) in enumerate(zip(self.handles, self.dp_ranks, strict=True))
+            }
+            self.wait(pending, deadline_s=None, what="set_batch")
+
+    def _check_cached_model(self, folder: Path) -> None:
+        pending = {self.name(rank): ask(actor, PolicyActor.check_cached_model, folder) for rank, actor in enumerate(self.handles)}
+        self.wait(pending, deadline_s=self.start_s, what="check of the cached model")
+
+
+def repair_unless(check: Callable[[Path], None], hf: Path, cached: Path, parallel: MegatronParallel) -> None:
+    """Returns when `check` finds nothing wrong with the cached checkpoint of a model folder; converts the model once more if it did.
+
+    Raises:
+        ValueError: the new one is damaged too.
+    """
+    seen = read_entry(cached.parent)
+    try:
+        check(cached)
+    except ValueError as error:
+        logger.warning("The cached model is damaged and is converted again: %s", error)
+        discard(cached, seen)
+        cached_mcore(hf, root_of(cached), parallel=parallel)
+        check(cached)
+
+
+def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: float = PATIENCE_S) -> None:
+    """Returns if every actor (with a method as `PolicyActor.answer_canary`) and this process see each other's new files in `root`.
+
+    Raises:
+        RuntimeError: names the node that does not.
+    """
+    canary = release_canary(root)
+    try:
+        pending = {f"{index}": ask(actor, PolicyActor.answer_canary, canary, f"{index}", patience_s) for index, actor in enumerate(actors)}
+        answers = wait_all(pending, deadline_s=deadline_s + patience_s, what="look at the shared cache")
+        for name, (node, has_found) in answers.items():
+            if not has_found:
+                raise RuntimeError(_not_shared(root, f"node {node} cannot see {canary}, or cannot write beside it"))
+            if not is_answered(canary, name, patience_s=patience_s):
+                raise RuntimeError(_not_shared(root, f"the node of the driver cannot see what node {node} wrote beside {canary}"))
+    finally:
+        retire_canary(canary)
+
+
+def _not_shared(root: Path, reason: str) -> str:
+    return (
+        f"{root}: this cache is not shared: {reason}; set {env.MRL_CACHE.name} to a folder that all nodes share, "
+        f"or {env.MRL_CACHE.name}=off to read the Hugging Face files directly"
+    )

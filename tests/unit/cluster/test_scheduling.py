@@ -1,0 +1,171 @@
+from pathlib import Path
+
+import pytest
+
+from mrl.cluster.errors import ActorLost, ActorName
+from mrl.cluster.scheduling import (
+    RequestBook,
+    engine_slots,
+    find_engine_across_nodes,
+    lost_engine,
+    share_of_cores,
+    slot_table,
+    until_no_engine_dies,
+)
+from mrl.config.schema.generation import ColocatedConfig, EngineResourcesConfig, GenerationConfig, VllmConfig
+from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.run import ClusterConfig, RunConfig
+from mrl.types import RolloutRequest, SamplingParams
+
+LOG = Path("logs/engine.log")
+
+
+def run_config(cluster: ClusterConfig, *, tp: int, colocated: ColocatedConfig, num_cpu_engines: int = 1) -> RunConfig:
+    generation = GenerationConfig(num_cpu_engines=num_cpu_engines, colocated=colocated, vllm_cfg=VllmConfig(tensor_parallel_size=tp))
+    return RunConfig(policy=PolicyConfig(generation=generation), cluster=cluster)
+
+
+def slots_of(config: RunConfig) -> list[tuple[int, ...]]:
+    return [engine.slots for engine in engine_slots(config)]
+
+
+def test_colocated_engines_spread_over_the_policys_slots():
+    cpu = ClusterConfig(cpu_units_per_node=8)
+    assert slots_of(run_config(cpu, tp=1, colocated=ColocatedConfig())) == [(0,)]
+    assert slots_of(run_config(cpu, tp=1, colocated=ColocatedConfig(), num_cpu_engines=2)) == [(0,), (4,)]
+    assert slots_of(run_config(cpu, tp=2, colocated=ColocatedConfig(), num_cpu_engines=3)) == [(0, 1), (2, 3), (4, 5)]
+    gpu = ClusterConfig(num_nodes=2, gpus_per_node=4)
+    assert slots_of(run_config(gpu, tp=4, colocated=ColocatedConfig())) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_dedicated_engines_follow_the_policys_slots():
+    cpu = ClusterConfig(cpu_units_per_node=4)
+    assert slots_of(run_config(cpu, tp=2, colocated=ColocatedConfig(enabled=False), num_cpu_engines=2)) == [(4, 5), (6, 7)]
+    one_node = ColocatedConfig(enabled=False, resources=EngineResourcesConfig(gpus_per_node=2))
+    assert slots_of(run_config(ClusterConfig(gpus_per_node=8), tp=1, colocated=one_node)) == [(6,), (7,)]
+    whole_nodes = ColocatedConfig(enabled=False, resources=EngineResourcesConfig(num_nodes=1))
+    assert slots_of(run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=2, colocated=whole_nodes)) == [(4, 5), (6, 7)]
+
+
+def test_workers_run_on_the_devices_of_their_slots():
+    gpu = run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=2, colocated=ColocatedConfig())
+    assert [engine.device_ids(4) for engine in engine_slots(gpu)] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    cpu = run_config(ClusterConfig(cpu_units_per_node=4), tp=2, colocated=ColocatedConfig())
+    assert [engine.device_ids(0) for engine in engine_slots(cpu)] == [()]
+
+
+def test_an_engine_across_nodes_is_found():
+    (engine,) = engine_slots(run_config(ClusterConfig(cpu_units_per_node=2), tp=2, colocated=ColocatedConfig(enabled=False)))
+    assert engine.slots == (2, 3)
+    assert find_engine_across_nodes({0: 0, 1: 0, 2: 1, 3: 1}, [engine]) is None
+    assert find_engine_across_nodes({0: 0, 1: 0, 2: 0, 3: 1}, [engine]) is engine
+
+
+def test_the_table_has_a_line_for_every_slot():
+    engines = engine_slots(run_config(ClusterConfig(cpu_units_per_node=2), tp=2, colocated=ColocatedConfig(enabled=False)))
+    assert slot_table(["a1", "a1", "host-b", "host-b"], 2, engines) == [
+        "slot  node    rank  engine.worker",
+        "0     a1      0     -",
+        "1     a1      1     -",
+        "2     host-b  -     0.0",
+        "3     host-b  -     0.1",
+    ]
+
+
+def test_slots_share_the_cores_of_their_own_node():
+    node_of = dict.fromkeys(range(8), 0) | {8: 1, 9: 1}
+    assert [share_of_cores(slot, node_of, {0: 224, 1: 3}) for slot in (0, 7, 8, 9)] == [28, 28, 1, 1]
+    assert share_of_cores(0, node_of, {0: 4, 1: 3}) == 1
+
+
+def requests(*prompt_ids: str) -> list[RolloutRequest]:
+    sampling = SamplingParams(1.0, 1.0, None, 8, ())
+    return [RolloutRequest(prompt_id, 0, 0, 0, (1,), sampling) for prompt_id in prompt_ids]
+
+
+def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
+    book = RequestBook(2, max_fruitless_restarts=0)
+    a, b, c, d = requests("a", "b", "c", "d")
+    book.submit([a, b, c])
+    assert book.take_unsent(0) == [a, c] and book.take_unsent(1) == [b]
+    book.finish(0, [a.request_id, c.request_id])
+    book.submit([d])
+    assert book.take_unsent(0) == [d] and book.take_unsent(0) == book.take_unsent(1) == []
+    assert book.num_unfinished == book.num_expected == 2
+    assert book.missing() == "2 rollouts (0/d/0 of engine 0 and others)"
+
+
+def test_only_living_engines_with_work_are_polled():
+    book = RequestBook(3, max_fruitless_restarts=0)
+    assert book.to_poll(set()) == []
+    book.submit(requests("a", "b"))
+    assert book.to_poll(set()) == [0, 1] and book.to_poll({1}) == [0]
+    book.lost.add(0)
+    assert book.to_poll(set()) == [1]
+    assert (book.num_unfinished, book.num_expected) == (2, 1)
+
+
+def test_a_restarted_engine_is_asked_its_unfinished_requests_again():
+    book = RequestBook(2, max_fruitless_restarts=3)
+    a, b, c = requests("a", "b", "c")
+    book.submit([a, b, c])
+    assert book.take_unsent(0) == [a, c]
+    book.finish(0, [a.request_id])
+    book.lost.add(0)
+    assert book.count_restart(0, log_file=LOG) == 1
+    assert not book.lost and book.num_restarts == 1 and book.take_unsent(0) == []
+    book.resubmit(0)
+    assert book.take_unsent(0) == [c]
+
+
+def test_an_engine_that_keeps_dying_without_a_rollout_ends_the_run():
+    book = RequestBook(1, max_fruitless_restarts=2)
+    book.submit(requests("a", "b"))
+    for _ in range(2):
+        book.count_restart(0, log_file=LOG)
+    book.finish(0, ["0/a/0"])
+    for _ in range(2):
+        book.count_restart(0, log_file=LOG)
+    with pytest.raises(RuntimeError, match=r"engine 0 died 3 times in a row .* see logs/engine\.log"):
+        book.count_restart(0, log_file=LOG)
+    assert book.num_restarts == 4
+
+
+def lost(index: int) -> ActorLost:
+    return ActorLost(ActorName("engine", index), "pull", "killed")
+
+
+def test_every_engine_that_dies_is_restarted_and_takes_part_from_then_on():
+    # Engine 1 is dead at first; 0 dies in the first attempt, 2 in the second and again while it starts.
+    attempts: list[set[int]] = []
+    restarts: list[int] = []
+    deaths = [lost(0), lost(2)]
+
+    def attempt(restarted: set[int]) -> str:
+        attempts.append(set(restarted))
+        if deaths:
+            raise deaths.pop(0)
+        return "refitted"
+
+    def restart(index: int) -> None:
+        restarts.append(index)
+        if restarts.count(2) == 1 and index == 2:
+            raise lost(2)
+
+    assert until_no_engine_dies(attempt, restart, died=1) == ("refitted", {0, 1, 2})
+    assert restarts == [1, 0, 2, 2]
+    assert attempts == [{1}, {0, 1}, {0, 1, 2}]
+
+
+@pytest.mark.parametrize("actor", [ActorName("policy rank", 0), "reward actor"])
+def test_the_death_of_another_actor_is_not_an_engines(actor: object):
+    death = ActorLost(actor, "settle", "killed")
+
+    def attempt(_: set[int]) -> None:
+        raise death
+
+    with pytest.raises(ActorLost, match=f"{actor} died during settle: killed"):
+        until_no_engine_dies(attempt, lambda _: None)
+    with pytest.raises(ActorLost):
+        lost_engine(death)
+    assert lost_engine(lost(3)) == 3
