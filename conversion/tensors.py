@@ -23,15 +23,15 @@ BLOCK_BYTES = 4 << 20
 class BoxSource(Protocol):
     """Tensors by name, of which boxes can be read."""
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str, /) -> tuple[int, ...]:
         """Shape of a tensor."""
         ...
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str, /) -> torch.dtype:
         """dtype of a tensor as it is stored."""
         ...
 
-    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+    def read_into(self, name: str, /, box: Box, target: Tensor) -> None:
         """Copies a box into a tensor of the box's lengths, cast to its dtype."""
         ...
 
