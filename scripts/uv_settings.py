@@ -58,7 +58,7 @@ def _exists(place: str) -> bool:
 
 def main() -> None:
     """Prints `export NAME=VALUE` for each variable that is not set."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=60).stdout
     for name, value in variables(settings(listed)).items():
         if name not in os.environ:
             print(f"export {name}={shlex.quote(value)}")

@@ -42,7 +42,7 @@ class HashedFile:
         self._pool.shutdown()
         self._file.close()
         if error is None and self._sync is not None:
-            self._sync.result()
+            self._sync.result(timeout=0)
 
     def write(self, data: bytes | memoryview) -> int:
         """Writes all of `data`, which the caller may change afterwards."""
@@ -59,7 +59,7 @@ class HashedFile:
         if self._size - self._num_synced >= SYNC_BYTES and (self._sync is None or self._sync.done()):
             if self._sync is not None:
                 # The kernel tells of a failed write only once.
-                self._sync.result()
+                self._sync.result(timeout=0)
             self._sync, self._num_synced = self._pool.submit(os.fdatasync, self._file.fileno()), self._size
         return len(content)
 

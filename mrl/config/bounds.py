@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 
 import yaml
 
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's loader where PyYAML has it, for mrl's own tables: ten times as fast."""
+
 MAX_DEPTH = 64
 MAX_NODES = 200_000
 """Of a file with its aliases written out; the longest recipe has a few thousand."""

@@ -14,6 +14,7 @@ from typing import Literal
 
 import yaml
 
+from mrl.config.bounds import SAFE_LOADER
 from mrl.config.errors import NotKnown, Problems, spell
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
@@ -21,7 +22,7 @@ from mrl.config.schema.run import RunConfig
 Library = Literal["EngineArgs", "CompilationConfig", "TransformerConfig", "tool_parser", "reasoning_parser"]
 
 _ENGINE = "policy.generation.vllm_cfg"
-_TABLES = yaml.load(Path(__file__).with_name("arguments.yaml").read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+_TABLES = yaml.load(Path(__file__).with_name("arguments.yaml").read_bytes(), Loader=SAFE_LOADER)
 
 KEYS_OF_ENGINE_ARGUMENTS: Mapping[str, str] = _TABLES["engine_keys"]
 """Engine argument -> the key of mrl that it follows from."""

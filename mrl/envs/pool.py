@@ -347,7 +347,7 @@ async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
         task.cancel()
         await asyncio.wait([task])
         raise TimeoutError
-    return task.result()
+    return await task
 
 
 def _zero(task: Task, reason: str) -> Verdict:

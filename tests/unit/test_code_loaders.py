@@ -42,6 +42,8 @@ REASONS = {
     ("mrl/envs/sandbox.py", "runpy.run_path"): "the program under reward, in a child of its own",
     ("mrl/store/loggers/thread.py", "importlib.import_module"): "sinks of mrl.store.loggers, named by its own table",
     ("mrl/data/reading.py", "pickle.loads"): "rows that this process wrote into its own temporary file, which has no name",
+    ("mrl/config/dialect/tables.py", "yaml.load"): "a file of mrl's own, by a safe loader",
+    ("mrl/config/passthrough.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code=False",
 }
 

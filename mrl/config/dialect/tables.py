@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from mrl.config.bounds import SAFE_LOADER
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -44,8 +46,7 @@ def _values(rows: list[tuple[str, object, object]]) -> dict[str, dict[object, ob
     return found
 
 
-# libyaml's loader, where it is built in, is faster.
-_TABLES = yaml.load(Path(__file__).with_name("tables.yaml").read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+_TABLES = yaml.load(Path(__file__).with_name("tables.yaml").read_bytes(), Loader=SAFE_LOADER)
 
 RENAMED: Mapping[str, str] = _TABLES["renamed"]
 """Old name -> present name."""
