@@ -33,14 +33,14 @@ def scale_weights(policy) -> None:
 def die_in_round(engine, fatal_round: int) -> None:
     """The engine's process ends in the middle of a round: its messages are posted, its peers are at theirs."""
     exchange = engine.llm.model_executor.driver_worker.worker.exchange
-    write = exchange._write_local_checksums
+    write = exchange._write_own_checksums
 
     def die(round_index: int) -> None:
         if round_index == fatal_round:
             os.kill(os.getpid(), signal.SIGKILL)
         write(round_index)
 
-    exchange._write_local_checksums = die
+    exchange._write_own_checksums = die
 
 
 def die_at_the_next_start(engines: EngineGroup, patch: pytest.MonkeyPatch) -> None:

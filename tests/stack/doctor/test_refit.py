@@ -24,6 +24,20 @@ from tests.stack.loop.conftest import write_inputs
 from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
 
 TIMEOUT_S = 240
+WRONG_EVERYWHERE = """
+from conversion.families.common import Family
+
+right = Family.vllm_layout
+
+
+def wrong(family, *arguments):
+    from tests.wrong_rule import WRONG_FAMILY
+
+    return right(WRONG_FAMILY, *arguments)
+
+
+Family.vllm_layout = wrong
+"""
 REPLAY = "policy.router_replay.enabled=true"
 
 
@@ -57,7 +71,9 @@ def test_a_wrong_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     inputs = write_inputs(tmp_path)
     multi_head = models.save_nemotron_h(tmp_path / "multi_head", num_key_value_heads=models.TINY_NEMOTRON_H["num_attention_heads"])
     overrides = [*inputs, f"policy.tokenizer.name={tmp_path / 'model'}", f"policy.model_name={multi_head}", "cluster.cpu_units_per_node=2"]
-    # The schedule is made in this process: it tells the engines that keys are queries.
+    # Every process computes the schedule, and takes keys for queries. Those that Ray starts read sitecustomize.py first.
+    (tmp_path / "sitecustomize.py").write_text(WRONG_EVERYWHERE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     right = Family.vllm_layout
     monkeypatch.setattr(Family, "vllm_layout", lambda family, *arguments: right(WRONG_FAMILY, *arguments))
     assert doctor.main(["grpo_tiny.yaml", "--refit", *overrides]) == 1
