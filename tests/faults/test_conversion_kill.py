@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,26 @@ def in_child(convert: Callable[[Path, Path], None], source: Path, out: Path) -> 
     return pid
 
 
+def kill_at(num_bytes: int, pid: int, folder: Path) -> None:
+    """Kills the process once the unfinished outputs in `folder` hold `num_bytes`, or once it has ended."""
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if sum(size(path) for path in folder.glob(".out.partial@*")) >= num_bytes:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return
+        time.sleep(0.001)
+
+
+def size(folder: Path) -> int:
+    """Bytes of the files in a folder that another process writes and renames meanwhile."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(root, name))
+    return total
+
+
 def content(folder: Path) -> dict[str, str]:
     """Checksums of all files except those that tell times and places."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
@@ -61,16 +82,13 @@ def test_what_a_killed_conversion_left_is_continued(
     if direction == "mcore-to-hf":
         to_mcore(hf, tmp_path / "mcore")
         source, convert = tmp_path / "mcore", to_hf
-    started = time.monotonic()
     convert(source, tmp_path / "whole")
-    duration = time.monotonic() - started
+    num_bytes = size(tmp_path / "whole")
     random.seed(direction)
     out, num_kept = tmp_path / "out", 0
     for _ in range(num_kills):
         pid = in_child(convert, source, out)
-        time.sleep(random.uniform(0, duration))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        kill_at(random.randrange(num_bytes), pid, tmp_path)
         if out.exists():
             # It was faster this time. What is there is whole, and the next round begins anew.
             assert content(out) == content(tmp_path / "whole")
