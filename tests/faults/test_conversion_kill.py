@@ -6,18 +6,22 @@ import hashlib
 import logging
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 
 from conversion import convert as conversion_module
 from conversion.compare import differences, faults_against_manifest
 from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from tests.unit.conversion.cached_models import light_processes
 from tests.unit.conversion.hf_folders import large_config, write_large_folder
+
+MAX_FILE_BYTES = 40_000_000
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +36,28 @@ def to_mcore(source: Path, out: Path) -> None:
 
 
 def to_hf(source: Path, out: Path) -> None:
-    convert_mcore_to_hf(source, out, max_shard_bytes=40_000_000)
+    convert_mcore_to_hf(source, out, max_shard_bytes=MAX_FILE_BYTES)
 
 
-def in_child(convert: Callable[[Path, Path], None], source: Path, out: Path) -> int:
-    """Starts a conversion in a process that shares nothing with this one but what it has imported; its id."""
-    pid = os.fork()
-    if not pid:
-        try:
-            convert(source, out)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return pid
+def in_child(convert: Callable[[Path, Path], None], source: Path, out: Path) -> BaseProcess:
+    process = light_processes().Process(target=in_small_files, args=(convert, source, out))
+    process.start()
+    return process
 
 
-def kill_at(num_bytes: int, pid: int, folder: Path) -> None:
-    """Kills the process once the unfinished outputs in `folder` hold `num_bytes`, or once it has ended."""
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        if sum(size(path) for path in folder.glob(".out.partial@*")) >= num_bytes:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return
+def in_small_files(convert: Callable[[Path, Path], None], source: Path, out: Path) -> None:
+    # A forked child must not wait for threads that only its parent has.
+    torch.set_num_threads(1)
+    conversion_module.MAX_FILE_BYTES = MAX_FILE_BYTES
+    convert(source, out)
+
+
+def kill_at(num_bytes: int, process: BaseProcess, folder: Path) -> None:
+    """Kills the process once the unfinished outputs in `folder` hold `num_bytes`, or lets it end."""
+    while process.is_alive() and sum(size(path) for path in folder.glob(".out.partial@*")) < num_bytes:
         time.sleep(0.001)
+    process.kill()
+    process.join()
 
 
 def size(folder: Path) -> int:
@@ -77,7 +80,7 @@ def content(folder: Path) -> dict[str, str]:
 def test_what_a_killed_conversion_left_is_continued(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str, num_kills: int
 ):
-    monkeypatch.setattr(conversion_module, "MAX_FILE_BYTES", 40_000_000)
+    monkeypatch.setattr(conversion_module, "MAX_FILE_BYTES", MAX_FILE_BYTES)
     source, convert = hf, to_mcore
     if direction == "mcore-to-hf":
         to_mcore(hf, tmp_path / "mcore")
@@ -87,8 +90,7 @@ def test_what_a_killed_conversion_left_is_continued(
     random.seed(direction)
     out, num_kept = tmp_path / "out", 0
     for _ in range(num_kills):
-        pid = in_child(convert, source, out)
-        kill_at(random.randrange(num_bytes), pid, tmp_path)
+        kill_at(random.randrange(num_bytes), in_child(convert, source, out), tmp_path)
         if out.exists():
             # It was faster this time. What is there is whole, and the next round begins anew.
             assert content(out) == content(tmp_path / "whole")
@@ -104,12 +106,9 @@ def test_what_a_killed_conversion_left_is_continued(
 
 
 def test_a_leftover_of_another_source_is_not_continued(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(conversion_module, "MAX_FILE_BYTES", 40_000_000)
-    pid = in_child(to_mcore, hf, tmp_path / "out")
-    while not list(tmp_path.rglob("*.finished")):
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    monkeypatch.setattr(conversion_module, "MAX_FILE_BYTES", MAX_FILE_BYTES)
+    kill_at(2 * MAX_FILE_BYTES, in_child(to_mcore, hf, tmp_path / "out"), tmp_path)
+    assert list(tmp_path.rglob("*.finished"))
     write_large_folder(tmp_path / "other", large_config(120_000_000, vocabulary=2000))
     to_mcore(tmp_path / "other", tmp_path / "out")
     assert list(differences(tmp_path / "other", tmp_path / "out")) == []
@@ -117,7 +116,7 @@ def test_a_leftover_of_another_source_is_not_continued(hf: Path, tmp_path: Path,
 
 
 def test_a_live_conversion_is_left_alone(hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    pid = in_child(to_mcore, hf, tmp_path / "out")
+    process = in_child(to_mcore, hf, tmp_path / "out")
     while not list(tmp_path.glob(".out.partial@*/content")):
         time.sleep(0.001)
     with caplog.at_level(logging.INFO):
@@ -125,6 +124,6 @@ def test_a_live_conversion_is_left_alone(hf: Path, tmp_path: Path, caplog: pytes
             to_mcore(hf, tmp_path / "out")
         except ValueError as error:
             assert "exists" in str(error)
-    os.waitpid(pid, 0)
+    process.join()
     assert list(faults_against_manifest(tmp_path / "out")) == []
     assert not list(tmp_path.glob(".out.partial@*"))
