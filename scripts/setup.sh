@@ -95,7 +95,8 @@ setup_list() {
         base="$(find_python)"
         echo "Installing constraints-$name into $ROOT/.venv with $("$base" --version) ($base) ..."
         "$PYTHON" -c "" 2>/dev/null || "$base" -m venv --clear "$ROOT/.venv"
-        "install_$name"
+        # In a shell of its own: uv's settings are for the installation, not for the tests that follow it.
+        ("install_$name")
         "$PYTHON" -m uv pip install --quiet --python "$PYTHON" --no-deps --no-build-isolation --editable "$ROOT"
         { grep --invert-match "^$name " "$STAMP" 2>/dev/null || true; echo "$key"; } >"$STAMP.new"
         mv "$STAMP.new" "$STAMP"
