@@ -48,7 +48,7 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
         wait_for(tmp_path / "has_begun")
         unfinished.append(run.supplier.session.engines.book.num_unfinished)
 
-    collector, prompts = run.supplier.session.collector, list(run.supplier.data.train[:4])
+    collector, prompts = run.supplier.session.collector, list(run.supplier.data.train[:64])
     asked = [(TEST_EPOCH, prompt) for prompt in prompts]
     keys = collector.ask(asked, run.supplier.data.sampling, num_generations=4, weight_version=live.state.weight_version)
     collector.wait(lambda: collector.num_missing(keys) == 0, on_progress=on_progress)
