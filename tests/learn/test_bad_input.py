@@ -38,7 +38,7 @@ CASES = {
         ["grpo.num_prompt_per_step=8 (command line): no such key", "the nearest is grpo.num_prompts_per_step"],
     ),
     "value of the wrong type": Case(
-        ["grpo.max_num_steps=many"], ["grpo.max_num_steps=many (command line)", "could not be converted to Integer", "correct the value"]
+        ["grpo.max_num_steps=many"], ["grpo.max_num_steps=many (command line)", "must be a whole number", "correct the value"]
     ),
     "missing model": Case(
         ["policy.model_name={folder}/nowhere"],
@@ -59,7 +59,7 @@ CASES = {
         ["cluster.cpu_units_per_node=5"],
         [
             "policy.megatron_cfg.tensor_model_parallel_size=2: ",
-            "does not divide the 5 worker units",
+            "does not divide the 5 slots",
             "set cluster.cpu_units_per_node to a multiple",
         ],
     ),
