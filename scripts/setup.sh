@@ -33,12 +33,13 @@ list() {
     if [[ -n ${MRL_UNCHECKED:-} ]]; then echo "$ROOT/constraints-$1.txt"; else echo "$ROOT/constraints-$1.hashes.txt"; fi
 }
 
-# install_list FILE [OPTION...]: its packages, of which each has its own hash where the list has hashes.
+# install_list FILE [OPTION...]: its packages, of which each has its own hash where the list has hashes. Compiled to bytecode here: where processes
+# must not write any (PYTHONDONTWRITEBYTECODE, as in many containers), each of a run's would compile all that it imports.
 install_list() {
     local file=$1 check=()
     shift
     if [[ -z ${MRL_UNCHECKED:-} ]]; then check=(--require-hashes); fi
-    "$PYTHON" -m uv pip install --python "$PYTHON" --no-deps --index-strategy unsafe-best-match "${check[@]}" "$@" --requirement "$file"
+    "$PYTHON" -m uv pip install --python "$PYTHON" --no-deps --compile-bytecode --index-strategy unsafe-best-match "${check[@]}" "$@" --requirement "$file"
 }
 
 # uv downloads and unpacks in parallel; pip installs it, and pip's settings say where packages come from.
