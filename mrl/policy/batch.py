@@ -16,7 +16,7 @@ from mrl.algo.losses import MAX_METRICS, MIN_METRICS
 from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
 from mrl.config.schema.algo import GrpoConfig, LossConfig
 from mrl.data.packing import PackedRow, regroup
-from mrl.policy.attention import join, local_positions
+from mrl.policy.packed import join, local_positions
 
 
 @dataclass(frozen=True)

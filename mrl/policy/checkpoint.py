@@ -1,14 +1,13 @@
-"""Megatron torch_dist checkpoints: weights, optimizer, schedule and random states of all ranks, loadable at any parallel layout.
-
-This file says what a checkpoint holds. `mrl.policy.checkpoint_writer` writes its bytes, and the store publishes it.
-"""
+"""Megatron torch_dist checkpoints: weights, optimizer, schedule and random states of all ranks, loadable at any parallel layout."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,30 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 
+from conversion.files.durable import sync_file
+from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
 from mrl.policy import checkpoint_entries
 from mrl.policy.checkpoint_entries import WeightEntries
-from mrl.policy.checkpoint_writer import CheckpointWrite, InProcessStrategy
 from mrl.policy.lora import ADAPTERS
 from mrl.policy.optimizer import TrainState, hybrids, parts
 from mrl.policy.output import REWARD_HEAD
+from mrl.policy.reports import WriteReport
 
 # NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
 ITERATION_FOLDER = "iter_0000000"
@@ -74,21 +85,138 @@ def begin_save(
     weights, others = _model_state(state)
     sharded: ShardedStateDict = {"model": checkpoint_entries.written_here(weights), "others": others}
     if save_optimizer:
-        sharded |= {
-            "optimizer": _optimizer_state(state, weights),
-            "opt_param_scheduler": state.scheduler.state_dict(),
-            "rng": _rng_state(),
-        }
+        if not (distributed := _distributed(state)):
+            # Every replica has all of it, and Megatron lets one of them write it.
+            optimizer = state.optimizer.sharded_state_dict(weights, metadata=_metadata())
+        elif len(distributed) == 1:
+            optimizer = checkpoint_entries.optimizer_state(distributed[0], weights)
+        else:
+            state.optimizer._synchronize_steps()
+            optimizer = {index: checkpoint_entries.optimizer_state(part, weights) for index, part in enumerate(distributed)}
+        sharded |= {"optimizer": optimizer, "opt_param_scheduler": state.scheduler.state_dict(), "rng": _rng_state()}
     peft = {} if adapters is None else {"peft": dict(adapters)}
-    sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": parallel_sizes(), **peft}
-    strategy = InProcessStrategy(takes_snapshot=in_background)
+    sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": _parallel_sizes(), **peft}
+    strategy = _InProcessStrategy(takes_snapshot=in_background)
     request = dist_checkpointing.save(sharded, str(folder), sharded_strategy=strategy, async_sharded_save=True, content_metadata=_FORMAT)
     if dist.get_rank() == 0:
         (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
         # JSON is YAML; whoever writes it this way needs no YAML library.
-        (folder / "run_config.yaml").write_text(json.dumps({"model": parallel_sizes(), **peft}, indent=2))
+        (folder / "run_config.yaml").write_text(json.dumps({"model": _parallel_sizes(), **peft}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
     return CheckpointWrite(folder, request, in_background=in_background)
+
+
+class CheckpointWrite:
+    """Writes this rank's file of a checkpoint, in a thread or at once."""
+
+    def __init__(self, folder: Path, request: AsyncRequest, *, in_background: bool) -> None:
+        """Starts writing; without `in_background`, returns when the file is on disk."""
+        self._folder, self._request, self._in_background = folder, request, in_background
+        self._begun_at = time.monotonic()
+        self._written: Future[tuple[dict[str, FileRecord], float]]
+        if in_background:
+            executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self._written = executor.submit(self._write)
+            executor.shutdown(wait=False)
+        else:
+            self._written = Future()
+            self._written.set_result(self._write())
+
+    def is_done(self) -> bool:
+        """Whether the file is on disk. Not collective.
+
+        Raises:
+            RuntimeError: it could not be written.
+        """
+        return self._written.done() and bool(self._written.result(timeout=0))
+
+    def finish(self, timeout_s: float) -> WriteReport:
+        """Waits for this rank's file, then writes the metadata of all ranks' files. Collective over all ranks.
+
+        Raises:
+            RuntimeError: this rank's file could not be written.
+            TimeoutError: it is not written within `timeout_s`.
+        """
+        asked_at = time.monotonic()
+        wait([self._written], timeout=timeout_s)
+        if not self._written.done():
+            raise TimeoutError(f"{self._folder}: not written within {timeout_s:g} s (deadlines.checkpoint_s)")
+        files, written_at = self._written.result(timeout=0)
+        for finish in self._request.finalize_fns:
+            finish()
+        return WriteReport(files, hidden_s=min(asked_at, written_at) - self._begun_at if self._in_background else 0.0)
+
+    def _write(self) -> tuple[dict[str, FileRecord], float]:
+        """Writes this rank's files; returns them and the time of the end."""
+        assert self._request.async_fn is not None
+        try:
+            self._request.async_fn(*self._request.async_fn_args)
+            paths = list(self._folder.glob(f"__{dist.get_rank()}_*.distcp"))
+            for path in paths:
+                sync_file(path)
+            files = {f"{self._folder.name}/{path.name}": file_record(path) for path in paths}
+        except Exception as error:
+            # Torch's writer turns what the disk says into errors of several kinds.
+            raise RuntimeError(
+                f"{self._folder}: this rank's part of the checkpoint could not be written: {error}; free space on this disk, "
+                "or choose another checkpointing.checkpoint_dir"
+            ) from error
+        return files, time.monotonic()
+
+
+class _InProcessStrategy(AsyncSaveShardedStrategy):
+    """The parts of torch's `dcp.save`, as Megatron asks for them: planning, this rank's bytes, the metadata of all ranks.
+
+    Torch's own writer writes in the rank's process: Megatron's starts processes, which costs seconds and may fail in actors.
+    """
+
+    can_handle_sharded_objects = True
+
+    def __init__(self, *, takes_snapshot: bool) -> None:
+        """With `takes_snapshot`, the write takes a copy of the present state; otherwise nothing may change until it is done."""
+        super().__init__("torch_dist", 1)
+        self._takes_snapshot = takes_snapshot
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
+        """Plans the write; this rank's file, which needs no other rank, and a collective end are left. Collective over all ranks."""
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        if self._takes_snapshot:
+            # One after the other: tensors that only the save holds are freed on the way.
+            for entry in (entry for entries in by_key.values() for entry in entries):
+                if isinstance(entry, ShardedTensor) and entry.data is not None:
+                    entry.data = entry.data.detach().to("cpu", copy=True)
+        state = mcore_to_pyt_state_dict(by_key, is_loading=False)
+        # Copying ahead would make a thread use the first GPU, whichever is this rank's.
+        writer = FileSystemWriter(checkpoint_dir, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        ranks = _DistWrapper(None, True, 0)
+        metadata: list[Metadata] = []
+        results: list[WriteResult] = []
+
+        def local_plan() -> SavePlan:
+            planner.set_up_planner(state, writer.storage_meta(), ranks.is_coordinator)
+            writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
+            plan = planner.create_local_plan()
+            for item in plan.items:
+                if item.tensor_data is not None:
+                    # Some loaders make tensors with the properties in the metadata, and cannot pin them.
+                    item.tensor_data.properties.pin_memory = False
+            return writer.prepare_local_plan(plan)
+
+        def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, found = planner.create_global_plan(plans)
+            metadata.append(found)
+            return writer.prepare_global_plan(plans)
+
+        plan = planner.finish_plan(ranks.reduce_scatter("plan", local_plan, global_plan))
+
+        def write() -> None:
+            results.extend(writer.write_data(plan, planner).value())
+
+        def write_metadata() -> None:
+            ranks.all_reduce("write", lambda: results, lambda all_results: writer.finish(metadata[0], all_results))
+
+        return AsyncRequest(async_fn=write, async_fn_args=(), finalize_fns=[write_metadata])
 
 
 def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> None:
@@ -119,17 +247,46 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     if "optimizer" not in common:
         state.optimizer.reload_model_params()
         return
-    _load_optimizer(source, state, weights, common["optimizer"])
+    if distributed := _distributed(state):
+        # Makes the tensors that are filled next.
+        state.optimizer.load_state_dict(common["optimizer"])
+        checkpoint_entries.read_optimizer_state(source, distributed, weights)
+        for hybrid in hybrids(state.optimizer):
+            hybrid._sync_hdo_state_to_sub_optimizers()
+    else:
+        # Every replica holds all of it, and gets it in the form that `dist_checkpointing.load` gives.
+        wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
+        wanted, local, factories = load_preprocess(wanted)
+        tensors, _ = extract_sharded_base(wanted)
+        checkpoint_entries.read_tensors(source, nested_values(tensors))
+        found = merge(merge({"optimizer": common["optimizer"]}, local), dict_list_map_outplace(lambda part: part.data, tensors))
+        state.optimizer.load_state_dict(apply_factory_merges(found, factories)["optimizer"])
     # Megatron adds the steps of the checkpoint to those taken so far.
     state.scheduler.num_steps = 0
     state.scheduler.load_state_dict(common["opt_param_scheduler"])
-    if common["parallel"] == parallel_sizes():
+    if common["parallel"] == _parallel_sizes():
         rng = _rng_state()
         checkpoint_entries.read_tensors(source, rng.values())
-        _set_rng_state({name: part.data for name, part in rng.items() if part.data is not None})
+        states = {name: part.data for name, part in rng.items() if part.data is not None}
+        torch.set_rng_state(states.pop("cpu"))
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states.pop("cuda"))
+        tensor_parallel.get_cuda_rng_tracker().set_states(states)
 
 
-def parallel_sizes() -> dict[str, int]:
+def _read_common(path: Path) -> dict[str, Any]:
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            common = torch.load(file, map_location="cpu", weights_only=True)
+    # torch raises a RuntimeError for a damaged archive.
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is missing, damaged, or no plain data, so it is not read: {error}; restore the checkpoint") from error
+    if not isinstance(common, dict):
+        raise ValueError(f"{path} holds a {type(common).__name__} instead of the plain values of a checkpoint; restore the checkpoint")
+    return common
+
+
+def _parallel_sizes() -> dict[str, int]:
     """Sizes of this run's parallel layout, under Megatron's names."""
     return {
         "world_size": dist.get_world_size(),
@@ -156,52 +313,6 @@ def _model_state(state: TrainState) -> tuple[WeightEntries, ShardedStateDict]:
     return weights, others
 
 
-def _optimizer_state(state: TrainState, weights: WeightEntries) -> ShardedStateDict:
-    sharded = _distributed(state)
-    if not sharded:
-        # Every replica has all of it, and Megatron lets one of them write it.
-        return state.optimizer.sharded_state_dict(weights, metadata=_metadata())
-    if len(sharded) == 1:
-        return checkpoint_entries.optimizer_state(sharded[0], weights)
-    state.optimizer._synchronize_steps()
-    return {index: checkpoint_entries.optimizer_state(part, weights) for index, part in enumerate(sharded)}
-
-
-def _read_common(path: Path) -> dict[str, Any]:
-    try:
-        with os.fdopen(open_file(path), "rb") as file:
-            common = torch.load(file, map_location="cpu", weights_only=True)
-    # torch raises a RuntimeError for a damaged archive.
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is missing, damaged, or no plain data, so it is not read: {error}; restore the checkpoint") from error
-    if not isinstance(common, dict):
-        raise ValueError(f"{path} holds a {type(common).__name__} instead of the plain values of a checkpoint; restore the checkpoint")
-    return common
-
-
-def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightEntries, common: dict[str, Any]) -> None:
-    """`common` is what the checkpoint holds besides tensors."""
-    sharded = _distributed(state)
-    if not sharded:
-        state.optimizer.load_state_dict(_whole_optimizer(source, state, weights, common))
-        return
-    # Makes the tensors that are filled next.
-    state.optimizer.load_state_dict(common)
-    checkpoint_entries.read_optimizer_state(source, sharded, weights)
-    for hybrid in hybrids(state.optimizer):
-        hybrid._sync_hdo_state_to_sub_optimizers()
-
-
-def _whole_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightEntries, common: dict[str, Any]) -> dict[str, Any]:
-    """State of an optimizer that every replica holds whole, in the form that `dist_checkpointing.load` gives."""
-    wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
-    wanted, local, factories = load_preprocess(wanted)
-    tensors, _ = extract_sharded_base(wanted)
-    checkpoint_entries.read_tensors(source, nested_values(tensors))
-    found = merge(merge({"optimizer": common}, local), dict_list_map_outplace(lambda part: part.data, tensors))
-    return apply_factory_merges(found, factories)["optimizer"]
-
-
 def _distributed(state: TrainState) -> list[DistributedOptimizer]:
     return [part for part in parts(state.optimizer) if isinstance(part, DistributedOptimizer)]
 
@@ -217,10 +328,3 @@ def _rng_state() -> dict[str, ShardedTensor]:
         states["cuda"] = torch.cuda.get_rng_state()
     row = (0, dist.get_rank(), dist.get_world_size())
     return {name: ShardedTensor.from_rank_offsets(f"rng.{name}", value.clone(), row, prepend_axis_num=1) for name, value in states.items()}
-
-
-def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states.pop("cpu"))
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states.pop("cuda"))
-    tensor_parallel.get_cuda_rng_tracker().set_states(states)

@@ -11,7 +11,7 @@ their neighbours where a gradient bucket before theirs ends in padding (distrib_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -41,14 +41,14 @@ WeightEntries = dict[str, WeightEntry]
 def written_here(entries: WeightEntries) -> WeightEntries:
     """The entries, marked so that this rank writes those that are its turn: over all ranks, each weight once."""
     turns = _turns(entries)
-    return {name: replace(entry, replica_id=_replica_id(entry, int(not _is_mine(turns[name])))) for name, entry in entries.items()}
+    return {name: replace(entry, replica_id=_replica_id(entry, int(not turns[name][2]))) for name, entry in entries.items()}
 
 
 def read_weights(source: TorchDistFolder, entries: WeightEntries) -> None:
     """Fills the live weights: each replica reads those that are its turn, and sends them to the others. Collective over all ranks."""
     turns = _turns(entries)
-    read_tensors(source, [part for name, entry in entries.items() if _is_mine(turns[name]) for part in _parts(entry)])
-    for name, (group, rank) in turns.items():
+    read_tensors(source, [part for name, entry in entries.items() if turns[name][2] for part in _parts(entry)])
+    for name, (group, rank, _) in turns.items():
         if group.size() > 1:
             dist.broadcast(entries[name].data.detach(), group=group, group_src=rank)
 
@@ -81,77 +81,75 @@ def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> Non
 
 def optimizer_state(optimizer: DistributedOptimizer, entries: WeightEntries) -> ShardedStateDict:
     """What a checkpoint holds of one of Megatron's optimizers; its tensors are views of the live state. Not collective."""
-    shards = {str(index): dict(shard.entries()) for index, shard in enumerate(_shards(optimizer, entries))}
+    shards = {str(index): parts for index, (_, _, parts) in enumerate(_shards(optimizer, entries))}
     return {**optimizer.state_dict(), "param_state": shards, "param_state_sharding_type": SHARDING_TYPE}
 
 
 @torch.no_grad()
 def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOptimizer], entries: WeightEntries) -> None:
     """Fills the shards of all optimizers; their steps and groups of parameters are loaded already. Collective over all ranks."""
-    shards = [(optimizer, shard) for optimizer in optimizers for shard in _shards(optimizer, entries)]
-    read_tensors(source, [part for _, shard in shards for _, parts in shard.entries() for part in parts])
-    for optimizer, shard in shards:
+    shards = [(optimizer, *shard) for optimizer in optimizers for shard in _shards(optimizer, entries)]
+    read_tensors(source, [part for *_, by_kind in shards for parts in by_kind.values() for part in parts])
+    for optimizer, parameter, state, _ in shards:
         # Nothing more to do, unless the optimizer keeps its state in another form than that in which it shows it.
-        optimizer._set_main_param_and_optimizer_states(shard.parameter, dict(shard.state))
+        optimizer._set_main_param_and_optimizer_states(parameter, dict(state))
 
 
-@dataclass(frozen=True)
-class _OptimizerShard:
-    """The part of one parameter whose main values and moments an optimizer keeps on this rank."""
-
-    parameter: Tensor
-    entry: WeightEntry
-    start: int
-    """Its first element, counted in the rank's whole parameter."""
-    state: Mapping[str, Tensor]
-    replica_id: tuple[int, ...]
-
-    def entries(self) -> Iterator[tuple[str, list[ShardedTensor]]]:
-        """Main parameter and moments, each as boxes of a global tensor."""
-        for kind in _KINDS:
-            values = self.state[kind].detach()
-            assert values.dtype == torch.float32, f"{kind} of {self.entry.key} is {values.dtype}"
-            yield kind, [self._boxed(kind, part, run, box) for part in _parts(self.entry) for run, box in self._common(part, values)]
-
-    def _common(self, part: ShardedTensor, values: Tensor) -> Iterator[tuple[Tensor, Box]]:
-        """The elements that the shard and an entry of the parameter have in common, and their box in the entry."""
-        held, start = _box_in(part.data, self.parameter), 0
-        for run in range_boxes(self.parameter.shape, self.start, self.start + values.numel()):
-            piece = values[start : start + volume(run)].view(lengths(run))
-            start += volume(run)
-            common = intersect(run, held)
-            if common is not None:
-                yield box_view(piece, place(common, run, full(lengths(run)))), place(common, held, full(part.local_shape))
-
-    def _boxed(self, kind: str, part: ShardedTensor, values: Tensor, box: Box) -> ShardedTensor:
-        # Megatron takes prepended axes of length 1 only from tensors of a regular grid.
-        extra = part.prepend_axis_num
-        offset = (*part.global_offset[:extra], *(base + low for base, (low, _) in zip(part.global_offset[extra:], box, strict=True)))
-        data = values[(None,) * extra]
-        return ShardedTensor(
-            f"optimizer.state.{kind}.{part.key}",
-            data,
-            data.dtype,
-            tuple(data.shape),
-            part.global_shape,
-            offset,
-            None,
-            self.replica_id,
-            allow_shape_mismatch=part.allow_shape_mismatch,
-        )
-
-
-def _shards(optimizer: DistributedOptimizer, entries: WeightEntries) -> Iterator[_OptimizerShard]:
+def _shards(
+    optimizer: DistributedOptimizer, entries: WeightEntries
+) -> Iterator[tuple[Tensor, dict[str, Tensor], dict[str, list[ShardedTensor]]]]:
+    """The parameters of which the optimizer keeps a shard on this rank, with its main values and moments: whole, and by boxes."""
     by_parameter = {id(entry.data): entry for entry in entries.values()}
     for parameter in optimizer.model_param_gbuf_map:
         entry = by_parameter[id(parameter)]
         start = optimizer._get_model_param_range_map(parameter)["param"].start
         state = optimizer._get_main_param_and_optimizer_states(parameter)
-        yield _OptimizerShard(parameter, entry, start, state, _replica_id(entry, optimizer.distributed_optimizer_instance_id))
+        replica_id = _replica_id(entry, optimizer.distributed_optimizer_instance_id)
+        boxes: dict[str, list[ShardedTensor]] = {}
+        for kind in _KINDS:
+            values = state[kind].detach()
+            assert values.dtype == torch.float32, f"{kind} of {entry.key} is {values.dtype}"
+            boxes[kind] = [box for part in _parts(entry) for box in _boxes(kind, part, values, parameter, start, replica_id)]
+        yield parameter, state, boxes
 
 
-def _turns(entries: WeightEntries) -> dict[str, tuple[dist.ProcessGroup, int]]:
-    """The replicas of each weight, and the rank among them whose turn it is: turns of about the same size, the same answer on all."""
+def _boxes(
+    kind: str, part: ShardedTensor, values: Tensor, parameter: Tensor, start: int, replica_id: tuple[int, ...]
+) -> Iterator[ShardedTensor]:
+    """What a part of a parameter's entry has in common with `values`, which are of the parameter's elements from `start` on."""
+    data, extra, first = part.data, part.prepend_axis_num, 0
+    # A view with the parameter's strides tells where it lies; a copy would not be live memory.
+    assert data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() and data.stride() == parameter.stride()
+    offset, starts = data.storage_offset() - parameter.storage_offset(), []
+    for stride in parameter.stride():
+        starts.append(offset // stride)
+        offset %= stride
+    held: Box = tuple((low, low + size) for low, size in zip(starts, data.shape, strict=True))
+    for run in range_boxes(parameter.shape, start, start + values.numel()):
+        piece = values[first : first + volume(run)].view(lengths(run))
+        first += volume(run)
+        common = intersect(run, held)
+        if common is None:
+            continue
+        # Megatron takes prepended axes of length 1 only from tensors of a regular grid.
+        shown = box_view(piece, place(common, run, full(lengths(run))))[(None,) * extra]
+        box = place(common, held, full(part.local_shape))
+        lows = (base + low for base, (low, _) in zip(part.global_offset[extra:], box, strict=True))
+        yield ShardedTensor(
+            f"optimizer.state.{kind}.{part.key}",
+            shown,
+            shown.dtype,
+            tuple(shown.shape),
+            part.global_shape,
+            (*part.global_offset[:extra], *lows),
+            None,
+            replica_id,
+            allow_shape_mismatch=part.allow_shape_mismatch,
+        )
+
+
+def _turns(entries: WeightEntries) -> dict[str, tuple[dist.ProcessGroup, int, bool]]:
+    """The replicas of each weight, the rank among them whose turn it is, and whether it is this one. Turns have about the same size."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_group()
     num_bytes = {group: [0] * group.size() for group in (dense, experts)}
@@ -161,13 +159,8 @@ def _turns(entries: WeightEntries) -> dict[str, tuple[dist.ProcessGroup, int]]:
         group = dense if getattr(entry.data, "allreduce", True) else experts
         rank = min(range(group.size()), key=num_bytes[group].__getitem__)
         num_bytes[group][rank] += entry.data.nbytes
-        turns[name] = group, rank
+        turns[name] = group, rank, group.rank() == rank
     return turns
-
-
-def _is_mine(turn: tuple[dist.ProcessGroup, int]) -> bool:
-    group, rank = turn
-    return group.rank() == rank
 
 
 def _replica_id(entry: WeightEntry, replica: int) -> tuple[int, ...]:
@@ -178,16 +171,6 @@ def _replica_id(entry: WeightEntry, replica: int) -> tuple[int, ...]:
 
 def _parts(entry: WeightEntry) -> list[ShardedTensor]:
     return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
-
-
-def _box_in(view: Tensor, tensor: Tensor) -> Box:
-    """The box of a tensor that a view with the same strides shows; a copy of the tensor is refused, because it is not live memory."""
-    offset, starts = view.storage_offset() - tensor.storage_offset(), []
-    assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and view.stride() == tensor.stride()
-    for stride in tensor.stride():
-        starts.append(offset // stride)
-        offset %= stride
-    return tuple((start, start + size) for start, size in zip(starts, view.shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -218,7 +201,16 @@ class LayoutEntries:
 
         def build(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
             assert flattened_range is None
-            return [_sharded(key + part.key[end:], part, tensor, replica_id) for part in parts]
+            entries = []
+            for part in parts:
+                data = box_view(tensor, part.local)
+                start = tuple(low for low, _ in part.box)
+                grid = tuple(total // size for total, size in zip(part.shape, lengths(part.box), strict=True))
+                extra = len(part.box) - data.ndim
+                entries.append(
+                    ShardedTensor(key + part.key[end:], data, data.dtype, tuple(data.shape), part.shape, start, grid, replica_id, extra)
+                )
+            return entries
 
         @torch.no_grad()
         def merge(tensors: list[Tensor]) -> Tensor:
@@ -230,41 +222,19 @@ class LayoutEntries:
         return ShardedTensorFactory(parts[0].key[:end], parameter, build, merge, replica_id)
 
     def _parts(self, slot: Slot) -> list[_TablePart]:
-        parts: list[_TablePart] = []
+        """Joins parts whose rows follow each other in both tensors: query, key and value of a rank are one block of the checkpoint."""
+        joined: list[_TablePart] = []
         for piece in self._layout[slot].pieces:
             for holder, content, held in self._holders[piece.name]:
                 common = intersect(piece.box, held.box)
-                if common is not None:
-                    box, local = place(common, held.box, held.local), place(common, piece.box, piece.local)
-                    parts.append(_TablePart(holder.name, content.shape, box, local))
-        return _joined(parts)
-
-
-def _joined(parts: list[_TablePart]) -> list[_TablePart]:
-    """Joins parts whose rows follow each other in both tensors: query, key and value of a rank are one block of the checkpoint."""
-    joined: list[_TablePart] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        dim = len(part.box) - len(part.local)
-        if last is not None and last.key == part.key and last.box[:dim] == part.box[:dim]:
-            if last.box[dim][1] == part.box[dim][0] and last.local[0][1] == part.local[0][0]:
-                box = (*last.box[:dim], (last.box[dim][0], part.box[dim][1]), *last.box[dim + 1 :])
-                joined[-1] = _TablePart(last.key, last.shape, box, ((last.local[0][0], part.local[0][1]), *last.local[1:]))
-                continue
-        joined.append(part)
-    return joined
-
-
-def _sharded(key: str, part: _TablePart, tensor: Tensor, replica_id: ReplicaId) -> ShardedTensor:
-    data, sizes = box_view(tensor, part.local), lengths(part.box)
-    return ShardedTensor(
-        key,
-        data,
-        data.dtype,
-        tuple(data.shape),
-        part.shape,
-        tuple(start for start, _ in part.box),
-        tuple(total // size for total, size in zip(part.shape, sizes, strict=True)),
-        replica_id,
-        len(part.box) - data.ndim,
-    )
+                if common is None:
+                    continue
+                box, local = place(common, held.box, held.local), place(common, piece.box, piece.local)
+                last, dim = joined[-1] if joined else None, len(box) - len(local)
+                if last is not None and last.key == holder.name and last.box[:dim] == box[:dim]:
+                    if last.box[dim][1] == box[dim][0] and last.local[0][1] == local[0][0]:
+                        box = (*last.box[:dim], (last.box[dim][0], box[dim][1]), *last.box[dim + 1 :])
+                        local = ((last.local[0][0], local[0][1]), *last.local[1:])
+                        joined.pop()
+                joined.append(_TablePart(holder.name, content.shape, box, local))
+        return joined

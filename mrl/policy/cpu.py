@@ -212,7 +212,7 @@ def _exchange() -> dict[str, object]:
 
 
 def _transformer_engine() -> dict[str, object]:
-    from mrl.policy.attention import local_positions
+    from mrl.policy.packed import local_positions
     from mrl.policy.specs import DuplicatedLinear, TorchNorm
 
     def partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:

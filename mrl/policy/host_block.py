@@ -16,15 +16,14 @@ ALIGNMENT = 256
 with less, cuBLAS may pick an algorithm that does not fit the address (megatron/core/distributed/param_and_grad_buffer.py)."""
 
 
-def pageable(num_bytes: int) -> Tensor:
-    """A block of ordinary memory, uint8; it goes back to the system with the last tensor in it."""
+def _pageable(num_bytes: int) -> Tensor:
+    # It goes back to the system with the last tensor in it.
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def pinned(num_bytes: int) -> Tensor:
     """A block of page-locked memory, uint8; `unpin` it before it goes."""
-    block = pageable(num_bytes)
-    runtime = torch.cuda.cudart()
+    block, runtime = _pageable(num_bytes), torch.cuda.cudart()
     assert runtime is not None
     torch.cuda.check_error(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0))
     return block
@@ -93,7 +92,7 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         # The system gives no block of 0 bytes.
         return []
     offsets, num_bytes = block_offsets([tensor.nbytes for tensor in tensors])
-    block = (pinned if any(tensor.is_cuda for tensor in tensors) else pageable)(num_bytes)
+    block = (pinned if any(tensor.is_cuda for tensor in tensors) else _pageable)(num_bytes)
     return [home.copy_(tensor) for tensor, home in zip(tensors, _views(block, tensors, offsets), strict=True)]
 
 
@@ -116,6 +115,5 @@ def block_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _views(block: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
-    """Parts of a block, one with the shape and type of each tensor."""
     parts = [block[offset : offset + tensor.nbytes] for tensor, offset in zip(tensors, offsets, strict=True)]
     return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,22 +1,81 @@
-"""Log-probabilities and entropy from vocabulary-parallel logits, or from hidden states without the logits of a whole row.
+"""Log-probabilities and entropy under the distribution that tokens are drawn from, from logits or hidden states, vocabulary-parallel.
 
-Neither keeps or gathers the whole vocabulary on any rank. T packed tokens, V local vocabulary columns (padding included), D hidden size.
+Nothing keeps or gathers the whole vocabulary on any rank. T packed tokens, V vocabulary columns of this rank (padding included), D hidden
+size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.policy.distribution import TokenDistribution, local_max
+if TYPE_CHECKING:
+    from mrl.config.schema.policy import PolicyConfig
 
 # fp32 copies of given logits live for this many rows at a time: 4 bytes x 1024 x V/tp, 0.27 GB for 131,072 columns at tp 2.
 CHUNK_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """How logits become the distribution that tokens are drawn from, in the order and by the rules of vLLM's sampler."""
+
+    vocab_size: int
+    """Without the padding of the vocabulary."""
+    temperature: float = 1.0
+    top_k: int | None = None
+    """Only the k likeliest tokens, and those as likely as the last of them; None = all."""
+    top_p: float = 1.0
+    """Of these, only the likeliest whose probabilities add up to `top_p`, and those as likely as the last of them."""
+    defer_fp32_logits: bool = True
+    """Logits become float32 in parts; false = those of a whole row at once. The values are the same."""
+
+    @classmethod
+    def of(cls, config: PolicyConfig, vocab_size: int, *, is_sampled: bool = True) -> TokenDistribution:
+        """The distribution of the configured sampler; without one, the model's own: temperature 1, every token."""
+        whole = cls(vocab_size, defer_fp32_logits=config.megatron_cfg.defer_fp32_logits)
+        if not is_sampled:
+            return whole
+        generation = config.generation
+        return replace(whole, temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p)
+
+    @property
+    def untruncated(self) -> TokenDistribution:
+        """The same without top-k and top-p, for the reference model: it would rule out other tokens than the policy does."""
+        return replace(self, top_k=None, top_p=1.0)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens may have no probability."""
+        return self.top_p < 1.0 or (self.top_k is not None and self.top_k < self.vocab_size)
+
+    def least_kept(self, scaled_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The smallest logit at each position that top-k and top-p keep, float32 [T], the same on every rank of `group`.
+
+        `scaled_TV` are this rank's float32 logits after temperature, without padding. Ranks exchange sums over columns, never logits.
+        Collective over `group` (tensor parallel): every rank calls it, in the same order.
+        """
+        least_T = scaled_TV.new_full(scaled_TV.shape[:1], torch.finfo(torch.float32).min)
+        if self.top_k is not None and self.top_k < self.vocab_size:
+            target_T = torch.full_like(least_T, self.top_k)
+            least_T = _largest_reaching(lambda value_T: (scaled_TV >= value_T[:, None]).sum(dim=-1).float(), target_T, group)
+        if self.top_p < 1.0:
+            max_T = _local_max(scaled_TV)
+            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=group)
+            weights_TV = torch.exp(scaled_TV - max_T[:, None])
+            weights_TV.masked_fill_(scaled_TV < least_T[:, None], 0.0)
+            total_T = weights_TV.sum(dim=-1)
+            dist.all_reduce(total_T, group=group)
+            least_p_T = _largest_reaching(
+                lambda value_T: torch.where(scaled_TV >= value_T[:, None], weights_TV, 0.0).sum(dim=-1), self.top_p * total_T, group
+            )
+            least_T = torch.maximum(least_T, least_p_T)
+        return least_T
 
 
 @dataclass(frozen=True)
@@ -37,25 +96,50 @@ def scores_of_logits(logits_TV: Tensor, labels_T: Tensor, distribution: TokenDis
     Columns from `vocab_size` on are padding and have no probability. Logits are divided by the temperature in float32 first, as the
     sampler does. Collective over `group` (tensor parallel): every rank calls it, in the same order; the backward pass has no collective.
     """
-    return _token_scores(logits_TV, None, labels_T, distribution, group, CHUNK_TOKENS)
+    return scores_of_hidden(logits_TV, None, labels_T, distribution, group, chunk_tokens=CHUNK_TOKENS)
 
 
 def scores_of_hidden(
-    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup, *, chunk_tokens: int
+    hidden_TD: Tensor,
+    weight_VD: Tensor | None,
+    labels_T: Tensor,
+    distribution: TokenDistribution,
+    group: dist.ProcessGroup,
+    *,
+    chunk_tokens: int,
 ) -> TokenScores:
     """As `scores_of_logits` of `hidden_TD @ weight_VD.T`, of which only `chunk_tokens` rows are ever there, in the backward pass too.
 
     Every rank passes the hidden states of all T tokens; their gradient is that of this rank's columns, still to be summed over `group`.
-    The weight's gradient is summed over the chunks in float32.
+    The weight's gradient is summed over the chunks in float32. Without a weight, `hidden_TD` are the logits.
     """
-    return _token_scores(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens)
-
-
-def _token_scores(
-    inputs: Tensor, weight_VD: Tensor | None, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup, chunk_tokens: int
-) -> TokenScores:
-    logprobs_T, untruncated_T, entropy_T = _Scores.apply(inputs, weight_VD, labels_T, distribution, group, chunk_tokens)
+    logprobs_T, untruncated_T, entropy_T = _Scores.apply(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens)
     return TokenScores(logprobs_T, untruncated_T if distribution.is_truncated else logprobs_T, entropy_T)
+
+
+class _Columns:
+    """Which columns of the vocabulary this rank has, and which labels are among them."""
+
+    def __init__(self, num_columns: int, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup) -> None:
+        first_column = group.rank() * num_columns
+        self.num_real = min(max(distribution.vocab_size - first_column, 0), num_columns)
+        column_T = labels_T - first_column
+        self.is_local_T = (column_T >= 0) & (column_T < self.num_real)
+        self.label_T = torch.where(self.is_local_T, column_T, 0)
+        self.temperature = distribution.temperature
+
+    def scaled_logits(self, inputs: Tensor, weight_VD: Tensor | None, chunk: slice) -> Tensor:
+        """A float32 copy of this rank's real columns of the logits of a chunk of rows, after temperature."""
+        logits = inputs[chunk, : self.num_real] if weight_VD is None else inputs[chunk] @ weight_VD[: self.num_real].t()
+        return logits.to(torch.float32, copy=True).div_(self.temperature)
+
+    def gradient(self, grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: slice) -> Tensor:
+        """Of the log-softmax of the labels: of the label 1 - probability, of all others -probability, over the temperature."""
+        scale = grad_T[chunk, None] / self.temperature
+        result = torch.sub(scaled, normalizer_T[chunk, None]).exp_().mul_(-scale)
+        if self.num_real:
+            result.scatter_add_(1, self.label_T[chunk, None], scale * self.is_local_T[chunk, None])
+        return result
 
 
 class _Scores(torch.autograd.Function):
@@ -76,76 +160,18 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         columns = _Columns(inputs.shape[1] if weight_VD is None else len(weight_VD), labels_T, distribution, group)
         rows = [slice(start, min(start + chunk_tokens, len(labels_T))) for start in range(0, len(labels_T), chunk_tokens)]
-        sums = _Sums.over(lambda chunk: _logits(inputs, weight_VD, chunk, columns), rows, columns)
-        ctx.columns, ctx.rows = columns, rows
-        is_kept_T = sums.label_T >= sums.least_kept_T
-        above_T = sums.label_T - sums.max_T
-        # NaN logits must stay NaN.
-        logprobs_T = torch.where(sums.label_T < sums.least_kept_T, -torch.inf, above_T - sums.log_sum_T)
-        entropy_T = sums.log_sum_T - sums.mean_T
-        normalizers = sums.max_T + sums.log_sum_T, sums.max_T + sums.untruncated_log_sum_T
-        ctx.save_for_backward(inputs, weight_VD, *normalizers, sums.least_kept_T, is_kept_T)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, above_T - sums.untruncated_log_sum_T, entropy_T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        inputs, weight_VD, *saved = ctx.saved_tensors
-        columns, num_real = ctx.columns, ctx.columns.num_real
-        grad_inputs = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
-        # A sum of many chunks would lose the small ones in bfloat16.
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for chunk in ctx.rows:
-            grad = _logit_gradient(_logits(inputs, weight_VD, chunk, columns), chunk, columns, saved, grads).to(inputs.dtype)
-            if grad_inputs is not None and weight_VD is None:
-                grad_inputs[chunk, :num_real] = grad
-            if grad_inputs is not None and weight_VD is not None:
-                grad_inputs[chunk] = grad @ weight_VD[:num_real]
-            if grad_weight_VD is not None:
-                grad_weight_VD[:num_real] += grad.t() @ inputs[chunk]
-        return grad_inputs, None if grad_weight_VD is None else grad_weight_VD.to(inputs.dtype), None, None, None, None
-
-
-class _Columns:
-    """Which columns of the vocabulary this rank has, and which labels are among them."""
-
-    def __init__(self, num_columns: int, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup) -> None:
-        first_column = group.rank() * num_columns
-        self.num_real = min(max(distribution.vocab_size - first_column, 0), num_columns)
-        column_T = labels_T - first_column
-        self.is_local_T = (column_T >= 0) & (column_T < self.num_real)
-        self.label_T = torch.where(self.is_local_T, column_T, 0)
-        self.distribution, self.group = distribution, group
-
-
-@dataclass
-class _Sums:
-    """Over all ranks, float32 [T]. A label's own logit is kept apart from the normalizer, which loses fewest bits."""
-
-    max_T: Tensor
-    log_sum_T: Tensor
-    """log of the sum of exp(logit - max) over the tokens that can be drawn."""
-    untruncated_log_sum_T: Tensor
-    mean_T: Tensor
-    """Mean of logit - max under the distribution."""
-    label_T: Tensor
-    least_kept_T: Tensor
-
-    @classmethod
-    def over(cls, logits_of: Callable[[slice], Tensor], rows: list[slice], columns: _Columns) -> _Sums:
-        """Sums over this rank's real columns of the logits of each chunk of rows, then over the ranks: a chunk waits for no other rank
-        unless the distribution is truncated."""
-        distribution, group = columns.distribution, columns.group
-        max_T = torch.empty(len(columns.label_T), device=columns.label_T.device)
+        # Sums over this rank's columns first, then over the ranks: a chunk waits for no other rank unless the distribution is truncated.
+        max_T = torch.empty(len(labels_T), device=columns.label_T.device)
         least_kept_T = torch.full_like(max_T, -torch.inf)
+        # Of exp(logit - max) over all tokens and over those that can be drawn, and the latter times logit - max. A label's own logit is
+        # kept apart from the normalizer, which loses fewest bits.
         whole_T, kept_T, moment_T, label_T = sums = torch.zeros(4, len(max_T), device=max_T.device)
         for chunk in rows:
-            scaled = _scaled(logits_of(chunk), distribution)
+            scaled = columns.scaled_logits(inputs, weight_VD, chunk)
             if columns.num_real:
                 label = scaled.gather(1, columns.label_T[chunk, None])[:, 0]
                 label_T[chunk] = torch.where(columns.is_local_T[chunk], label, 0.0)
-            max_T[chunk] = local_max(scaled)
+            max_T[chunk] = _local_max(scaled)
             is_out = None
             if distribution.is_truncated:
                 least_kept_T[chunk] = distribution.least_kept(scaled, group)
@@ -157,47 +183,79 @@ class _Sums:
                 exps.masked_fill_(is_out, 0.0)
             kept_T[chunk] = exps.sum(dim=-1)
             moment_T[chunk] = exps.mul_(shifted).sum(dim=-1)
-
         global_max_T = max_T.clone()
         dist.all_reduce(global_max_T, op=dist.ReduceOp.MAX, group=group)
         below_T = max_T - global_max_T
         moment_T += kept_T * below_T
         sums[:3] *= torch.exp(below_T)
         dist.all_reduce(sums, group=group)
-        return cls(global_max_T, kept_T.log(), whole_T.log(), moment_T / kept_T, label_T, least_kept_T)
+
+        log_kept_T, log_whole_T, above_T = kept_T.log(), whole_T.log(), label_T - global_max_T
+        # NaN logits must stay NaN.
+        logprobs_T = torch.where(label_T < least_kept_T, -torch.inf, above_T - log_kept_T)
+        entropy_T = log_kept_T - moment_T / kept_T
+        ctx.columns, ctx.rows, ctx.is_truncated = columns, rows, distribution.is_truncated
+        normalizers = global_max_T + log_kept_T, global_max_T + log_whole_T
+        ctx.save_for_backward(inputs, weight_VD, *normalizers, least_kept_T, label_T >= least_kept_T)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, above_T - log_whole_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        inputs, weight_VD, normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = ctx.saved_tensors
+        columns, num_real = ctx.columns, ctx.columns.num_real
+        grad_T, untruncated_grad_T, _ = grads
+        grad_inputs = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
+        # A sum of many chunks would lose the small ones in bfloat16.
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for chunk in ctx.rows:
+            scaled = columns.scaled_logits(inputs, weight_VD, chunk)
+            grad = None
+            if grad_T is not None:
+                grad = columns.gradient(torch.where(is_kept_T, grad_T, 0.0), normalizer_T, scaled, chunk)
+                if ctx.is_truncated:
+                    grad.masked_fill_(scaled < least_kept_T[chunk, None], 0.0)
+            if untruncated_grad_T is not None:
+                untruncated = columns.gradient(untruncated_grad_T, untruncated_normalizer_T, scaled, chunk)
+                grad = untruncated if grad is None else grad.add_(untruncated)
+            grad = (torch.zeros_like(scaled) if grad is None else grad).to(inputs.dtype)
+            if grad_inputs is not None and weight_VD is None:
+                grad_inputs[chunk, :num_real] = grad
+            if grad_inputs is not None and weight_VD is not None:
+                grad_inputs[chunk] = grad @ weight_VD[:num_real]
+            if grad_weight_VD is not None:
+                grad_weight_VD[:num_real] += grad.t() @ inputs[chunk]
+        return grad_inputs, None if grad_weight_VD is None else grad_weight_VD.to(inputs.dtype), None, None, None, None
 
 
-def _logits(inputs: Tensor, weight_VD: Tensor | None, chunk: slice, columns: _Columns) -> Tensor:
-    """This rank's real columns of the logits of a chunk of rows."""
-    return inputs[chunk, : columns.num_real] if weight_VD is None else inputs[chunk] @ weight_VD[: columns.num_real].t()
+def _local_max(scaled_TV: Tensor) -> Tensor:
+    """The largest logit at each position, float32 [T]; the smallest finite number on a rank that has only padding."""
+    if scaled_TV.shape[1] == 0:
+        return torch.full((scaled_TV.shape[0],), torch.finfo(torch.float32).min, device=scaled_TV.device)
+    return scaled_TV.amax(dim=-1).float()
 
 
-def _logit_gradient(logits: Tensor, chunk: slice, columns: _Columns, saved: list[Tensor], grads: tuple[Tensor | None, ...]) -> Tensor:
-    """Gradient of the logits of a chunk of rows, float32, from the gradients of both log-probabilities."""
-    normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = saved
-    distribution = columns.distribution
-    grad_T, untruncated_grad_T, _ = grads
-    scaled = _scaled(logits, distribution)
-    result = None
-    if grad_T is not None:
-        result = _gradient_of(torch.where(is_kept_T, grad_T, 0.0), normalizer_T, scaled, chunk, columns)
-        if distribution.is_truncated:
-            result.masked_fill_(scaled < least_kept_T[chunk, None], 0.0)
-    if untruncated_grad_T is not None:
-        untruncated = _gradient_of(untruncated_grad_T, untruncated_normalizer_T, scaled, chunk, columns)
-        result = untruncated if result is None else result.add_(untruncated)
-    return torch.zeros_like(scaled) if result is None else result
+def _largest_reaching(weight_from: Callable[[Tensor], Tensor], target_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest float32 at which the columns of all ranks that are not below it weigh at least `target_T`; the lowest if none does.
 
+    `weight_from(value_T)` is the weight of this rank's columns of at least `value_T`. Bisects all finite floats, so the answer is one of
+    the columns exactly, and neither a sort nor a gather of the vocabulary is needed.
+    """
 
-def _gradient_of(grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: slice, columns: _Columns) -> Tensor:
-    """Of the log-softmax of the labels: of the label 1 - probability, of all others -probability, over the temperature."""
-    scale = grad_T[chunk, None] / columns.distribution.temperature
-    result = torch.sub(scaled, normalizer_T[chunk, None]).exp_().mul_(-scale)
-    if columns.num_real:
-        result.scatter_add_(1, columns.label_T[chunk, None], scale * columns.is_local_T[chunk, None])
-    return result
+    def flipped(bits_T: Tensor) -> Tensor:
+        """The bits of float32 as int32 in the same order, and back: negative numbers have the bits below their sign flipped."""
+        return bits_T ^ ((bits_T >> 31) & 0x7FFFFFFF)
 
-
-def _scaled(logits: Tensor, distribution: TokenDistribution) -> Tensor:
-    """A float32 copy of the logits after temperature."""
-    return logits.to(torch.float32, copy=True).div_(distribution.temperature)
+    limit = torch.finfo(torch.float32).max
+    high_T = flipped(torch.full_like(target_T, limit).view(torch.int32)).long()
+    low_T = flipped(torch.full_like(target_T, -limit).view(torch.int32)).long()
+    for _ in range(32):
+        # Rounded up, so that the loop ends with low == high at the answer.
+        middle_T = low_T + (high_T - low_T + 1) // 2
+        weight_T = weight_from(flipped(middle_T.int()).view(torch.float32))
+        dist.all_reduce(weight_T, group=group)
+        reaches_T = weight_T >= target_T
+        low_T = torch.where(reaches_T, middle_T, low_T)
+        high_T = torch.where(reaches_T, high_T, middle_T - 1)
+    return flipped(low_T.int()).view(torch.float32)

@@ -28,9 +28,9 @@ from conversion.families.common import HfConfig
 from conversion.families.registry import family
 from conversion.tensors import box_view, merge_lora, torch_dtype
 from mrl.policy import parallel, specs
-from mrl.policy.arena import live_tensors
 from mrl.policy.checkpoint_entries import LayoutEntries
 from mrl.policy.model import keep_gradients_flowing
+from mrl.policy.weights import live_tensors
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import PeftConfig

@@ -13,7 +13,7 @@ from mrl.algo.supervised import bradley_terry_loss, dpo_loss, nll_loss, perplexi
 from mrl.config.schema.algo import DpoConfig, LossConfig
 from mrl.config.schema.run import RunConfig
 from mrl.policy.batch import BatchSize, TrainRow, own_positions, whole_row
-from mrl.policy.distribution import TokenDistribution
+from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.output import token_rewards, token_scores
 from mrl.policy.step import Objective
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,7 +62,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num_train_steps: int) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay over a run; call `.step(increment=1)` after every optimizer step."""
+    """The schedule of learning rate and weight decay over a run."""
     settings = config.scheduler
     # A run may end within its warmup; Megatron wants the decay to end later.
     num_decay_steps = max(num_train_steps, settings.lr_warmup_iters + 1) if settings.lr_decay_iters is None else settings.lr_decay_iters
@@ -97,7 +96,7 @@ def hybrids(optimizer: MegatronOptimizer) -> list[HybridDeviceOptimizer]:
 
 
 class TrainingMemory:
-    """Moves the gradients and the optimizer state of one rank between phases; `mrl.phases` says where they belong."""
+    """Moves the gradients and the optimizer state of one rank between phases; `mrl.phases` says where they belong. Not collective."""
 
     def __init__(self, state: TrainState, device: torch.device, block: HostBlock | None) -> None:
         """`device` is where the model computes. `block` is None where that is the host, so that optimizer state stays."""
@@ -105,9 +104,16 @@ class TrainingMemory:
         self._is_optimizer_on_device = True
 
     def place(self, residency: Residency) -> None:
-        """Moves both to where `residency` wants them; state keeps its values, new gradients are zero. Not collective."""
+        """Moves both to where `residency` wants them; state keeps its values, new gradients are zero."""
         if residency.gradients == "none":
-            self._release_gradients()
+            # Main gradients may be views into the buffers, or copies that would outlive them.
+            self._state.optimizer.zero_grad()
+            for hybrid in hybrids(self._state.optimizer):
+                for param, copy in hybrid.param_to_fp32_param.items():
+                    if param not in hybrid.gpu_params_map_cpu_copy:
+                        copy.grad = None
+            for chunk in self._state.chunks:
+                chunk.offload_grad_buffers()
         self._is_optimizer_on_device = residency.optimizer == "device"
         self._place_optimizer(is_on_device=self._is_optimizer_on_device)
         if residency.gradients == "device":
@@ -116,7 +122,7 @@ class TrainingMemory:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, a load may make or replace optimizer state; afterwards it is where the last `place` put it. Not collective."""
+        """Inside, a load may make or replace optimizer state; afterwards it is where the last `place` put it."""
         if hybrids(self._state.optimizer):
             # Megatron takes a step with it, to have state that it can fill.
             self._place_optimizer(is_on_device=True)
@@ -135,16 +141,6 @@ class TrainingMemory:
         # The engine on this GPU needs the memory that has become free.
         torch.cuda.empty_cache()
 
-    def _release_gradients(self) -> None:
-        # Main gradients may be views into the buffers, or copies that would outlive them.
-        self._state.optimizer.zero_grad()
-        for hybrid in hybrids(self._state.optimizer):
-            for param, copy in hybrid.param_to_fp32_param.items():
-                if param not in hybrid.gpu_params_map_cpu_copy:
-                    copy.grad = None
-        for chunk in self._state.chunks:
-            chunk.offload_grad_buffers()
-
 
 def optimizer_tensors(state: TrainState) -> list[Tensor]:
     """Main parameters and moments that the device computes with, each once.
@@ -152,19 +148,20 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
     Leaves out views of the model's weights, and what Megatron's HybridDeviceOptimizer keeps on the host anyway.
     """
     weights = {parameter.untyped_storage().data_ptr() for chunk in state.chunks for parameter in chunk.parameters()}
-    tensors = {id(tensor): tensor for part in parts(state.optimizer) for tensor in _tensors_of(part)}
+    tensors: list[Tensor] = []
+    for inner in (part.optimizer for part in parts(state.optimizer)):
+        tensors += [param for group in inner.param_groups for param in group["params"]]
+        on_host = inner.gpu_params_map_cpu_copy if isinstance(inner, HybridDeviceOptimizer) else {}
+        if isinstance(inner, HybridDeviceOptimizer):
+            tensors += [copy for param, copy in inner.param_to_fp32_param.items() if param not in on_host]
+        # A step count is a number that belongs to the host.
+        tensors += [
+            value
+            for param, values in inner.state.items()
+            if param not in on_host
+            for key, value in values.items()
+            if key != "step" and isinstance(value, Tensor)
+        ]
     # A shard without elements has no memory, so its address says nothing.
-    return [tensor for tensor in tensors.values() if tensor.numel() and tensor.untyped_storage().data_ptr() not in weights]
-
-
-def _tensors_of(part: MegatronOptimizer) -> Iterator[Tensor]:
-    inner = part.optimizer
-    yield from itertools.chain.from_iterable(group["params"] for group in inner.param_groups)
-    on_host: Mapping[Tensor, Tensor] = {}
-    if isinstance(inner, HybridDeviceOptimizer):
-        on_host = inner.gpu_params_map_cpu_copy
-        yield from (copy for param, copy in inner.param_to_fp32_param.items() if param not in on_host)
-    for param, state in inner.state.items():
-        if param not in on_host:
-            # A step count is a number that belongs to the host.
-            yield from (value for key, value in state.items() if key != "step" and isinstance(value, Tensor))
+    once = {id(tensor): tensor for tensor in tensors}.values()
+    return [tensor for tensor in once if tensor.numel() and tensor.untyped_storage().data_ptr() not in weights]

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
 from mrl.data.packing import PackedRow
 from mrl.policy.batch import own_positions
-from mrl.policy.distribution import TokenDistribution
-from mrl.policy.logprobs import TokenScores, scores_of_hidden, scores_of_logits
+from mrl.policy.logprobs import TokenDistribution, TokenScores, scores_of_hidden, scores_of_logits
 
 REWARD_HEAD = "reward_head"
 """The attribute of a model that is its reward head."""

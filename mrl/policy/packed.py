@@ -1,6 +1,9 @@
-"""Packed rows to padded batches and back, so that kernels compute sequences of similar length together.
+"""Packed rows as padded batches, so that sequences of similar length are computed together, and causal attention over them. No Megatron.
 
-Shape suffixes: T packed tokens, P rows of the padded buffer, S sequences; trailing dimensions are any.
+Under context parallelism every sequence of a row is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r, one
+behind the other, so that causal attention is the same work on every rank. This is the order of Transformer Engine's THD format.
+Shape suffixes: T tokens of a row, P rows of the padded buffer, S sequences, N sequences of a bucket, C padded length of a chunk, H heads,
+G groups of heads, D head dim.
 """
 
 from __future__ import annotations
@@ -8,7 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# A mask has this many rows at a time: 512 queries that see 49,152 keys make 25 MB of booleans, all 12,288 of a chunk would make 600.
+QUERY_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,12 @@ def packed_layout(lengths_S: Tensor, *, multiple: int, chunk: int) -> PackedLayo
 
     Lengths up to `chunk` are padded to `multiple`, longer ones to `chunk`: few buckets, little padding.
     """
+
+    def rounded_up(step: int) -> Tensor:
+        return (lengths_S + step - 1) // step * step
+
     lengths_S = lengths_S.long()
-    padded_S = torch.where(lengths_S <= chunk, _round_up(lengths_S, multiple).clamp(max=chunk), _round_up(lengths_S, chunk))
+    padded_S = torch.where(lengths_S <= chunk, rounded_up(multiple).clamp(max=chunk), rounded_up(chunk))
     first_slot_S = torch.zeros_like(padded_S)
     buckets, num_slots = [], 0
     for length in sorted(set(padded_S.tolist()) - {0}):
@@ -58,12 +70,7 @@ def packed_layout(lengths_S: Tensor, *, multiple: int, chunk: int) -> PackedLayo
         num_slots += len(members) * length
     first_token_S = lengths_S.cumsum(0) - lengths_S
     shift_T = (first_slot_S - first_token_S).repeat_interleave(lengths_S)
-    slots_T = shift_T + torch.arange(len(shift_T), device=shift_T.device)
-    return PackedLayout(slots_T, num_slots, tuple(buckets))
-
-
-def _round_up(numbers: Tensor, multiple: int) -> Tensor:
-    return (numbers + multiple - 1) // multiple * multiple
+    return PackedLayout(shift_T + torch.arange(len(shift_T), device=shift_T.device), num_slots, tuple(buckets))
 
 
 class _Pack(torch.autograd.Function):
@@ -79,3 +86,90 @@ class _Pack(torch.autograd.Function):
         (slots_T,) = ctx.saved_tensors
         (grad_T,) = grads
         return grad_T.new_zeros(ctx.num_slots, *grad_T.shape[1:]).index_copy_(0, slots_T, grad_T), None
+
+
+def local_positions(cu_seqlens: Tensor, *, cp_size: int, cp_rank: int) -> Tensor:
+    """Positions in the row of the tokens of one rank, int64 [T / cp], in that rank's order.
+
+    With `cp_size` above 1, each of the lengths that `cu_seqlens` bounds is a multiple of 2 * cp_size.
+    """
+    starts_S, lengths_S = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    if cp_size == 1:
+        return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    chunks_S = lengths_S // (2 * cp_size)
+    assert torch.equal(chunks_S * 2 * cp_size, lengths_S), "pack_row pads every sequence to a multiple of 2 * cp"
+    first_S2 = torch.stack([starts_S + cp_rank * chunks_S, starts_S + (2 * cp_size - 1 - cp_rank) * chunks_S], dim=1)
+    lengths_2S = chunks_S.repeat_interleave(2)
+    shift_2S = first_S2.flatten() - (lengths_2S.cumsum(0) - lengths_2S)
+    shift_T = shift_2S.repeat_interleave(lengths_2S)
+    return shift_T + torch.arange(len(shift_T), device=cu_seqlens.device)
+
+
+def join(parts: list[Tensor], cu_seqlens: Tensor) -> Tensor:
+    """The values of a whole row in its order, [T], from those of every rank, [T / cp] each, in order of rank."""
+    positions_T = torch.cat([local_positions(cu_seqlens, cp_size=len(parts), cp_rank=rank) for rank in range(len(parts))])
+    values_T = torch.cat(parts)
+    return torch.empty_like(values_T).index_copy_(0, positions_T.to(values_T.device), values_T)
+
+
+def packed_attention(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens: Tensor, *, scale: float | None) -> Tensor:
+    """Causal attention within each sequence of a whole row, [T, H, D]."""
+    # SDPA blocks its work itself, so long sequences need no coarser padding than short ones.
+    layout = packed_layout(cu_seqlens.diff(), multiple=16, chunk=64)
+    outputs = []
+    for batches in zip(*(layout.unpack(t) for t in (query_THD, key_TGD, value_TGD)), strict=True):
+        q, k, v = (t.transpose(1, 2) for t in batches)
+        # Padding stands after a sequence's tokens, where the causal mask hides it from them.
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        outputs.append(output.transpose(1, 2))
+    return layout.pack(outputs)
+
+
+def zigzag_attention(
+    query_THD: Tensor, keys_TGD: Tensor, values_TGD: Tensor, cu_seqlens: Tensor, *, cp_size: int, cp_rank: int, scale: float | None
+) -> Tensor:
+    """Causal attention of one rank's queries [T / cp, H, D] within each sequence, over the keys and values of all ranks, rank after rank.
+
+    Masks are made again in the backward pass: kept, they would be the largest tensors of a long row.
+    """
+
+    def in_order(of_ranks: Tensor) -> Tensor:
+        """Chunks [cp * N * 2, C, ...], rank after rank, as sequences of all their chunks, [N, 2 * cp * C, ...]."""
+        early, late = of_ranks.unflatten(0, (cp_size, -1, 2)).unbind(2)
+        return torch.cat([early, late.flip(0)]).transpose(0, 1).flatten(1, 2)
+
+    halves_2S = (cu_seqlens.diff() // (2 * cp_size)).repeat_interleave(2)
+    of_queries = packed_layout(halves_2S, multiple=16, chunk=64)
+    of_keys = packed_layout(halves_2S.repeat(cp_size), multiple=16, chunk=64)
+    is_token_T = torch.ones(keys_TGD.shape[0], device=keys_TGD.device)
+    outputs = []
+    for query, *ranks in zip(of_queries.unpack(query_THD), *(of_keys.unpack(t) for t in (keys_TGD, values_TGD, is_token_T)), strict=True):
+        keys, values, is_token = map(in_order, ranks)
+        halves = [
+            _chunk_attention(half_NCHD, keys, values, is_token.bool(), index, scale)
+            for half_NCHD, index in zip(query.unflatten(0, (-1, 2)).unbind(1), (cp_rank, 2 * cp_size - 1 - cp_rank), strict=True)
+        ]
+        outputs.append(torch.stack(halves, dim=1).flatten(0, 1))
+    return of_queries.pack(outputs)
+
+
+def _chunk_attention(query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token: Tensor, chunk_index: int, scale: float | None) -> Tensor:
+    """Attention of the chunk of this index over itself and what stands before it, [N, C, H, D]."""
+
+    def masked(query: Tensor, key: Tensor, value: Tensor, is_token: Tensor, first: int) -> Tensor:
+        # Query i stands at position `first` + i of its sequence's keys.
+        positions = torch.arange(key.shape[2], device=key.device)
+        is_seen = (positions <= first + torch.arange(query.shape[2], device=key.device)[:, None]) & is_token[:, None, None, :]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen, scale=scale, enable_gqa=True)
+
+    length = query_NCHD.shape[1]
+    blocks = []
+    for start in range(0, length, QUERY_BLOCK):
+        query = query_NCHD[:, start : start + QUERY_BLOCK].transpose(1, 2)
+        first = chunk_index * length + start
+        seen = first + query.shape[2]
+        k, v = (t[:, :seen].transpose(1, 2) for t in (keys, values))
+        block = checkpoint(masked, query, k, v, is_token[:, :seen], first, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(block, Tensor)
+        blocks.append(block.transpose(1, 2))
+    return torch.cat(blocks, dim=1)

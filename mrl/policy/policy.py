@@ -24,11 +24,10 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row
 from mrl.phases import Phase
 from mrl.policy import checkpoint, parallel
-from mrl.policy.arena import Arena, buffer_views
 from mrl.policy.batch import FinishedBatch, RankBatch, check_equal_counts, finish_batches, global_batch_size
-from mrl.policy.checkpoint_writer import CheckpointWrite
-from mrl.policy.distribution import TokenDistribution
+from mrl.policy.checkpoint import CheckpointWrite
 from mrl.policy.host_block import HostBlock, host_copies, swap
+from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.lora import attach_adapters
 from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
 from mrl.policy.objectives import objective_of
@@ -37,7 +36,7 @@ from mrl.policy.output import attach_reward_head
 from mrl.policy.reports import WriteReport
 from mrl.policy.router_replay import RouterReplay
 from mrl.policy.step import compute_logprobs, evaluate, train_step
-from mrl.policy.weights import CopyCheck, perturb, rank_tensors
+from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.inputs import RankPlace, RefitInputs
@@ -88,8 +87,9 @@ class Policy:
             [], divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple, pad_token_id=0
         )
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
-        distribution_of = TokenDistribution.of if config.has_engines else TokenDistribution.whole
-        self._distribution = distribution_of(config.policy, int(str(self._hf_config["vocab_size"])))
+
+        vocab_size = int(str(self._hf_config["vocab_size"]))
+        self._distribution = TokenDistribution.of(config.policy, vocab_size, is_sampled=config.has_engines)
         self._is_settled = False
         self._reference: dict[Slot, Tensor] | None = None
         self._batch: RankBatch | None = None

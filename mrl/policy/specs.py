@@ -38,7 +38,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
-from mrl.policy.attention import packed_attention, zigzag_attention
+from mrl.policy.packed import packed_attention, zigzag_attention
 
 __all__ = ["HAVE_TE", "MambaModel"]
 

@@ -25,7 +25,7 @@ from mrl.algo.losses import LOSS
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.data.packing import PackedRow
 from mrl.policy.batch import BatchSize, TrainRow, combine, own_positions, share_from_last_stage, whole_row
-from mrl.policy.distribution import TokenDistribution
+from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.moe import row_tokens, show_row, take_routing, update_expert_biases
 from mrl.policy.output import token_scores
 from mrl.policy.router_replay import RouterReplay

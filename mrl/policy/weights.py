@@ -1,22 +1,24 @@
-"""The live weights of a rank by slot: finding them, proving that all copies over the ranks are equal, changing all of them at once.
-
-Needs no Megatron.
-"""
+"""The live weights of a rank by slot: finding them, the arena that engines map, the check that all copies are equal. No Megatron."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conversion.boxes import Box, Layout, Piece, Slot, lengths
-from conversion.tensors import box_view
-from mrl.policy.arena import live_tensors
+from conversion.boxes import Box, Layout, Slot, lengths
+from conversion.tensors import box_view, dtype_name
+from mrl.policy.host_block import block_offsets
 from mrl.refit.checksum import Checksums, Value
+from mrl.refit.memory import ArenaHandle, ArenaRow, SharedMemory
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
 
 # How `perturb` changes a weight. Relative, well above bfloat16's resolution of 2^-8, so that nearly every element changes.
 SCALE = 0.02
@@ -29,23 +31,115 @@ _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 _NUM_BITS = 24
 
 
+def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
+    """Parameters and persistent buffers of a model by slot: the tensors themselves, not copies."""
+    # Transformer Engine adds `_extra_state` entries, which are not weights.
+    state = model.state_dict(keep_vars=True)
+    return {Slot(name, chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+
+
 def rank_tensors(models: Sequence[nn.Module], layout: Layout) -> dict[Slot, Tensor]:
     """Every parameter and persistent buffer of this rank, by slot: the live tensors themselves. `models` are bare of wrappers.
 
     Raises:
         RuntimeError: the live model and its conversion table differ, so some weight would never be converted, saved or sent.
     """
+
+    def named(slots: Iterable[Slot]) -> str:
+        return ", ".join(sorted(map(str, slots))[:10]) or "none"
+
     tensors: dict[Slot, Tensor] = {}
     for index, model in enumerate(models):
         tensors |= live_tensors(model, index)
     if tensors.keys() != layout.keys():
         unknown, missing = tensors.keys() - layout.keys(), layout.keys() - tensors.keys()
-        raise RuntimeError(f"weights that the conversion table lacks: {_names(unknown)}; that only the table has: {_names(missing)}")
+        raise RuntimeError(f"weights that the conversion table lacks: {named(unknown)}; that only the table has: {named(missing)}")
     for slot, tensor in tensors.items():
-        live = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        if live != (layout[slot].shape, layout[slot].dtype):
-            raise RuntimeError(f"{slot.name} is {live} in the model, but {layout[slot].shape, layout[slot].dtype} in the conversion table")
+        live, table = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")), (layout[slot].shape, layout[slot].dtype)
+        if live != table:
+            raise RuntimeError(f"{slot.name} is {live} in the model, but {table} in the conversion table")
     return tensors
+
+
+def buffer_views(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    """The contiguous parameter buffers of Megatron's DDP and their buckets; none without the distributed optimizer."""
+    buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    views = [buffer.param_data for buffer in buffers] + [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
+    return [view for view in views if view is not None]
+
+
+class Arena:
+    """Owns the memory of a rank's weights: one block that the engine workers of its GPU can map.
+
+    Make it after wrapping in DDP, which lays trainable parameters out in contiguous buffers, and before the optimizer, which keeps views
+    into those buffers.
+    """
+
+    @torch.no_grad()
+    def __init__(self, slots: Mapping[Slot, Tensor], views: Iterable[Tensor] = (), *, name: str) -> None:
+        """Moves the storage of every tensor into shared memory, values unchanged; the tensors stay the same objects.
+
+        Tensors that share a storage move together and go on sharing it. So `views` must name every other tensor into these storages that
+        is still used (Megatron's buffers and buckets); a forgotten one keeps the old memory.
+
+        Raises:
+            ValueError: a slot is not contiguous, or slots lie on several devices.
+        """
+        strided = [str(slot) for slot, tensor in slots.items() if not tensor.is_contiguous()]
+        if strided:
+            raise ValueError(f"weights must be contiguous to be shared with the engine; these are not: {', '.join(strided)}")
+        devices = {tensor.device: slot for slot, tensor in slots.items()}
+        if len(devices) != 1:
+            found = ", ".join(f"{slot} on {device}" for device, slot in devices.items())
+            raise ValueError(f"all weights of a rank lie on one device to be shared with the engine; found {found or 'no weights'}")
+        # Tied slots are one tensor under two names; it moves once. Buffers of no slots, such as those of adapters, stay where they are.
+        storages = {tensor.untyped_storage().data_ptr() for tensor in slots.values()}
+        views = [view for view in views if view.untyped_storage().data_ptr() in storages]
+        tensors = {id(tensor): tensor for tensor in [*slots.values(), *views]}.values()
+        old = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        places, num_bytes = block_offsets([storage.nbytes() for storage in old.values()])
+        offsets = dict(zip(old, places, strict=True))
+        self._slots = dict(slots)
+        self._memory = SharedMemory(num_bytes, name, next(iter(devices)))
+        memory = self._memory.tensor
+        for address, storage in old.items():
+            values = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+            memory[offsets[address] : offsets[address] + storage.nbytes()].copy_(values)
+        for tensor in tensors:
+            offset = offsets[tensor.untyped_storage().data_ptr()]
+            start = memory.storage_offset() + offset + tensor.storage_offset() * tensor.element_size()
+            home = torch.tensor([], dtype=tensor.dtype, device=memory.device)
+            home.set_(memory.untyped_storage(), start // tensor.element_size(), tensor.shape, tensor.stride())
+            # Assigning .data keeps the tensor object, which model and buffers know, and its gradient accumulator, on which DDP's hooks
+            # hang; set_ on the tensor itself would give it a new accumulator, and no gradient would ever reach DDP.
+            tensor.data = home
+        self._table = {
+            slot: ArenaRow(tensor.data_ptr() - memory.data_ptr(), tuple(tensor.shape), dtype_name(tensor.dtype))
+            for slot, tensor in slots.items()
+        }
+        if memory.device.type == "cuda":
+            # The engine on this GPU needs the memory that the weights have left.
+            torch.cuda.empty_cache()
+
+    def handle(self) -> ArenaHandle:
+        """The arena as the engine workers of this GPU see it."""
+        return ArenaHandle(self._memory.handle(), self._table)
+
+    def tensors(self) -> dict[Slot, Tensor]:
+        """The weights by slot: the live tensors, not copies."""
+        return dict(self._slots)
+
+    def check(self, live: Mapping[Slot, Tensor]) -> None:
+        """Checks that `live`, the weights as the model holds them now, are still the ones in the arena.
+
+        Raises:
+            RuntimeError: names the slots that have other memory, are new or are lost since the arena was made.
+        """
+        base = self._memory.tensor.data_ptr()
+        moved = [str(slot) for slot, row in self._table.items() if slot not in live or live[slot].data_ptr() != base + row.offset]
+        added = [str(slot) for slot in live if slot not in self._table]
+        if moved or added:
+            raise RuntimeError(f"weights outside of the arena, which a refit would miss: {', '.join(moved + added)}")
 
 
 class CopyCheck:
@@ -53,10 +147,11 @@ class CopyCheck:
 
     def __init__(self, tensors: Mapping[Slot, Tensor], layout: Layout) -> None:
         """Collective over all ranks."""
-        self._views = [box_view(tensors[slot], piece.local) for slot, piece in _pieces(layout)]
+        own = [(slot, piece) for slot, content in layout.items() for piece in content.pieces]
+        self._views = [box_view(tensors[slot], piece.local) for slot, piece in own]
         self._checksums = Checksums([Value(view) for view in self._views])
         everyone: list[list[tuple[str, str, Box]]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(everyone, [(slot.name, piece.name, piece.box) for slot, piece in _pieces(layout)])
+        dist.all_gather_object(everyone, [(slot.name, piece.name, piece.box) for slot, piece in own])
         self._max_pieces = max(len(pieces) for pieces in everyone)
         # By tensor and box: slot, rank and place among the rank's pieces of every copy.
         copies: dict[tuple[str, Box], list[tuple[str, int, int]]] = defaultdict(list)
@@ -102,21 +197,10 @@ def canonical_noise(name: str, box: Box, *, seed: int) -> Tensor:
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big", signed=True)
     state = torch.tensor(key)
     for start, stop in box:
-        # Mixed dimension by dimension, so that no two positions of a tensor fall together.
-        state = _mix(state[..., None] + torch.arange(start, stop) * _STEP)
+        # Mixed dimension by dimension, so that no two positions of a tensor fall together. 64-bit arithmetic wraps around; the shifts
+        # keep the sign, which does no harm here.
+        state = state[..., None] + torch.arange(start, stop) * _STEP
+        state = (state ^ (state >> 30)) * _MIX
+        state = state ^ (state >> 27)
     uniform = (state.view(lengths(box)) & ((1 << _NUM_BITS) - 1)).float() / (1 << _NUM_BITS)
     return 2 * uniform - 1
-
-
-def _mix(values: Tensor) -> Tensor:
-    # 64-bit arithmetic wraps around; the shift keeps the sign, which does no harm here.
-    values = (values ^ (values >> 30)) * _MIX
-    return values ^ (values >> 27)
-
-
-def _pieces(layout: Layout) -> list[tuple[Slot, Piece]]:
-    return [(slot, piece) for slot, tensor in layout.items() for piece in tensor.pieces]
-
-
-def _names(slots: Iterable[Slot]) -> str:
-    return ", ".join(sorted(map(str, slots))[:10]) or "none"

@@ -76,7 +76,7 @@ class ArenaRow:
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """The weights of a trainer rank (`mrl.policy.arena`) as another process sees them."""
+    """The weights of a trainer rank (`mrl.policy.weights`) as another process sees them."""
 
     memory: MemoryHandle
     table: Mapping[Slot, ArenaRow]

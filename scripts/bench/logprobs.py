@@ -85,8 +85,7 @@ def measure(case: Case) -> Row:
 
 def compute(case: Case, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Log-probability of every label by the method of the case."""
-    from mrl.policy.distribution import TokenDistribution
-    from mrl.policy.logprobs import scores_of_hidden, scores_of_logits
+    from mrl.policy.logprobs import TokenDistribution, scores_of_hidden, scores_of_logits
 
     if case.method.startswith("log_softmax"):
         return torch.log_softmax(F.linear(hidden, weight).float(), dim=-1).gather(1, labels[:, None])[:, 0]

@@ -34,7 +34,7 @@ from conversion.families.registry import family
 from conversion.reshard import reshard
 from conversion.schedule import Schedule
 from conversion.tensors import torch_dtype
-from mrl.policy.arena import Arena
+from mrl.policy.weights import Arena
 from mrl.refit.exchange import Exchange, GpuHandles, handles_for
 from mrl.refit.group import ExchangeGroup, GroupAddress, Incoming, Outgoing
 from mrl.refit.memory import wait_for

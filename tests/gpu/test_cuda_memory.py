@@ -11,7 +11,7 @@ import torch
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
 from conversion.reshard import reshard
 from conversion.schedule import Schedule
-from mrl.policy.arena import Arena
+from mrl.policy.weights import Arena
 from mrl.refit import RefitError
 from mrl.refit.device_checksum import word_sum
 from mrl.refit.exchange import Exchange, GpuHandles

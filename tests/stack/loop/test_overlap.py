@@ -65,7 +65,7 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
 
 
 def hold_back_writing(_: object, may_write: Path) -> None:
-    from mrl.policy.checkpoint_writer import CheckpointWrite
+    from mrl.policy.checkpoint import CheckpointWrite
 
     write = CheckpointWrite._write
 

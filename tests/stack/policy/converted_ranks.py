@@ -20,7 +20,7 @@ from tests.stack.ranks import Rank
 def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[int]) -> np.ndarray:
     """This rank's columns of a deepseek_v3 folder's logits, [tokens, vocabulary / tp], by megatron-core's GPTModel of local modules."""
     from mrl.policy import parallel
-    from mrl.policy.arena import live_tensors
+    from mrl.policy.weights import live_tensors
 
     megatron = MegatronConfig(tensor_model_parallel_size=tp)
     parallel.initialize(

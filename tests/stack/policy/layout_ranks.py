@@ -117,7 +117,7 @@ def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[li
 def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[np.ndarray]:
     """Log-probability of every label by row, on the last stage; every rank takes all rows."""
     from mrl.policy import parallel
-    from mrl.policy.distribution import TokenDistribution
+    from mrl.policy.logprobs import TokenDistribution
     from mrl.policy.step import compute_logprobs
 
     chunks, _, _ = _build(rank, config, folder)
@@ -183,7 +183,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
     from megatron.core import parallel_state
 
     from mrl.policy.batch import TrainRow, global_batch_size, own_positions
-    from mrl.policy.distribution import TokenDistribution
+    from mrl.policy.logprobs import TokenDistribution
     from mrl.policy.output import token_scores
     from mrl.policy.step import Objective, forward_backward
 

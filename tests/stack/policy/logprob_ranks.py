@@ -11,7 +11,7 @@ import torch
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
-    from mrl.policy.distribution import TokenDistribution
+    from mrl.policy.logprobs import TokenDistribution
 
 NUM_TOKENS = 40
 NUM_COLUMNS = 512
@@ -30,7 +30,7 @@ class Case:
     precision: Literal["float32", "bfloat16"] = "float32"
 
     def distribution(self) -> TokenDistribution:
-        from mrl.policy.distribution import TokenDistribution
+        from mrl.policy.logprobs import TokenDistribution
 
         return TokenDistribution(self.vocab_size, self.temperature, self.top_k, self.top_p)
 

@@ -29,7 +29,7 @@ def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Pa
 
     Whether they were written before, whether the step changed weights, and the files that this rank wrote.
     """
-    from mrl.policy.checkpoint_writer import CheckpointWrite
+    from mrl.policy.checkpoint import CheckpointWrite
 
     may_write, write = threading.Event(), CheckpointWrite._write
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from conversion.boxes import Box, Layout, Slot
 from conversion.schedule import Schedule
 from conversion.tensors import box_view, torch_dtype
-from mrl.policy.arena import Arena
+from mrl.policy.weights import Arena
 from mrl.refit.copies import converted
 from mrl.refit.exchange import Exchange, ExchangeMemory, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress

@@ -22,7 +22,7 @@ from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import EngineSlots
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.policy.arena import Arena
+from mrl.policy.weights import Arena
 from mrl.refit import RefitError
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.inputs import RefitInputs

@@ -16,7 +16,7 @@ from conversion.families.common import EngineDtypes, MegatronCoords, MegatronPar
 from conversion.families.registry import family
 from conversion.files.safetensors import read_layout
 from mrl.config.schema.generation import Precision
-from mrl.policy.arena import Arena
+from mrl.policy.weights import Arena
 from mrl.refit.exchange import Exchange
 from mrl.refit.inputs import RefitInputs, WorkerRefit
 

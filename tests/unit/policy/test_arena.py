@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conversion.boxes import Slot
-from mrl.policy.arena import Arena, live_tensors
+from mrl.policy.weights import Arena, live_tensors
 from mrl.refit.memory import MappedMemory, bytes_as
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.policy import attention
-from mrl.policy.attention import join, local_positions, zigzag_attention
+from mrl.policy import packed
+from mrl.policy.packed import join, local_positions, zigzag_attention
 
 
 def bounds(lengths: list[int]) -> Tensor:
@@ -39,7 +39,7 @@ def test_a_sequence_without_its_padding_is_refused():
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_attention_of_all_ranks_is_that_of_whole_sequences(monkeypatch: pytest.MonkeyPatch, cp_size: int):
     # Chunks of 100 tokens and more are computed block by block, the last of which is smaller.
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 48)
+    monkeypatch.setattr(packed, "QUERY_BLOCK", 48)
     torch.manual_seed(0)
     cu_seqlens = bounds([2 * cp_size * num for num in (1, 5, 100, 1, 40, 7, 40, 130)])
     num_tokens = int(cu_seqlens[-1])

@@ -12,7 +12,7 @@ from torch import Tensor
 from conversion.boxes import Piece, Slot, SlotLayout, full
 from conversion.reshard import reshard
 from conversion.schedule import Schedule
-from mrl.policy.arena import Arena
+from mrl.policy.weights import Arena
 from mrl.refit import RefitError
 from mrl.refit.checksum import check_unchanged, digest
 from mrl.refit.exchange import Exchange
