@@ -5,7 +5,7 @@ Collective functions are called by all ranks, in the same order. T packed tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -41,17 +41,6 @@ class BatchSize:
     num_sequences: int
 
 
-@dataclass(frozen=True)
-class FinishedBatch:
-    """A batch as the loss wants it."""
-
-    rows: list[TrainRow]
-    """On the last pipeline stage with final masks and advantages; on the others as they were."""
-    size: BatchSize
-    metrics: dict[str, float]
-    """`train/*`, the same on every rank."""
-
-
 @dataclass
 class RankBatch:
     """This rank's rows of a global batch, with the log-probabilities by row of training; these lists are empty off the last stage."""
@@ -61,14 +50,19 @@ class RankBatch:
     size: BatchSize
     old_logprobs: list[Tensor] | None = None
     reference_logprobs: list[Tensor] | None = None
-    finished: FinishedBatch | None = None
+    finished_rows: list[TrainRow] | None = None
+    """Set by `finish_batches`: on the last pipeline stage with final masks and advantages, on the others as they were."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`train/*` of `finish_batches`, the same on every rank."""
 
     def by_train_row(self, logprobs: list[Tensor]) -> list[Tensor]:
         """Log-probabilities by row of training, from those by row of the logprob passes."""
         return regroup(logprobs, self.logprob_rows, self.rows) if logprobs else []
 
     def train_rows(self) -> list[TrainRow]:
-        """The rows with the log-probabilities that this rank has."""
+        """The rows as the loss takes them, with the log-probabilities that this rank has."""
+        if self.finished_rows is not None:
+            return self.finished_rows
         olds, references = (logprobs or [None] * len(self.rows) for logprobs in (self.old_logprobs, self.reference_logprobs))
         return [TrainRow(*item) for item in zip(self.rows, olds, references, strict=True)]
 
@@ -113,14 +107,35 @@ def global_batch_size(rows: list[PackedRow]) -> BatchSize:
 
 
 def finish_batches(batches: list[RankBatch], grpo: GrpoConfig, loss: LossConfig) -> None:
-    """Sets `finished` of all batches of a step: sequences masked, advantages by token. Collective over all ranks."""
+    """Finishes all batches of a step: sequences masked, advantages by token. Collective over all ranks."""
+
+    def add_over_ranks(value: Tensor) -> Tensor:
+        dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+        return value
+
     rows = [batch.train_rows() for batch in batches]
     metrics: list[dict[str, float]] = [{} for _ in batches]
     if parallel_state.is_pipeline_last_stage():
         if all(item.old_logprobs_T is not None for items in rows for item in items):
             rows, metrics = map(list, zip(*(_without_errors(items, grpo.seq_logprob_error_threshold) for items in rows), strict=True))
-        finished = iter(_with_advantages([item for items in rows for item in items], grpo, loss))
-        rows = [[next(finished) for _ in items] for items in rows]
+        # Normalisation is over all updates of the step.
+        step = [item for items in rows for item in items]
+        kl_in_reward = None
+        if loss.use_kl_in_reward:
+            kl_in_reward = [
+                kl_penalty(_on_host(item.old_logprobs_T), _on_host(item.reference_logprobs_T), item.row.loss_mask_T, loss) for item in step
+            ]
+        advantages = iter(
+            token_advantages(
+                [item.row.advantages_T for item in step],
+                [item.row.fixed_advantages_T for item in step],
+                [item.row.loss_mask_T for item in step],
+                kl_in_reward,
+                grpo,
+                add_over_ranks,
+            )
+        )
+        rows = [[replace(item, row=replace(item.row, advantages_T=next(advantages))) for item in items] for items in rows]
         metrics = [measured | _advantage_metrics(items) for measured, items in zip(metrics, rows, strict=True)]
     shared = [
         (global_batch_size([item.row for item in items]), {f"train/{name}": value for name, value in measured.items()})
@@ -128,7 +143,7 @@ def finish_batches(batches: list[RankBatch], grpo: GrpoConfig, loss: LossConfig)
     ]
     share_from_last_stage(shared)
     for batch, items, (size, measured) in zip(batches, rows, shared, strict=True):
-        batch.finished = FinishedBatch(items, size, measured)
+        batch.finished_rows, batch.size, batch.metrics = items, size, measured
 
 
 def share_from_last_stage(values: list) -> None:
@@ -142,19 +157,15 @@ def combine(row_metrics: list[dict[str, Tensor]], group: dist.ProcessGroup) -> d
     metrics: dict[str, float] = {}
     names = sorted(row_metrics[0])
     values = torch.stack([torch.stack([row[name].double() for name in names]) for row in row_metrics])
-    for reduce, op, chosen in _REDUCTIONS:
-        kind = [name for name in names if chosen(name)]
-        part = reduce(values[:, [names.index(name) for name in kind]])
+    for kind, reduce, op in (
+        ([name for name in names if name not in MIN_METRICS + MAX_METRICS], torch.sum, dist.ReduceOp.SUM),
+        ([name for name in names if name in MIN_METRICS], torch.amin, dist.ReduceOp.MIN),
+        ([name for name in names if name in MAX_METRICS], torch.amax, dist.ReduceOp.MAX),
+    ):
+        part = reduce(values[:, [names.index(name) for name in kind]], dim=0)
         dist.all_reduce(part, op=op, group=group)
         metrics |= dict(zip(kind, part.tolist(), strict=True))
     return metrics
-
-
-_REDUCTIONS = (
-    (lambda values: values.sum(dim=0), dist.ReduceOp.SUM, lambda name: name not in MIN_METRICS + MAX_METRICS),
-    (lambda values: values.amin(dim=0), dist.ReduceOp.MIN, lambda name: name in MIN_METRICS),
-    (lambda values: values.amax(dim=0), dist.ReduceOp.MAX, lambda name: name in MAX_METRICS),
-)
 
 
 def _without_errors(rows: list[TrainRow], threshold: float | None) -> tuple[list[TrainRow], dict[str, float]]:
@@ -174,24 +185,6 @@ def _without_errors(rows: list[TrainRow], threshold: float | None) -> tuple[list
     return kept_rows, finish_error_metrics(combine([parts], parallel_state.get_data_parallel_group()))
 
 
-def _with_advantages(rows: list[TrainRow], grpo: GrpoConfig, loss: LossConfig) -> list[TrainRow]:
-    """`rows` are those of a whole step: normalisation is over all its updates."""
-    kl_in_reward = None
-    if loss.use_kl_in_reward:
-        kl_in_reward = [
-            kl_penalty(_on_host(item.old_logprobs_T), _on_host(item.reference_logprobs_T), item.row.loss_mask_T, loss) for item in rows
-        ]
-    advantages = token_advantages(
-        [item.row.advantages_T for item in rows],
-        [item.row.fixed_advantages_T for item in rows],
-        [item.row.loss_mask_T for item in rows],
-        kl_in_reward,
-        grpo,
-        _add_over_ranks,
-    )
-    return [replace(item, row=replace(item.row, advantages_T=advantages_T)) for item, advantages_T in zip(rows, advantages, strict=True)]
-
-
 def _advantage_metrics(rows: list[TrainRow]) -> dict[str, float]:
     values = torch.cat([item.row.advantages_T[item.row.loss_mask_T > 0] for item in rows])
     infinity = torch.tensor([torch.inf])
@@ -204,11 +197,6 @@ def _advantage_metrics(rows: list[TrainRow]) -> dict[str, float]:
     totals = combine([parts], parallel_state.get_data_parallel_group())
     count = totals.pop("num_tokens")
     return {name: value / (count if name == "advantages/mean" else 1.0) if count else 0.0 for name, value in totals.items()}
-
-
-def _add_over_ranks(value: Tensor) -> Tensor:
-    dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
-    return value
 
 
 def _on_host(logprobs_T: Tensor | None) -> Tensor:

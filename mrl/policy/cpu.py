@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
+import pkgutil
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -58,18 +58,9 @@ def install() -> None:
         if patch.warning and torch.cuda.is_available():
             logger.warning("%s; install mrl[gpu]", patch.warning)
         for name, value in patch.values().items():
-            owner, attribute = name.rsplit(".", 1)
-            setattr(_owner(owner), attribute, value)
+            owner, _, attribute = name.rpartition(".")
+            setattr(pkgutil.resolve_name(owner), attribute, value)
             REPLACED[name] = f"{patch.what}: {patch.why}"
-
-
-def _owner(path: str) -> object:
-    """The module or class at a dotted path."""
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError:
-        module, attribute = path.rsplit(".", 1)
-        return getattr(importlib.import_module(module), attribute)
 
 
 def _lacks_cuda() -> bool:
@@ -110,28 +101,27 @@ class _Stream:
         return True
 
 
-def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`factory`, which takes device="cuda" for the CPU, whose memory needs no pinning."""
-
-    @functools.wraps(factory)
-    def wrapped(*args: object, **kwargs: object) -> Tensor:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":  # type: ignore[arg-type]  # whatever torch takes
-            kwargs["device"] = CPU
-            kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    return wrapped
-
-
 def _cpu_for_cuda() -> dict[str, object]:
     # `with torch.device(...)` knows factories by identity and lists them on first use: it must list torch's own, not our wrappers.
     _device_constructors()
     real_type = torch.Tensor.type
 
-    def type_on_cuda(self: Tensor, *args: object, **kwargs: object) -> str | Tensor:
+    def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`factory`, which takes device="cuda" for the CPU, whose memory needs no pinning."""
+
+        @functools.wraps(factory)
+        def wrapped(*args: object, **kwargs: Any) -> Tensor:
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type == "cuda":
+                kwargs["device"] = CPU
+                kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return wrapped
+
+    def type_on_cuda(self: Tensor, *args: Any, **kwargs: Any) -> str | Tensor:
         if args or kwargs:
-            return real_type(self, *args, **kwargs)  # type: ignore[call-overload]  # passed through
+            return real_type(self, *args, **kwargs)
         return real_type(self).replace("torch.", "torch.cuda.", 1)
 
     return {
@@ -148,7 +138,7 @@ def _cpu_for_cuda() -> dict[str, object]:
         "torch.cuda.manual_seed": torch.manual_seed,
         "torch.cuda.get_rng_state": lambda *_: torch.get_rng_state(),
         "torch.cuda.set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        **{f"torch.{name}": _on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "ones", "empty", "empty_like", "arange")},
+        **{f"torch.{name}": on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "ones", "empty", "empty_like", "arange")},
         "torch.Tensor.cuda": lambda self, *_, **__: self,
         "torch.nn.Module.cuda": lambda self, *_, **__: self,
         "torch.Tensor.type": type_on_cuda,

@@ -1,7 +1,6 @@
 """Probes of this host's libraries: which fused kernels work, and how exactly float32 is multiplied.
 
-A module's name proves nothing, so a probe calls the kernel. Fused kernels change speed and memory, not what is computed, so a missing one
-costs a warning, not the run.
+A module's name proves nothing, so a probe calls the kernel. A missing kernel costs speed and memory, so a warning, not the run.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from conversion.adapters import INPUT, LINEAR, OUTPUT, Kind, adapted_layers, adapter_family
+from conversion.adapters import INPUT, LINEAR, OUTPUT, adapted_layers, adapter_family
 from conversion.boxes import Layout, Slot, SlotLayout
 from conversion.families.common import HfConfig
 from conversion.families.registry import family
@@ -41,13 +41,21 @@ ADAPTERS = "adapters"
 
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 
+# As Megatron-Bridge has them.
+_INITS: Mapping[str, Callable[[Tensor, torch.Generator], object]] = {
+    "xavier": lambda tensor, generator: nn.init.xavier_normal_(tensor, generator=generator),
+    "normal": lambda tensor, generator: nn.init.normal_(tensor, 0.0, 0.2, generator=generator),
+    "kaiming": lambda tensor, generator: nn.init.kaiming_uniform_(tensor, math.sqrt(5), generator=generator),
+    "zero": lambda tensor, generator: nn.init.zeros_(tensor),
+}
+
 
 class _Factor(nn.Module):
-    """A or B of an adapter."""
+    """A or B of an adapter, not initialised."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, is_cut: bool, is_expert: bool) -> None:
+    def __init__(self, layout: SlotLayout, device: torch.device, *, is_cut: bool, is_expert: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(layout.shape, dtype=torch_dtype(layout.dtype), device=device))
         self.is_cut, self.is_expert = is_cut, is_expert
         # Each rank of an expert's group sees only its part of a factor's gradient that all of them hold.
         group = parallel_state.get_expert_tensor_parallel_group() if is_expert and not is_cut else None
@@ -60,36 +68,38 @@ class _Factor(nn.Module):
             setattr(self.weight, "allreduce", False)  # noqa: B010  (Megatron's mark on a parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with `x`, along its last dimension."""
         weight = self.weight
         if self._partial_group is not None:
             weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, self._partial_group)
         return F.linear(x, weight)
+
+    @property
+    def replica_id(self) -> tuple[int, int, int]:
+        """Of its entry in a checkpoint: zeros on the rank that writes it."""
+        if self.is_expert:
+            rank, replica = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
+        else:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return 0, 0 if self.is_cut else rank, replica
 
 
 class _Adapter(nn.Module):
     """scale * B A x, which is added to what the linear layer makes of the same `x`."""
 
     def __init__(
-        self,
-        settings: PeftConfig,
-        shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        *,
-        kind: Kind,
-        dtype: torch.dtype,
-        device: torch.device,
-        is_expert: bool,
-        sequence_parallel: bool,
+        self, layer: str, settings: PeftConfig, factors: Mapping[str, SlotLayout], device: torch.device, *, sequence_parallel: bool
     ) -> None:
-        """`shapes` are those of this rank's A and B. The factors are not initialised."""
+        """`layer` is the full name of the linear layer; `factors` are this rank's by name."""
         super().__init__()
-        self.linear_in = _Factor(shapes[0], dtype, device, is_cut=kind == "row", is_expert=is_expert)
-        self.linear_out = _Factor(shapes[1], dtype, device, is_cut=kind == "column", is_expert=is_expert)
+        kind, is_expert = LINEAR[layer.rpartition(".")[2]], _EXPERT.fullmatch(layer) is not None
+        self.linear_in = _Factor(factors[layer + INPUT], device, is_cut=kind == "row", is_expert=is_expert)
+        self.linear_out = _Factor(factors[layer + OUTPUT], device, is_cut=kind == "column", is_expert=is_expert)
         self.is_enabled = True
         self._scale = settings.scale
         self._dropout, self._dropout_position = settings.dropout, settings.dropout_position
         # Experts get the tokens of all their ranks, and their dispatcher sums what comes out.
-        self._kind: Kind = "whole" if is_expert else kind
+        self._kind = "whole" if is_expert else kind
         self._sequence_parallel = sequence_parallel
         # Masks of values that differ between tp ranks must differ too.
         self._has_own_input = is_expert or kind == "row" or sequence_parallel
@@ -118,10 +128,9 @@ class _Adapter(nn.Module):
             output = self._drop(output, self._has_own_output)
         return (output * self._scale).to(x.dtype)
 
-    @torch.no_grad()
-    def merge_into(self, base: Tensor, target: Tensor) -> None:
-        """Writes the layer's weight `base` with the adapter added into `target`; see `conversion.tensors.merge_lora`."""
-        target.copy_(merge_lora(base, self.linear_in.weight, self.linear_out.weight, self._scale))
+    def merged(self, base: Tensor) -> Tensor:
+        """The layer's weight `base` with the adapter added."""
+        return merge_lora(base, self.linear_in.weight, self.linear_out.weight, self._scale)
 
     def _drop(self, x: Tensor, is_own: bool) -> Tensor:
         if not self.training or not self._dropout:
@@ -143,18 +152,18 @@ class Lora:
 
     def merged_weights(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
         """The weights that engines read: the live tensors, but adapted ones get memory of their own."""
-        with torch.no_grad():
-            self._merged = {slot: tensors[slot].detach().clone() for slot in self._adapters}
+        self._merged = {slot: tensors[slot].detach().clone() for slot in self._adapters}
         return self.as_read(tensors)
 
     def as_read(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
         """The live weights, with merged ones in place of adapted ones."""
         return {slot: self._merged.get(slot, tensor) for slot, tensor in tensors.items()}
 
+    @torch.no_grad()
     def merge(self, tensors: Mapping[Slot, Tensor]) -> None:
         """Makes the merged weights from `tensors`, the live ones."""
         for slot, adapter in self._adapters.items():
-            adapter.merge_into(tensors[slot], self._merged[slot])
+            self._merged[slot].copy_(adapter.merged(tensors[slot]))
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -197,6 +206,7 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
     factors = adapters.megatron_layout(hf_config, config.megatron_cfg.parallel, parallel.coordinates(), dtype)
     entries = LayoutEntries(factors, adapters.torch_dist_layout(hf_config, dtype))
     layout = {Slot(f"{ADAPTERS}.{slot.name}", slot.chunk): content for slot, content in factors.items()}
+    canonical = adapters.canonical(hf_config)
     by_weight: dict[Slot, _Adapter] = {}
     for index, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
@@ -208,13 +218,23 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
             )
         model.requires_grad_(False)
         keep_gradients_flowing(model)
-        found = _make_adapters(model, config, {slot.name: content for slot, content in factors.items() if slot.chunk == index})
+        own = {slot.name: content for slot, content in factors.items() if slot.chunk == index}
+        device, is_parallel = next(model.parameters()).device, config.megatron_cfg.sequence_parallel
+        layers = [name.removesuffix(INPUT) for name in own if name.endswith(INPUT)]
+        found = {layer: _Adapter(layer, settings, own, device, sequence_parallel=is_parallel) for layer in layers}
         by_weight |= {Slot(weight, index): adapter for weight, adapter in _attach(model, found).items()}
         setattr(model, ADAPTERS, _AdapterTree(found, entries, index))
-        tensors = {slot: tensor for slot, tensor in live_tensors(model, index).items() if slot in layout}
-        _initialise(tensors, layout, adapters.canonical(hf_config), settings, seed)
-    description = {"dim": settings.dim, "alpha": settings.alpha, "layers": list(targets)}
-    return Lora(layout, by_weight, description)
+        for slot, tensor in live_tensors(model, index).items():
+            for piece in layout[slot].pieces if slot in layout else ():
+                # Draws each canonical factor whole, from the seed and its name, and takes this rank's part.
+                whole = torch.empty(canonical[piece.name])
+                key = hashlib.sha256(f"{seed}/{piece.name}".encode()).digest()[:8]
+                is_a = piece.name.removesuffix(".weight").endswith("A")
+                init = _INITS[settings.lora_A_init_method if is_a else settings.lora_B_init_method]
+                init(whole, torch.Generator().manual_seed(int.from_bytes(key, "big", signed=True)))
+                with torch.no_grad():
+                    box_view(tensor, piece.local).copy_(box_view(whole, piece.box))
+    return Lora(layout, by_weight, {"dim": settings.dim, "alpha": settings.alpha, "layers": list(targets)})
 
 
 class _AdapterTree(nn.Module):
@@ -235,26 +255,9 @@ class _AdapterTree(nn.Module):
         """Entries of a Megatron checkpoint; called by the model's method of this name."""
         factors = {f"{name}.weight": module for name, module in self.named_modules() if isinstance(module, _Factor)}
         return {
-            f"{prefix}{name}": self._entries.entry(Slot(name, self._chunk), factor.weight, _replica_id(factor))
+            f"{prefix}{name}": self._entries.entry(Slot(name, self._chunk), factor.weight, factor.replica_id)
             for name, factor in factors.items()
         }
-
-
-def _make_adapters(model: nn.Module, config: PolicyConfig, factors: Mapping[str, SlotLayout]) -> dict[str, _Adapter]:
-    """Adapters by the full name of their layer, one for each expert, not initialised."""
-    device = next(model.parameters()).device
-    return {
-        layer: _Adapter(
-            config.megatron_cfg.peft,
-            (factors[layer + INPUT].shape, factors[layer + OUTPUT].shape),
-            kind=LINEAR[layer.rpartition(".")[2]],
-            dtype=torch_dtype(factors[layer + INPUT].dtype),
-            device=device,
-            is_expert=_EXPERT.fullmatch(layer) is not None,
-            sequence_parallel=config.megatron_cfg.sequence_parallel,
-        )
-        for layer in (name.removesuffix(INPUT) for name in factors if name.endswith(INPUT))
-    }
 
 
 def _attach(model: nn.Module, adapters: Mapping[str, _Adapter]) -> dict[str, _Adapter]:
@@ -297,34 +300,3 @@ def _add_output(module: nn.Module, adapters: list[_Adapter]) -> None:
         return output + (changes[0] if len(changes) == 1 else torch.cat(changes)), bias
 
     module.register_forward_hook(add)
-
-
-def _replica_id(factor: _Factor) -> tuple[int, int, int]:
-    if factor.is_expert:
-        rank, replica = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
-    else:
-        rank, replica = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return 0, 0 if factor.is_cut else rank, replica
-
-
-# As Megatron-Bridge has them.
-_INITS: Mapping[str, Callable[[Tensor, torch.Generator], object]] = {
-    "xavier": lambda tensor, generator: nn.init.xavier_normal_(tensor, generator=generator),
-    "normal": lambda tensor, generator: nn.init.normal_(tensor, 0.0, 0.2, generator=generator),
-    "kaiming": lambda tensor, generator: nn.init.kaiming_uniform_(tensor, math.sqrt(5), generator=generator),
-    "zero": lambda tensor, generator: nn.init.zeros_(tensor),
-}
-
-
-def _initialise(
-    tensors: Mapping[Slot, Tensor], layout: Layout, shapes: Mapping[str, tuple[int, ...]], settings: PeftConfig, seed: int
-) -> None:
-    """Draws each canonical factor whole, from the seed and its name, and takes this rank's part."""
-    inits = {"A": _INITS[settings.lora_A_init_method], "B": _INITS[settings.lora_B_init_method]}
-    for slot, tensor in tensors.items():
-        for piece in layout[slot].pieces:
-            whole = torch.empty(shapes[piece.name])
-            key = hashlib.sha256(f"{seed}/{piece.name}".encode()).digest()[:8]
-            init = inits[piece.name.removesuffix(".weight")[-1]]
-            init(whole, torch.Generator().manual_seed(int.from_bytes(key, "big", signed=True)))
-            box_view(tensor, piece.local).copy_(box_view(whole, piece.box))

@@ -49,7 +49,11 @@ def mamba_split_conv1d_scan_combined(
     channels = conv1d_weight.shape[0]
     z, xbcdt = zxbcdt.split([inner, channels + num_heads], dim=-1)
     chunk = min(chunk_size, MAX_CHUNK)
-    layout = packed_layout(_sequence_lengths(seq_idx, batch, num_tokens), multiple=16, chunk=chunk)
+    lengths_S = torch.full((batch,), num_tokens)
+    if seq_idx is not None:
+        assert batch == 1, "a packed row is a batch of one"
+        lengths_S = torch.unique_consecutive(seq_idx[0], return_counts=True)[1]
+    layout = packed_layout(lengths_S, multiple=16, chunk=chunk)
     outputs = []
     for xbcdt_NLC in layout.unpack(xbcdt.flatten(0, 1).float()):
         xbc_NLC, dt_NLH = xbcdt_NLC.split([channels, num_heads], dim=-1)
@@ -58,13 +62,6 @@ def mamba_split_conv1d_scan_combined(
         outputs.append(_scan(xbc_NLC, dt_NLH, A.float(), D.float(), num_groups=ngroups, head_dim=headdim, chunk=chunk))
     y = layout.pack(outputs).view(batch, num_tokens, inner)
     return (y * F.silu(z.float())).to(zxbcdt.dtype)
-
-
-def _sequence_lengths(seq_idx: Tensor | None, batch: int, num_tokens: int) -> Tensor:
-    if seq_idx is None:
-        return torch.full((batch,), num_tokens)
-    assert batch == 1, "a packed row is a batch of one"
-    return torch.unique_consecutive(seq_idx[0], return_counts=True)[1]
 
 
 class _CausalConv(torch.autograd.Function):
@@ -119,7 +116,11 @@ def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_grou
     if num_chunks > 1:
         to_end_MGKQ = torch.exp(decay_MGKQ[..., -1:] - decay_MGKQ).float()
         states_MGKPS = (u_MGKQP * to_end_MGKQ.unsqueeze(-1)).transpose(-1, -2) @ B_MGQS.unsqueeze(2)
-        entering_MGKPS = _entering_states(states_MGKPS, decay_MGKQ[..., -1], num)
+        states_NJ = states_MGKPS.unflatten(0, (num, -1))
+        decay_NJ = decay_MGKQ[..., -1].unflatten(0, (num, -1)).cumsum(1).movedim(1, -1)
+        ending = torch.einsum("ngkij,njgkps->nigkps", _DecayBetween.apply(decay_NJ), states_NJ)
+        # A chunk begins with what the one before it ended with.
+        entering_MGKPS = F.pad(ending[:, :-1], (0, 0) * 4 + (1, 0)).flatten(0, 1)
         reads_MGKQP = C_MGQS.unsqueeze(2) @ entering_MGKPS.transpose(-1, -2)
         y_MGKQP = y_MGKQP + torch.exp(decay_MGKQ).float().unsqueeze(-1) * reads_MGKQP
     y_NLHP = y_MGKQP.permute(0, 3, 1, 2, 4).reshape(num, length, num_heads, head_dim)
@@ -143,15 +144,6 @@ class _DecayBetween(torch.autograd.Function):
         grad_QQ = grad_QQ * result_QQ
         # The two sums nearly cancel, so float32 would leave few digits.
         return grad_QQ.sum(-1, dtype=torch.float64) - grad_QQ.sum(-2, dtype=torch.float64)
-
-
-def _entering_states(states_M: Tensor, decay_M: Tensor, num: int) -> Tensor:
-    """State with which each chunk begins, from what each chunk adds [N * chunks, G, K, P, S] and its log decay [N * chunks, G, K]."""
-    states_NJ = states_M.unflatten(0, (num, -1))
-    decay_NJ = decay_M.unflatten(0, (num, -1)).cumsum(1).movedim(1, -1)
-    # A chunk begins with what the one before it ended with.
-    ending = torch.einsum("ngkij,njgkps->nigkps", _DecayBetween.apply(decay_NJ), states_NJ)
-    return F.pad(ending[:, :-1], (0, 0) * 4 + (1, 0)).flatten(0, 1)
 
 
 class GatedRMSNorm(nn.Module):

@@ -55,7 +55,7 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     Raises:
         ValueError: the model is not supported, or the pipeline layout does not hold every layer exactly once.
     """
-    model_family = family(hf_config)
+    model_family, megatron = family(hf_config), config.megatron_cfg
     arguments = model_family.megatron_arguments(hf_config)
     transformer_config = _transformer_config(config, arguments["transformer"])
     attributes = arguments.get("attributes", {})
@@ -64,18 +64,13 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     if attributes:
         # Transformer Engine's kernels know nothing of the magnitude that YaRN gives the positions of packed rows.
         transformer_config.apply_rope_fusion = transformer_config.fused_single_qkv_rope = False
-    multiple = MEGATRON_VOCABULARY_MULTIPLE * config.megatron_cfg.tensor_model_parallel_size
+    multiple = MEGATRON_VOCABULARY_MULTIPLE * megatron.tensor_model_parallel_size
     model_arguments = dict(arguments["model"])
-    padded_vocabulary = -(-int(str(model_arguments.pop("vocab_size"))) // multiple) * multiple
-    model_arguments["vocab_size"] = padded_vocabulary
+    model_arguments["vocab_size"] = -(-int(str(model_arguments["vocab_size"])) // multiple) * multiple
     chunks = [
-        _build_chunk(transformer_config, model_family.model_class, index if virtual_stages(config.megatron_cfg) else None, model_arguments)
-        for index in range(config.megatron_cfg.parallel.vpp)
+        _build_chunk(transformer_config, model_family.model_class, index, megatron, model_arguments)
+        for index in range(megatron.parallel.vpp)
     ]
-    for index, chunk in enumerate(chunks):
-        _check_layers(chunk, config.megatron_cfg, index)
-        _mark_parameters(chunk)
-        use_row_dispatchers(chunk, config.megatron_cfg)
     _freeze(chunks, config, hf_config)
     for chunk in chunks:
         if chunk.post_process and config.output_chunk_tokens is not None:
@@ -85,17 +80,33 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     return [Float16Module(transformer_config, chunk) if transformer_config.bf16 else chunk for chunk in chunks]
 
 
-def _build_chunk(config: TransformerConfig, model_class: ModelClass, vp_stage: int | None, arguments: Mapping[str, Any]) -> MegatronModule:
+def _build_chunk(
+    config: TransformerConfig, model_class: ModelClass, index: int, megatron: MegatronConfig, arguments: Mapping[str, Any]
+) -> MegatronModule:
+    vp_stage = index if virtual_stages(megatron) else None
     stage: dict[str, Any] = dict(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
     )
     if model_class == "gpt":
-        return GPTModel(config, with_packed_routers(gpt_block_spec(config, vp_stage)), vp_stage=vp_stage, **stage, **arguments)
-    assert vp_stage is None, "config rules and conversion tables refuse it"
-    spec = with_packed_routers(hybrid_stack_spec(is_recomputed=config.recompute_granularity == "full"))
-    return specs.MambaModel(config, spec, **stage, **arguments)
+        chunk = GPTModel(config, with_packed_routers(gpt_block_spec(config, vp_stage)), vp_stage=vp_stage, **stage, **arguments)
+    else:
+        assert vp_stage is None, "config rules and conversion tables refuse it"
+        spec = with_packed_routers(hybrid_stack_spec(is_recomputed=config.recompute_granularity == "full"))
+        chunk = specs.MambaModel(config, spec, **stage, **arguments)
+    # With stages that do not divide the layers, Megatron's stack drops the rest without a word.
+    expected = megatron.parallel.layers_of(parallel_state.get_pipeline_model_parallel_rank(), config.num_layers, index)
+    live = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+    if live != list(expected):
+        raise RuntimeError(f"chunk {index} of this pipeline stage should hold the layers {list(expected)}, but Megatron built {live}")
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            # Megatron marks experts only where EP > 1, so that at TP 2, EP 1 their gradients would stay unsummed over tp,
+            # and optimizer checkpoints would differ in form between EP 1 and EP 2.
+            parameter.allreduce = False
+    use_row_dispatchers(chunk, megatron)
+    return chunk
 
 
 def wrap_ddp(chunks: list[MegatronModule], config: PolicyConfig) -> list[DistributedDataParallel]:
@@ -137,6 +148,15 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
     dtype = torch_dtype(config.precision)
     arguments = dict(from_model)
     arguments["activation_func"] = ACTIVATIONS[str(arguments["activation_func"])]
+    if virtual_stages(megatron) is not None:
+        # Batched, a stage sends forward and backward at once, and of two stages each is both neighbours of the other: transfers to one peer
+        # are matched by their order, by NCCL as by gloo, so that activations would be taken for gradients.
+        arguments |= dict(virtual_pipeline_model_parallel_size=virtual_stages(megatron), overlap_p2p_comm=True, batch_p2p_comm=False)
+    if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
+        # Keeps the input of every layer, and no other activation.
+        arguments |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif megatron.activation_checkpointing:
+        arguments |= dict(recompute_granularity="selective", recompute_modules=megatron.recompute_modules)
     return TransformerConfig(
         **arguments,
         **megatron.model_overrides,
@@ -146,7 +166,6 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
-        **_virtual_stage_arguments(megatron),
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
@@ -158,7 +177,6 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         # Keeps DDP from scaling gradients by 1 / dp, and the schedule from dividing the loss by the number of rows.
         calculate_per_token_loss=True,
         **routing_arguments(megatron),
-        **_recompute_arguments(megatron),
         use_cpu_initialization=not torch.cuda.is_available(),
         **fusion_arguments(megatron, from_model),
         # Dropout is off, and attention is Transformer Engine's or torch's own.
@@ -168,72 +186,35 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
     )
 
 
-def _virtual_stage_arguments(config: MegatronConfig) -> dict[str, Any]:
-    if virtual_stages(config) is None:
-        return {}
-    # Batched, a stage sends forward and backward at once, and of two stages each is both neighbours of the other: transfers to one peer are
-    # matched by their order, by NCCL as by gloo, so that activations would be taken for gradients.
-    return dict(virtual_pipeline_model_parallel_size=virtual_stages(config), overlap_p2p_comm=True, batch_p2p_comm=False)
-
-
-def _recompute_arguments(config: MegatronConfig) -> dict[str, Any]:
-    """Full recomputation keeps the input of every layer, and no other activation."""
-    if not config.activation_checkpointing:
-        return {}
-    if config.recompute_granularity == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return dict(recompute_granularity="selective", recompute_modules=config.recompute_modules)
-
-
-def _check_layers(model: MegatronModule, config: MegatronConfig, chunk: int) -> None:
-    # With stages that do not divide the layers, Megatron's stack drops the rest without a word.
-    expected = config.parallel.layers_of(parallel_state.get_pipeline_model_parallel_rank(), model.config.num_layers, chunk)
-    live = [layer.layer_number - 1 for layer in model.decoder.layers]
-    if live != list(expected):
-        raise RuntimeError(f"chunk {chunk} of this pipeline stage should hold the layers {list(expected)}, but Megatron built {live}")
-
-
-def _mark_parameters(model: MegatronModule) -> None:
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            # Megatron marks experts only where EP > 1, so that at TP 2, EP 1 their gradients would stay unsummed over tp,
-            # and optimizer checkpoints would differ in form between EP 1 and EP 2.
-            parameter.allreduce = False
-
-
 def _freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig) -> None:
-    """Excludes from training what `megatron_cfg.freeze_moe_router` and `freeze_config` name. The chunks have no wrappers yet."""
+    """Excludes from training what `megatron_cfg.freeze_moe_router` and `freeze_config` name. The chunks have no wrappers yet.
+
+    Raises:
+        ValueError: patterns match only some of the canonical tensors that a parameter is made of.
+    """
+    patterns = config.megatron_cfg.freeze_config.modules
     # The parts of tp rank 0 are never all padding, so that every rank freezes the same.
     layout = live_layout(config, hf_config, replace(parallel.coordinates(), tp=0, etp=0))
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            tensors = {piece.name for piece in layout[Slot(name, index)].pieces}
+            names = {piece.name for piece in layout[Slot(name, index)].pieces}
+            matched = {tensor for tensor in names if any(fnmatchcase(tensor, pattern) for pattern in patterns)}
             is_router = name.endswith("mlp.router.weight") and config.megatron_cfg.freeze_moe_router
-            if is_router or _is_frozen(tensors, config.megatron_cfg.freeze_config.modules):
+            if matched and matched != names and not is_router:
+                raise ValueError(
+                    f"policy.megatron_cfg.freeze_config.modules={patterns} names {', '.join(sorted(matched))}, which Megatron holds in one "
+                    f"tensor with {', '.join(sorted(names - matched))}; name all of them or none"
+                )
+            if is_router or matched:
                 parameter.requires_grad_(False)
         keep_gradients_flowing(chunk)
 
 
-def _is_frozen(names: set[str], patterns: list[str]) -> bool:
-    """Whether patterns match the canonical tensors that a parameter is made of.
-
-    Raises:
-        ValueError: they match only some of them.
-    """
-    matched = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    if matched and matched != names:
-        raise ValueError(
-            f"policy.megatron_cfg.freeze_config.modules={patterns} names {', '.join(sorted(matched))}, which Megatron holds in one tensor "
-            f"with {', '.join(sorted(names - matched))}; name all of them or none"
-        )
-    return bool(matched)
-
-
 def keep_gradients_flowing(chunk: MegatronModule) -> None:
     """Makes the output of a frozen embedding require a gradient; recomputed layers would get none otherwise."""
+
+    def require_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
     if chunk.pre_process and not any(parameter.requires_grad for parameter in chunk.embedding.parameters()):
-        chunk.embedding.register_forward_hook(_require_gradient)
-
-
-def _require_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
+        chunk.embedding.register_forward_hook(require_gradient)

@@ -78,7 +78,7 @@ def use_row_dispatchers(model: nn.Module, config: MegatronConfig) -> None:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """What this rank's routers know of a row: the sequence of each token, and the size of the batch."""
+    """What this rank's routers know of a row of a global batch."""
 
     sequences_T: Tensor
     """int64, index of each token's sequence in the row; `num_sequences` for padding."""
@@ -87,7 +87,7 @@ class RowTokens:
 
 
 def row_tokens(row: PackedRow, batch: BatchSize, device: torch.device) -> RowTokens:
-    """What this rank's routers know of a row of a global batch."""
+    """What this rank's routers know of a row."""
     sequences_T = torch.full_like(row.token_ids_T, len(row.lengths))
     for index, (start, length) in enumerate(zip(row.cu_seqlens.tolist(), row.lengths, strict=False)):
         sequences_T[start : start + length] = index
@@ -174,10 +174,12 @@ class PackedRouter(TopKRouter):
 
 
 class RowAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's allgather dispatcher for ranks whose rows differ in length: each adds tokens that go to no expert."""
+    """Megatron's allgather dispatcher for ranks whose rows differ in length: each adds tokens that go to no expert.
+
+    Both methods are collective over the tp-ep group.
+    """
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and weights of all ranks of the tp-ep group. Collective over that group."""
         self.num_tokens = hidden_states.shape[0]
         longest = torch.tensor(self.num_tokens, device=hidden_states.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.tp_ep_group)
@@ -186,7 +188,6 @@ class RowAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return super().token_dispatch(F.pad(hidden_states, filling), F.pad(probs, filling))
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """The outputs for this rank's tokens. Collective over the tp-ep group."""
         return super().token_combine(hidden_states)[: self.num_tokens]
 
 

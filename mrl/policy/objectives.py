@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -15,23 +18,33 @@ from mrl.config.schema.run import RunConfig
 from mrl.policy.batch import BatchSize, TrainRow, own_positions, whole_row
 from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.output import token_rewards, token_scores
-from mrl.policy.step import Objective
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a train step minimises."""
+
+    row_loss: Callable[[Tensor, TrainRow, DistributedDataParallel], tuple[Tensor, dict[str, Tensor]]]
+    """On the last pipeline stage, the loss of a row (with gradient by this rank's tokens) and its share of the metrics, from what the model
+    returned for these tokens. The gradients of all rows of all ranks add up to the batch's, and so do the metrics."""
+    finish: Callable[[dict[str, float]], dict[str, float]] = dict
+    """Metrics of the global batch from the sums (or extremes) over all rows."""
 
 
 def objective_of(config: RunConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
     """The objective of the configured algorithm, over a global batch of this size."""
     match config.algorithm:
         case "grpo":
-            return grpo_objective(config.loss_fn, distribution, size)
+            return _grpo_objective(config.loss_fn, distribution, size)
         case "sft":
-            return sft_objective(distribution, size)
+            return _sft_objective(distribution, size)
         case "dpo":
-            return dpo_objective(config.dpo, distribution, size)
+            return _dpo_objective(config.dpo, distribution, size)
         case "rm":
-            return reward_model_objective(size)
+            return _reward_model_objective(size)
 
 
-def grpo_objective(config: LossConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
+def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
     """The policy loss. Rows carry old logprobs unless the config does without them, and reference logprobs where there is a KL term."""
     counts = Denominators(size.num_valid_tokens, size.num_valid_sequences, size.num_positive_tokens)
 
@@ -55,12 +68,12 @@ def grpo_objective(config: LossConfig, distribution: TokenDistribution, size: Ba
             untruncated_logprobs_T=whole_row(scores.untruncated_logprobs_T, row),
             entropy_T=whole_row(scores.entropy_T, row),
         )
-        return loss, shared_metrics(metrics)
+        return loss, _shared_metrics(metrics)
 
     return Objective(row_loss)
 
 
-def sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective:
+def _sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective:
     """The mean negative log-likelihood of the tokens that are learned."""
 
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
@@ -71,7 +84,7 @@ def sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective
     return Objective(row_loss, lambda sums: {**sums, "perplexity": perplexity(sums[LOSS])})
 
 
-def dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
+def _dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
     """Direct preference optimisation. Rows carry reference logprobs, and hold pairs: each preferred answer before the other."""
 
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
@@ -86,12 +99,12 @@ def dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: Batc
         log_ratios_2B = compared(logprobs_T - item.reference_logprobs_T)[: len(row.lengths)]
         logprobs_2B = learned(logprobs_T)[: len(row.lengths)]
         loss, metrics = dpo_loss(log_ratios_2B, logprobs_2B[0::2], num_pairs=size.num_valid_sequences / 2, config=config)
-        return loss, shared_metrics(metrics)
+        return loss, _shared_metrics(metrics)
 
     return Objective(row_loss)
 
 
-def reward_model_objective(size: BatchSize) -> Objective:
+def _reward_model_objective(size: BatchSize) -> Objective:
     """A reward at the end of each answer, higher for the preferred one. Rows hold pairs, the model has a reward head."""
 
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
@@ -100,12 +113,12 @@ def reward_model_objective(size: BatchSize) -> Objective:
         last_2B = row.cu_seqlens[: len(row.lengths)].long() + torch.tensor(row.lengths, dtype=torch.int64) - 1
         rewards_2B = rewards_T[last_2B.to(rewards_T.device)]
         loss, metrics = bradley_terry_loss(rewards_2B[0::2], rewards_2B[1::2], num_pairs=size.num_valid_sequences / 2)
-        return loss, shared_metrics(metrics)
+        return loss, _shared_metrics(metrics)
 
     return Objective(row_loss)
 
 
-def shared_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+def _shared_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of metrics that each rank of a context-parallel group computes: ranks add up all of them but extremes."""
     cp_size = parallel_state.get_context_parallel_world_size()
     return {name: value if name in MIN_METRICS + MAX_METRICS else value / cp_size for name, value in metrics.items()}

@@ -20,8 +20,9 @@ from mrl.policy.logprobs import TokenDistribution, TokenScores, scores_of_hidden
 
 REWARD_HEAD = "reward_head"
 """The attribute of a model that is its reward head."""
-# What transformers calls it in models for sequence classification, and what it starts with for want of a model that says otherwise.
-_CANONICAL, _INITIAL_STD = "score.weight", 0.02
+# What transformers calls it in models for sequence classification.
+_CANONICAL = "score.weight"
+_INITIAL_STD = 0.02
 
 
 class ChunkedOutputLayer(ColumnParallelLinear):
@@ -44,7 +45,6 @@ class ChunkedOutputLayer(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The hidden states as they are, [T / tp, 1, D] under sequence parallelism, and no bias."""
         return input_, None
 
 
@@ -76,7 +76,6 @@ class RewardHead(nn.Module):
         self.weight = nn.Parameter(start.to(dtype))
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        """A score for each token, float32 [T]."""
         return (hidden_TD.float() @ self.weight.float().t())[:, 0]
 
 
@@ -98,16 +97,13 @@ def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
         head = RewardHead(model.config.hidden_size, some.dtype, seed=seed).to(some.device)
         setattr(model, REWARD_HEAD, head)
         shape = tuple(head.weight.shape)
-        piece = Piece(_CANONICAL, full(shape), full(shape))
-        layout[Slot(f"{REWARD_HEAD}.weight", index)] = SlotLayout(shape, str(some.dtype).removeprefix("torch."), (piece,))
+        pieces = (Piece(_CANONICAL, full(shape), full(shape)),)
+        layout[Slot(f"{REWARD_HEAD}.weight", index)] = SlotLayout(shape, str(some.dtype).removeprefix("torch."), pieces)
     return layout
 
 
 def token_rewards(model: nn.Module, output: Tensor) -> Tensor:
-    """The head's score at each token of this rank's part of a row, float32 [T], from the hidden states that `model` returned.
-
-    On ranks of the last pipeline stage. Collective over the tensor-parallel group, whose ranks compute the same.
-    """
+    """The head's score at each token of this rank's part of a row, float32 [T]; otherwise as `token_scores`."""
     bare = _bare(model)
     hidden_TD = output[0]
     if bare.output_layer.sequence_parallel:

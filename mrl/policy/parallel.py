@@ -72,7 +72,7 @@ def virtual_stages(config: MegatronConfig) -> int | None:
 
 
 def coordinates() -> MegatronCoords:
-    """Which part of the model this rank holds. Needs `initialize`."""
+    """Which part of the model this rank holds."""
     return MegatronCoords(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),

@@ -24,7 +24,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row
 from mrl.phases import Phase
 from mrl.policy import checkpoint, parallel
-from mrl.policy.batch import FinishedBatch, RankBatch, check_equal_counts, finish_batches, global_batch_size
+from mrl.policy.batch import RankBatch, check_equal_counts, finish_batches, global_batch_size
 from mrl.policy.checkpoint import CheckpointWrite
 from mrl.policy.host_block import HostBlock, host_copies, swap
 from mrl.policy.logprobs import TokenDistribution
@@ -81,7 +81,6 @@ class Policy:
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.training.max_num_steps)
         self._state = TrainState(self._chunks, optimizer, scheduler)
-        # The interleaved schedule goes through rows in groups of as many as there are stages.
         self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
         self._empty_row = pack_row(
             [], divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple, pad_token_id=0
@@ -111,9 +110,7 @@ class Policy:
         return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
-        """Moves gradients and optimizer state to where `mrl.phases` wants them in `phase`. Not collective.
-
-        They stay on the device where no engine shares it.
+        """Moves gradients and optimizer state to where `mrl.phases` wants them, if an engine shares the device. Not collective.
 
         Raises:
             ValueError: no run goes from the current phase to `phase`.
@@ -124,20 +121,12 @@ class Policy:
             self._memory.place(residency)
 
     def load_hf(self, folder: Path | str) -> None:
-        """Reads this rank's part of a Hugging Face folder. These weights are the reference, if the loss compares with one.
-
-        Raises:
-            ValueError: the folder lacks a tensor, or has it in another shape.
-        """
+        """Reads this rank's part of a Hugging Face folder. These weights are the reference, if the loss compares with one."""
         fill_layout(folder, self._layout, self._tensors)
         self._start_from_weights()
 
     def load_mcore(self, folder: Path | str) -> None:
-        """As `load_hf`, bit for bit, from a Megatron checkpoint of the same weights, whatever parallel layout wrote it.
-
-        Raises:
-            ValueError: there is no checkpoint.
-        """
+        """As `load_hf`, bit for bit, from a Megatron checkpoint of the same weights, whatever parallel layout wrote it."""
         checkpoint.load(Path(folder), self._state, is_start=True)
         with torch.no_grad():
             for slot, content in self._layout.items():
@@ -164,10 +153,7 @@ class Policy:
                 self._reference[slot].copy_(tensor.detach())
 
     def begin_save(self, weights_dir: Path | str) -> None:
-        """Begins to write `weights_dir/iter_0000000`, with optimizer state and in the background as the config says.
-
-        See `mrl.policy.checkpoint.begin_save`. Finish the save before first: there is one copy of the state at most.
-        """
+        """Begins to write `weights_dir/iter_0000000`; see `mrl.policy.checkpoint`. Finish the save before first."""
         assert self._writing is None, "finish_save comes first"
         self.settled_weights()
         self._writing = checkpoint.begin_save(
@@ -180,11 +166,7 @@ class Policy:
         )
 
     def is_written(self) -> bool:
-        """Whether this rank has written its part. Not collective.
-
-        Raises:
-            RuntimeError: it could not write it.
-        """
+        """Whether this rank has written its part; a RuntimeError if it could not. Not collective."""
         assert self._writing is not None, "begin_save comes first"
         return self._writing.is_done()
 
@@ -200,11 +182,7 @@ class Policy:
         return writing.finish(self._config.deadlines.checkpoint_s)
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
-        """Loads a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`.
-
-        Raises:
-            ValueError: there is no checkpoint, or it has other adapters.
-        """
+        """Loads a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`."""
         with self._memory.loading():
             checkpoint.load(Path(weights_dir), self._state, adapters=self._lora.description)
         self._is_settled = False
@@ -295,15 +273,17 @@ class Policy:
             raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('train') comes first")
         if self._config.needs_old_logprobs and self._current_batch().old_logprobs is None:
             raise RuntimeError("compute_old_logprobs comes before train_step")
-        finished = self._finished_batch()
-        self._take_batch()
+        if self._config.has_engines and self._current_batch().finished_rows is None:
+            # The first batch of a step finishes those behind it, too: some signals span the whole step.
+            finish_batches([self._current_batch(), *self._further_batches], self._config.grpo, self._config.loss_fn)
+        batch = self._take_batch()
         self._is_settled = False
         metrics = train_step(
             self._chunks,
             self._state.optimizer,
-            finished.rows,
-            size=finished.size,
-            objective=objective_of(self._config, self._distribution, finished.size),
+            batch.train_rows(),
+            size=batch.size,
+            objective=objective_of(self._config, self._distribution, batch.size),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
@@ -311,13 +291,10 @@ class Policy:
             # As in NeMo RL, the learning rate follows the steps of the run, not the updates of one.
             self._state.scheduler.step(increment=1)
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
-        return metrics | finished.metrics | {f"train/{name}": value for name, value in mismatch.items()}
+        return metrics | batch.metrics | {f"train/{name}": value for name, value in mismatch.items()}
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the objective on the batch, the same floats on every rank; uses the batch up and trains nothing.
-
-        For objectives that need no old logprobs.
-        """
+        """Metrics of the objective on the batch, the same floats on every rank; uses the batch up. For losses without old logprobs."""
         batch = self._take_batch()
         self.settled_weights()
         objective = objective_of(self._config, self._distribution, batch.size)
@@ -349,16 +326,6 @@ class Policy:
         """Leaves the process groups. Not collective; the policy cannot be used afterwards."""
         parallel.shutdown()
 
-    def _finished_batch(self) -> FinishedBatch:
-        """The batch as the loss wants it. The first batch of a step finishes those behind it, too: some signals span the whole step."""
-        batch = self._current_batch()
-        if not self._config.has_engines:
-            return FinishedBatch(batch.train_rows(), batch.size, {})
-        if batch.finished is None:
-            finish_batches([batch, *self._further_batches], self._config.grpo, self._config.loss_fn)
-        assert batch.finished is not None
-        return batch.finished
-
     def _take_batch(self) -> RankBatch:
         batch = self._current_batch()
         self._batch = self._further_batches.popleft() if self._further_batches else None
@@ -370,7 +337,7 @@ class Policy:
         return self._batch
 
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
-        """`rows`, and as many empty rows as their schedule needs beside them."""
+        """`rows`, and as many empty ones as the interleaved schedule needs: it goes through rows in groups, one for each stage."""
         return [*rows, *[self._empty_row] * (-len(rows) % self._row_group)]
 
     def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,14 +25,6 @@ from torch import Tensor
 
 from mrl.data.packing import PackedRow
 from mrl.policy.batch import router_positions
-
-
-@dataclass(frozen=True)
-class _LocalRoutes:
-    """The routes of one microbatch, for this rank's tokens and layers."""
-
-    expert_ids_LTK: Tensor
-    is_known_T: Tensor
 
 
 class RouterReplay:
@@ -48,7 +39,8 @@ class RouterReplay:
         """`expert_layers` are the indices of the layers with experts in the whole model, in the order in which routes list them."""
         self._num_layers = len(expert_layers)
         self._layers: list[int] = []
-        self._current: _LocalRoutes | None = None
+        self._current: tuple[Tensor, Tensor] | None = None
+        """Routes of the microbatch, for this rank's tokens and layers: expert ids [L, T, K], and which tokens have any, [T]."""
         self._is_counting = False
         for chunk in unwrap_model(list(chunks)):
             for layer in chunk.decoder.layers:
@@ -84,7 +76,7 @@ class RouterReplay:
         positions_T = router_positions(row)
         expert_ids_LTK = row.routes.expert_ids_TLK[positions_T][:, self._layers].transpose(0, 1).contiguous()
         device = self._counts_L2.device
-        self._current = _LocalRoutes(expert_ids_LTK.to(device), row.routes.is_known_T[positions_T].to(device))
+        self._current = expert_ids_LTK.to(device), row.routes.is_known_T[positions_T].to(device)
 
     def enter_again_in_backward(self, output: Tensor) -> None:
         """Makes the backward pass of `output`, the current microbatch's result, enter that microbatch once more."""
@@ -124,8 +116,9 @@ class RouterReplay:
         """Scores and ids of the experts of each token in this rank's `index`-th layer with experts, both [T, K], best first."""
         if self._current is None:
             return own_scores_TK, own_ids_TK
-        known_T1 = self._current.is_known_T[:, None]
-        ids_TK = torch.where(known_T1, self._current.expert_ids_LTK[index].long(), own_ids_TK)
+        expert_ids_LTK, is_known_T = self._current
+        known_T1 = is_known_T[:, None]
+        ids_TK = torch.where(known_T1, expert_ids_LTK[index].long(), own_ids_TK)
         if self._is_counting:
             differs_T = (ids_TK.sort(dim=1).values != own_ids_TK.sort(dim=1).values).any(dim=1)
             self._counts_L2[index] += torch.stack([differs_T.sum(), known_T1.sum()])
@@ -149,5 +142,5 @@ class _Follower:
         group_topk: int | None,
         default_compute_topk: Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """The interface of megatron.core.transformer.moe.router_replay.RouterReplay; `scores` with the bias, where there is one."""
+        """As megatron.core.transformer.moe.router_replay.RouterReplay has it; `scores` with the bias, where there is one."""
         return self._replay.choose(self._index, scores, *default_compute_topk(scores, topk, num_groups, group_topk))

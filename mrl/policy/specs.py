@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +44,23 @@ __all__ = ["HAVE_TE", "MambaModel"]
 
 def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:
     """The spec of a stack of Mamba, attention, MLP and MoE layers, which `is_recomputed` computes again in the backward pass."""
-    spec = _hybrid_stack_spec()
-    return replace(spec, module=RecomputedStack) if is_recomputed else spec
+    if not HAVE_TE:
+        # Local modules in place of Transformer Engine's, which fuse a norm into the linear layer behind it.
+        layers = mamba_stack_spec.submodules
+        mamba, attention, mlp, moe = (
+            layer.submodules for layer in (layers.mamba_layer, layers.attention_layer, layers.mlp_layer, layers.moe_layer)
+        )
+        mamba.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = moe.pre_mlp_layernorm = TorchNorm
+        mixer, heads, dense = mamba.mixer.submodules, attention.self_attention.submodules, mlp.mlp.submodules
+        mixer.in_proj = heads.linear_qkv = dense.linear_fc1 = ColumnParallelLinear
+        mixer.out_proj = heads.linear_proj = dense.linear_fc2 = RowParallelLinear
+        heads.core_attention = PackedCoreAttention
+        # The number of experts comes from the config; the spec only asks that it is not None.
+        moe.mlp = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=1, moe_grouped_gemm=False)
+        mamba.sharded_state_dict_keys_map = {"norm.": "mixer.in_proj.layer_norm_"}
+        attention.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        mlp.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    return replace(mamba_stack_spec, module=RecomputedStack) if is_recomputed else mamba_stack_spec
 
 
 def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -98,7 +112,7 @@ class DuplicatedLinear(MegatronModule):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark on a parameter)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """The projection of `x`, and None for the bias."""
+        # None is for the bias.
         return F.linear(x, self.weight), None
 
     def get_extra_state(self) -> None:
@@ -143,27 +157,6 @@ class PackedCoreAttention(MegatronModule):
         return zigzag_attention(query, keys, values, cu_seqlens, cp_size=size, cp_rank=rank, scale=self.softmax_scale)
 
 
-def _hybrid_stack_spec() -> ModuleSpec:
-    if HAVE_TE:
-        return mamba_stack_spec
-    # Local modules in place of Transformer Engine's, which fuse a norm into the linear layer behind it.
-    layers = mamba_stack_spec.submodules
-    mamba, attention, mlp, moe = (
-        layer.submodules for layer in (layers.mamba_layer, layers.attention_layer, layers.mlp_layer, layers.moe_layer)
-    )
-    mamba.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = moe.pre_mlp_layernorm = TorchNorm
-    mixer, heads, dense = mamba.mixer.submodules, attention.self_attention.submodules, mlp.mlp.submodules
-    mixer.in_proj = heads.linear_qkv = dense.linear_fc1 = ColumnParallelLinear
-    mixer.out_proj = heads.linear_proj = dense.linear_fc2 = RowParallelLinear
-    heads.core_attention = PackedCoreAttention
-    # The number of experts comes from the config; the spec only asks that it is not None.
-    moe.mlp = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=1, moe_grouped_gemm=False)
-    mamba.sharded_state_dict_keys_map = {"norm.": "mixer.in_proj.layer_norm_"}
-    attention.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    mlp.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    return mamba_stack_spec
-
-
 class RecomputedStack(MambaStack):
     """Megatron's hybrid stack, which keeps only the inputs of groups of `recompute_num_layers` layers. Trains only: no inference, no fp8.
 
@@ -186,9 +179,18 @@ class RecomputedStack(MambaStack):
         whole = dict(
             attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, padding_mask=padding_mask
         )
+
+        def run_layers(layers: list[nn.Module], hidden_states: Tensor) -> Tensor:
+            for layer in layers:
+                if isinstance(layer, TransformerLayer):
+                    hidden_states, _ = layer(hidden_states=hidden_states, **whole)
+                else:
+                    hidden_states = layer(hidden_states=hidden_states, attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+            return hidden_states
+
         group_size = self.config.recompute_num_layers
         for start in range(0, len(self.layers), group_size):
-            run = partial(_run_layers, list(self.layers)[start : start + group_size], whole)
+            run = partial(run_layers, list(self.layers)[start : start + group_size])
             if torch.is_grad_enabled():
                 hidden_states = tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, hidden_states)
             else:
@@ -197,13 +199,3 @@ class RecomputedStack(MambaStack):
             hidden_states = self.final_norm(hidden_states)
         # Schedules free the memory of what they have sent, which must not be a view.
         return make_viewless_tensor(inp=hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True)
-
-
-def _run_layers(layers: list[nn.Module], whole: dict[str, Any], hidden_states: Tensor) -> Tensor:
-    for layer in layers:
-        if isinstance(layer, TransformerLayer):
-            hidden_states, _ = layer(hidden_states=hidden_states, **whole)
-        else:
-            mamba = {name: whole[name] for name in ("attention_mask", "packed_seq_params")}
-            hidden_states = layer(hidden_states=hidden_states, **mamba)
-    return hidden_states

@@ -2,14 +2,13 @@
 
 A packed row is a microbatch. Every function here is collective over all ranks of the policy: all call it, in the same order, with the
 same number of rows. Ranks of a context-parallel group get the same whole rows, take their own tokens of each, and return what belongs to
-whole rows. T packed tokens, V vocabulary columns of this rank.
+whole rows. With a `replay`, the routers follow the rows that have routes. T packed tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,29 +26,16 @@ from mrl.data.packing import PackedRow
 from mrl.policy.batch import BatchSize, TrainRow, combine, own_positions, share_from_last_stage, whole_row
 from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.moe import row_tokens, show_row, take_routing, update_expert_biases
+from mrl.policy.objectives import Objective
 from mrl.policy.output import token_scores
 from mrl.policy.router_replay import RouterReplay
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What a train step minimises; `mrl.policy.objectives` makes them."""
-
-    row_loss: Callable[[Tensor, TrainRow, DistributedDataParallel], tuple[Tensor, dict[str, Tensor]]]
-    """On the last pipeline stage, the loss of a row (with gradient by this rank's tokens) and its share of the metrics, from what the model
-    returned for these tokens. The gradients of all rows of all ranks add up to the batch's, and so do the metrics."""
-    finish: Callable[[dict[str, float]], dict[str, float]] = dict
-    """Metrics of the global batch from the sums (or extremes) over all rows."""
 
 
 @torch.no_grad()
 def compute_logprobs(
     chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution, replay: RouterReplay | None = None
 ) -> list[Tensor]:
-    """Log-probability of every label, one float32 [T] per row; an empty list on all but the last pipeline stage.
-
-    With `replay`, the routers follow the rows that have routes.
-    """
+    """Log-probability of every label, one float32 [T] per row; an empty list on all but the last pipeline stage."""
 
     def logprobs_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> Tensor:
         return whole_row(token_scores(model, output, item.row, distribution).logprobs_T, item.row)
@@ -69,8 +55,6 @@ def train_step(
 ) -> dict[str, float]:
     """One optimizer step over the global batch; returns its metrics, the same floats on every rank.
 
-    With `replay`, the routers follow the rows that have routes.
-
     Raises:
         RuntimeError: loss or gradient is NaN or infinite. Weights, biases and optimizer state are as before, on all ranks.
     """
@@ -84,7 +68,10 @@ def train_step(
     metrics = objective.finish(_global_metrics(row_metrics))
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
-    _check_finite(metrics[LOSS], grad_norm)
+    is_bad = torch.tensor(float(not math.isfinite(metrics[LOSS]) or not math.isfinite(grad_norm)))
+    dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+    if is_bad:
+        raise RuntimeError(f"the train step gave loss {metrics[LOSS]} and gradient norm {grad_norm}: not finite; no parameter was changed")
     lr = max(group["lr"] for group in optimizer.param_groups)
     # Prepares the gradients once more, which changes nothing, and clips them.
     is_updated, _, _ = optimizer.step()
@@ -123,12 +110,13 @@ def forward_backward(
             # Routers know the row again when its layers are recomputed: this hook comes first in the row's backward pass, before which
             # other rows may have gone forward.
             output.register_hook(lambda _: show_row(model, tokens))
-        return output, lambda output: loss_of(output, item, model)
 
-    def loss_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss, metrics = objective.row_loss(output, item, model)
-        # The count is what megatron would divide gradients by; `model.sum_gradients` drops it.
-        return loss, torch.ones((), dtype=torch.int, device=output.device), metrics
+        def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            loss, metrics = objective.row_loss(output, item, model)
+            # The count is what megatron would divide gradients by; `model.sum_gradients` drops it.
+            return loss, torch.ones((), dtype=torch.int, device=output.device), metrics
+
+        return output, loss_of
 
     return _run_schedule(forward_step, rows, chunks, forward_only=False)
 
@@ -201,10 +189,3 @@ def _global_metrics(row_metrics: list[dict[str, Tensor]]) -> dict[str, float]:
     shared = [metrics]
     share_from_last_stage(shared)
     return shared[0]
-
-
-def _check_finite(loss: float, grad_norm: float) -> None:
-    is_bad = torch.tensor(float(not math.isfinite(loss) or not math.isfinite(grad_norm)))
-    dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
-    if is_bad:
-        raise RuntimeError(f"the train step gave loss {loss} and gradient norm {grad_norm}: not finite; no parameter was changed")

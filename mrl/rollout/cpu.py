@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +39,8 @@ def install() -> None:
     if _libraries:
         return
     for patch in PATCHES:
-        owner, name = _owner(patch.name)
+        path, _, name = patch.name.rpartition(".")
+        owner = pkgutil.resolve_name(path)
         setattr(owner, name, patch.replace(getattr(owner, name)))
     library = torch.library.Library("aten", "IMPL")
     for name in TAIL_SAFE_FUNCTIONS:
@@ -328,12 +329,3 @@ REPLACED: dict[str, str] = {patch.name: f"{patch.what}: {patch.why}" for patch i
     for name in TAIL_SAFE_FUNCTIONS
 }
 """Every replaced name, with the reason."""
-
-
-def _owner(dotted: str) -> tuple[object, str]:
-    parts = dotted.split(".")
-    class_count = 1 if parts[-2][0].isupper() else 0
-    owner: object = importlib.import_module(".".join(parts[: -1 - class_count]))
-    for name in parts[-1 - class_count : -1]:
-        owner = getattr(owner, name)
-    return owner, parts[-1]

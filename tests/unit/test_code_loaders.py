@@ -13,6 +13,7 @@ LOADERS = {
     *("pickle.load", "pickle.loads", "pickle.Unpickler", "pickle._Unpickler", "marshal.loads", "shelve.open"),
     *("torch.load", "numpy.load", "np.load", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "joblib.load"),
     *("eval", "exec", "compile", "__import__", "importlib.import_module", "import_module", "runpy.run_path", "runpy.run_module"),
+    "pkgutil.resolve_name",
     *(
         "dist_checkpointing.load",
         "dist_checkpointing.load_common_state_dict",
@@ -34,8 +35,8 @@ REASONS = {
     ("conversion/files/checkpoint_metadata.py", "pickle.Unpickler"): "the restricted reader itself",
     ("conversion/files/torch_dist.py", "torch.load"): "weights_only=True, of a chunk whose pickle the restricted reader refused",
     ("mrl/policy/checkpoint.py", "torch.load"): "weights_only=True, of common.pt",
-    ("mrl/policy/cpu.py", "importlib.import_module"): "names that stand in the same file",
-    ("mrl/rollout/cpu.py", "importlib.import_module"): "names that stand in the same file",
+    ("mrl/policy/cpu.py", "pkgutil.resolve_name"): "names that stand in the same file",
+    ("mrl/rollout/cpu.py", "pkgutil.resolve_name"): "names that stand in the same file",
     ("mrl/envs/child.py", "importlib.import_module"): "reward functions of mrl.envs, named by its own declarations",
     ("mrl/envs/own.py", "importlib.import_module"): "the user's reward function, which is trusted code",
     ("mrl/envs/sandbox.py", "importlib.import_module"): "the modules of the prelude, listed in the file",
