@@ -47,9 +47,6 @@ def adapted_layers(
     """Full names of the layers to adapt: those that a target names or matches; without targets, all but those that are excluded.
 
     A pattern is the last part of a full name, or stands for a full name with "*" for any characters.
-
-    Raises:
-        ValueError: a pattern names no layer. It names the pattern and the layers that there are.
     """
     names = linear_layers(family, hf_config)
     for pattern in (*target_modules, *exclude_modules):

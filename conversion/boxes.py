@@ -56,12 +56,10 @@ def full(shape: Sequence[int]) -> Box:
 
 
 def lengths(box: Box) -> tuple[int, ...]:
-    """Length of the box in each dimension."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """Number of elements."""
     product = 1
     for start, stop in box:
         product *= stop - start

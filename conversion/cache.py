@@ -21,11 +21,10 @@ from pathlib import Path
 
 from conversion.families.common import MegatronParallel
 from conversion.files.durable import publish, sync_tree, write_atomic
-from conversion.files.hashes import file_hashes
 from conversion.files.hf_folder import INDEX_FILE, weight_files
 from conversion.files.manifest import MANIFEST, TABLE_VERSION, check_files, read_manifest
 from conversion.files.owners import heartbeat, is_alive, owned, owned_name, owner_of, removal_name, remove_leftover
-from conversion.files.reading import sha256_file
+from conversion.files.reading import file_hashes, sha256_file
 from conversion.progress import log_progress
 
 logger = logging.getLogger(__name__)
@@ -66,11 +65,7 @@ class CacheEntry:
 
 
 def entry_key(hf: Path, root: Path, *, dtype: str | None) -> str:
-    """Name of the entry of a Hugging Face folder: a sha256 of its weight files, config.json, `dtype` and the table version.
-
-    Raises:
-        ValueError: the folder has no weights or no config.json.
-    """
+    """Name of the entry of a Hugging Face folder: a sha256 of its weight files, config.json, `dtype` and the table version."""
     files = [*weight_files(hf), hf / "config.json"]
     files += [hf / INDEX_FILE] if (hf / INDEX_FILE).exists() else []
     hashes = {path.relative_to(hf).as_posix(): digest for path, digest in file_hashes(files, root / HASHES).items()}
@@ -85,10 +80,6 @@ def cached_mcore(
 
     Tensors keep their dtypes unless `dtype` names one for all. `parallel` is how a conversion cuts its files; any layout can load them.
     `build` replaces the conversion.
-
-    Raises:
-        ValueError: the folder cannot be converted, or changes meanwhile; or the cache cannot be written.
-        OSError: the folder cannot be read.
     """
     with mcore_in_use(hf, root, dtype=dtype, parallel=parallel, build=build) as folder:
         return folder
@@ -98,11 +89,14 @@ def cached_mcore(
 def mcore_in_use(
     hf: Path, root: Path, *, dtype: str | None = None, parallel: MegatronParallel = ONE_FILE, build: Build | None = None
 ) -> Iterator[Path]:
-    """`cached_mcore`, with a lease: no gc removes the entry inside the `with` block.
+    """`cached_mcore`, with a lease: no gc removes the entry inside the `with` block."""
 
-    Raises:
-        ValueError, OSError: as `cached_mcore`.
-    """
+    def convert(out: Path) -> None:
+        # Finding an entry must not cost the import of torch.
+        from conversion.convert import convert_hf_to_mcore
+
+        convert_hf_to_mcore(hf, out, parallel=parallel, dtype=dtype, progress=log_progress("conversion"))
+
     open_cache(root)
     with _usable(root):
         key = entry_key(hf, root, dtype=dtype)
@@ -111,18 +105,14 @@ def mcore_in_use(
     try:
         with heartbeat(lease):
             with _usable(root):
-                _fill(hf, root, key, dtype=dtype, build=build or _conversion(hf, dtype, parallel))
+                _fill(hf, root, key, dtype=dtype, build=build or convert)
             yield root / ENTRIES / key / CHECKPOINT_FOLDER
     finally:
         lease.unlink(missing_ok=True)
 
 
 def open_cache(root: Path) -> None:
-    """Creates the folders of a cache where they are missing.
-
-    Raises:
-        ValueError: the cache cannot be written.
-    """
+    """Creates the folders of a cache where they are missing."""
     with _usable(root):
         for name in (ENTRIES, BUILDING, LEASES, HASHES):
             (root / name).mkdir(parents=True, exist_ok=True)
@@ -132,11 +122,7 @@ def open_cache(root: Path) -> None:
 
 
 def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
-    """Returns if a checkpoint in the cache is, byte for byte, what its builder wrote. Several processes can each check a part.
-
-    Raises:
-        ValueError: names the files that differ.
-    """
+    """Returns if a checkpoint in the cache is, byte for byte, what its builder wrote. Several processes can each check a part."""
     entry = read_entry(folder.parent)
     if entry is None or not (folder / MANIFEST).exists() or sha256_file(folder / MANIFEST) != entry.manifest_sha256:
         raise ValueError(f"{folder / MANIFEST} is not the one that was published; remove {folder.parent}: it will be converted again")
@@ -182,7 +168,6 @@ def read_entry(folder: Path) -> CacheEntry | None:
 
 
 def _mark_used(entry: Path) -> bool:
-    """Sets the entry's time of last use; False if it is missing."""
     try:
         # Only the owner of a file may touch it.
         with suppress(PermissionError):
@@ -192,18 +177,7 @@ def _mark_used(entry: Path) -> bool:
     return True
 
 
-def _conversion(hf: Path, dtype: str | None, parallel: MegatronParallel) -> Build:
-    def build(out: Path) -> None:
-        # Finding an entry must not cost the import of torch.
-        from conversion.convert import convert_hf_to_mcore
-
-        convert_hf_to_mcore(hf, out, parallel=parallel, dtype=dtype, progress=log_progress("conversion"))
-
-    return build
-
-
 def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) -> None:
-    """Returns when the entry is complete, whoever made it."""
     final = root / ENTRIES / key
     watch, deadline = _Watch(root / BUILDING, key), time.monotonic() + MAX_WAIT_S
     # The entry disappears for a moment where gc takes it out and then sees the lease.
@@ -229,19 +203,27 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
             continue
         try:
             with heartbeat(aside):
-                _build(hf, root, key, aside, watch.dead(), dtype=dtype, build=build)
+                _build(hf, root, key, aside, dtype=dtype, build=build)
         except ValueError:
             # After any other error, as after a kill, the next builder goes on from what is there.
             shutil.rmtree(aside, ignore_errors=True)
             raise
 
 
-def _build(hf: Path, root: Path, key: str, aside: Path, dead: list[Path], *, dtype: str | None, build: Build) -> None:
-    started = time.monotonic()
-    final = root / ENTRIES / key
+def _build(hf: Path, root: Path, key: str, aside: Path, *, dtype: str | None, build: Build) -> None:
+    started, is_empty = time.monotonic(), True
+    final, folder = root / ENTRIES / key, aside / CHECKPOINT_FOLDER
+    dead = [path for path in owned(root / BUILDING, key) if not is_alive(path)]
     logger.info("First use of %s: converting it into the cache, %s", hf, final)
-    _inherit(aside, dead)
-    folder = aside / CHECKPOINT_FOLDER
+    for leftover in dead:
+        parsed = owner_of(leftover.name)
+        # Takes over one of this boot of this host: after a power loss files may have their length and not their content.
+        if is_empty and parsed is not None and parsed[1].is_visible():
+            with suppress(FileNotFoundError):
+                leftover.rename(aside)
+                is_empty = False
+                continue
+        remove_leftover(leftover)
     if not folder.exists():
         unchecked = aside / _UNCHECKED
         shutil.rmtree(unchecked, ignore_errors=True)
@@ -264,20 +246,6 @@ def _build(hf: Path, root: Path, key: str, aside: Path, dead: list[Path], *, dty
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _inherit(aside: Path, dead: list[Path]) -> None:
-    """Takes over the folder of one killed builder, and removes those of the others."""
-    is_empty = True
-    for leftover in dead:
-        parsed = owner_of(leftover.name)
-        if is_empty and parsed is not None and parsed[1].is_visible():
-            # Only of this boot of this host: after a power loss files may have their length and not their content.
-            with suppress(FileNotFoundError):
-                leftover.rename(aside)
-                is_empty = False
-                continue
-        remove_leftover(leftover)
-
-
 class _Watch:
     """Watches the other builders of an entry. Remembers since when nobody has touched a builder's folder."""
 
@@ -288,16 +256,11 @@ class _Watch:
         self._reported = time.monotonic()
 
     def others_at_work(self, *, besides: Path | None = None) -> bool:
-        """Whether any other process seems to be building the entry."""
         others = [path for path in owned(self._building, self._key) if path != besides and self._is_at_work(path)]
         if others and time.monotonic() - self._reported > REPORT_S:
             self._reported = time.monotonic()
             logger.info("waiting for another process to convert the model: %s", others[0])
         return bool(others)
-
-    def dead(self) -> list[Path]:
-        """The folders of dead builders of this entry."""
-        return [path for path in owned(self._building, self._key) if not is_alive(path)]
 
     def _is_at_work(self, path: Path) -> bool:
         parsed = owner_of(path.name)
@@ -309,8 +272,8 @@ class _Watch:
             return False
         before, since = self._touched.get(path, (None, 0.0))
         if before != touched:
-            self._touched[path] = (touched, time.monotonic())
             since = time.monotonic()
+            self._touched[path] = (touched, since)
         return time.monotonic() - since <= STALLED_S
 
 

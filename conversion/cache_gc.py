@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.cache import BUILDING, ENTRIES, HASHES, LEASES, MARKER, CacheEntry, read_entry, remove_entry
-from conversion.files.canary import CANARIES, retire_canary
-from conversion.files.owners import is_alive, owned, owner_of, remove_leftover, time_of_folder
+from conversion.files.owners import CANARIES, is_alive, owned, owner_of, remove_leftover, retire_canary, time_of_folder
 
 DAY_S = 86400.0
 
@@ -78,7 +77,6 @@ def collect_garbage(root: Path, *, now: float, older_than_days: float | None = N
 
 
 def _item(path: Path, key: str) -> Item | None:
-    """None if another process removes it meanwhile."""
     entry = read_entry(path) if path.parent.name == ENTRIES else None
     try:
         used = (path / MARKER if entry else path).stat().st_mtime

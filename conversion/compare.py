@@ -19,9 +19,6 @@ def differences(first: Path, second: Path) -> Iterator[str]:
     """How the canonical tensors of two folders differ, one line each: names, shapes, dtypes, values bit for bit. Nothing if they are equal.
 
     Memory holds a block of each.
-
-    Raises:
-        ValueError: a folder holds no readable weights.
     """
     with ExitStack() as stack:
         (names, a), (other_names, b) = (_open(folder, stack) for folder in (first, second))
@@ -39,11 +36,7 @@ def differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def faults_against_manifest(folder: Path) -> Iterator[str]:
-    """How a folder differs from its manifest, one line each: every file, then the values of every tensor.
-
-    Raises:
-        ValueError: there is no manifest, or it or the checkpoint's metadata is damaged.
-    """
+    """How a folder differs from its manifest, one line each: every file, then the values of every tensor."""
     files = file_faults(folder)
     yield from files
     if files:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from conversion.boxes import DTYPE_BYTES, Layout
 from conversion.families.common import MegatronParallel
@@ -44,8 +42,6 @@ MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
 # Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one tensor.
 _STACKED_LAYERS_KEY = "decoder.layers.self_attention.linear_proj.weight"
 
-Result = TypeVar("Result")
-
 
 def convert_hf_to_mcore(
     hf: Path, out: Path, *, parallel: MegatronParallel = NO_RANKS, dtype: str | None = None, progress: Progress | None = None
@@ -55,9 +51,6 @@ def convert_hf_to_mcore(
     `parallel` only says how data are cut into files: one for each (tp, pp, ep, etp) rank, which then reads no other; by default, files of
     at most 5 GB. Tensors keep the dtypes of the source, unless `dtype` ("bfloat16" or "float32") names one for all. The next call with
     the same arguments continues a call that was killed.
-
-    Raises:
-        ValueError: the folder is missing or incomplete, its model is not supported, or it changes meanwhile; or `out` exists.
     """
     if not (hf / "config.json").exists():
         raise ValueError(f"--hf {hf} has no config.json; name the folder of a Hugging Face model")
@@ -83,11 +76,16 @@ def convert_hf_to_mcore(
             iteration = folder / ITERATION_FOLDER
             iteration.mkdir(exist_ok=True)
             # Taken from the source by another path than what is written, so that `verify` proves the way from one to the other.
-            with _in_background(lambda name: content_checksums(source, name, torch_dtype(dtypes[name])), canonical) as checksums:
+            # One thread would be slower than the writing.
+            pool = ThreadPoolExecutor(2)
+            try:
+                checksums = {name: pool.submit(content_checksums, source, name, torch_dtype(dtypes[name])) for name in canonical}
                 data = write_torch_dist(iteration, layout, files, source, progress=counter(progress, total))
                 tensors = {
                     name: TensorRecord(dtypes[name], shape, *checksums[name].result(IO_TIMEOUT_S)) for name, shape in canonical.items()
                 }
+            finally:
+                pool.shutdown(cancel_futures=True)
             check_same_tensors(hf, tensors)
             if _states([hf / "config.json", *source.files]) != states:
                 raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")
@@ -107,9 +105,6 @@ def convert_mcore_to_hf(
 
     Tensors keep the dtypes of the checkpoint, unless `dtype` names one for all. If the checkpoint has a manifest, all that is read is
     compared with it. The next call with the same arguments continues a call that was killed.
-
-    Raises:
-        ValueError: the checkpoint is missing, incomplete, damaged, or does not fit its config; or `out` exists.
     """
     opened = open_checkpoint(mcore)
     source, iteration = opened.tensors, opened.paths.iteration
@@ -140,11 +135,7 @@ def convert_mcore_to_hf(
 
 
 def export_adapters(mcore: Path, out: Path) -> None:
-    """Writes the LoRA adapters of a Megatron checkpoint as a folder of the library PEFT.
-
-    Raises:
-        ValueError: it has none, is missing, incomplete or damaged, or `out` exists.
-    """
+    """Writes the LoRA adapters of a Megatron checkpoint as a folder of the library PEFT."""
     opened = open_checkpoint(mcore)
     if opened.adapters is None:
         raise ValueError(f"--mcore {mcore}: the checkpoint has no adapters (policy.megatron_cfg.peft); mcore-to-hf converts its weights")
@@ -165,11 +156,7 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(mcore: Path) -> OpenCheckpoint:
-    """The checkpoint in a step folder, a weights folder or an iter_ folder.
-
-    Raises:
-        ValueError: it is missing, incomplete, or does not fit its config.
-    """
+    """The checkpoint in a step folder, a weights folder or an iter_ folder."""
     paths = find_checkpoint(mcore)
     # Whoever reads tensors compares them with the checksums of a manifest.
     folder = TorchDistFolder(paths.iteration, verify=not (paths.iteration.parent / MANIFEST).exists())
@@ -190,19 +177,7 @@ def _states(paths: Iterable[Path]) -> dict[str, list[int]]:
     return {path.name: file_state(path) for path in paths}
 
 
-@contextmanager
-def _in_background(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[dict[str, Future[Result]]]:
-    """Results by name, made in their order while the `with` block runs."""
-    # One thread would be slower than the writing.
-    pool = ThreadPoolExecutor(2)
-    try:
-        yield {name: pool.submit(work, name) for name in names}
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def _with_dtypes(layout: Layout, dtypes: Mapping[str, str]) -> Layout:
-    """The layout in the dtypes of its canonical tensors."""
     stored: Layout = {}
     for slot, content in layout.items():
         found = {dtypes[piece.name] for piece in content.pieces}

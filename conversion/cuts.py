@@ -31,11 +31,7 @@ class AxisRank:
     axis: str = "tensor_model_parallel_size"
 
     def part(self, total: int, what: str) -> tuple[int, int]:
-        """(start, stop) of this part of `total`.
-
-        Raises:
-            ValueError: `total` does not divide.
-        """
+        """(start, stop) of this part of `total`."""
         if total % self.size:
             raise ValueError(f"{self.axis}={self.size} does not divide the {total} {what}; use a divisor of {total}")
         step = total // self.size

@@ -35,16 +35,11 @@ class CheckpointAdapters:
 
     @property
     def scale(self) -> float:
-        """What the product B A is multiplied by."""
         return self.alpha / self.dim
 
 
 def find_adapters(paths: CheckpointPaths, folder: TorchDistFolder) -> CheckpointAdapters | None:
-    """The adapters of a checkpoint, None if it has none.
-
-    Raises:
-        ValueError: the checkpoint's settings do not give their scale.
-    """
+    """The adapters of a checkpoint, None if it has none."""
     layers = layers_of_keys(sorted(folder.keys))
     if not layers:
         return None
@@ -71,19 +66,12 @@ class MergedTensors:
         self._current: tuple[str, Tensor, Tensor] | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         return self._tensors.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """dtype of a tensor as it is stored."""
         return self._tensors.dtype(name)
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Copies a box of a tensor into `target`, cast to its dtype.
-
-        Raises:
-            ValueError: a file is missing or damaged.
-        """
         if name not in self._adapters.factors:
             self._tensors.read_into(name, box, target)
             return
@@ -101,9 +89,6 @@ def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_confi
     """Writes a folder as the library PEFT reads it: adapter_model.safetensors and adapter_config.json.
 
     Each weight of a fused layer gets its rows of B and a copy of the shared A.
-
-    Raises:
-        ValueError: `out` exists, or a file of the checkpoint is damaged.
     """
     content = {}
     for weight, pair in adapters.factors.items():
@@ -128,7 +113,6 @@ def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_confi
 
 
 def _target_modules(adapted: set[str], weights: set[str]) -> list[str]:
-    """Last parts of the names of modules, where all modules with that name are adapted; else full names."""
     targets = set()
     for weight in adapted:
         module = weight.removesuffix(".weight")

@@ -45,8 +45,6 @@ _Holdings = dict[str, dict[Box, _Holders]]
 
 @dataclass(frozen=True)
 class _Sources:
-    """Trainer ranks by class."""
-
     class_of: dict[int, int]
     ranks: list[list[int]]
     holdings: _Holdings
@@ -69,11 +67,6 @@ def reshard(
     comes from the target's node where that holds it, else from anywhere, and always from the replica that sends least. It travels in
     rounds in which no GPU receives or sends more than `buffer_bytes`. Equal layouts should be one Layout object: the work is done once
     for each. Equal arguments give equal schedules in every process.
-
-    Raises:
-        ScheduleError: an element of a target would not be written exactly once, a box is out of bounds, a layout does not say what some
-            element of a source is, or a tensor that sources hold is read by no target. It names tensor, slot and box.
-        ValueError: `buffer_bytes` is too small for a single message.
     """
     node_of = node_of or dict.fromkeys([*sources, *gpu_of.values()], 0)
     # A large schedule is millions of tuples without a cycle; looking for cycles among them takes a third of the time.
@@ -90,11 +83,7 @@ def reshard(
 
 
 def _reshard(
-    sources: Mapping[int, Layout],
-    targets: Mapping[int, Layout],
-    gpu_of: Mapping[int, int],
-    node_of: Mapping[int, int],
-    buffer_bytes: int,
+    sources: Mapping[int, Layout], targets: Mapping[int, Layout], gpu_of: Mapping[int, int], node_of: Mapping[int, int], buffer_bytes: int
 ) -> Schedule:
     found = _sources(sources, node_of)
     drafts, class_of = _drafts(found, targets, gpu_of, node_of, buffer_bytes)
@@ -161,7 +150,6 @@ def _check_piece(slot: Slot, shape: tuple[int, ...], piece: Piece) -> None:
 def _drafts(
     found: _Sources, targets: Mapping[int, Layout], gpu_of: Mapping[int, int], node_of: Mapping[int, int], buffer_bytes: int
 ) -> tuple[list[Draft], dict[int, int]]:
-    """The classes of targets, and each target's."""
     sharing: dict[int, int] = defaultdict(int)
     for target in targets:
         sharing[gpu_of[target]] += 1
@@ -240,13 +228,7 @@ def _check_all_read(found: _Sources, layouts: Iterable[Layout]) -> None:
 
 
 def _draft(
-    found: _Sources,
-    layout: Layout,
-    copies: Sequence[_Parts],
-    own: int | None,
-    near: frozenset[int],
-    num_shares: int,
-    num_targets: int,
+    found: _Sources, layout: Layout, copies: Sequence[_Parts], own: int | None, near: frozenset[int], num_shares: int, num_targets: int
 ) -> Draft:
     """Sorts the copies of a class by who may send them, and spreads each group over bins of about equal size."""
     own_copies: list[Copy] = []
@@ -330,11 +312,7 @@ def _prove(classes: Sequence[WorkerClass], drafts: Sequence[Draft], class_of: Ma
 
 
 def _engine_workers(
-    classes: Sequence[WorkerClass],
-    class_of: Mapping[int, int],
-    gpu_of: Mapping[int, int],
-    ranks: Mapping[int, Sequence[int]],
-    turns: Turns,
+    classes: Sequence[WorkerClass], class_of: Mapping[int, int], gpu_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], turns: Turns
 ) -> tuple[dict[int, EngineWorker], dict[int, int]]:
     """Gives each worker its places in the exchange memory of its GPU: checksums of own copies first, then one region each."""
     ends: dict[int, int] = defaultdict(int)

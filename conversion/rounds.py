@@ -55,8 +55,6 @@ class Turns(NamedTuple):
 
 
 class _Cuts(NamedTuple):
-    """Where the rounds of a class of workers end."""
-
     counts: list[list[int]]
     """By round and bin: how many copies travel."""
     num_bytes: list[list[int]]
@@ -159,7 +157,6 @@ def _cut(order: Sequence[tuple[int, int]], num_bins: int, region_bytes: int) -> 
 
 
 def _most_sent(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]]) -> int:
-    """The most bytes that a rank sends in a round, if all workers receive at the same time."""
     num_rounds = max((len(found.counts) for found in cuts), default=0)
     padded = [[sizes + [0] * (num_rounds - len(sizes)) for sizes in found.num_bytes] for found in cuts]
     sent: dict[int, list[int]] = {}

@@ -76,7 +76,6 @@ class Message(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Length of the message."""
         return self.checksums_offset + align(CHECKSUM_BYTES * len(self.copies))
 
 
@@ -102,7 +101,6 @@ class WorkerClass:
     """Exchange memory that its messages need, in the largest round."""
 
     def copies(self) -> Iterator[Copy]:
-        """Over all rounds."""
         yield from self.own
         for source in self.sources:
             for message in source.messages:
@@ -184,7 +182,6 @@ class Schedule:
     """Body of the exchange memory of each GPU that has workers: checksums of own copies, then one region for each worker."""
 
     def class_of(self, worker: int) -> WorkerClass:
-        """The class of an engine worker."""
         return self.classes[self.workers[worker].class_index]
 
     def sent_by(self, rank: int) -> list[list[Delivery]]:
@@ -196,7 +193,6 @@ class Schedule:
         return self._by_round(self._deliveries(worker) for worker in self.workers_on(gpu))
 
     def workers_on(self, gpu: int) -> list[EngineWorker]:
-        """The engine workers of a GPU."""
         return [worker for worker in self.workers.values() if worker.gpu == gpu]
 
     def mappable_ranks(self, worker: int) -> set[int]:

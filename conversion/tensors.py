@@ -37,22 +37,12 @@ class BoxSource(Protocol):
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that a layout calls `name`.
-
-    Raises:
-        ValueError: layouts have no such dtype.
-    """
     if name not in DTYPE_BYTES:
         raise ValueError(f"dtype {name} of a weight is not supported; use one of {sorted(DTYPE_BYTES)}")
     return getattr(torch, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What a layout calls a dtype.
-
-    Raises:
-        ValueError: layouts have no such dtype.
-    """
     name = str(dtype).removeprefix("torch.")
     torch_dtype(name)
     return name
@@ -79,9 +69,6 @@ def transformed(tensor: Tensor, transform: str | None) -> Tensor:
     """Canonical values as the holder keeps them, up to its dtype; `tensor` itself without a transform. See `Piece.transform`.
 
     `neg_exp` gives vLLM's Mamba decay A = -exp(A_log), computed in float32 as vLLM's loader does.
-
-    Raises:
-        ValueError: unknown transform.
     """
     if transform is None:
         return tensor
@@ -107,7 +94,6 @@ def fill_from(tensor: Tensor, content: SlotLayout, source: BoxSource) -> None:
 
 
 def read_whole(source: BoxSource, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A whole tensor, in `dtype` or as it is stored."""
     tensor = torch.empty(source.shape(name), dtype=dtype or source.dtype(name))
     source.read_into(name, full(tensor.shape), tensor)
     return tensor
@@ -149,9 +135,6 @@ def read_stored(file: int, stored: StoredTensor, box: Box, target: Tensor) -> No
 
     `file` is a descriptor of `stored.path`. Reads whole rows, straight into `target` where that has the same layout. The file is not
     mapped: a mapping would count as memory of the process, and an error of the disk would kill it.
-
-    Raises:
-        ValueError: the file ends before the tensor does.
     """
     if not box:
         stored, box, target = StoredTensor(stored.path, stored.offset, stored.dtype, (1,)), ((0, 1),), target.view(1)

@@ -85,11 +85,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def list_cache() -> None:
-    """Logs one line for each entry of the cache, for entries that are being built, and for leftovers of killed processes.
-
-    Raises:
-        ValueError: the cache is switched off.
-    """
+    """Logs one line for each entry of the cache, for entries that are being built, and for leftovers of killed processes."""
     root = cache_folder()
     lines = [("key", "size", "unused for", "state", "dtype", "model")]
     items = cache_items(root)
@@ -104,11 +100,7 @@ def list_cache() -> None:
 
 
 def clean_cache(*, older_than_days: float | None, max_bytes: int | None) -> None:
-    """Removes the entries and leftovers that `conversion.cache_gc.collect_garbage` finds, and logs each removal.
-
-    Raises:
-        ValueError: the cache is switched off.
-    """
+    """Removes the entries and leftovers that `conversion.cache_gc.collect_garbage` finds, and logs each removal."""
     removals = collect_garbage(cache_folder(), now=time.time(), older_than_days=older_than_days, max_bytes=max_bytes)
     for removal in removals:
         model = removal.item.entry.model if removal.item.entry else ""
@@ -117,11 +109,6 @@ def clean_cache(*, older_than_days: float | None, max_bytes: int | None) -> None
 
 
 def cache_folder() -> Path:
-    """The folder of the cache.
-
-    Raises:
-        ValueError: the cache is switched off.
-    """
     root = env.cache_root()
     if root is None:
         raise ValueError(f"{env.MRL_CACHE.name}=off: there is no cache to look at; unset it, or set it to the folder of the cache")
@@ -208,11 +195,7 @@ def _positive(text: str) -> int:
 
 
 def size_in_bytes(text: str, *, option: str = "--max-shard-size") -> int:
-    """Bytes of a size such as "5GB" or "512 MiB", the value of `option`.
-
-    Raises:
-        ValueError: it is not a positive number with a unit.
-    """
+    """Bytes of a size such as "5GB" or "512 MiB", the value of `option`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if match is None or match[2] not in _UNITS or not float(match[1]):
         raise ValueError(f"{option} {text!r} is not a positive number with one of the units {', '.join(_UNITS)}")

@@ -41,30 +41,17 @@ class MegatronParallel:
     """Virtual pipeline chunks of each stage, interleaved over the stages."""
 
     def coords_of(self, rank: int, world_size: int) -> MegatronCoords:
-        """Coordinates of a global rank in Megatron's default order tp-cp-dp-pp, for experts etp-ep-dp-pp, fastest first.
-
-        Raises:
-            ValueError: the sizes do not divide the world.
-        """
+        """Coordinates of a global rank in Megatron's default order tp-cp-dp-pp, for experts etp-ep-dp-pp, fastest first."""
         for sizes, names in (((self.tp, self.cp, self.pp), "tp*cp*pp"), ((self.etp, self.ep, self.pp), "etp*ep*pp")):
             product = sizes[0] * sizes[1] * sizes[2]
             if world_size % product:
                 raise ValueError(
                     f"{names}={product} does not divide the world size {world_size}; use parallel sizes whose product divides it"
                 )
-        return MegatronCoords(
-            tp=rank % self.tp,
-            pp=rank // (world_size // self.pp),
-            ep=rank // self.etp % self.ep,
-            etp=rank % self.etp,
-        )
+        return MegatronCoords(tp=rank % self.tp, pp=rank // (world_size // self.pp), ep=rank // self.etp % self.ep, etp=rank % self.etp)
 
     def layers_of(self, pp_rank: int, num_layers: int, chunk: int = 0) -> range:
-        """Global indices of the layers of a chunk of a stage; without virtual stages, of the whole stage.
-
-        Raises:
-            ValueError: the layers cannot be spread evenly over the stages whose number of layers is not given, or over the chunks.
-        """
+        """Global indices of the layers of a chunk of a stage; without virtual stages, of the whole stage."""
         sizes = self._stage_sizes(num_layers)
         self._check_chunks(sizes)
         start = (chunk * num_layers + sum(sizes[:pp_rank])) // self.vpp

@@ -84,9 +84,6 @@ class Decoder:
         """Sizes of a config.json. `head_dim` is the family's default; None for hidden_size / num_attention_heads.
 
         Rotary positions are those of the config unless `rope` gives them.
-
-        Raises:
-            ValueError: a key is missing or not what it must be, or the model has a sliding window or unknown rotary positions.
         """
         check_no_window(hf_config)
         hidden, num_heads = positive_integer(hf_config, "hidden_size"), positive_integer(hf_config, "num_attention_heads")
@@ -109,11 +106,7 @@ class Decoder:
 
 
 def check_no_window(hf_config: HfConfig) -> None:
-    """Refuses sliding windows that limit attention; settings of a window that is switched off are ignored.
-
-    Raises:
-        ValueError: a window is in use.
-    """
+    """Refuses sliding windows that limit attention; settings of a window that is switched off are ignored."""
     kinds = hf_config.get("layer_types")
     if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
         raise ValueError(f"config.json: layer_types={sorted(set(map(str, kinds)))}: only full_attention is supported")
@@ -127,11 +120,7 @@ def check_no_window(hf_config: HfConfig) -> None:
 
 
 def rope_settings(hf_config: HfConfig) -> tuple[float, str, dict[str, object]]:
-    """Base, kind and other numbers of the rotary positions, from `rope_parameters` of transformers 5 or `rope_theta` and `rope_scaling`.
-
-    Raises:
-        ValueError: no base, or positions that turn a part of each head only.
-    """
+    """Base, kind and other numbers of the rotary positions, from `rope_parameters` of transformers 5 or `rope_theta` and `rope_scaling`."""
     key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
     given = hf_config.get(key) or {}
     if not isinstance(given, dict):
@@ -143,11 +132,7 @@ def rope_settings(hf_config: HfConfig) -> tuple[float, str, dict[str, object]]:
 
 
 def read_rope(hf_config: HfConfig) -> Rope:
-    """Rotary positions of a family with none but Llama 3's scaling or YaRN (arXiv:2309.00071), as transformers reads it.
-
-    Raises:
-        ValueError: another kind, or numbers that Megatron has otherwise.
-    """
+    """Rotary positions of a family with none but Llama 3's scaling or YaRN (arXiv:2309.00071), as transformers reads it."""
     base, kind, given = rope_settings(hf_config)
     if kind == "default":
         return Rope(base)

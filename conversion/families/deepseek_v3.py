@@ -49,7 +49,6 @@ def _decoder(hf_config: HfConfig) -> decoder.Decoder:
 
 
 def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
-    """The rules of a config.json."""
     found, shared_width = _decoder(hf_config), _shared_width(hf_config)
     layers = tuple(_layer(f"model.layers.{index}.", hf_config, found, index, shared_width) for index in range(found.num_layers))
     return decoder.with_ends(layers, found, padded_vocabulary)
@@ -113,7 +112,6 @@ def _norm(hf: str, fused: str, local: str, size: int) -> Rule:
 
 
 def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
-    """Arguments of MLATransformerConfig and GPTModel that follow from config.json."""
     found, topk = _decoder(hf_config), positive_integer(hf_config, "num_experts_per_tok")
     kv_rank, plain, rotary, value = (positive_integer(hf_config, key) for key in _LATENT_KEYS)
     return decoder.megatron_arguments(

@@ -54,11 +54,7 @@ def _sizes(hf_config: HfConfig) -> Sizes:
 
 
 def layer_pattern(hf_config: HfConfig) -> str:
-    """One letter per layer: M Mamba, * attention, E experts, - dense MLP. Accepts both forms of config.json.
-
-    Raises:
-        ValueError: no pattern, an unknown kind of layer, or another length than num_hidden_layers.
-    """
+    """One letter per layer: M Mamba, * attention, E experts, - dense MLP. Accepts both forms of config.json."""
     kinds, pattern = hf_config.get("layers_block_type"), hf_config.get("hybrid_override_pattern")
     if isinstance(kinds, list):
         letters = "".join(_LETTERS.get(str(kind), "?") for kind in kinds)
@@ -74,7 +70,6 @@ def layer_pattern(hf_config: HfConfig) -> str:
 
 
 def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
-    """The rules of a config.json."""
     sizes = _sizes(hf_config)
     shape = (sizes["vocab_size"], sizes["hidden_size"])
     embedding = Vocabulary(Canonical("backbone.embeddings.weight", shape), padded_vocabulary)
@@ -84,10 +79,7 @@ def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
     return Model(
         first=(Rule(embedding, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),),
         layers=tuple(layer_rules[letter](f"backbone.layers.{index}.", sizes) for index, letter in enumerate(layer_pattern(hf_config))),
-        last=(
-            Rule(final_norm, "decoder.final_norm.weight", "model.norm_f.weight"),
-            Rule(output, "output_layer.weight", "lm_head.weight"),
-        ),
+        last=(Rule(final_norm, "decoder.final_norm.weight", "model.norm_f.weight"), Rule(output, "output_layer.weight", "lm_head.weight")),
     )
 
 

@@ -81,11 +81,7 @@ FAMILIES = {"deepseek_v3": deepseek_v3.FAMILY, "nemotron_h": nemotron_h.FAMILY} 
 
 
 def family(hf_config: HfConfig) -> Family:
-    """The family of a config.json.
-
-    Raises:
-        ValueError: the model_type is not supported, or it has more layers or experts than any model.
-    """
+    """The family of a config.json."""
     model_type = hf_config.get("model_type")
     found = FAMILIES.get(str(model_type))
     if found is None:

@@ -9,11 +9,7 @@ HfConfig = Mapping[str, object]
 
 
 def positive_integer(hf_config: HfConfig, key: str, default: int | None = None) -> int:
-    """A size; `default` where the key is missing or null.
-
-    Raises:
-        ValueError: it is anything but a positive integer.
-    """
+    """A size; `default` where the key is missing or null."""
     value = hf_config.get(key)
     if value is None and default is not None:
         return default
@@ -23,20 +19,12 @@ def positive_integer(hf_config: HfConfig, key: str, default: int | None = None) 
 
 
 def optional_integer(hf_config: HfConfig, key: str) -> int | None:
-    """A size that the model may lack: None where the key is missing or null.
-
-    Raises:
-        ValueError: it is anything but a positive integer.
-    """
+    """A size that the model may lack: None where the key is missing or null."""
     return None if hf_config.get(key) is None else positive_integer(hf_config, key)
 
 
 def positive_number(hf_config: HfConfig, key: str, default: float | None = None) -> float:
-    """A positive number; `default` where the key is missing or null.
-
-    Raises:
-        ValueError: it is anything else.
-    """
+    """A positive number; `default` where the key is missing or null."""
     value = hf_config.get(key)
     if value is None and default is not None:
         return default
@@ -46,11 +34,7 @@ def positive_number(hf_config: HfConfig, key: str, default: float | None = None)
 
 
 def choice(hf_config: HfConfig, key: str, *, default: bool) -> bool:
-    """A true or false setting; `default` where the key is missing or null.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """A true or false setting; `default` where the key is missing or null."""
     value = hf_config.get(key)
     if value is None:
         return default
@@ -60,11 +44,7 @@ def choice(hf_config: HfConfig, key: str, *, default: bool) -> bool:
 
 
 def check_settings(hf_config: HfConfig, supported: Mapping[str, tuple[object, ...]]) -> None:
-    """Compares settings with the values that are supported; a key that is missing has the first of them.
-
-    Raises:
-        ValueError: another value; names the first one.
-    """
+    """Compares settings with the values that are supported; a key that is missing has the first of them."""
     for key, values in supported.items():
         value = hf_config.get(key, values[0])
         if value not in values:
@@ -72,22 +52,14 @@ def check_settings(hf_config: HfConfig, supported: Mapping[str, tuple[object, ..
 
 
 def softmax_router(topk: int, *, normalised: bool) -> dict[str, object]:
-    """Arguments of a softmax router; `normalised` where the weights of the chosen experts sum to one.
-
-    Raises:
-        ValueError: one expert per token with normalised weights, which Megatron does not have.
-    """
+    """Arguments of a softmax router; `normalised` where the weights of the chosen experts sum to one."""
     if normalised:
         _check_normalised(topk)
     return dict(moe_router_score_function="softmax", moe_router_pre_softmax=not normalised)
 
 
 def sigmoid_router(hf_config: HfConfig, topk: int) -> dict[str, object]:
-    """Arguments of a sigmoid router with correction bias and normalised weights, which chooses within `topk_group` of `n_group` groups.
-
-    Raises:
-        ValueError: Megatron would choose other groups, or not normalise.
-    """
+    """Arguments of a sigmoid router with correction bias and normalised weights, which chooses within `topk_group` of `n_group` groups."""
     _check_normalised(topk)
     groups, chosen_groups = positive_integer(hf_config, "n_group", 1), positive_integer(hf_config, "topk_group", 1)
     if groups > 1 and topk // chosen_groups != 2:

@@ -74,12 +74,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(data: bytes, what: str) -> object:
-    """The object of a pickle, in which torch's classes are `Record`s; `what` names the pickle in messages.
-
-    Raises:
-        RefusedPickle: it asks for anything but the classes of a checkpoint's metadata.
-        ValueError: it is damaged.
-    """
+    """The object of a pickle, in which torch's classes are `Record`s; `what` names the pickle in messages."""
     try:
         return _Unpickler(data, what).load()
     except RefusedPickle:
@@ -103,12 +98,6 @@ class CheckpointMetadata:
     """What the metadata of a torch_dist checkpoint say of its tensors, by key."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the metadata.
-
-        Raises:
-            RefusedPickle: they ask for code.
-            ValueError: there are none, or they are damaged.
-        """
         self._path = folder / METADATA_FILE
         problem = f"{folder} is not a Megatron torch_dist checkpoint"
         try:
@@ -120,29 +109,25 @@ class CheckpointMetadata:
         entries, places = (getattr(content, name, None) for name in ("state_dict_metadata", "storage_data"))
         if not isinstance(entries, dict) or not isinstance(places, dict):
             raise ValueError(f"{problem}: {METADATA_FILE} holds a {type(content).__name__} without tables; restore the checkpoint")
-        self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype, list[object]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Global shapes of all tensors by key, optimizer state included."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._chunks: dict[str, list[object]] = {}
         for key, entry in entries.items():
             if type(entry).__name__ == "TensorStorageMetadata":
-                self._tensors[key] = _tensor(key, entry, problem)
-        self.keys = set(self._tensors)
-        """Keys of all tensors, optimizer state included."""
+                properties, size, chunks = (getattr(entry, name, None) for name in ("properties", "size", "chunks"))
+                # torch's TensorProperties are a tuple whose first value is the dtype.
+                state = getattr(properties, "state", None)
+                dtype = state[0] if isinstance(state, tuple) and state else None
+                is_tensor = isinstance(size, torch.Size) and len(size) <= MAX_DIMENSIONS and isinstance(dtype, torch.dtype)
+                if not isinstance(key, str) or not isinstance(chunks, list) or not is_tensor:
+                    raise ValueError(f"{problem}: {METADATA_FILE} describes no tensors; restore the checkpoint")
+                self.shapes[key], self.dtypes[key], self._chunks[key] = tuple(size), dtype, chunks
         self._places = {(getattr(index, "fqn", None), _plain(getattr(index, "offset", None))): info for index, info in places.items()}
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Global shape of a tensor. Raises KeyError for an unknown key."""
-        return self._tensors[key][0]
-
-    def dtype(self, key: str) -> torch.dtype:
-        """dtype of a tensor. Raises KeyError for an unknown key."""
-        return self._tensors[key][1]
-
     def chunks(self, key: str) -> list[StoredChunk]:
-        """The chunks of a tensor, sorted by box.
-
-        Raises:
-            ValueError: they are described wrongly, or lie outside of the folder.
-        """
-        return sorted((self._chunk(key, chunk) for chunk in self._tensors[key][2]), key=lambda chunk: chunk.box)
+        """The chunks of a tensor, sorted by box; a ValueError if they are described wrongly, or lie outside of the folder."""
+        return sorted((self._chunk(key, chunk) for chunk in self._chunks[key]), key=lambda chunk: chunk.box)
 
     def _chunk(self, key: str, chunk: object) -> StoredChunk:
         offsets, sizes = (_plain(getattr(chunk, name, None)) for name in ("offsets", "sizes"))
@@ -160,18 +145,6 @@ class CheckpointMetadata:
             raise ValueError(f"{self._path} places {key} at numbers that are none; it is not read")
         assert isinstance(offset, int) and isinstance(length, int) and offsets is not None and sizes is not None
         return StoredChunk(tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True)), path, offset, length)
-
-
-def _tensor(key: object, entry: object, problem: str) -> tuple[tuple[int, ...], torch.dtype, list[object]]:
-    properties, size, chunks = (getattr(entry, name, None) for name in ("properties", "size", "chunks"))
-    # torch's TensorProperties are a tuple whose first value is the dtype.
-    state = getattr(properties, "state", None)
-    dtype = state[0] if isinstance(state, tuple) and state else None
-    is_sound = isinstance(key, str) and isinstance(size, torch.Size) and len(size) <= MAX_DIMENSIONS
-    if not is_sound or not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
-        raise ValueError(f"{problem}: {METADATA_FILE} describes no tensors; restore the checkpoint")
-    assert isinstance(size, torch.Size)
-    return tuple(size), dtype, chunks
 
 
 def _plain(size: object) -> tuple[int, ...] | None:

@@ -21,17 +21,8 @@ _PLAN, _CONTENT = "plan.json", "content"
 
 
 def sync_file(path: Path) -> None:
-    """Forces a file's content to disk."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Path) -> None:
-    """Forces a folder's entries (names, renames) to disk."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+    """Forces to disk a file's content, or a folder's entries (names, renames)."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -51,7 +42,7 @@ def write_atomic(path: Path, text: str) -> None:
     aside.write_text(text, encoding="utf-8")
     sync_file(aside)
     aside.rename(path)
-    sync_folder(path.parent)
+    sync_file(path.parent)
 
 
 def publish(aside: Path, final: Path) -> bool:
@@ -68,25 +59,33 @@ def publish(aside: Path, final: Path) -> bool:
         # A file server whose first answer got lost is asked again, and no longer finds what it has renamed.
         if error.errno != errno.ENOENT or not final.exists() or not os.path.samestat(folder, final.stat()):
             raise
-    sync_folder(final.parent)
+    sync_file(final.parent)
     return True
 
 
 @contextmanager
 def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
-    """Yields a folder to fill, which becomes `out` when the `with` block ends without error.
+    """Yields a folder to fill, which becomes `out`, a folder that must not exist, when the `with` block ends without error.
 
     The folder may hold files of a killed attempt with the same `plan` (plain values). A ValueError in the block removes it.
-
-    Raises:
-        ValueError: `out` exists.
     """
     if out.exists():
         raise ValueError(f"--out {out} exists; remove it or choose another")
     out.parent.mkdir(parents=True, exist_ok=True)
     what = f".{out.name}.partial"
     aside = out.parent / owned_name(what)
-    _take_over(what, aside, plan)
+    for leftover in owned(out.parent, what):
+        if is_alive(leftover):
+            continue
+        # Errors: the attempt had not begun, or another process has taken the folder.
+        with suppress(OSError, ValueError):
+            if not aside.exists() and json.loads((leftover / _PLAN).read_text(encoding="utf-8")) == plan:
+                leftover.rename(aside)
+                continue
+        remove_leftover(leftover)
+    for leftover in owned(out.parent, f"{what}{REMOVED}"):
+        if not is_alive(leftover):
+            remove_leftover(leftover)
     folder = aside / _CONTENT
     folder.mkdir(parents=True, exist_ok=True)
     (aside / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
@@ -100,19 +99,3 @@ def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
         shutil.rmtree(aside)
         raise
     shutil.rmtree(aside)
-
-
-def _take_over(what: str, aside: Path, plan: Mapping[str, object]) -> None:
-    """Renames the folder of one dead attempt with the same plan to `aside`, and removes the folders of other dead attempts."""
-    for leftover in owned(aside.parent, what):
-        if is_alive(leftover):
-            continue
-        # Errors: the attempt had not begun, or another process has taken the folder.
-        with suppress(OSError, ValueError):
-            if not aside.exists() and json.loads((leftover / _PLAN).read_text(encoding="utf-8")) == plan:
-                leftover.rename(aside)
-                continue
-        remove_leftover(leftover)
-    for leftover in owned(aside.parent, f"{what}{REMOVED}"):
-        if not is_alive(leftover):
-            remove_leftover(leftover)

@@ -10,6 +10,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from conversion.boxes import DTYPE_BYTES
 from conversion.files.reading import read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -23,17 +24,15 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_DIMENSIONS = 64
 """More than torch has."""
-ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
-"""Bytes of an element of each dtype of plain weights, by its name in a header."""
+DTYPES = {
+    **{"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"},
+    **{"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8"},
+}
+"""Each dtype of plain weights, by its name in a header."""
 
 
 def weights_by_file(hf: Path) -> dict[str, str]:
-    """File of each tensor, by the index of a Hugging Face folder; all files lie in the folder.
-
-    Raises:
-        OSError: the index cannot be read.
-        ValueError: it is not an index, or names a file of another folder.
-    """
+    """File of each tensor, by the index of a Hugging Face folder; all files lie in the folder."""
     path = hf / INDEX_FILE
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -50,11 +49,7 @@ def weights_by_file(hf: Path) -> dict[str, str]:
 
 
 def weight_files(hf: Path) -> list[Path]:
-    """The files that hold the weights of a Hugging Face folder, sorted by name.
-
-    Raises:
-        ValueError: there is no readable index and no single file.
-    """
+    """The files that hold the weights of a Hugging Face folder, sorted by name."""
     index = hf / INDEX_FILE
     if not index.exists() and (hf / SINGLE_FILE).exists():
         return [hf / SINGLE_FILE]
@@ -65,11 +60,7 @@ def weight_files(hf: Path) -> list[Path]:
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """The contents of a config.json.
-
-    Raises:
-        ValueError: it is not a readable JSON object.
-    """
+    """The contents of a config.json."""
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
@@ -102,39 +93,29 @@ class HeaderTensor:
 
 
 def read_header(file: int, path: Path) -> dict[str, HeaderTensor]:
-    """Where each tensor of an open safetensors file lies: 8 bytes with the length of a JSON header, the header, the data.
-
-    Raises:
-        ValueError: the file is not in this format, or the data do not fit the header.
-    """
+    """Where each tensor of an open safetensors file lies: 8 bytes with the length of a JSON header, the header, the data."""
     size = os.fstat(file).st_size
     prefix = os.pread(file, 8, 0)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"{path} is no safetensors file, or an incomplete one")
+    tensors, end = {}, 0
     try:
-        tensors, end = _tensors(json.loads(os.pread(file, length, 8)), 8 + length, path)
+        entries = {name: entry for name, entry in json.loads(os.pread(file, length, 8)).items() if name != "__metadata__"}
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            start, stop = entry["data_offsets"]
+            if len(entry["shape"]) > MAX_DIMENSIONS:
+                raise ValueError(f"{path}: {name[:200]} has {len(entry['shape'])} dimensions; download the file again")
+            shape = tuple(entry["shape"])
+            if not all(isinstance(number, int) and number >= 0 for number in (start, stop, *shape)):
+                raise ValueError(f"{path}: {name[:200]} has a shape or place that is no number; download the file again")
+            dtype = DTYPES.get(entry["dtype"])
+            if start != end or (dtype and stop - start != DTYPE_BYTES[dtype] * math.prod(shape)):
+                raise ValueError(f"{path}: {name} has {stop - start} bytes at {start}, which does not fit its header")
+            tensors[name] = HeaderTensor(entry["dtype"], shape, 8 + length + start)
+            end = stop
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} has a damaged header: {str(error)[:200]!r}; download the file again") from error
-    if end != size:
-        raise ValueError(f"{path} has {size} bytes instead of {end}: it is incomplete or damaged")
+    if 8 + length + end != size:
+        raise ValueError(f"{path} has {size} bytes instead of {8 + length + end}: it is incomplete or damaged")
     return tensors
-
-
-def _tensors(header: dict[str, dict], data: int, path: Path) -> tuple[dict[str, HeaderTensor], int]:
-    """The tensors of a header whose data begin at byte `data`, and where they end."""
-    tensors, end = {}, 0
-    spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    for name, entry in sorted(spans.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = entry["data_offsets"]
-        if len(entry["shape"]) > MAX_DIMENSIONS:
-            raise ValueError(f"{path}: {name[:200]} has {len(entry['shape'])} dimensions; download the file again")
-        shape = tuple(entry["shape"])
-        if not all(isinstance(length, int) and length >= 0 for length in (start, stop, *shape)):
-            raise ValueError(f"{path}: {name[:200]} has a shape or place that is no number; download the file again")
-        itemsize = ITEM_BYTES.get(entry["dtype"])
-        if start != end or (itemsize and stop - start != itemsize * math.prod(shape)):
-            raise ValueError(f"{path}: {name} has {stop - start} bytes at {start}, which does not fit its header")
-        tensors[name] = HeaderTensor(entry["dtype"], shape, data + start)
-        end = stop
-    return tensors, data + end

@@ -1,24 +1,34 @@
-"""manifest.json of a folder that a conversion wrote: checksums of every tensor and every file, and where they came from."""
+"""Checksums of what a conversion writes: taken while it writes, kept beside each finished file, listed in the folder's manifest.json."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 
 from isal import isal_zlib
 
+from conversion.files.durable import IO_TIMEOUT_S, sync_file
 from conversion.files.reading import name_inside, open_file, read_file
 
 MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
 FINISHED_SUFFIX = ".finished"
-"""Of the records beside the finished files of a folder that is not complete; see `conversion.files.hashed_files`."""
+"""Of the records beside the finished files of a folder that is not complete; see `FinishedFiles`."""
 
+# The disk works while the rest of the file is made; else it would wait for the end of the file.
+SYNC_BYTES = 128 << 20
+# Larger writes are several times slower on Linux 6 with ext4: the kernel looks for large free pages to cache them in.
+_WRITE_BYTES = 512 << 10
+# Hashing less takes no longer than waking a thread.
+_SMALL_BYTES = 64 << 10
 _BLOCK_BYTES = 8 << 20
 _NO_CHECKSUM = '"sha256": ""'
 
@@ -57,8 +67,108 @@ class Manifest:
     table_version: int = TABLE_VERSION
 
 
+class HashedFile:
+    """A file that is written from front to back, while other threads hash it and force it to disk. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        # One thread hashes, one syncs.
+        self._pool = ThreadPoolExecutor(2)
+        self._sha256, self._crc32, self._size = hashlib.sha256(), 0, 0
+        self._sync: Future[None] | None = None
+        self._num_synced = 0
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._pool.shutdown()
+        self._file.close()
+        if error is None and self._sync is not None:
+            self._sync.result(timeout=0)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Writes all of `data`, which the caller may change afterwards."""
+        content = memoryview(data).cast("B")
+        hashed = self._pool.submit(self._hash, content) if len(content) > _SMALL_BYTES else None
+        start = 0
+        while start < len(content):
+            start += self._file.write(content[start : start + _WRITE_BYTES])
+        if hashed is None:
+            self._hash(content)
+        else:
+            hashed.result(IO_TIMEOUT_S)
+        self._size += len(content)
+        if self._size - self._num_synced >= SYNC_BYTES and (self._sync is None or self._sync.done()):
+            if self._sync is not None:
+                # The kernel tells of a failed write only once.
+                self._sync.result(timeout=0)
+            self._sync, self._num_synced = self._pool.submit(os.fdatasync, self._file.fileno()), self._size
+        return len(content)
+
+    def _hash(self, content: memoryview) -> None:
+        self._sha256.update(content)
+        self._crc32 = isal_zlib.crc32(content, self._crc32)
+
+    def flush(self) -> None:
+        """Does nothing: all is with the kernel already. torch.save asks for it."""
+
+    def tell(self) -> int:
+        """Number of bytes that were written."""
+        return self._size
+
+    def record(self) -> FileRecord:
+        """Size and checksums of what was written."""
+        return FileRecord(self._size, self._sha256.hexdigest(), self._crc32)
+
+
+class FinishedFiles:
+    """The files of a folder that is not complete. Each finished one has a record beside it, so that a later attempt keeps it."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._records: dict[str, FileRecord] = {}
+        self._synced: list[Future[None]] = []
+
+    def __enter__(self) -> FinishedFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def written(self, path: Path, write: Callable[[HashedFile], object]) -> tuple[object, bool]:
+        """The note (plain JSON values) that `write` returned about a file, and whether an earlier attempt had finished the file.
+
+        Calls `write` only if there is no such file, or its content is not what was recorded. Syncs the file in the background.
+        """
+        beside = path.with_name(path.name + FINISHED_SUFFIX)
+        # Errors: the attempt died before or while it recorded the file.
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            kept = json.loads(beside.read_text(encoding="utf-8"))
+            expected, note = FileRecord(**kept["record"]), kept["note"]
+            if path.stat().st_size == expected.size and file_record(path) == expected:
+                self._records[path.name] = expected
+                return note, True
+        with HashedFile(path) as file:
+            note = write(file)
+        record = self._records[path.name] = file.record()
+
+        def finish() -> None:
+            sync_file(path)
+            beside.write_text(json.dumps({"record": asdict(record), "note": note}), encoding="utf-8")
+
+        self._synced.append(self._pool.submit(finish))
+        return note, False
+
+    def records(self) -> dict[str, FileRecord]:
+        """Checksums by file name, once all files are on disk."""
+        for synced in self._synced:
+            synced.result(IO_TIMEOUT_S)
+        return self._records
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest of a folder."""
+    """Writes the manifest of a folder, with a checksum of the manifest itself."""
     content = {
         "sha256": "",
         "table_version": manifest.table_version,
@@ -73,11 +183,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
+    """The manifest of a folder; a ValueError if there is none, or it is damaged."""
     path = folder / MANIFEST
     try:
         text = read_file(path).decode()
@@ -102,11 +208,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, TensorRecord], known: Mapping[str, FileRecord]) -> None:
-    """Writes the manifest of a complete folder. Reads files for their checksums, except those that are `known`.
-
-    Raises:
-        ValueError: a known file is missing.
-    """
+    """Writes the manifest of a complete folder. Reads files for their checksums, except those that are `known`."""
     for record in folder.rglob(f"*{FINISHED_SUFFIX}"):
         record.unlink()
     files = {name: known[name] if name in known else file_record(folder / name) for name in file_names(folder)}
@@ -116,39 +218,26 @@ def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, Tenso
 
 
 def check_same_tensors(source: Path, tensors: Mapping[str, TensorRecord]) -> None:
-    """Returns if tensors read from a folder match its manifest, or if it has none. Compares only tensors of the same dtype.
-
-    Raises:
-        ValueError: the source is damaged, or the manifest is.
-    """
+    """Returns if tensors read from a folder match its manifest, or if it has none. Compares only tensors of the same dtype."""
     if not (source / MANIFEST).exists():
         return
     expected = read_manifest(source).tensors
     same_dtype = [name for name, record in tensors.items() if name in expected and expected[name].dtype == record.dtype]
-    different = [name for name in same_dtype if expected[name] != tensors[name]]
-    missing = sorted(expected.keys() ^ tensors.keys())
-    _refuse(source, [f"{name}: not the values that were written" for name in different] + [f"{name}: missing" for name in missing])
+    different = [f"{name}: not the values that were written" for name in same_dtype if expected[name] != tensors[name]]
+    _refuse(source, different + [f"{name}: missing" for name in sorted(expected.keys() ^ tensors.keys())])
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Returns if these files of a folder, by relative path, match its manifest. For loading: reads them once, by CRC-32.
-
-    Raises:
-        ValueError: a file is missing, differs, or is not listed; or there is no manifest.
-    """
+    """Returns if these files of a folder, by relative path, match its manifest. For loading: reads them once, by CRC-32."""
     files = read_manifest(folder).files
-    _refuse(folder, list(filter(None, (_fault(folder, name, files.get(name), with_sha256=False) for name in names))))
+    _refuse(folder, [fault for name in names if (fault := _fault(folder, name, files.get(name), with_sha256=False))])
 
 
 def file_faults(folder: Path) -> list[str]:
-    """How the files of a folder differ from its manifest, one line each; empty if they match. Reads all bytes once.
-
-    Raises:
-        ValueError: there is no manifest, or it is damaged.
-    """
+    """How the files of a folder differ from its manifest, one line each; empty if they match. Reads all bytes once."""
     files = read_manifest(folder).files
-    unlisted = [name for name in file_names(folder) if name not in files]
-    return list(filter(None, (_fault(folder, name, files.get(name), with_sha256=True) for name in (*unlisted, *files))))
+    names = [*(name for name in file_names(folder) if name not in files), *files]
+    return [fault for name in names if (fault := _fault(folder, name, files.get(name), with_sha256=True))]
 
 
 def file_names(folder: Path) -> list[str]:

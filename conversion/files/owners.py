@@ -1,7 +1,7 @@
-"""Ownership of files and folders, encoded in their names, and whether the owner is still alive. For folders that several hosts share.
+"""Ownership of files and folders that several hosts share, encoded in their names; and canaries, which show that hosts see one folder.
 
-Takes no locks. On the owner's host its process decides. Elsewhere only time can tell: owners touch what they own, and a file that nobody
-touched for long is abandoned.
+Takes no locks. On the owner's host its process decides whether the owner is alive. Elsewhere only time can tell: owners touch what they
+own, and a file that nobody touched for long is abandoned. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +22,12 @@ from pathlib import Path
 HEARTBEAT_S = 10.0
 # A host may be suspended, its network down, its clock or the file server's wrong: none of them for this long.
 ABANDONED_S = 3600.0
-
 REMOVED = ".removed"
 """Ends the name of a file or folder that is being removed."""
+CANARIES = "canaries"
+# Network file systems may show a new name late.
+PATIENCE_S = 20.0
+POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +53,32 @@ class Owner:
 
     def is_running(self) -> bool:
         """Whether the process is there. Only for owners that are visible."""
-        return _start_of(self.pid) == self.start
+        return start_of(self.pid) == self.start
 
 
 def this_process() -> Owner:
     """The calling process."""
-    start = _start_of(os.getpid())
+    start = start_of(os.getpid())
     assert start is not None, "/proc shows the calling process"
     return Owner(socket.gethostname(), _boot_id(), _pid_namespace(), os.getpid(), start)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "").strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def start_of(pid: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None if there is none, or only its exit code is left."""
+    try:
+        # The name of the program, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def owned_name(what: str) -> str:
@@ -154,19 +176,41 @@ def time_of_folder(folder: Path) -> float:
         probe.unlink()
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "").strip()
+def release_canary(root: Path) -> Path:
+    """Creates a file below `root` for other processes to find and answer; its path."""
+    folder = root / CANARIES
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / owned_name("canary")
+    path.write_text(path.name, encoding="utf-8")
+    return path
 
 
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
-def _start_of(pid: int) -> int | None:
-    """When the process `pid` started; None if there is none, or only its exit code is left."""
+def answer_canary(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
+    """Whether this process finds the canary and can write an empty file named `answer` next to it."""
+    if not _appears(canary, patience_s) or canary.read_text(encoding="utf-8") != canary.name:
+        return False
     try:
-        # The name of the program, in parentheses, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        canary.with_name(f"{canary.name}-{answer}").touch()
+    except OSError:
+        return False
+    return True
+
+
+def is_answered(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
+    """Whether this process sees the answer of another one."""
+    return _appears(canary.with_name(f"{canary.name}-{answer}"), patience_s)
+
+
+def retire_canary(canary: Path) -> None:
+    """Removes the canary and its answers."""
+    for path in [*canary.parent.glob(f"{canary.name}-*"), canary]:
+        path.unlink(missing_ok=True)
+
+
+def _appears(path: Path, patience_s: float) -> bool:
+    end = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True

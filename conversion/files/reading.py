@@ -1,26 +1,35 @@
-"""Reads files that others wrote, with care: only regular files, of a bounded size, inside of their folder. Standard library only."""
+"""Reads files that others wrote, with care: only regular files, of a bounded size, inside of their folder. Remembers their checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import re
 import stat
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
+
+from conversion.files.durable import write_atomic
+from conversion.files.owners import time_of_folder
 
 MAX_SMALL_BYTES = 256 << 20
 """Far more than the index of the largest model has."""
+# A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
+SETTLED_S = 2.0
+MAX_THREADS = 8
+# Reading a larger file takes seconds, and is logged.
+ANNOUNCED_BYTES = 10**9
+
+logger = logging.getLogger(__name__)
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def open_file(path: Path) -> int:
-    """Opens a regular file, or one that a link leads to; a descriptor to read it by.
-
-    A FIFO would block the reader, and a device has no end.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: it is not a regular file.
-    """
+    """Opens a regular file, or one that a link leads to; a descriptor. A FIFO would block the reader, and a device has no end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -32,12 +41,7 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-    """The content of a regular file of at most `max_bytes`: an index, a config, a description of tensors.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a regular file, or larger.
-    """
+    """The content of a regular file of at most `max_bytes`: an index, a config, a description of tensors."""
     with os.fdopen(open_file(path), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -46,22 +50,11 @@ def read_file(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> object:
-    """The content of a JSON file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a regular file, or not JSON.
-    """
+    """The content of a JSON file. Raises ValueError for anything else, however deep."""
     try:
         return json.loads(read_file(path))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply to be read") from error
-
-
-def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file's content."""
-    with os.fdopen(open_file(path), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_state(path: Path) -> list[int]:
@@ -71,23 +64,55 @@ def file_state(path: Path) -> list[int]:
 
 
 def check_plain_folder(folder: Path) -> None:
-    """Returns if a folder holds only files, links to files, and folders. Libraries that read it would wait for a FIFO's writer.
-
-    Raises:
-        ValueError: names a FIFO or a device.
-    """
+    """Returns if a folder holds only files, links to files, and folders. Libraries that read it would wait for a FIFO's writer."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path} is a FIFO or a device, not a file; remove it")
 
 
 def name_inside(name: str, named_by: Path) -> str:
-    """Returns `name` if it names a file in or below a folder. Links are followed: snapshots of the Hub consist of them.
-
-    Raises:
-        ValueError: the name leads out of the folder; the message blames `named_by`.
-    """
+    """Returns `name` if it names a file in or below a folder. Links are followed: snapshots of the Hub consist of them."""
     path = PurePath(name)
     if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
         raise ValueError(f"{named_by} names {name[:200]!r}, outside of its folder; it is not read")
     return name
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's content."""
+    with os.fdopen(open_file(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_hashes(paths: Iterable[Path], memory: Path) -> dict[Path, str]:
+    """`file_hash` of every file, in threads."""
+    found = list(paths)
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return dict(zip(found, pool.map(lambda path: file_hash(path, memory), found), strict=True))
+
+
+def file_hash(path: Path, memory: Path) -> str:
+    """sha256 of a file: the Hub's own where it names the file, else one that the folder `memory` remembers, else computed."""
+    try:
+        # huggingface_hub keeps large files as `models--NAME/blobs/<sha256>` and links to them from `snapshots/`.
+        blob = path.resolve(strict=True)
+        if blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--") and _SHA256.fullmatch(blob.name):
+            return blob.name
+        identity = path.stat().st_dev, *file_state(path)
+        _, size, modified, changed, inode = identity
+        record = memory / "-".join(map(str, (identity[0], inode, size, modified, changed)))
+        if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")):
+            return remembered
+        if size >= ANNOUNCED_BYTES:
+            logger.info("Reading %s once, to know it by its checksum", path)
+        digest = sha256_file(path)
+        has_changed = (path.stat().st_dev, *file_state(path)) != identity
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing: the folder is not a complete model; download it again") from error
+    if has_changed:
+        raise ValueError(f"{path} changed while it was read; wait until its writer is done, and start again")
+    memory.mkdir(parents=True, exist_ok=True)
+    # Model and memory may lie on one file server, whose clock may differ from ours.
+    if time_of_folder(memory) - max(modified, changed) / 1e9 > SETTLED_S:
+        write_atomic(record, digest)
+    return digest

@@ -48,25 +48,14 @@ class CheckpointPaths:
 
 
 def find_checkpoint(folder: Path) -> CheckpointPaths:
-    """The checkpoint in a step folder, a weights folder or an iter_ folder.
-
-    Raises:
-        ValueError: there is none, or no copy of the model's config.json beside it.
-    """
+    """The checkpoint in a step folder, a weights folder or an iter_ folder, with the copy of the model's config.json beside it."""
     if not folder.is_dir():
         raise ValueError(f"--mcore {folder} is not a folder; name a step_N folder, its policy/weights, or an iter_ folder")
     weights = folder / "policy" / "weights" if (folder / "policy" / "weights").is_dir() else folder
-    iteration = weights if (weights / METADATA_FILE).exists() else _latest_iteration(weights)
-    configs = [path for path in (iteration / HF_CONFIG_FILE, iteration.parent / HF_CONFIG_FILE) if path.exists()]
-    if not configs:
-        raise ValueError(f"--mcore {folder}: {iteration} has no {HF_CONFIG_FILE}, a copy of the Hugging Face config.json; put one there")
-    tokenizers = [path for path in (iteration.parent / "tokenizer", iteration.parent.parent / "tokenizer") if path.is_dir()]
-    return CheckpointPaths(iteration, read_config(configs[0]), tokenizers[0] if tokenizers else None)
-
-
-def _latest_iteration(weights: Path) -> Path:
     latest = weights / LATEST_FILE
-    if latest.exists():
+    if (weights / METADATA_FILE).exists():
+        found = [weights]
+    elif latest.exists():
         number = read_file(latest).decode(errors="replace").strip()
         found = [weights / f"iter_{int(number):07d}"] if number.isdigit() else []
     else:
@@ -75,21 +64,22 @@ def _latest_iteration(weights: Path) -> Path:
         raise ValueError(
             f"--mcore {weights}: no complete Megatron checkpoint there; name a step_N folder, its policy/weights, or an iter_ folder"
         )
-    return found[-1]
+    iteration = found[-1]
+    configs = [path for path in (iteration / HF_CONFIG_FILE, iteration.parent / HF_CONFIG_FILE) if path.exists()]
+    if not configs:
+        raise ValueError(f"--mcore {folder}: {iteration} has no {HF_CONFIG_FILE}, a copy of the Hugging Face config.json; put one there")
+    tokenizers = [path for path in (iteration.parent / "tokenizer", iteration.parent.parent / "tokenizer") if path.is_dir()]
+    return CheckpointPaths(iteration, read_config(configs[0]), tokenizers[0] if tokenizers else None)
 
 
 class TorchDistFolder:
     """The tensors of a torch_dist checkpoint (an iter_ folder), by key. Not for several threads at once."""
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        """Reads the metadata. With `verify`, compares each chunk with the checksums in its archive before its first use.
-
-        Raises:
-            ValueError: it is not a complete torch_dist checkpoint.
-        """
+        """Reads the metadata. With `verify`, compares each chunk with the checksums in its archive before its first use."""
         self.folder = folder
         self._metadata = CheckpointMetadata(folder)
-        self.keys = self._metadata.keys
+        self.keys = set(self._metadata.shapes)
         """Keys of all tensors, optimizer state included."""
         self._chunks: dict[str, tuple[list[StoredChunk], list[int], int]] = {}
         self._stored: dict[StoredChunk, StoredTensor | None] = {}
@@ -99,28 +89,20 @@ class TorchDistFolder:
         weakref.finalize(self, _close, self._files)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Global shape of a tensor.
-
-        Raises:
-            ValueError: there is no such tensor.
-        """
-        return self._metadata.shape(self._known(key))
+        return self._metadata.shapes[self._known(key)]
 
     def dtype(self, key: str) -> torch.dtype:
-        """dtype of a tensor as it is stored.
+        return self._metadata.dtypes[self._known(key)]
 
-        Raises:
-            ValueError: there is no such tensor.
-        """
-        return self._metadata.dtype(self._known(key))
+    def _known(self, key: str) -> str:
+        if key not in self.keys:
+            raise ValueError(f"{self.folder}: the checkpoint has no tensor {key}; it does not fit the model's config")
+        return key
 
     def read_into(self, key: str, box: Box, target: Tensor) -> None:
         """Copies a box of a global tensor into `target`, cast to its dtype.
 
         Memory holds no more than `target` and a block; where only torch can read a chunk, that chunk too, until it reads another.
-
-        Raises:
-            ValueError: there is no such tensor, or a file is missing or damaged.
         """
         parts = [(chunk, common) for chunk in self._chunks_in(key, box) if (common := intersect(chunk.box, box)) is not None]
         fault = tiling_fault(lengths(box), [counted_from(common, box) for _, common in parts])
@@ -132,20 +114,19 @@ class TorchDistFolder:
                 if chunk not in self._stored:
                     self._stored[chunk] = self._find(chunk)
                 stored = self._stored[chunk]
-                if stored is None:
-                    part.copy_(box_view(self._load(chunk), inside))
-                else:
+                if stored is not None:
                     read_stored(self._file(chunk), stored, inside, part)
+                    continue
+                if self._loaded is None or self._loaded[0] != chunk:
+                    self._loaded = None
+                    self._loaded = chunk, self._torch_load(chunk, "cpu")
+                part.copy_(box_view(self._loaded[1], inside))
             # Other errors of the system are no fault of the checkpoint.
             except (FileNotFoundError, EOFError, RuntimeError, ValueError) as error:
                 raise ValueError(f"{self.folder}: {key} cannot be read: {error}") from error
 
     def check(self, layout: Layout) -> None:
-        """Returns if the checkpoint holds exactly these weights. Ignores the state of optimizers, schedules and generators.
-
-        Raises:
-            ValueError: a tensor is missing, has another shape, or is an unknown weight; or experts are of a legacy module.
-        """
+        """Returns if the checkpoint holds exactly these weights. Ignores the state of optimizers, schedules and generators."""
         wanted = {slot.name: content.shape for slot, content in layout.items()}
         legacy = sorted(key for key in self.keys if key.endswith(_GROUPED_MLP_KEYS))
         if legacy:
@@ -160,11 +141,6 @@ class TorchDistFolder:
         if unknown:
             raise ValueError(f"{self.folder}: weights that the model's config does not have: {', '.join(unknown[:6])}")
 
-    def _known(self, key: str) -> str:
-        if key not in self.keys:
-            raise ValueError(f"{self.folder}: the checkpoint has no tensor {key}; it does not fit the model's config")
-        return key
-
     def _chunks_in(self, key: str, box: Box) -> Sequence[StoredChunk]:
         """Chunks that may share elements with a box: those whose first rows do."""
         if key not in self._chunks:
@@ -178,19 +154,16 @@ class TorchDistFolder:
         return chunks[bisect_left(starts, low - longest + 1) : bisect_left(starts, high)]
 
     def _find(self, chunk: StoredChunk) -> StoredTensor | None:
-        """Where the content of a chunk lies in its file; None where only torch can read it, as for views. Reads content only to verify it.
-
-        Raises:
-            ValueError: the archive is damaged, holds anything but a tensor, or one of another shape.
-        """
+        """Where the content of a chunk lies in its file; None where only torch can read it, as for views."""
+        what = f"{chunk.file} at byte {chunk.offset}"
         try:
             with self._archive(chunk) as file, zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
                 orders = {archive.read(record) for record in records if record.filename.endswith("/byteorder")}
                 if self._verify and (damaged := archive.testzip()) is not None:
-                    raise ValueError(f"{_what(chunk)} is damaged: {damaged} does not have its CRC-32")
+                    raise ValueError(f"{what} is damaged: {damaged} does not have its CRC-32")
         except (zipfile.BadZipFile, NotImplementedError) as error:
-            raise ValueError(f"{_what(chunk)} is damaged: {error}") from error
+            raise ValueError(f"{what} is damaged: {error}") from error
         if orders - {b"little"} or any(record.compress_type != zipfile.ZIP_STORED for record in records):
             return None
         tensor = self._torch_load(chunk, "meta")
@@ -200,17 +173,12 @@ class TorchDistFolder:
         if offset is None or not tensor.is_contiguous() or tensor.storage_offset() or storage.nbytes() != tensor.nbytes:
             return None
         if offset + tensor.nbytes > chunk.length:
-            raise ValueError(f"{_what(chunk)} is damaged: the content ends behind the archive")
+            raise ValueError(f"{what} is damaged: the content ends behind the archive")
         return StoredTensor(self.folder / chunk.file, chunk.offset + offset, tensor.dtype, tuple(tensor.shape))
-
-    def _load(self, chunk: StoredChunk) -> Tensor:
-        if self._loaded is None or self._loaded[0] != chunk:
-            self._loaded = None
-            self._loaded = chunk, self._torch_load(chunk, "cpu")
-        return self._loaded[1]
 
     def _torch_load(self, chunk: StoredChunk, device: str) -> Tensor:
         """The tensor of a chunk; on "meta" without its content."""
+        what = f"{chunk.file} at byte {chunk.offset}"
         try:
             with self._archive(chunk) as file:
                 tensor = torch.load(file, map_location=device, weights_only=True)
@@ -218,14 +186,13 @@ class TorchDistFolder:
             # torch's message goes on with ways to read it all the same, which would run what it asks for.
             asked = re.search(r"GLOBAL (\S+)", str(error))
             reason = f"its pickle asks for {asked[1]}" if asked else str(error)
-            raise ValueError(f"{_what(chunk)} is not a plain tensor, so it is not read: {reason}") from error
+            raise ValueError(f"{what} is not a plain tensor, so it is not read: {reason}") from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != lengths(chunk.box):
-            raise ValueError(f"{_what(chunk)} does not hold a tensor of shape {lengths(chunk.box)}")
+            raise ValueError(f"{what} does not hold a tensor of shape {lengths(chunk.box)}")
         return tensor.detach()
 
     @contextmanager
     def _archive(self, chunk: StoredChunk) -> Iterator[IO[bytes]]:
-        """The archive of a chunk, as a file."""
         part = _FilePart(self._file(chunk), chunk.offset, chunk.length)
         try:
             yield io.BufferedReader(part)
@@ -244,10 +211,6 @@ class TorchDistFolder:
         if len(self._files) > MAX_OPEN_FILES:
             os.close(self._files.pop(next(iter(self._files))))
         return descriptor
-
-
-def _what(chunk: StoredChunk) -> str:
-    return f"{chunk.file} at byte {chunk.offset}"
 
 
 def _close(files: dict[str, int]) -> None:
@@ -288,14 +251,9 @@ class _FilePart(io.RawIOBase):
 
 
 class CanonicalTensors:
-    """The canonical tensors that lie in a Megatron checkpoint, by the checkpoint's layout."""
+    """The canonical tensors that lie in a Megatron checkpoint, by the checkpoint's layout, which it must fit."""
 
     def __init__(self, source: TorchDistFolder, layout: Layout) -> None:
-        """Checks that the checkpoint fits.
-
-        Raises:
-            ValueError: a tensor is missing, has another shape, or is an unknown weight.
-        """
         source.check(layout)
         self._source = source
         self._holders: dict[str, list[tuple[Slot, Piece]]] = {}
@@ -303,33 +261,19 @@ class CanonicalTensors:
             for piece in content.pieces:
                 assert piece.transform is None, "checkpoints hold canonical values"
                 self._holders.setdefault(piece.name, []).append((slot, piece))
-
-    @property
-    def names(self) -> list[str]:
-        """Names, in the order of the layout."""
-        return list(self._holders)
+        self.names = list(self._holders)
+        """In the order of the layout."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         return tuple(max(stop for _, stop in bounds) for bounds in zip(*(piece.box for _, piece in self._holders[name]), strict=True))
 
     def dtype(self, name: str) -> torch.dtype:
-        """dtype of a tensor as it is stored.
-
-        Raises:
-            ValueError: its parts have several.
-        """
         dtypes = {self._source.dtype(slot.name) for slot, _ in self._holders[name]}
         if len(dtypes) > 1:
             raise ValueError(f"the checkpoint holds parts of {name} in several dtypes: {sorted(map(str, dtypes))}")
         return dtypes.pop()
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Copies a box of a tensor into `target`, cast to its dtype.
-
-        Raises:
-            ValueError: a file is missing or damaged.
-        """
         for slot, piece in self._holders[name]:
             common = intersect(piece.box, box)
             if common is not None:

@@ -10,7 +10,7 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
@@ -39,29 +39,20 @@ from conversion.boxes import (
     intersect,
     lengths,
     place,
-    subtract,
+    uncovered,
     volume,
 )
-from conversion.families.common import Family, HfConfig, MegatronCoords, MegatronParallel
+from conversion.families.common import Family, HfConfig, MegatronParallel
 from conversion.files.checkpoint_metadata import METADATA_FILE
-from conversion.files.hashed_files import FinishedFiles, HashedFile
-from conversion.files.manifest import FileRecord
+from conversion.files.manifest import FileRecord, FinishedFiles, HashedFile
 from conversion.progress import Report, counter
 from conversion.tensors import BoxSource, fill_from, torch_dtype
 
 MAX_CHUNK_BYTES = 1 << 30
 """Larger tensors are cut: one chunk is held in memory."""
 
-Place = tuple[int, int]
-"""Offset and length of a chunk in its file, in bytes."""
-
 # What megatron.core.dist_checkpointing looks for before it opens a folder.
-_MEGATRON_METADATA = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+_MEGATRON_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 # Modules that keep an `_extra_state` in checkpoints (scales of FP8) where they are Transformer Engine's. It is empty here, but Megatron's
 # loader insists on the keys. Some versions have it in norms too; those that have not ignore it.
@@ -86,10 +77,6 @@ class Chunk:
         return math.prod(self.content.shape) * DTYPE_BYTES[self.content.dtype]
 
 
-ChunkBoxes = dict[str, list[Box]]
-"""Boxes of global tensors, by key."""
-
-
 def restricted(content: SlotLayout, box: Box) -> SlotLayout:
     """What a box of a tensor consists of, as a tensor of its own."""
     pieces = []
@@ -103,9 +90,17 @@ def restricted(content: SlotLayout, box: Box) -> SlotLayout:
     return replace(content, shape=lengths(box), pieces=tuple(pieces), padding=padding)
 
 
+def is_stacked(content: SlotLayout) -> bool:
+    """Whether the first dimension of a global tensor counts experts."""
+    return any(len(piece.local) > len(piece.box) for piece in content.pieces)
+
+
 def files_of_size(layout: Layout, max_file_bytes: int, max_bytes: int) -> list[list[Chunk]]:
     """Files of about `max_file_bytes`: a chunk per expert where experts are stacked, else per tensor."""
-    boxes = {slot.name: list(_experts(content)) for slot, content in layout.items()}
+    boxes: dict[str, list[Box]] = {}
+    for slot, content in layout.items():
+        whole = full(content.shape)
+        boxes[slot.name] = [((index, index + 1), *whole[1:]) for index in range(*whole[0])] if is_stacked(content) else [whole]
     files: list[list[Chunk]] = [[]]
     num_bytes = 0
     for chunk in _chunks(layout, boxes, max_bytes):
@@ -118,22 +113,33 @@ def files_of_size(layout: Layout, max_file_bytes: int, max_bytes: int) -> list[l
 
 
 def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParallel, layout: Layout, max_bytes: int) -> list[list[Chunk]]:
-    """A file for each (tp, pp, ep, etp) rank with the chunks that it reads; what several ranks read lies in the first one's.
-
-    Raises:
-        ValueError: the model cannot be cut so.
-    """
+    """A file for each (tp, pp, ep, etp) rank with the chunks that it reads; what several ranks read lies in the first one's."""
     holders: dict[str, list[tuple[str, Piece]]] = {}
     for slot, content in layout.items():
         for piece in content.pieces:
             holders.setdefault(piece.name, []).append((slot.name, piece))
     taken: dict[tuple[str, Box], list[Box]] = {}
-    files: list[ChunkBoxes] = []
-    for coords in _ranks(parallel):
-        rank = family.megatron_layout(hf_config, parallel, coords, "float32", "te")
-        read = _read_by(rank, holders)
-        stacked = {key: is_stacked(layout[Slot(key)]) for key in read}
-        files.append({key: _joined_up(_untaken(key, boxes, taken, stacked[key]), stacked=stacked[key]) for key, boxes in read.items()})
+    files: list[dict[str, list[Box]]] = []
+    # The distinct coordinates of the smallest world of these sizes.
+    world_size, sizes = parallel.pp * math.lcm(parallel.tp, parallel.ep * parallel.etp), replace(parallel, cp=1)
+    for coords in dict.fromkeys(sizes.coords_of(rank, world_size) for rank in range(world_size)):
+        read: dict[str, list[Box]] = {}
+        for content in family.megatron_layout(hf_config, parallel, coords, "float32", "te").values():
+            for piece in content.pieces:
+                for key, held in holders[piece.name]:
+                    common = intersect(piece.box, held.box)
+                    if common is not None:
+                        read.setdefault(key, []).append(place(common, held.box, held.local))
+        files.append({})
+        for key, boxes in read.items():
+            stacked, rest = is_stacked(layout[Slot(key)]), []
+            for box in boxes:
+                # Experts do not overlap each other; looking at one at a time keeps this linear in their number.
+                others = taken.setdefault((key, box[:1] if stacked else ()), [])
+                left = uncovered(box, others)
+                others += left
+                rest += left
+            files[-1][key] = _joined_up(rest, stacked=stacked)
     for slot, content in layout.items():
         # Padding has no canonical source, so that no rank's layout has named it. It goes where the last rows of the tensor are.
         last = next(file for file in reversed(files) if file.get(slot.name))
@@ -141,57 +147,22 @@ def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParall
     return [_chunks(layout, boxes, max_bytes) for boxes in files]
 
 
-def _ranks(parallel: MegatronParallel) -> Iterator[MegatronCoords]:
-    """The distinct coordinates of the smallest world of these sizes."""
-    world_size = parallel.pp * math.lcm(parallel.tp, parallel.ep * parallel.etp)
-    sizes = replace(parallel, cp=1)
-    yield from dict.fromkeys(sizes.coords_of(rank, world_size) for rank in range(world_size))
-
-
-def _read_by(rank: Layout, holders: dict[str, list[tuple[str, Piece]]]) -> ChunkBoxes:
-    """The boxes of global tensors that a rank's tensors are made of."""
-    boxes: ChunkBoxes = {}
-    for content in rank.values():
-        for piece in content.pieces:
-            for key, held in holders[piece.name]:
-                common = intersect(piece.box, held.box)
-                if common is not None:
-                    boxes.setdefault(key, []).append(place(common, held.box, held.local))
-    return boxes
-
-
-def _untaken(key: str, boxes: list[Box], taken: dict[tuple[str, Box], list[Box]], stacked: bool) -> list[Box]:
-    """What no rank before has taken."""
-    found = []
-    for box in boxes:
-        # Experts do not overlap each other; looking at one at a time keeps this linear in their number.
-        others = taken.setdefault((key, box[:1] if stacked else ()), [])
-        rest = [box]
-        for other in others:
-            rest = [left for part in rest for left in subtract(part, other)]
-        others += rest
-        found += rest
-    return found
-
-
 def _joined_up(boxes: list[Box], *, stacked: bool) -> list[Box]:
     """The same elements in fewer boxes: those that follow each other along one dimension become one. Experts stay apart."""
     found: list[Box] = []
     for box in sorted(boxes):
-        joined = _joined(found[-1], box) if found and not (stacked and found[-1][0] != box[0]) else None
-        found[-1:] = [joined] if joined else [*found[-1:], box]
+        last = found[-1] if found else box
+        different = [dim for dim, (a, b) in enumerate(zip(last, box, strict=True)) if a != b]
+        follows = len(different) == 1 and last[different[0]][1] == box[different[0]][0]
+        if follows and not (stacked and different[0] == 0):
+            (dim,) = different
+            found[-1] = (*last[:dim], (last[dim][0], box[dim][1]), *last[dim + 1 :])
+        else:
+            found.append(box)
     return found
 
 
-def _joined(first: Box, second: Box) -> Box | None:
-    different = [dim for dim, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-    if len(different) != 1 or first[different[0]][1] != second[different[0]][0]:
-        return None
-    (dim,) = different
-    return (*first[:dim], (first[dim][0], second[dim][1]), *first[dim + 1 :])
-
-
-def _chunks(layout: Layout, boxes: ChunkBoxes, max_bytes: int) -> list[Chunk]:
+def _chunks(layout: Layout, boxes: Mapping[str, list[Box]], max_bytes: int) -> list[Chunk]:
     chunks = []
     # In the order of the layout: that of the source, which is then read front to back.
     for slot, content in layout.items():
@@ -215,19 +186,6 @@ def _limited(box: Box, max_elements: int) -> Iterator[Box]:
         yield (*box[:dim], (low, min(low + step, stop)), *box[dim + 1 :])
 
 
-def _experts(content: SlotLayout) -> Iterator[Box]:
-    if not is_stacked(content):
-        yield full(content.shape)
-        return
-    for index in range(content.shape[0]):
-        yield ((index, index + 1), *full(content.shape[1:]))
-
-
-def is_stacked(content: SlotLayout) -> bool:
-    """Whether the first dimension of a global tensor counts experts."""
-    return any(len(piece.local) > len(piece.box) for piece in content.pieces)
-
-
 def write_torch_dist(
     folder: Path, layout: Layout, files: Sequence[Sequence[Chunk]], source: BoxSource, *, progress: Report | None = None
 ) -> dict[str, FileRecord]:
@@ -237,34 +195,40 @@ def write_torch_dist(
     if it is still right. `progress` gets numbers of bytes as they are done.
     """
     report = progress or counter(None, 0)
-    metadata = Metadata(
-        {
-            slot.name: TensorStorageMetadata(TensorProperties(dtype=torch_dtype(content.dtype)), torch.Size(content.shape), [])
-            for slot, content in layout.items()
-        },
-        storage_data={},
-        storage_meta=StorageMeta(),
-        version=CURRENT_DCP_VERSION,
-    )
+    entries = {
+        slot.name: TensorStorageMetadata(TensorProperties(dtype=torch_dtype(content.dtype)), torch.Size(content.shape), [])
+        for slot, content in layout.items()
+    }
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    empty = io.BytesIO()
+    torch.save([None], empty)
+    extra_states, size = sorted(_extra_states(layout)), len(empty.getvalue())
     with FinishedFiles() as finished:
         for index, chunks in enumerate(files):
-            path = folder / f"__{index}_0.distcp"
-            extra_states = sorted(_extra_states(layout)) if index == 0 else []
+            name, states = f"__{index}_0.distcp", extra_states if index == 0 else []
+            places |= {MetadataIndex(key): _StorageInfo(name, position * size, size) for position, key in enumerate(states)}
+            head = empty.getvalue() * len(states)
             note, is_kept = finished.written(
-                path, lambda out, states=extra_states, chunks=chunks: _write_file(out, states, chunks, source, report)
+                folder / name, lambda out, head=head, chunks=chunks: _write_file(out, head, chunks, source, report)
             )
             if is_kept:
                 report(sum(chunk.num_bytes for chunk in chunks), is_kept=True)
-            _describe(metadata, path.name, extra_states, chunks, cast("list[Place]", note))
+            for chunk, (start, length) in zip(chunks, cast("list[tuple[int, int]]", note), strict=True):
+                offsets = torch.Size(chunk.offsets)
+                entries[chunk.key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.content.shape)))
+                places[MetadataIndex(chunk.key, offsets)] = _StorageInfo(name, start, length)
         records = finished.records()
+    described = {**entries, **{key: BytesStorageMetadata() for key in extra_states}}
+    metadata = Metadata(described, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(_MEGATRON_METADATA), encoding="utf-8")
     return records
 
 
-def _write_file(file: HashedFile, extra_states: Sequence[str], chunks: Sequence[Chunk], source: BoxSource, report: Report) -> list[Place]:
-    file.write(_EMPTY_STATE * len(extra_states))
+def _write_file(file: HashedFile, head: bytes, chunks: Sequence[Chunk], source: BoxSource, report: Report) -> list[tuple[int, int]]:
+    """Offset and length of each chunk in the file, in bytes."""
+    file.write(head)
     places = []
     for chunk in chunks:
         tensor = torch.empty(chunk.content.shape, dtype=torch_dtype(chunk.content.dtype))
@@ -274,29 +238,6 @@ def _write_file(file: HashedFile, extra_states: Sequence[str], chunks: Sequence[
         places.append((start, file.tell() - start))
         report(tensor.nbytes)
     return places
-
-
-def _describe(metadata: Metadata, file: str, extra_states: Sequence[str], chunks: Sequence[Chunk], places: Sequence[Place]) -> None:
-    """Adds what a file holds."""
-    assert metadata.storage_data is not None
-    for position, key in enumerate(extra_states):
-        metadata.state_dict_metadata[key] = BytesStorageMetadata()
-        metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file, position * len(_EMPTY_STATE), len(_EMPTY_STATE))
-    for chunk, (start, length) in zip(chunks, places, strict=True):
-        offsets = torch.Size(chunk.offsets)
-        entry = metadata.state_dict_metadata[chunk.key]
-        assert isinstance(entry, TensorStorageMetadata)
-        entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.content.shape)))
-        metadata.storage_data[MetadataIndex(chunk.key, offsets)] = _StorageInfo(file, start, length)
-
-
-def _empty_state() -> bytes:
-    stream = io.BytesIO()
-    torch.save([None], stream)
-    return stream.getvalue()
-
-
-_EMPTY_STATE = _empty_state()
 
 
 def _extra_states(layout: Layout) -> set[str]:

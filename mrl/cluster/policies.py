@@ -14,7 +14,7 @@ import ray
 
 from conversion.cache import cached_mcore, check_entry, discard, mcore_in_use, read_entry, root_of
 from conversion.families.common import MegatronParallel
-from conversion.files.canary import PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
+from conversion.files.owners import PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
 from mrl import env
 from mrl.cluster.calls import Actors, ask, start_actor, wait_all
 from mrl.cluster.environment import policy_variables, start_actor_process

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.files.canary import CANARIES, PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
+from conversion.files.owners import CANARIES, PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
 from mrl.doctor.findings import Finding, some
 from mrl.doctor.gpus import PROBE_TIMEOUT_S
 from mrl.doctor.probe import HostFacts, probe_host

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from conversion.files.durable import sync_file, sync_folder, write_atomic
+from conversion.files.durable import sync_file, write_atomic
 from mrl.config.rules.environments import environment_of_agent
 from mrl.data.fields import Fields, RowError, json_object, text_of
 from mrl.data.files import SUFFIXES
@@ -265,7 +265,7 @@ def write_rows(blend: Path, problems: Mapping[str, Mapping[int, Problem]], path:
             written.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
     sync_file(aside)
     aside.rename(path)
-    sync_folder(path.parent)
+    sync_file(path.parent)
 
 
 def report(survey: Survey, num_validation: int) -> None:

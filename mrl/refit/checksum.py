@@ -78,9 +78,6 @@ def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int]) -> No
 
     The tables of both sides could share one error. What is in the engine before was written by vLLM's own loader, which knows nothing of
     our tables.
-
-    Raises:
-        RefitError: naming the slots that differ.
     """
     changed = sorted(str(slot) for slot in before.keys() | after.keys() if before.get(slot) != after.get(slot))
     if changed:
@@ -106,7 +103,6 @@ class _DeviceSums:
         self._computed = {index: value for index, value in enumerate(values) if index not in kept}
 
     def take(self) -> Tensor:
-        """int64 [number of values], on the host."""
         kernel_sums = self._kernel.take() if self._kernel else None
         computed_sums = [word_sum(value.now()) for value in self._computed.values()]
         sums = torch.empty(self._num_values, dtype=torch.int64)
@@ -118,8 +114,6 @@ class _DeviceSums:
 
 
 class _Part(NamedTuple):
-    """Part of a strided box, and where it is gathered."""
-
     source: np.ndarray
     gathered: np.ndarray
     raw: memoryview
@@ -150,7 +144,6 @@ def _prepare(tensor: Tensor, buffer: np.ndarray) -> memoryview | list[_Part]:
 
 
 def _split(array: np.ndarray, max_bytes: int) -> Iterator[np.ndarray]:
-    """Parts of an array along its first dimensions, in C order."""
     if array.nbytes <= max_bytes:
         yield array
         return

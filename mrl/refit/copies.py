@@ -24,11 +24,7 @@ _MAX_ITEM_BYTES = 1 << 30
 
 
 def converted(tensor: Tensor, transform: str | None, dtype: torch.dtype) -> Tensor:
-    """`tensor` as an engine keeps it: transformed and cast, of the same shape; `tensor` itself where nothing changes.
-
-    Raises:
-        ValueError: unknown transform.
-    """
+    """`tensor` as an engine keeps it: transformed and cast, of the same shape; `tensor` itself where nothing changes."""
     return transformed(tensor, transform).to(dtype)
 
 
@@ -130,7 +126,6 @@ def _distances(first: _Arrays, second: _Arrays) -> tuple[int, int]:
 
 
 def _box_copies(copies: Sequence[TensorCopy]) -> BoxCopies | None:
-    """One kernel for all copies inside one GPU; None if there is nothing to copy."""
     if not copies:
         return None
     # Triton comes with torch for GPUs; hosts without one need not have it.

@@ -50,7 +50,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bytes as int32 [num_words], with zeros behind the last ones."""
     raw = bytes_of(tensor)
     if len(raw) % 4 == 0 and raw.storage_offset() % 4 == 0:
         return raw.view(torch.int32)

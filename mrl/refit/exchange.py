@@ -54,7 +54,6 @@ class ExchangeMemory:
 
     @staticmethod
     def num_bytes(body_bytes: int) -> int:
-        """Size of the memory that holds both parts."""
         return align(8 * _NUM_STAMPS) + body_bytes
 
     @classmethod
@@ -81,8 +80,6 @@ def handles_for(schedule: Schedule, worker: int, handles: Mapping[int, GpuHandle
 
 
 class _EngineBox(NamedTuple):
-    """A box of this rank's weights, and how an engine keeps it."""
-
     slot: Slot
     box: Box
     transform: str | None
@@ -122,13 +119,7 @@ class Exchange:
     """One participant's part of the exchange. Owns the exchange memory of its GPU."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        gpu: int,
-        weights: Mapping[Slot, Tensor],
-        arena: ArenaHandle | None,
-        *,
-        group: ExchangeGroup | None,
+        self, schedule: Schedule, gpu: int, weights: Mapping[Slot, Tensor], arena: ArenaHandle | None, *, group: ExchangeGroup | None
     ) -> None:
         """Every trainer rank makes one, and every worker of a dedicated engine, of the same schedule; `gpu` is its number there.
 
@@ -178,9 +169,6 @@ class Exchange:
 
         Every participant calls it, in the same order of rounds, with settled weights; not before all engine workers have verified the
         round before. One with nothing to send or receive returns at once.
-
-        Raises:
-            RefitError: a peer did not send or receive in time.
         """
         outgoing, incoming = self._outgoing[round_index], self._incoming[round_index]
         self._parts.stamps[0] = NO_ROUND
@@ -204,7 +192,6 @@ class Exchange:
         return self._sums.prepare(copies, source_class, out)
 
     def _pack(self, deliveries: Sequence[Delivery], buffer: Tensor) -> list[Outgoing]:
-        """The messages of one round, behind each other in `buffer`."""
         outgoing, start = [], 0
         for delivery in deliveries:
             message = delivery.message

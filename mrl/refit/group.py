@@ -54,11 +54,7 @@ class ExchangeGroup:
     """One participant's end of the group."""
 
     def __init__(self, address: GroupAddress, rank: int, *, device: torch.device, timeout_s: float) -> None:
-        """Joins as `rank` of `address.size`. Collective: returns when all have joined.
-
-        Raises:
-            RefitError: not all came within `timeout_s`.
-        """
+        """Joins as `rank` of `address.size`. Collective: returns when all have joined."""
         self.rank = rank
         self._timeout_s = timeout_s
         self.device = device
@@ -82,9 +78,6 @@ class ExchangeGroup:
         """Sends and receives all messages of one round, `what`. Between two participants both sides list theirs in the same order.
 
         `meanwhile` is called when all are packed and on their way. On the host, messages of other peers arrive although one is dead.
-
-        Raises:
-            RefitError: a peer did not do its part in time. The group is closed then.
         """
         deadline = time.monotonic() + self._timeout_s
         post = self._post_together if self.device.type == "cuda" else self._post

@@ -39,13 +39,7 @@ class RefitInputs:
     """Of the driver's schedule."""
 
     def schedule(self) -> Schedule:
-        """The schedule, proven complete: seconds of work, the same in every process.
-
-        Raises:
-            ScheduleError: the layouts do not fit together; see `reshard`.
-            ValueError: the buffer is too small for a single message.
-            RefitError: it is not the driver's schedule.
-        """
+        """The schedule, proven complete: seconds of work, the same in every process."""
         tables = family(self.hf_config)
         # Ranks at one place share one layout object, by which the schedule knows them as equal.
         layouts = {place: tables.megatron_layout(self.hf_config, *place) for place in dict.fromkeys(self.ranks)}

@@ -61,7 +61,6 @@ class MemoryHandle:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes in host memory, the page included."""
         return _HEADER_BYTES + (0 if self.gpu else self.num_bytes)
 
 
@@ -93,11 +92,7 @@ class SharedMemory:
     """uint8 [num_bytes] on the device, zero at first."""
 
     def __init__(self, num_bytes: int, name: str, device: torch.device) -> None:
-        """New zeroed memory. `name` labels it in messages and under /proc/<pid>/maps.
-
-        Raises:
-            ValueError: memory of such a device cannot be shared.
-        """
+        """New zeroed memory. `name` labels it in messages and under /proc/<pid>/maps."""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"memory {name!r} on device {device}: only cpu and cuda memory can be shared with an engine")
         self.num_bytes = num_bytes
@@ -148,11 +143,7 @@ class MappedMemory:
     """uint8 [num_bytes]. Read only: the weights belong to the owner. A write to host memory ends the process; CUDA has no such guard."""
 
     def __init__(self, handle: MemoryHandle) -> None:
-        """Maps the memory; on a GPU, of another process only (a process cannot map its own).
-
-        Raises:
-            RefitError: as `check`; or this process does not see the owner's GPU, or CUDA refuses the handle.
-        """
+        """Maps the memory; on a GPU, of another process only (a process cannot map its own)."""
         self.handle = handle
         try:
             fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY)
@@ -177,11 +168,7 @@ class MappedMemory:
         return f"memory {self.handle.name!r} of process {self.handle.pid}"
 
     def check(self) -> None:
-        """Returns if the owner lives and the handle is of its current epoch.
-
-        Raises:
-            RefitError: the owner is gone, or has given its memory another meaning since the handle was made.
-        """
+        """Returns if the owner lives and the handle is of its current epoch."""
         magic, epoch, start_time, num_bytes = _HEADER.unpack_from(self._map, 0)
         if magic != _MAGIC or num_bytes != self.handle.mapped_bytes - _HEADER_BYTES:
             raise RefitError(f"{self} is not shared memory of ours")

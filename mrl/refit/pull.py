@@ -82,11 +82,6 @@ class Puller:
         `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call; `worker` is its
         number in the schedule. `own_memory` is the exchange memory where it belongs to this process (a dedicated engine) and need not be
         mapped. `addresses` are those of an earlier puller of this model.
-
-        Raises:
-            RefitError: some element of a live tensor is not written exactly once by pulls and padding, the schedule names a tensor, shape
-                or dtype that the model does not have, a tensor has moved since `addresses`, or the memory of the GPU cannot be mapped or
-                is on another device.
         """
         self._live = live
         self._gpu = handles.gpu
@@ -113,11 +108,7 @@ class Puller:
 
     @torch.inference_mode()
     def pull(self, round_index: int) -> int:
-        """Copies the boxes of one round into the live tensors and returns their bytes there. Round 0 also zeroes the padding.
-
-        Raises:
-            RefitError: the memory of the GPU is stale or its owner gone, or the round was not exchanged before.
-        """
+        """Copies the boxes of one round into the live tensors and returns their bytes there. Round 0 also zeroes the padding."""
         if round_index == 0:
             self._reports = {}
             for padding in self._padding:
@@ -147,11 +138,7 @@ class Puller:
         return report
 
     def finish(self) -> VerifyReport:
-        """The report of the whole refit.
-
-        Raises:
-            RefitError: a box differs, a live tensor has moved since the first preparation, or not every byte of them was verified.
-        """
+        """The report of the whole refit."""
         mismatches = tuple(line for report in self._reports.values() for line in report.mismatches)
         num_bytes = sum(report.num_bytes for report in self._reports.values())
         padding_bytes = sum(report.padding_bytes for report in self._reports.values())
@@ -213,11 +200,7 @@ def _addresses(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
 
 
 def check_devices(tensors: Mapping[Slot, Tensor], device: torch.device, *, gpu: int) -> None:
-    """Returns if all live tensors are on `device`, where the memory of their GPU is.
-
-    Raises:
-        RefitError: naming a tensor and both devices.
-    """
+    """Returns if all live tensors are on `device`, where the memory of their GPU is."""
     for slot, tensor in tensors.items():
         if tensor.device != device:
             raise RefitError(
@@ -230,9 +213,6 @@ def check_coverage(tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull], paddin
     """Returns if pulls and padding together write every element of every live tensor exactly once.
 
     The schedule was proven against tables; this proves it against the live model.
-
-    Raises:
-        RefitError: naming each slot that is missing, incomplete, written twice, or of another dtype.
     """
     boxes: dict[Slot, list[Box]] = {slot: list(padding.get(slot, ())) for slot in tensors}
     faults = [f"{slot} is not in the engine" for slot in padding if slot not in tensors]

@@ -30,7 +30,6 @@ class Strided(NamedTuple):
 
     @property
     def num_words(self) -> int:
-        """Words of the box."""
         return self.run * math.prod(self.sizes)
 
     @property

@@ -119,7 +119,6 @@ def _on_device(rows: Sequence[Sequence[int]], num_tiles: int, device: torch.devi
 
 @contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """Triton launches on the current device."""
     if device.type == "cpu":
         yield
     else:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.files.durable import sync_file, sync_folder, write_atomic
+from conversion.files.durable import sync_file, write_atomic
 from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig
@@ -82,7 +82,7 @@ class CheckpointStore:
         write_atomic(pending.folder / MANIFEST, json.dumps(manifest, indent=1))
         for path in pending.folder.rglob("*"):
             if path.is_dir():
-                sync_folder(path)
+                sync_file(path)
         write_atomic(pending.folder / MARKER, sha256_file(pending.folder / MANIFEST))
         self._check_owner()
         final = self.folder / f"step_{pending.step}"
@@ -90,7 +90,7 @@ class CheckpointStore:
         if final.exists():
             final.rename(replaced)
         pending.folder.rename(final)
-        sync_folder(self.folder)
+        sync_file(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
         return Checkpoint(pending.step, final)

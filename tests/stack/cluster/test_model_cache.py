@@ -12,7 +12,7 @@ import ray
 
 from conversion.cache import CacheEntry, check_entry, mcore_in_use, read_entry
 from conversion.families.common import MegatronParallel
-from conversion.files.canary import answer_canary
+from conversion.files.owners import answer_canary
 from mrl.cluster.policies import check_shared, repair_unless
 from mrl.cluster.runtime import ray_runtime
 from mrl.config.load import load_config

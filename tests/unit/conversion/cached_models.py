@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from conversion import cache, convert
 from conversion.convert import convert_hf_to_mcore
 from conversion.families.registry import family
-from conversion.files.hashed_files import FinishedFiles, HashedFile
+from conversion.files.manifest import FinishedFiles, HashedFile
 from tests.unit.conversion.dense import TINY
 
 TIMEOUT_S = 30.0

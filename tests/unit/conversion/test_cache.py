@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from conversion import cache
 from conversion.cache import CacheEntry, cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
 from conversion.convert import convert_hf_to_mcore
-from conversion.files import hashes
+from conversion.files import reading
 from conversion.files.manifest import file_faults
 from conversion.files.owners import owned, owned_name, removal_name
 from tests.unit.conversion.cached_models import fill_until, light_processes, save_model
@@ -56,7 +56,7 @@ def test_the_first_use_converts_and_the_second_finds(hf: Path, root: Path):
 
 
 def test_the_key_follows_from_content_alone(hf: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hashes, "SETTLED_S", -1.0)
+    monkeypatch.setattr(reading, "SETTLED_S", -1.0)
     key = entry_key(hf, root, dtype=None)
     copy = tmp_path / "copy"
     copy.mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.files.canary import answer_canary, is_answered, release_canary, retire_canary
+from conversion.files.owners import answer_canary, is_answered, release_canary, retire_canary
 
 
 def test_who_shares_a_folder_is_seen(tmp_path: Path):

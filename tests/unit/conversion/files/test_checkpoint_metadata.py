@@ -64,7 +64,7 @@ def test_objects_of_torch_become_records_without_methods():
 def test_what_torch_writes_is_described(tmp_path: Path):
     save_checkpoint({"a": torch.ones(3, 2).half(), "b": 5, "c": torch.tensor(1)}, checkpoint_id=tmp_path, no_dist=True)
     metadata = CheckpointMetadata(tmp_path)
-    assert metadata.keys == {"a", "c"}
-    assert (metadata.shape("a"), metadata.dtype("a"), metadata.shape("c")) == ((3, 2), torch.float16, ())
+    assert metadata.shapes == {"a": (3, 2), "c": ()}
+    assert metadata.dtypes["a"] == torch.float16
     (chunk,) = metadata.chunks("a")
     assert isinstance(chunk, StoredChunk) and (chunk.box, chunk.file) == (((0, 3), (0, 2)), "__0_0.distcp")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from conversion.files import hashed_files
-from conversion.files.hashed_files import FinishedFiles, HashedFile
-from conversion.files.manifest import FINISHED_SUFFIX, FileRecord, file_record
+from conversion.files import manifest
+from conversion.files.manifest import FINISHED_SUFFIX, FileRecord, FinishedFiles, HashedFile, file_record
 
 CONTENT = b"weights" * 1000
 NOTE = {"places": [[0, 7]]}
@@ -53,7 +52,7 @@ def test_a_file_whose_disk_fails_meanwhile_is_an_error(tmp_path: Path, monkeypat
     def fail(file: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(hashed_files, "SYNC_BYTES", 1)
+    monkeypatch.setattr(manifest, "SYNC_BYTES", 1)
     monkeypatch.setattr(os, "fdatasync", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)), HashedFile(tmp_path / "data") as file:
         file.write(CONTENT)

@@ -9,29 +9,29 @@ from pathlib import Path
 
 import pytest
 
-from conversion.files import hashes
-from conversion.files.hashes import file_hash
-from conversion.files.hashes import file_hashes as hashes_of
+from conversion.files import reading
+from conversion.files.reading import file_hash
+from conversion.files.reading import file_hashes as hashes_of
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that are read."""
     found: list[Path] = []
-    compute = hashes.sha256_file
+    compute = reading.sha256_file
 
     def sha256_file(path: Path) -> str:
         found.append(path)
         return compute(path)
 
-    monkeypatch.setattr(hashes, "sha256_file", sha256_file)
+    monkeypatch.setattr(reading, "sha256_file", sha256_file)
     return found
 
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a test are young."""
-    monkeypatch.setattr(hashes, "SETTLED_S", -1.0)
+    monkeypatch.setattr(reading, "SETTLED_S", -1.0)
 
 
 def sha256(content: bytes) -> str:
@@ -92,7 +92,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
         path.write_bytes(b"longer")
         return "0" * 64
 
-    monkeypatch.setattr(hashes, "sha256_file", slow)
+    monkeypatch.setattr(reading, "sha256_file", slow)
     with pytest.raises(ValueError, match="changed while it was read"):
         file_hash(path, tmp_path / "memory")
 
