@@ -63,11 +63,7 @@ def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[R
 
 @contextmanager
 def model_overrides(target: Target) -> Iterator[list[str]]:
-    """The overrides that point a config at the target's model. A checkpoint is exported first; the export exists inside the `with` block.
-
-    Raises:
-        ValueError: the checkpoint cannot be exported.
-    """
+    """The overrides that point a config at the target's model. A checkpoint is exported for the time of the `with` block."""
     if target.checkpoint is None:
         yield target.model_overrides()
         return
@@ -80,11 +76,7 @@ def model_overrides(target: Target) -> Iterator[list[str]]:
 
 
 def preflight(config: RunConfig) -> PromptData:
-    """Checks everything that can be checked before a process starts; returns the data.
-
-    Raises:
-        ValueError: naming every key, file or row at fault, the rule, and the way out.
-    """
+    """Checks everything that can be checked before a process starts; returns the data."""
     check_evaluation(config, problems := Problems(config))
     if problems.texts:
         raise ConfigError(problems.texts)

@@ -36,9 +36,6 @@ def group_advantages(
     the unbiased standard deviation of the rewards in the baseline, plus STD_EPSILON, unless it is 0, as NeMo RL does.
     `normalize_by_whole_group` divides by that of all rewards, without epsilon: no advantage exceeds sqrt(G).
     A group of equal rewards gives zeros. Rollouts without a reward take no part and get 0, as does the only one that has a reward.
-
-    Raises:
-        ValueError: G < 2, which leaves no baseline.
     """
     if len(rewards_G) < 2:
         raise ValueError(f"a group of {len(rewards_G)} rollout has no baseline; set grpo.num_generations_per_prompt to 2 or more")
@@ -60,7 +57,6 @@ def group_advantages(
 
 
 def _std(values: Tensor) -> Tensor:
-    """Unbiased standard deviation over the last dimension, in two passes; 0 of one value."""
     deviations = values - values.mean(dim=-1, keepdim=True)
     return (deviations.square().sum(dim=-1) / max(1, values.shape[-1] - 1)).sqrt()
 
@@ -69,15 +65,15 @@ def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list
     """Advantages of every group of a step, in the order of its rollouts, by the estimator of the config; 0 for those without a reward.
 
     `token_advantages` later normalises those of reinforce_plus_plus over the tokens of the step.
-
-    Raises:
-        ValueError: gdpo, and a verdict has less than two components, or another number than there are weights.
     """
-    return [advantages_G.tolist() for advantages_G in _ESTIMATORS[config.adv_estimator.name](groups, config)]
-
-
-def _grpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
-    return [_against_group(group, shaped_rewards(group, config), config) for group in groups]
+    match config.adv_estimator.name:
+        case "grpo":
+            advantages = [_against_group(group, shaped_rewards(group, config), config) for group in groups]
+        case "gdpo":
+            advantages = _gdpo(groups, config)
+        case "reinforce_plus_plus":
+            advantages = _reinforce_plus_plus(groups, config)
+    return [advantages_G.tolist() for advantages_G in advantages]
 
 
 def _gdpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
@@ -103,7 +99,13 @@ def _gdpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
             rewards = [scale_reward(verdict.components.get(name, 0.0), config.reward_scaling) for verdict in group.verdicts]
             total_G += weight * _against_group(group, rewards, config)
         totals.append(total_G)
-    return _over_batch(totals, [_has_reward(group) for group in groups])
+    # Shifts and scales what rollouts with a reward have to mean 0 and unbiased variance 1 over the batch; 0 if all are equal.
+    has_reward = [_has_reward(group) for group in groups]
+    flat_N = torch.cat([total_G[has_reward_G] for total_G, has_reward_G in zip(totals, has_reward, strict=True)])
+    if len(flat_N) < 2 or flat_N.max() - flat_N.min() <= ROUNDING:
+        return [torch.zeros_like(total_G) for total_G in totals]
+    mean, std = flat_N.mean(), flat_N.std()
+    return [torch.where(has_reward_G, (total_G - mean) / std, 0.0) for total_G, has_reward_G in zip(totals, has_reward, strict=True)]
 
 
 def _reinforce_plus_plus(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
@@ -118,13 +120,6 @@ def _reinforce_plus_plus(groups: Sequence[RolloutGroup], config: GrpoConfig) -> 
     return advantages
 
 
-_ESTIMATORS: dict[str, Callable[[Sequence[RolloutGroup], GrpoConfig], list[Tensor]]] = {
-    "grpo": _grpo,
-    "gdpo": _gdpo,
-    "reinforce_plus_plus": _reinforce_plus_plus,
-}
-
-
 def _against_group(group: RolloutGroup, rewards: Sequence[float], config: GrpoConfig) -> Tensor:
     return group_advantages(
         torch.tensor(rewards, dtype=torch.float64),
@@ -137,18 +132,6 @@ def _against_group(group: RolloutGroup, rewards: Sequence[float], config: GrpoCo
 
 def _has_reward(group: RolloutGroup) -> Tensor:
     return torch.tensor([verdict.has_reward for verdict in group.verdicts])
-
-
-def _over_batch(advantages: list[Tensor], has_reward: list[Tensor]) -> list[Tensor]:
-    """Shifts and scales advantages of rollouts with a reward to mean 0 and unbiased variance 1 over the batch; 0 if all are equal."""
-    flat_N = torch.cat([advantages_G[has_reward_G] for advantages_G, has_reward_G in zip(advantages, has_reward, strict=True)])
-    if len(flat_N) < 2 or flat_N.max() - flat_N.min() <= ROUNDING:
-        return [torch.zeros_like(advantages_G) for advantages_G in advantages]
-    mean, std = flat_N.mean(), flat_N.std()
-    return [
-        torch.where(has_reward_G, (advantages_G - mean) / std, 0.0)
-        for advantages_G, has_reward_G in zip(advantages, has_reward, strict=True)
-    ]
 
 
 def normalize_over_tokens(advantages: list[Tensor], masks: list[Tensor], add_over_ranks: Callable[[Tensor], Tensor]) -> list[Tensor]:

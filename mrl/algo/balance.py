@@ -21,12 +21,11 @@ LOSS_NAMES = {
 
 @dataclass(frozen=True)
 class Routing:
-    """The routers' choices in a step, the same on every rank. Layers without experts have no tokens."""
+    """The routers' choices in a step, the same on every rank: tokens of the global batch by expert (int64; none in layers without experts),
+    and each auxiliary loss before its coefficient (float64 [L])."""
 
     tokens_LE: Tensor
-    """int64, choices of each expert by the tokens of the global batch."""
     losses: dict[str, Tensor]
-    """float64 [L], each auxiliary loss before its coefficient."""
 
 
 def bias_directions(tokens_LE: Tensor) -> Tensor:

@@ -11,9 +11,6 @@ def pass_at_k(num_rollouts: int, num_correct: int, k: int) -> float:
     """Unbiased estimate of pass@k: the share of all subsets of k rollouts that contain a correct one.
 
     1 - C(n - c, k) / C(n, k), arXiv:2107.03374, equation 1.
-
-    Raises:
-        ValueError: there are fewer than `k` rollouts.
     """
     _check_count(num_rollouts, k)
     return 1.0 - math.comb(num_rollouts - num_correct, k) / math.comb(num_rollouts, k)
@@ -29,26 +26,20 @@ def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> f
 
     The earlier answer wins a tie. Empty answers do not vote; a group without votes is wrong. None if no answer votes at all, because the
     environment extracts none.
-
-    Raises:
-        ValueError: there are fewer than `k` answers.
     """
     _check_count(len(answers), k)
     if not any(answers):
         return None
-    starts = range(0, len(answers) - k + 1, k)
-    return sum(_is_majority_right(answers[start : start + k], correct[start : start + k]) for start in starts) / len(starts)
+    starts, num_right = range(0, len(answers) - k + 1, k), 0
+    for start in starts:
+        group = answers[start : start + k]
+        if votes := Counter(filter(None, group)):
+            # Of equal counts, the answer that was counted first.
+            winner = votes.most_common(1)[0][0]
+            num_right += correct[start + group.index(winner)]
+    return num_right / len(starts)
 
 
 def _check_count(num_rollouts: int, k: int) -> None:
     if num_rollouts < k:
         raise ValueError(f"{num_rollouts} rollouts of a prompt cannot give a score at {k}; sample more, or lower k")
-
-
-def _is_majority_right(answers: Sequence[str], correct: Sequence[bool]) -> bool:
-    votes = Counter(answer for answer in answers if answer)
-    if not votes:
-        return False
-    # Of equal counts, the answer that was counted first.
-    winner = votes.most_common(1)[0][0]
-    return correct[answers.index(winner)]

@@ -6,15 +6,13 @@ Every sum is divided by a count over the global batch: rows, micro-batches and r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mrl.algo.ratios import KlType, correction_weight, importance_weights, is_bounded, kl_divergence, log_weights, ratio
-from mrl.algo.sequences import Segments
+from mrl.algo.ratios import KlType, Segments, correction_weight, importance_weights, is_bounded, kl_divergence, log_weights, ratio
 
 if TYPE_CHECKING:
     from mrl.config.schema.algo import LossConfig
@@ -44,12 +42,10 @@ class LossRow:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over the global batch: a row's sum divided by one is its part of a mean."""
+    """Counts over the global batch: tokens in the masks, sequences with such a token, and tokens of rollouts with a reward above 0."""
 
     num_tokens: float
-    """Tokens in the masks."""
     num_sequences: float
-    """Sequences with such a token."""
     num_positive_tokens: float
 
 
@@ -64,7 +60,6 @@ class Tokens:
     advantages_T: Tensor
     is_valid_T: Tensor
     segments: Segments
-    """The sequences of those that count."""
 
 
 def policy_loss(
@@ -78,21 +73,27 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one row (scalar with gradient), and the row's part of the metrics of the global batch (detached scalars).
 
-    The surrogate of the config (see `OBJECTIVES`) times the importance weight of the generator, plus the KL penalty, plus the negative
-    log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the loss of the batch, and so do metrics, but for
-    `MIN_METRICS` and `MAX_METRICS`. What is outside the mask has no effect, NaN included.
+    The surrogate of the config (PPO's, CISPO's or REINFORCE's) times the generator's importance weight, plus the KL penalty, plus the
+    negative log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the loss of the batch, and so do metrics, but
+    for `MIN_METRICS` and `MAX_METRICS`. What is outside the mask has no effect, NaN included.
 
     Where top-k and top-p truncate the distribution, a logprob of -inf is a token that the trainer's arithmetic rules out and the
     generator's did not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`,
     by default `logprobs_T`, with a reference that is not truncated either. `entropy_T` only becomes a metric.
     """
     tokens = _valid_tokens(logprobs_T, untruncated_logprobs_T, row, config)
-    log_ratio_T = log_policy_ratio(tokens, config)
+    segments = tokens.segments
+    log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
+    # GSPO takes the mean over the sequence. A ratio that is 1 by force keeps the token's own gradient, as in NeMo RL.
+    if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
+        log_ratio_T = segments.spread(segments.mean(log_ratio_T))
     ratio_T = ratio(log_ratio_T, config.max_log_ratio)
     clipped_ratio_T = ratio_T.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
-    token_loss_T, is_clipped_T = OBJECTIVES[objective_name(config)](tokens, ratio_T, clipped_ratio_T, config)
+    is_reinforce = config.disable_ppo_ratio and not config.force_on_policy_ratio
+    objective = cispo if config.use_cispo else reinforce if is_reinforce else clipped_surrogate
+    token_loss_T, is_clipped_T = objective(tokens, ratio_T, clipped_ratio_T, config)
     drift_T = tokens.old_logprobs_T - tokens.generator_logprobs_T
-    importance_T, is_outside_T = importance_weights(drift_T, tokens.segments, config)
+    importance_T, is_outside_T = importance_weights(drift_T, segments, config)
     if config.use_importance_sampling_correction:
         token_loss_T = token_loss_T * importance_T
     kl_T = kl_term(tokens, row.reference_logprobs_T, config)
@@ -105,10 +106,13 @@ def policy_loss(
         loss = loss + config.positive_example_nll_weight * positive_nll
 
     with torch.no_grad():
+        is_far_T = is_bounded(log_ratio_T, config.max_log_ratio)
+        if config.use_importance_sampling_correction:
+            is_far_T = is_far_T | is_bounded(log_weights(drift_T, segments, config), config.max_log_ratio)
         per_token = {
             "probs_ratio_clamped": clipped_ratio_T,
             "clip_fraction": is_clipped_T.float(),
-            "bounded_fraction": _is_far(log_ratio_T, drift_T, tokens.segments, config).float(),
+            "bounded_fraction": is_far_T.float(),
             **({} if entropy_T is None else {"entropy": entropy_T}),
         }
         sums = {name: values_T[tokens.is_valid_T].sum() for name, values_T in per_token.items()}
@@ -121,7 +125,12 @@ def policy_loss(
         metrics |= {LOSS: loss.detach(), "kl_penalty": (weights_T * kl_T).sum(), "positive_nll_loss": positive_nll.detach()}
         metrics |= _extremes("probs_ratio", ratio_T[tokens.is_valid_T])
         metrics |= _extremes("probs_ratio_clamped", clipped_ratio_T[tokens.is_valid_T])
-        metrics |= _importance_metrics(importance_T, is_outside_T, tokens.segments, config, counts)
+        in_tokens_T, in_sequences_T = segments.mask_T / max(counts.num_tokens, 1.0), segments.weights_T / max(counts.num_sequences, 1.0)
+        per_weight_T = in_sequences_T if config.sequence_level_importance_ratios else in_tokens_T
+        metrics["sampling_importance_ratio"] = (per_weight_T * importance_T).sum()
+        if config.truncation is not None:
+            per_bound_T = in_sequences_T if config.truncation == "seq-mask-tis" else in_tokens_T
+            metrics["is_oob_ratio"] = (per_bound_T * is_outside_T).sum()
     return loss, metrics
 
 
@@ -139,24 +148,6 @@ def _valid_tokens(logprobs_T: Tensor, untruncated_logprobs_T: Tensor | None, row
         is_valid_T=is_valid_T,
         segments=Segments.of(row.cu_seqlens, is_valid_T.to(logprobs_T.dtype)),
     )
-
-
-def log_policy_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
-    """Log-ratio of each token's probability to that before the update; or its mean over the token's sequence (GSPO).
-
-    With `force_on_policy_ratio` it is 0 either way, and its gradient the token's own, as in NeMo RL.
-    """
-    log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
-    if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
-        return tokens.segments.spread(tokens.segments.mean(log_ratio_T))
-    return log_ratio_T
-
-
-def objective_name(config: LossConfig) -> str:
-    """The name in `OBJECTIVES` that a config chooses."""
-    if config.use_cispo:
-        return "cispo"
-    return "reinforce" if config.disable_ppo_ratio and not config.force_on_policy_ratio else "clipped"
 
 
 def clipped_surrogate(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -181,14 +172,6 @@ def cispo(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: Loss
 def reinforce(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     """The policy gradient itself (arXiv:2402.14740); nothing is clipped."""
     return -tokens.advantages_T * tokens.logprobs_T, torch.zeros_like(ratio_T, dtype=torch.bool)
-
-
-OBJECTIVES: dict[str, Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[Tensor, Tensor]]] = {
-    "clipped": clipped_surrogate,
-    "cispo": cispo,
-    "reinforce": reinforce,
-}
-"""Loss of each token and whether it is clipped, both [T], from ratios and clipped ratios."""
 
 
 def kl_term(tokens: Tokens, reference_logprobs_T: Tensor | None, config: LossConfig) -> Tensor:
@@ -238,28 +221,6 @@ def token_metrics(new: Tensor, old: Tensor, generator: Tensor, ratios: Tensor, *
     }
 
 
-def _is_far(log_ratio_T: Tensor, drift_T: Tensor, segments: Segments, config: LossConfig) -> Tensor:
-    """Tokens whose ratio or correction weight is clamped at `max_log_ratio`, or overflowed."""
-    is_far_T = is_bounded(log_ratio_T, config.max_log_ratio)
-    if config.use_importance_sampling_correction:
-        is_far_T = is_far_T | is_bounded(log_weights(drift_T, segments, config), config.max_log_ratio)
-    return is_far_T
-
-
 def _extremes(name: str, values: Tensor) -> dict[str, Tensor]:
     infinity = values.new_tensor(torch.inf)
     return {f"{name}_min": torch.cat([values, infinity[None]]).min(), f"{name}_max": torch.cat([values, -infinity[None]]).max()}
-
-
-def _importance_metrics(
-    importance_T: Tensor, is_outside_T: Tensor, segments: Segments, config: LossConfig, counts: Denominators
-) -> dict[str, Tensor]:
-    """The mean weight, and the share outside the bounds: of tokens, or of sequences if the config weighs or masks sequences."""
-    in_tokens_T = segments.mask_T / max(counts.num_tokens, 1.0)
-    in_sequences_T = segments.weights_T / max(counts.num_sequences, 1.0)
-    per_weight_T = in_sequences_T if config.sequence_level_importance_ratios else in_tokens_T
-    metrics = {"sampling_importance_ratio": (per_weight_T * importance_T).sum()}
-    if config.truncation is not None:
-        per_bound_T = in_sequences_T if config.truncation == "seq-mask-tis" else in_tokens_T
-        metrics["is_oob_ratio"] = (per_bound_T * is_outside_T).sum()
-    return metrics

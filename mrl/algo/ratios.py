@@ -1,4 +1,4 @@
-"""Ratios of token probabilities, KL estimates and importance weights, all from logprobs. T packed tokens, S sequences of a row.
+"""Ratios, KL estimates and importance weights from logprobs, and sums over sequences. T packed tokens, S sequences of a row.
 
 The generator's probabilities differ from the trainer's. The expectation over its tokens needs the weight old / generator
 (arXiv:2410.18252); truncating that weight trades variance for bias.
@@ -7,17 +7,51 @@ The generator's probabilities differ from the trainer's. The expectation over it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mrl.algo.sequences import Segments
     from mrl.config.schema.algo import LossConfig
 
 KlType = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The sequence of each token of a row (int64), which tokens take part (1), and how many of each sequence do (at least 1)."""
+
+    index_T: Tensor
+    mask_T: Tensor
+    counts_S: Tensor
+
+    @staticmethod
+    def of(cu_seqlens: Tensor, mask_T: Tensor) -> Segments:
+        """The segments of a whole row; bounds as in `PackedRow.cu_seqlens`."""
+        lengths = cu_seqlens.diff().long()
+        index_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(mask_T))
+        counts_S = mask_T.new_zeros(len(lengths)).index_add_(0, index_T, mask_T)
+        return Segments(index_T, mask_T, counts_S.clamp(min=1.0))
+
+    def sum(self, values_T: Tensor) -> Tensor:
+        """Sum over each sequence, [S]; `values_T` must be finite outside the mask too."""
+        values_T = values_T * self.mask_T
+        return values_T.new_zeros(len(self.counts_S)).index_add(0, self.index_T, values_T)
+
+    def mean(self, values_T: Tensor) -> Tensor:
+        """Mean over each sequence, [S]; 0 where none of its tokens takes part."""
+        return self.sum(values_T) / self.counts_S
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """The value of each token's sequence, [T]."""
+        return values_S[self.index_T]
+
+    @property
+    def weights_T(self) -> Tensor:
+        """Weights with which a sum over tokens is the sum of the sequences' means."""
+        return self.mask_T / self.spread(self.counts_S)
 
 
 def ratio(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
@@ -52,9 +86,6 @@ def kl_divergence(
     `sampling_weights_T` multiplies it before `output_clamp`. With weights whose gradient is that of the policy's probability of the token,
     the gradient is an unbiased estimate of that of the expected value (arXiv:2506.09477); without weights it is that of the value alone,
     which for k1 is 0 in the mean. Where a clamp takes effect, the gradient is 0.
-
-    Raises:
-        ValueError: unknown `kl_type`.
     """
     log_ratio_T = reference_logprobs_T - logprobs_T
     if input_clamp is not None:
@@ -90,34 +121,13 @@ def importance_weights(log_ratio_T: Tensor, segments: Segments, config: LossConf
     weights_T = correction_weight(log_weights(log_ratio_T, segments, config), config.max_log_ratio)
     if config.truncation is None:
         return weights_T, torch.zeros_like(weights_T, dtype=torch.bool)
-    assert config.truncated_importance_sampling_ratio is not None
-    bounds = (config.truncated_importance_sampling_ratio_min or 0.0, config.truncated_importance_sampling_ratio)
-    return _TRUNCATIONS[config.truncation](weights_T, log_ratio_T, segments, bounds)
-
-
-def _hold(weights_T: Tensor, log_ratio_T: Tensor, segments: Segments, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Truncated importance sampling, TIS (https://fengyao.notion.site/off-policy-rl)."""
-    return weights_T.clamp(*bounds), _is_outside(weights_T, bounds)
-
-
-def _leave_out_tokens(weights_T: Tensor, log_ratio_T: Tensor, segments: Segments, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """IcePop (arXiv:2510.18855, section 3.2)."""
-    is_outside_T = _is_outside(weights_T, bounds)
-    return weights_T.masked_fill(is_outside_T, 0.0), is_outside_T
-
-
-def _leave_out_sequences(weights_T: Tensor, log_ratio_T: Tensor, segments: Segments, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Masks sequences by the geometric mean of their weights; the others keep their weights."""
-    is_outside_T = segments.spread(_is_outside(ratio(segments.mean(log_ratio_T), None), bounds))
-    return weights_T.masked_fill(is_outside_T, 0.0), is_outside_T
-
-
-_TRUNCATIONS: dict[str, Callable[[Tensor, Tensor, Segments, tuple[float, float]], tuple[Tensor, Tensor]]] = {
-    "tis": _hold,
-    "icepop": _leave_out_tokens,
-    "seq-mask-tis": _leave_out_sequences,
-}
-
-
-def _is_outside(weights: Tensor, bounds: tuple[float, float]) -> Tensor:
-    return (weights < bounds[0]) | (weights > bounds[1])
+    low, high = config.truncated_importance_sampling_ratio_min or 0.0, config.truncated_importance_sampling_ratio
+    assert high is not None
+    if config.truncation == "seq-mask-tis":  # masks sequences by the geometric mean of their weights; the others keep their weights
+        mean_S = ratio(segments.mean(log_ratio_T), None)
+        is_outside_T = segments.spread((mean_S < low) | (mean_S > high))
+    else:
+        is_outside_T = (weights_T < low) | (weights_T > high)
+    if config.truncation == "tis":  # truncated importance sampling (https://fengyao.notion.site/off-policy-rl)
+        return weights_T.clamp(low, high), is_outside_T
+    return weights_T.masked_fill(is_outside_T, 0.0), is_outside_T  # as IcePop (arXiv:2510.18855, section 3.2)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algo.advantages import normalize_over_tokens
-from mrl.algo.ratios import kl_divergence
-from mrl.algo.sequences import Segments
+from mrl.algo.ratios import Segments, kl_divergence
 
 if TYPE_CHECKING:
     from mrl.config.schema.algo import GrpoConfig, LossConfig
@@ -32,16 +31,16 @@ def error_metrics(errors: Tensor, is_kept: Tensor, rewards: Tensor) -> dict[str,
 
     All arguments are [sequences of the rank]. `finish_error_metrics` takes the combined values. A reward of 1 is a right answer.
     """
-    metrics = {}
+    metrics = {"num_masked_correct": (rewards[~is_kept] == 1).sum()}
     for suffix, values in (("", errors), ("_after_mask", errors[is_kept])):
-        padded = torch.cat([values, values.new_tensor([torch.inf])]), torch.cat([values, values.new_tensor([-torch.inf])])
+        infinity = values.new_tensor([torch.inf])
         metrics |= {
             f"sum_seq_mult_prob_error{suffix}": values.sum(),
             f"num_seqs{suffix}": values.new_tensor(len(values)),
-            f"min_seq_mult_prob_error{suffix}": padded[0].min(),
-            f"max_seq_mult_prob_error{suffix}": padded[1].max(),
+            f"min_seq_mult_prob_error{suffix}": torch.cat([values, infinity]).min(),
+            f"max_seq_mult_prob_error{suffix}": torch.cat([values, -infinity]).max(),
         }
-    return metrics | {"num_masked_correct": (rewards[~is_kept] == 1).sum()}
+    return metrics
 
 
 def finish_error_metrics(totals: dict[str, float]) -> dict[str, float]:

@@ -22,21 +22,13 @@ if TYPE_CHECKING:
 
 
 def make_batches(sequences: Sequence[TrainSequence], config: RunConfig) -> list[Batch]:
-    """The batches of a step's updates: `policy.train_global_batch_size` sequences each, in their order.
-
-    Raises:
-        ValueError: see `make_batch`.
-    """
+    """The batches of a step's updates: `policy.train_global_batch_size` sequences each, in their order."""
     size = config.policy.train_global_batch_size
     return [make_batch(sequences[start : start + size], config) for start in range(0, len(sequences), size)]
 
 
 def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:
-    """The batch of these sequences, a pure function of their order. Sequences that are not valid do not count in the denominators.
-
-    Raises:
-        ValueError: a rollout with its prompt is longer than a row.
-    """
+    """The batch of these sequences, a pure function of their order. Sequences that are not valid do not count in the denominators."""
     valid_lengths = [sequence.rollout.num_generated for sequence in sequences if sequence.is_valid and sequence.rollout.num_generated > 0]
     lengths = [sequence.rollout.num_tokens for sequence in sequences]
     cost = sequence_cost(config.policy.model_name)
@@ -57,9 +49,6 @@ def plan_batch(
     """Rows for training and for logprob passes, of sequences of these lengths; a rank has the same sequences in both.
 
     Each length may be that of a group of `group_size` sequences that stay together: rows then have so many times the tokens.
-
-    Raises:
-        ValueError: a sequence is longer than a row.
     """
     padded = [padded_length(length, policy.sequence_multiple) for length in lengths]
     packing = policy.sequence_packing
@@ -114,13 +103,12 @@ def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, co
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """The sequences of a batch as if an engine had sampled them, and where each is trained, see `mrl.types.Batch`."""
+    """The sequences of a batch as if an engine had sampled them, and where each is trained, see `mrl.types.Batch`; `train/*` metrics."""
 
     rollouts: tuple[Rollout, ...]
     rows: RowPlan
     logprob_rows: RowPlan
     metrics: dict[str, float]
-    """How full the rows are and how even the ranks: `train/*`."""
 
 
 def batch_examples(examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> ExampleBatch:

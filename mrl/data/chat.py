@@ -34,21 +34,15 @@ MAX_NORMALIZED_BYTES = 11
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a question becomes a conversation."""
+    """How a question becomes a conversation: the user's message with `{}` for the question, the system's, and values for the template."""
 
     prompt: str = "{}"
-    """Text of the user's message, `{}` standing for the question."""
     system_prompt: str | None = None
     template_kwargs: dict[str, object] | None = None
-    """Passed to the chat template."""
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. Runs no code from the folder.
-
-    Raises:
-        ValueError: there is none that transformers can read.
-    """
+    """The tokenizer of a Hugging Face folder. Runs no code from the folder."""
     from transformers import AutoTokenizer  # takes seconds to import; readers of data without text need not wait
 
     try:
@@ -64,11 +58,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 def load_chat_format(
     dataset: DatasetConfig, default: DataDefaultConfig, key: str, *, template_kwargs: dict[str, object] | None
 ) -> ChatFormat:
-    """The format of a data set that stands at `key` in the config. Reads its prompt files.
-
-    Raises:
-        ValueError: a file cannot be read, or the prompt file has no place for the question.
-    """
+    """The format of a data set that stands at `key` in the config. Reads its prompt files."""
     # Most data sets take their prompt files from data.default, and messages should name what the user wrote.
     prompt_key, system_key = (key_of(name, default, dataset, key) for name in ("prompt_file", "system_prompt_file"))
     prompt = "{}" if dataset.prompt_file is None else _read(dataset.prompt_file, setting=prompt_key)
@@ -98,22 +88,14 @@ def with_prompts(messages: Sequence[Message], chat: ChatFormat, *, around: Liter
 
 
 def template_text(chosen: str | None) -> str:
-    """The template that policy.tokenizer.chat_template names, unless that is the tokenizer's own.
-
-    Raises:
-        ValueError: its file cannot be read.
-    """
+    """The template that policy.tokenizer.chat_template names, unless that is the tokenizer's own."""
     if chosen is None:
         return JOINED
     return _read(chosen, setting="policy.tokenizer.chat_template") if chosen.endswith(".jinja") else chosen
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> None:
-    """Gives the tokenizer the chat template that the config names.
-
-    Raises:
-        ValueError: there is none, its file cannot be read, or it has no variable of a name in `chat_template_kwargs`.
-    """
+    """Gives the tokenizer the chat template that the config names."""
     if config.chat_template != OWN_TEMPLATE:
         tokenizer.chat_template = template_text(config.chat_template)
     if tokenizer.chat_template is None:
@@ -134,11 +116,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfi
 
 
 def render(messages: Sequence[Message], tools: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str:
-    """The text of a conversation that waits for the assistant's turn.
-
-    Raises:
-        RowError: the template refuses the conversation.
-    """
+    """The text of a conversation that waits for the assistant's turn; a RowError says that the template refuses it."""
     template_kwargs: dict[str, Any] = dict(chat.template_kwargs or {})
     if tools:
         template_kwargs["tools"] = list(tools)
@@ -148,6 +126,20 @@ def render(messages: Sequence[Message], tools: Sequence[Message], tokenizer: Pre
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as error:
         raise RowError(f"the chat template does not take this conversation: {error}") from error
     return text
+
+
+def _with_arguments(message: Message) -> Message:
+    # Templates walk through the arguments of calls as objects; OpenAI's format has them as JSON text.
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            call = {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
@@ -163,21 +155,6 @@ def most_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     normalizer = "" if backend is None else type(backend.normalizer).__name__
     keeps_bytes = normalizer == "NoneType" or (normalizer in UNICODE_FORMS and text.isascii())
     return len(text.encode()) * (1 if keeps_bytes else MAX_NORMALIZED_BYTES)
-
-
-def _with_arguments(message: Message) -> Message:
-    """The message with the arguments of its calls as objects, which templates walk through; OpenAI's format has them as JSON text."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_parsed(call) for call in calls]}
-
-
-def _parsed(call: Message) -> Message:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
 
 
 def _read(path: str, *, setting: str) -> str:

@@ -38,11 +38,7 @@ def json_object(line: bytes) -> Fields:
 
 
 def text_of(fields: Fields, keys: Sequence[str]) -> str:
-    """The text under the first of `keys` that is there, without surrounding white space; numbers count as text.
-
-    Raises:
-        RowError: there is none, or it is empty.
-    """
+    """The text under the first of `keys` that is there, without surrounding white space; numbers count as text."""
     key = first_key(fields, keys)
     return checked_text(fields[key], key)
 
@@ -84,28 +80,23 @@ def plain_text(value: object, name: str) -> str:
 
 
 def messages_of(value: object, name: str) -> list[Message]:
-    """A conversation: a list of objects with role and content, at least one. Joins contents in parts; they may only be texts.
-
-    Raises:
-        RowError: `value` is no such list.
-    """
+    """A conversation: a list of objects with role and content, at least one. Joins contents in parts; they may only be texts."""
     if not isinstance(value, list) or not value:
         raise RowError(f"{name} must be a list of messages, not {_kind(value)}")
-    return [_message(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
-
-
-def _message(entry: object, name: str) -> Message:
-    if not isinstance(entry, dict):
-        raise RowError(f"{name} must be an object with role and content, not {_kind(entry)}")
-    role = entry.get("role")
-    if role not in ROLES:
-        raise RowError(f"{name}.role is {role!r}; use one of {', '.join(ROLES)}")
-    content = entry.get("content")
-    if content is None and not entry.get("tool_calls"):
-        raise RowError(f"{name} has no content")
-    # Tables hold every key that any row has.
-    message = {key: value for key, value in entry.items() if value is not None}
-    return message | {"role": role, "content": None if content is None else content_text(content, f"{name}.content")}
+    messages = []
+    for index, entry in enumerate(value):
+        place = f"{name}[{index}]"
+        if not isinstance(entry, dict):
+            raise RowError(f"{place} must be an object with role and content, not {_kind(entry)}")
+        role, content = entry.get("role"), entry.get("content")
+        if role not in ROLES:
+            raise RowError(f"{place}.role is {role!r}; use one of {', '.join(ROLES)}")
+        if content is None and not entry.get("tool_calls"):
+            raise RowError(f"{place} has no content")
+        # Tables hold every key that any row has.
+        message = {key: value for key, value in entry.items() if value is not None}
+        messages.append(message | {"role": role, "content": None if content is None else content_text(content, f"{place}.content")})
+    return messages
 
 
 def content_text(content: object, name: str) -> str:

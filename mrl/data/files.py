@@ -25,11 +25,7 @@ FORMS = (".parquet", ".arrow", ".jsonl", ".json")
 
 
 def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
-    """The files with the rows of a data set, in order. `setting` is its config key, for messages.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The files with the rows of a data set, in order. `setting` is its config key, for messages."""
     source = dataset.source
     path = Path(source)
     if path.is_file():
@@ -54,31 +50,23 @@ def _files_in(folder: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
         folder = folder / subset
     elif dataset.subset is not None:
         raise ValueError(f"{setting}.subset={dataset.subset}: no such folder in {folder}; use one of {_names(folder)}")
-    files = _saved_files(folder, split) or _files_of_split(folder, split, setting)
+    saved = folder / split if (folder / "dataset_dict.json").is_file() else folder
+    files = []
+    # `save_to_disk` of `datasets` wrote it. `datasets.load_from_disk` would follow the names in it out of the folder.
+    if (state := saved / "state.json").is_file():
+        try:
+            content = read_json(state)
+            assert isinstance(content, dict)
+            files = [saved / name_inside(str(entry["filename"]), state) for entry in content["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+            raise ValueError(f"{state} does not list the files of a data set ({error}); save it again with `save_to_disk`") from error
+    files = files or _files_of_split(folder, split, setting)
     if not files:
         raise ValueError(
             f"{setting}: {folder} has no files of split {split}; set {setting}.split, or name a file with {setting}.data_path "
             f"(there are {_names(folder)})"
         )
     return files
-
-
-def _saved_files(folder: Path, split: str) -> list[Path]:
-    """The files that `save_to_disk` of `datasets` wrote, for a data set or a dictionary of splits; none if the folder is neither.
-
-    `datasets.load_from_disk` would follow the names in state.json out of the folder.
-    """
-    if (folder / "dataset_dict.json").is_file():
-        folder = folder / split
-    state = folder / "state.json"
-    if not state.is_file():
-        return []
-    try:
-        content = read_json(state)
-        assert isinstance(content, dict)
-        return [folder / name_inside(str(entry["filename"]), state) for entry in content["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise ValueError(f"{state} does not list the files of a data set ({error}); save it again with `save_to_disk`") from error
 
 
 def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
@@ -107,12 +95,6 @@ def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
 
 
 def _snapshot(hub_id: str, dataset: DatasetConfig, setting: str, *, is_local: bool) -> Path:
-    """The folder of a data set of the Hub, as far as its split needs it.
-
-    Raises:
-        LocalEntryNotFoundError: `is_local`, and the cache has nothing of it.
-        ValueError: it cannot be downloaded.
-    """
     split = dataset.split or known_dataset(dataset.dataset_name).split
     # Files of the split train may have any name.
     names = [f"*{suffix}" for suffix in SUFFIXES] if split == "train" else [f"*{split}*"]

@@ -22,9 +22,6 @@ def prompts_at(position: int, count: int, *, num_prompts: int, seed: int, shuffl
     """The next `count` prompts after `position` prompts were taken since the start of the run, as `(epoch, prompt_index)`.
 
     Continues with the next epoch where one ends: no prompt is dropped, and within an epoch none is taken twice.
-
-    Raises:
-        ValueError: there are no prompts.
     """
     if num_prompts < 1:
         raise ValueError("the data set has no prompts; check data.train.data_path")

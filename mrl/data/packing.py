@@ -158,11 +158,7 @@ def pack_row(sequences: Sequence[RowSequence], *, divisible_by: int, sequence_mu
 
 
 def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], num_tokens: int) -> PackedRoutes | None:
-    """The routes of a row of `num_tokens` tokens, from the `Rollout.routes` of the sequences at `starts`; None if no sequence has any.
-
-    Raises:
-        ValueError: some rollouts have routes and some do not, or they differ in layers or experts per token.
-    """
+    """The routes of a row of `num_tokens` tokens, from the `Rollout.routes` of the sequences at `starts`; None if no sequence has any."""
     routes = [array for array in sequences if array is not None]
     if not routes:
         return None

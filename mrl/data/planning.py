@@ -75,9 +75,6 @@ def pack(lengths: Sequence[int], *, algorithm: str, row_tokens: int, dp_size: in
     `balanced` deals the sequences to the ranks, costliest first, each to the rank with the least load in tokens and in cost so far, and
     packs each rank's own. The costliest rows come first, so that rows at the same place cost about the same on all ranks: experts that are
     spread over ranks make them wait for each other in every layer. The algorithms of `PACKERS` pack all sequences, and deal the rows.
-
-    Raises:
-        ValueError: a sequence is longer than `row_tokens`.
     """
     _check_fit(lengths, row_tokens)
     weights = [(float(length), cost.of(length)) for length in lengths]
@@ -92,11 +89,7 @@ def pack(lengths: Sequence[int], *, algorithm: str, row_tokens: int, dp_size: in
 
 
 def repack(plan: RowPlan, lengths: Sequence[int], *, algorithm: str, row_tokens: int) -> RowPlan:
-    """Rows of another size for the same sequences on every rank.
-
-    Raises:
-        ValueError: a sequence is longer than `row_tokens`.
-    """
+    """Rows of another size for the same sequences on every rank."""
     _check_fit(lengths, row_tokens)
     members = [sorted(index for row in rows for index in row) for rows in plan]
     return _packed_within(members, lengths, WITHIN_RANK if algorithm == BALANCED else algorithm, row_tokens)
@@ -107,9 +100,6 @@ def batch_dynamically(lengths: Sequence[int], *, row_tokens: int, length_multipl
 
     Ranks take turns at the sequences, sorted by length, and all begin new rows at the same places; the longest sequence counts as rounded
     up to `length_multiple`.
-
-    Raises:
-        ValueError: a sequence, rounded up, is longer than `row_tokens`.
     """
     rounded = [-(-length // length_multiple) * length_multiple for length in lengths]
     _check_fit(rounded, row_tokens)
@@ -153,7 +143,6 @@ def _check_fit(lengths: Sequence[int], row_tokens: int) -> None:
 
 
 def _deal(weights: Sequence[tuple[float, float]], num_ranks: int, *, at_most: int) -> list[list[int]]:
-    """Indices of each rank's items, at most `at_most`, such that neither sum of weights differs much between ranks; in rising order."""
     totals = np.array(weights).reshape(-1, 2)
     shares = totals / np.maximum(totals.sum(axis=0), 1.0)
     loads = np.zeros((num_ranks, 2))
@@ -241,13 +230,11 @@ def _sorted(lengths: Sequence[int]) -> list[Item]:
 
 
 def _take_longest(items: list[Item], room: int) -> list[Item]:
-    """Takes the longest item that fits out of the sorted ones; none if none fits."""
     position = bisect_right(items, (room, math.inf))
     return [items.pop(position - 1)] if position else []
 
 
 def _filled(rows: list[list[Item]], items: list[Item], row_tokens: int) -> Rows:
-    """Fills each row with the longest of the sorted items that fit, and opens rows for the rest; as indices."""
     filled = []
     opened = iter(rows)
     while (row := next(opened, [])) or items:

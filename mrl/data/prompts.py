@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
 from mrl.config.rules.environments import NEMO_GYM, environment_names, environment_of_agent
 from mrl.config.texts import safe_text
-from mrl.data.chat import ChatFormat, load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
+from mrl.data.chat import load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split
-from mrl.data.rows import ParsedRow, answer_keys, parse_row
+from mrl.data.rows import answer_keys, parse_row
 from mrl.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ class PromptData:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """How long a prompt may be, in tokens."""
+    """How long a prompt may be, in tokens: data.max_input_seq_length (None: only the context counts) and the room in the context.
+
+    `max_new_tokens` of the length of the context or more means whatever the prompt leaves.
+    """
 
     max_input_length: int | None
-    """data.max_input_seq_length; None: only the context counts."""
     context_length: int
-    """policy.generation.vllm_cfg.max_model_len."""
     max_new_tokens: int
-    """policy.generation.max_new_tokens. The length of the context or more = whatever the prompt leaves."""
 
     def reason_against(self, length: int) -> str | None:
         """Why a prompt of this length is refused; None if it fits."""
@@ -67,11 +67,21 @@ class PromptLimits:
         return None
 
 
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt before it is tokenised, which happens each time that it is asked: the template's text, and the fields of `Prompt`."""
+
+    text: str
+    question: str
+    answer: str
+    env_name: str
+    row: str
+
+
 def load_prompts(config: RunConfig) -> PromptData:
     """The prompts of a run. Reads all training and validation rows, and keeps those that can be asked.
 
-    Raises:
-        ValueError: a setting or file is wrong; of a data set, up to 20 bad rows are named.
+    A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
     """
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     use_chat_template(tokenizer, config.policy.tokenizer)
@@ -82,84 +92,45 @@ def load_prompts(config: RunConfig) -> PromptData:
         question, answer = safe_text(rendered.question), safe_text(rendered.answer)
         return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row)
 
-    train, validation, left_out = read_split(config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish)
+    train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
     # What stands in padding is never looked at; it only has to be in the vocabulary.
     pad_token_id = next(iter(_token_ids(tokenizer.pad_token_id)), 0)
     asked = validation.select(range(len(validation))[: config.grpo.max_val_samples])
     return PromptData(train, asked, sampling_params(config.policy, tokenizer), pad_token_id, left_out)
 
 
-def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Rendered]:
-    """How to read the prompts of one data set. `key` is where it stands in the config.
-
-    Raises:
-        ValueError: its files or its prompt files are not there.
-    """
-    limits = PromptLimits(
-        config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len, config.policy.generation.max_new_tokens
-    )
+def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Rendered]:
+    generation, env_names = config.policy.generation, environment_names(config.env)
+    limits = PromptLimits(config.data.max_input_seq_length, generation.vllm_cfg.max_model_len, generation.max_new_tokens)
     chat = load_chat_format(dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
-    parser = PromptParser(dataset, tokenizer, chat, limits, environment_names(config.env))
-    return Reader(key, dataset.source, find_data_files(dataset, setting=key), parser.parse, dataset.repeat)
 
-
-@dataclass(frozen=True)
-class Rendered:
-    """A prompt before it is tokenised, which happens each time that it is asked."""
-
-    text: str
-    """Written by the chat template."""
-    question: str
-    answer: str
-    env_name: str
-    row: str
-    """As in `Prompt`."""
-
-
-@dataclass(frozen=True)
-class PromptParser:
-    """Turns the rows of one data set into prompts."""
-
-    dataset: DatasetConfig
-    tokenizer: PreTrainedTokenizerBase
-    chat: ChatFormat
-    limits: PromptLimits
-    env_names: tuple[str, ...]
-
-    def parse(self, fields: Fields) -> Parsed[Rendered]:
-        """The rendered prompt of a row.
-
-        Raises:
-            RowError: it cannot be asked or judged.
-        """
-        row = parse_row(fields, self.dataset)
-        env_name = self._env_name(row)
+    def parse(fields: Fields) -> Parsed[Rendered]:
+        row = parse_row(fields, dataset)
+        if row.env_name is not None:
+            env_name = asked = row.env_name
+        elif row.agent is not None:
+            env_name, asked = environment_of_agent(row.agent), row.agent
+        else:
+            env_name = asked = dataset.env_name
+        if env_name == NEMO_GYM:
+            raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
+        if env_name is None or env_name not in env_names:
+            raise NoEnvironment(asked)
         if not row.answer and env_name in NEED_ANSWER:
-            first_key(fields, answer_keys(self.dataset))
-        messages = row.messages if self.dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, self.chat, around="last")
-        text = render(messages, row.tools, self.tokenizer, self.chat)
+            first_key(fields, answer_keys(dataset))
+        messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
+        text = render(messages, row.tools, tokenizer, chat)
         # Tokenising takes longer than all else; most rows are short enough by their bytes.
-        num_tokens = most_tokens(text, self.tokenizer)
-        if self.limits.reason_against(num_tokens) is not None:
-            num_tokens = len(tokenize([text], self.tokenizer)[0])
-        if (reason := self.limits.reason_against(num_tokens)) is not None:
+        num_tokens = most_tokens(text, tokenizer)
+        if limits.reason_against(num_tokens) is not None:
+            num_tokens = len(tokenize([text], tokenizer)[0])
+        if (reason := limits.reason_against(num_tokens)) is not None:
             raise RowError(reason)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
-        identity = json.dumps([row.messages, row.answer]) if known_dataset(self.dataset.dataset_name).repeats_rows else None
+        identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
         return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest)), row.row_id, identity)
 
-    def _env_name(self, row: ParsedRow) -> str:
-        if row.env_name is not None:
-            name = asked = row.env_name
-        elif row.agent is not None:
-            name, asked = environment_of_agent(row.agent), row.agent
-        else:
-            name = asked = self.dataset.env_name
-        if name == NEMO_GYM:
-            raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
-        if name is None or name not in self.env_names:
-            raise NoEnvironment(asked)
-        return name
+    return Reader(key, dataset.source, find_data_files(dataset, setting=key), parse, dataset.repeat)
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
@@ -170,7 +141,9 @@ def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) ->
     generation = policy.generation
     stop_token_ids = generation.stop_token_ids
     if stop_token_ids is None:
-        stop_token_ids = sorted({*_token_ids(tokenizer.eos_token_id), *_generation_config_eos(Path(policy.model_name))})
+        file = Path(policy.model_name) / "generation_config.json"
+        of_model = _token_ids(json.loads(file.read_text()).get("eos_token_id")) if file.is_file() else []
+        stop_token_ids = sorted({*_token_ids(tokenizer.eos_token_id), *of_model})
     return SamplingParams(
         temperature=generation.temperature,
         top_p=generation.top_p,
@@ -181,13 +154,7 @@ def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) ->
     )
 
 
-def _generation_config_eos(model: Path) -> list[int]:
-    file = model / "generation_config.json"
-    return _token_ids(json.loads(file.read_text()).get("eos_token_id")) if file.is_file() else []
-
-
 def _token_ids(value: object) -> list[int]:
-    """Token ids as configurations spell them: none, one, or a list."""
     values = value if isinstance(value, list) else [value]
     return [token_id for token_id in values if isinstance(token_id, int)]
 

@@ -57,26 +57,21 @@ class TooLong(RowError):
 
 @dataclass(frozen=True)
 class Parsed(Generic[Value]):
-    """A good row, checked and rendered."""
+    """A good row, checked and rendered, and the id that it gives itself. Of rows of one identity only the first is kept."""
 
     value: Value
     row_id: str | None
-    """The id that the row gives itself."""
     identity: str | None = None
-    """Rows of one identity are the same, and only the first is kept. None: the row is kept."""
 
 
 @dataclass(frozen=True)
 class Reader(Generic[Value]):
-    """How to read one data set."""
+    """How to read one data set; its config key and where it lies are for messages. `parse` raises RowError if it cannot use the row."""
 
     setting: str
-    """The config key of the data set, for messages."""
     source: str
-    """Where its files are, for messages."""
     files: list[Path]
     parse: Callable[[Fields], Parsed[Value]]
-    """Raises `RowError` if the row cannot be used."""
     repeat: int = 1
 
 
@@ -110,7 +105,6 @@ class Rows(Sequence[Example]):
     """Examples that are loaded when someone asks for them. Any thread may ask."""
 
     def __init__(self, load: Callable[[str, int], Example], ids: Iterable[str] = (), positions: Iterable[int] = ()) -> None:
-        """`load(id, position)` gives one example."""
         self._load, self._ids, self._positions = load, list(ids), array("Q", positions)
 
     def __len__(self) -> int:
@@ -137,13 +131,11 @@ class Rows(Sequence[Example]):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used."""
+    """A row that cannot be used: `file:line`, why, and where its line stands in `LeftOut.lines`."""
 
     place: str
-    """`file:line`."""
     reason: str
     position: int
-    """Where its line stands in `LeftOut.lines`."""
 
 
 @dataclass
@@ -164,12 +156,10 @@ class LeftOut:
 
 @dataclass
 class Names:
-    """The ids of rows that are asked together."""
+    """The ids of rows that are asked together: `<stem of the file>:<line>`, or those that rows give themselves, with their places."""
 
     stems: set[str] = field(default_factory=set)
-    """By file: rows without an id of their own are called `<stem>:<line>`."""
     places: dict[str, str] = field(default_factory=dict)
-    """Places of the rows that give themselves an id, by that id."""
 
     def stem_of(self, path: Path) -> str:
         """The stem of a file, with a number if an earlier file has the same."""
@@ -197,9 +187,6 @@ def read_split(
 
     `reader_of(key, data set)` tells how to read a data set; `finish(id, value)` makes an example when someone asks for it. Validation rows
     that are held out of the training rows come first.
-
-    Raises:
-        ValueError: see `read_rows`.
     """
     names, spool = Names(), Spool[Value]()
     train_sets = list(train_datasets(data))
@@ -222,10 +209,6 @@ def read_rows(
     """The rows of one data set, and what was left out of it. Fills `names` and `spool`.
 
     A row without an id of its own is called `<file stem>:<line>`; one that takes another row's name is a bad row.
-
-    Raises:
-        ValueError: a file cannot be read, no row can be used, there are bad rows that `data.on_bad_row` does not allow, or rows without
-            environment that `data.drop_rows_without_environment` does not allow.
     """
     ids, positions, left_out, seen = list[str](), array("Q"), LeftOut(reader.setting), set[int]()
     for path in reader.files:
@@ -235,9 +218,14 @@ def read_rows(
             place = f"{path}:{record.number}"
             try:
                 parsed = reader.parse(json_object(record.line))
-                if parsed.identity is not None and _is_repeated(parsed.identity, seen):
-                    left_out.num_repeated += 1
-                    continue
+                if parsed.identity is not None:
+                    # 8 bytes a row, where the text may be long.
+                    text = parsed.identity.encode("utf-8", "surrogatepass")
+                    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+                    if digest in seen:
+                        left_out.num_repeated += 1
+                        continue
+                    seen.add(digest)
                 if parsed.row_id is not None:
                     names.claim(parsed.row_id, place)
             except TooLong as error:
@@ -258,11 +246,7 @@ def read_rows(
 
 
 def hold_out(num_rows: int, size: float, *, seed: int) -> tuple[list[int], list[int]]:
-    """Indices of the rows that stay, and of those held out: a share below 1, or a number of rows, drawn by `seed`; both in rising order.
-
-    Raises:
-        ValueError: no row would stay.
-    """
+    """Indices of the rows that stay, and of those held out: a share below 1, or a number of rows, drawn by `seed`; both in rising order."""
     num_held = int(size) if size >= 1 else math.ceil(size * num_rows)
     if num_held >= num_rows:
         raise ValueError(f"split_validation_size={size:g} holds out all of the {num_rows} rows of a training set; lower it")
@@ -282,7 +266,6 @@ def joined(parts: Sequence[Rows[Example]]) -> Rows[Example]:
 
 
 def _with_progress(path: Path, setting: str) -> Iterator[Record]:
-    """The records of a file. Logs now and then how much of it has been read, and how long the rest will take."""
     started = told = time.monotonic()
     for count, record in enumerate(records(path), 1):
         yield record
@@ -293,16 +276,7 @@ def _with_progress(path: Path, setting: str) -> Iterator[Record]:
         logger.info("%s: %d rows of %s are read and checked (%.0f%%), about %.0f s left", setting, count, path, 100 * record.share, left_s)
 
 
-def _is_repeated(identity: str, seen: set[int]) -> bool:
-    # 8 bytes a row, where the text may be long.
-    digest = int.from_bytes(hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
-    is_repeated = digest in seen
-    seen.add(digest)
-    return is_repeated
-
-
 def _refuse_or_report(left_out: LeftOut, reader: Reader[Value], data: DataConfig) -> None:
-    """Raises ValueError for a data set that the config does not allow; logs what was left out of the others."""
     name, num_rows, bad = f"{reader.setting}.data_path={reader.source}", left_out.num_rows, left_out.bad
     if bad and (data.on_bad_row == "refuse" or len(bad) > data.max_bad_row_share * num_rows):
         shown = "\n".join(f"  {row.place}: {row.reason}" for row in bad[:MAX_ERRORS])

@@ -33,32 +33,37 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Record:
-    """One row, still as JSON."""
+    """One row, still as JSON: its number from 1, its line without the end (of an overlong one the beginning), and the share of the file
+    that has been read after it, 0 to 1."""
 
     number: int
-    """From 1: the line of a file, or the row of a table."""
     line: bytes
-    """Without the line end. Of an overlong line, its beginning."""
     share: float
-    """How much of the file has been read after this row, 0 to 1."""
 
 
 def records(path: Path) -> Iterator[Record]:
-    """The rows of a data file, in order. Skips blank lines; accepts a byte order mark and CRLF.
-
-    Raises:
-        ValueError: the file cannot be read, or unpacks to more than rows do, or a million lines are blank.
-    """
+    """The rows of a data file, in order. Skips blank lines; accepts a byte order mark and CRLF."""
     name = path.name.lower()
     try:
         with os.fdopen(open_file(path), "rb") as file:
             if name.endswith(TABLES):
-                yield from _rows_as_lines(path)
+                from mrl.data.tables import table_rows  # takes a second to import, which files of JSON do without
+
+                budget = _Budget(path)
+                for number, (row, share) in enumerate(table_rows(path), 1):
+                    line = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+                    budget.spend(len(line))
+                    yield Record(number, line, share)
             elif name.endswith(".gz"):
                 with gzip.open(file, "rb") as unpacked:
                     yield from _lines(path, unpacked, file.tell)
             elif name.endswith(".json") and file.read(64).lstrip(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-                yield from _array(path)
+                try:
+                    rows = json.loads(path.read_bytes())
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{path} begins as a JSON array and is none: {error}; correct it, or write one row a line") from error
+                for number, row in enumerate(rows, 1):
+                    yield Record(number, json.dumps(row).encode("ascii"), number / len(rows))
             else:
                 file.seek(0)
                 yield from _lines(path, file, file.tell)
@@ -77,7 +82,6 @@ class _Budget:
         self._left = max(min(SMALL_BYTES, MAX_SMALL_EXPANSION * max(size, 1 << 14)), MAX_EXPANSION * size)
 
     def spend(self, num_bytes: int) -> None:
-        """Raises ValueError once too many bytes are spent."""
         self._left -= num_bytes
         if self._left < 0:
             raise ValueError(
@@ -86,7 +90,6 @@ class _Budget:
 
 
 def _lines(path: Path, file: IO[bytes] | gzip.GzipFile, position: Callable[[], int]) -> Iterator[Record]:
-    """`position` tells how many bytes of the file on disk have been read."""
     budget, size = _Budget(path), max(1, path.stat().st_size)
     number = num_blank = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
@@ -102,22 +105,3 @@ def _lines(path: Path, file: IO[bytes] | gzip.GzipFile, position: Callable[[], i
             yield Record(number, line.rstrip(b"\r\n"), position() / size)
         elif (num_blank := num_blank + 1) > MAX_BLANK_LINES:
             raise ValueError(f"{path}:{number}: more than {MAX_BLANK_LINES:,} lines are blank, as in no file of rows; remove them")
-
-
-def _array(path: Path) -> Iterator[Record]:
-    try:
-        rows = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} begins as a JSON array and is none: {error}; correct it, or write one row a line") from error
-    for number, row in enumerate(rows, 1):
-        yield Record(number, json.dumps(row).encode("ascii"), number / len(rows))
-
-
-def _rows_as_lines(path: Path) -> Iterator[Record]:
-    from mrl.data.tables import table_rows  # takes a second to import, which files of JSON do without
-
-    budget = _Budget(path)
-    for number, (row, share) in enumerate(table_rows(path), 1):
-        line = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-        budget.spend(len(line))
-        yield Record(number, line, share)

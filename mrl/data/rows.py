@@ -31,10 +31,9 @@ GOLD_MARK = "####"
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """One row, before prompt files and chat template."""
+    """One row, before prompt files and chat template: the conversation up to the turn that is asked for, and what the row says of it."""
 
     messages: list[Message]
-    """The conversation up to the turn that is asked for."""
     reply: Message | None = None
     """The assistant's turn that the row shows; None where it shows none."""
     answer: str = ""
@@ -44,11 +43,9 @@ class ParsedRow:
     rest: Fields = field(default_factory=dict)
     """The other fields."""
     row_id: str | None = None
-    """None: the row gives itself no id."""
     env_name: str | None = None
-    """None: the row names no environment."""
     agent: str | None = None
-    """Name of NeMo Gym's agent."""
+    """NeMo Gym's name of the environment."""
 
     @property
     def question(self) -> str:
@@ -67,11 +64,7 @@ class ParsedPair:
 
 
 def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    """The row in the format that `dataset` names, else in the one that its keys tell.
-
-    Raises:
-        RowError: the row has not that format.
-    """
+    """The row in the format that `dataset` names, else in the one that its keys tell."""
     name = dataset.dataset_name or ""
     if name in _KEYS:
         question_key, answer_key = _KEYS[name]
@@ -88,13 +81,16 @@ def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
 
 
 def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
-    """The pair of replies in a row: ranked completions, a chosen and a rejected reply, or HelpSteer3's.
-
-    Raises:
-        RowError: the row has none of these.
-    """
+    """The pair of replies in a row: ranked completions, HelpSteer3's, or a chosen and a rejected reply; a RowError if there is none."""
     if "completions" in fields:
-        return _ranked(fields)
+        completions = fields["completions"]
+        if not isinstance(completions, list) or len(completions) != 2 or not all(isinstance(entry, dict) for entry in completions):
+            raise RowError("completions must be a list of two objects with rank and completion")
+        ranks = [entry.get("rank") for entry in completions]
+        if not all(isinstance(rank, int | float) for rank in ranks) or ranks[0] == ranks[1]:
+            raise RowError(f"the ranks of the completions are {ranks[0]} and {ranks[1]}; they must be two numbers, the better one lower")
+        chosen, rejected = (_turns(entry, "completion", "assistant") for entry in sorted(completions, key=lambda entry: entry["rank"]))
+        return ParsedPair(_turns(fields, "context", "user"), chosen, rejected)
     if "overall_preference" in fields:
         preference = fields["overall_preference"]
         if not isinstance(preference, int | float):
@@ -114,17 +110,6 @@ def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
 def answer_keys(dataset: DatasetConfig) -> tuple[str, ...]:
     """Keys of the answer: a row has it under the first of these that is there."""
     return ANSWER_KEYS if dataset.output_key is None else (dataset.output_key,)
-
-
-def _ranked(fields: Fields) -> ParsedPair:
-    completions = fields["completions"]
-    if not isinstance(completions, list) or len(completions) != 2 or not all(isinstance(entry, dict) for entry in completions):
-        raise RowError("completions must be a list of two objects with rank and completion")
-    ranks = [entry.get("rank") for entry in completions]
-    if not all(isinstance(rank, int | float) for rank in ranks) or ranks[0] == ranks[1]:
-        raise RowError(f"the ranks of the completions are {ranks[0]} and {ranks[1]}; they must be two numbers, the better one lower")
-    chosen, rejected = (_turns(entry, "completion", "assistant") for entry in sorted(completions, key=lambda entry: entry["rank"]))
-    return ParsedPair(_turns(fields, "context", "user"), chosen, rejected)
 
 
 def _turns(fields: Fields, key: str, role: str) -> list[Message]:
@@ -157,7 +142,6 @@ def _question(fields: Fields, question_keys: Sequence[str], keys: Sequence[str],
 
 
 def _chat(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    """OpenAI's chat format. A last turn of the assistant is the reply; without one, an answer may stand beside the conversation."""
     key, tool_key, keys = dataset.chat_key, dataset.tool_key, answer_keys(dataset)
     messages = messages_of(fields.get(key), key)
     if messages[0]["role"] != "system":
@@ -183,7 +167,6 @@ def _chat(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
 
 
 def _verl(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    """Rows of verl and of DAPO-Math-17k: messages under `prompt`, the answer under `reward_model.ground_truth`."""
     messages = messages_of(fields.get("prompt"), "prompt")
     reward_model = fields.get("reward_model")
     if not isinstance(reward_model, dict):
@@ -218,26 +201,33 @@ def _gym(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
 def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
     """Messages and tools in OpenAI's chat format, from a row of NeMo Gym: `responses_create_params` is a request to the Responses API.
 
-    Raises:
-        RowError: they are not there, or hold what is not text, calls or their results.
+    A RowError says that they are not there, or hold what is not text, calls or their results.
     """
-    request = fields.get("responses_create_params")
+    name = "responses_create_params"
+    request = fields.get(name)
     if not isinstance(request, dict):
-        raise RowError("no object responses_create_params")
+        raise RowError(f"no object {name}")
     if "_hf_placeholder" in fields:
         raise RowError("the question is still a placeholder; fill it in with `python -m mrl.prepare nano3`")
-    entries = request.get("input")
+    entries, tools = request.get("input"), request.get("tools") or []
     if isinstance(entries, str):
         entries = [_said("user", entries)]
     if not isinstance(entries, list) or not entries:
-        raise RowError("responses_create_params.input must be a text or a list of messages, not empty")
-    messages = [_gym_message(entry, f"responses_create_params.input[{index}]") for index, entry in enumerate(entries)]
+        raise RowError(f"{name}.input must be a text or a list of messages, not empty")
+    messages = [_gym_message(entry, f"{name}.input[{index}]") for index, entry in enumerate(entries)]
     if request.get("instructions"):
-        messages.insert(0, _said("system", plain_text(request["instructions"], "responses_create_params.instructions")))
-    tools = request.get("tools") or []
+        messages.insert(0, _said("system", plain_text(request["instructions"], f"{name}.instructions")))
     if not isinstance(tools, list):
-        raise RowError("responses_create_params.tools must be a list")
-    return messages, [_gym_tool(tool, f"responses_create_params.tools[{index}]") for index, tool in enumerate(tools)]
+        raise RowError(f"{name}.tools must be a list")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise RowError(f"{name}.tools[{index}] must be an object of type function")
+    # The Responses API has a function's fields beside the tool's type, the chat format has them below `function`.
+    functions = [{key: value for key, value in tool.items() if key != "type" and value is not None} for tool in tools]
+    chat_tools = [
+        tool if "function" in tool else {"type": "function", "function": function} for tool, function in zip(tools, functions, strict=True)
+    ]
+    return messages, chat_tools
 
 
 def _gym_message(entry: object, name: str) -> Message:
@@ -253,15 +243,6 @@ def _gym_message(entry: object, name: str) -> Message:
         raise RowError(f"{name} is a {kind} of role {role}; only messages, function calls and their outputs are supported")
     # Chat templates know the role by its older name.
     return _said("system" if role == "developer" else role, content_text(entry.get("content"), f"{name}.content"))
-
-
-def _gym_tool(tool: object, name: str) -> Fields:
-    """The Responses API has a function's fields beside the tool's type, the chat format has them below `function`."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise RowError(f"{name} must be an object of type function")
-    if "function" in tool:
-        return tool
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type" and value is not None}}
 
 
 _KEYS: dict[str, tuple[str, str]] = {

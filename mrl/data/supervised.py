@@ -44,13 +44,12 @@ class Example:
 
 @dataclass(frozen=True)
 class SupervisedData:
-    """The examples of a run."""
+    """The examples of a run, and the rows that are left out, by data set."""
 
     train: Rows[Example]
     validation: Rows[Example]
     pad_token_id: int
     left_out: list[LeftOut]
-    """Rows that are left out, by data set."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ class ConversationFormat:
 def load_examples(config: RunConfig) -> SupervisedData:
     """The examples of a run. Reads all training and validation rows; leaves out rows that are too long, with a warning that counts them.
 
-    Raises:
-        ValueError: a setting or file is wrong; of a data set, up to 20 bad rows are named.
+    A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
     """
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     use_chat_template(tokenizer, config.policy.tokenizer)
@@ -84,17 +82,12 @@ def load_examples(config: RunConfig) -> SupervisedData:
     def finish(example_id: str, example: Example) -> Example:
         return dataclasses.replace(example, example_id=example_id)
 
-    train, validation, left_out = read_split(config.data, lambda key, dataset: example_reader(key, dataset, config, tokenizer), finish)
+    train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
     pad_token_id = tokenizer.pad_token_id
     return SupervisedData(train, validation, pad_token_id if isinstance(pad_token_id, int) else 0, left_out)
 
 
-def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Example]:
-    """How to read the examples of one data set. `key` is where it stands in the config.
-
-    Raises:
-        ValueError: its files or its prompt files are not there.
-    """
+def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Example]:
     data, template_kwargs = config.data, config.policy.tokenizer.chat_template_kwargs
     chat = load_chat_format(dataset, data.default, key, template_kwargs=template_kwargs)
     how = ConversationFormat(
@@ -105,12 +98,17 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
         only_unmask_final=config.learns_pairs or config.sft.only_unmask_final,
         template_kwargs=template_kwargs or {},
     )
-    conversations_of = pair_of if config.learns_pairs else conversation_of
     max_tokens = min(config.policy.max_total_sequence_length, data.max_input_seq_length or config.policy.max_total_sequence_length)
 
     def parse(fields: Fields) -> Parsed[Example]:
+        if config.learns_pairs:
+            pair = parse_pair(fields, dataset)
+            conversations = [Conversation([*pair.messages, *reply]) for reply in (pair.chosen, pair.rejected)]
+        else:
+            row = parse_row(fields, dataset)
+            conversations = [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools or None)]
         sequences = []
-        for conversation in conversations_of(fields, dataset):
+        for conversation in conversations:
             prompted = dataclasses.replace(conversation, messages=with_prompts(conversation.messages, chat, around="first"))
             sequences.append(tokenize(prompted, tokenizer, how))
         longest = max(len(sequence.token_ids) for sequence in sequences)
@@ -121,53 +119,11 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
     return Reader(key, dataset.source, find_data_files(dataset, setting=key), parse, dataset.repeat)
 
 
-def conversation_of(fields: Fields, dataset: DatasetConfig) -> list[Conversation]:
-    """The conversation of a row, with its reply. Raises RowError if the row has none."""
-    row = parse_row(fields, dataset)
-    return [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools or None)]
-
-
-def pair_of(fields: Fields, dataset: DatasetConfig) -> list[Conversation]:
-    """The conversation of a row with the preferred answer, and with the other one. Raises RowError if the row has no pair."""
-    pair = parse_pair(fields, dataset)
-    return [Conversation([*pair.messages, *reply]) for reply in (pair.chosen, pair.rejected)]
-
-
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> TokenSequence:
     """The tokens of a conversation, and which of them the assistant's messages consist of.
 
-    A message consists of the difference between the chat template's text up to its end and the text before it.
-
-    Raises:
-        RowError: there is nothing to learn, or the template cannot render it.
-    """
-    whole_text, turns, is_answer_last = _rendered(conversation, tokenizer, how)
-    # The template has written every special token that belongs there.
-    texts = [whole_text, *(text for turn in turns for text in turn)]
-    whole, *parts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    # Where the tokenizer merges the end of one text with the start of the next, the merged token belongs to the answer.
-    targets = [(_num_common(before, whole), _num_common(after, whole)) for before, after in zip(parts[0::2], parts[1::2], strict=True)]
-    # Some templates write a line break behind the end token.
-    ends_itself = tokenizer.eos_token is None or whole_text.rstrip("\n").endswith(str(tokenizer.eos_token))
-    if how.add_eos and is_answer_last and not ends_itself:
-        whole = [*whole, int(str(tokenizer.eos_token_id))]
-        targets[-1] = (targets[-1][0], len(whole))
-    if how.add_bos and tokenizer.bos_token is not None and whole[:1] != [tokenizer.bos_token_id]:
-        whole = [int(str(tokenizer.bos_token_id)), *whole]
-        targets = [(start + 1, stop + 1) for start, stop in targets]
-    # Nothing predicts the first token.
-    targets = [(max(start, 1), stop) for start, stop in targets if stop > max(start, 1)]
-    if not targets:
-        raise RowError("the assistant says nothing")
-    return TokenSequence(np.array(whole[: targets[-1][1]], dtype=np.int32), tuple(targets))
-
-
-def _rendered(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat
-) -> tuple[str, list[tuple[str, str]], bool]:
-    """The text of a conversation; for each answer that is learned, the text before it and up to its end; and whether an answer is last.
-
-    With `add_generation_prompt`, the text before an answer includes what asks for it.
+    A message consists of the difference between the chat template's text up to its end and the text before it. A RowError says that there
+    is nothing to learn, or that the template cannot render the conversation.
     """
     messages = conversation.messages
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -183,18 +139,34 @@ def _rendered(
         except Exception as error:  # the template is the model's, written in Jinja, and raises what it likes
             raise RowError(f"the chat template cannot render the conversation: {type(error).__name__}: {error}") from error
 
-    whole, turns = render(len(messages)), []
+    texts = [render(len(messages))]
     for index in answers[-1:] if how.only_unmask_final else answers:
         before, after = render(index) if index else "", render(index + 1)
-        if not whole.startswith(before) or not whole.startswith(after):
+        if not texts[0].startswith(before) or not texts[0].startswith(after):
             raise RowError(
                 "the chat template writes a message differently once others follow it, so what belongs to it cannot be told; "
                 "set sft.only_unmask_final=true, or use another template"
             )
-        turns.append((render(index, add_generation_prompt=True) if index and how.add_generation_prompt else before, after))
-    return whole, turns, answers[-1] == len(messages) - 1
+        # With add_generation_prompt, what asks for an answer belongs to the text before it.
+        texts += [render(index, add_generation_prompt=True) if index and how.add_generation_prompt else before, after]
+    # The template has written every special token that belongs there.
+    whole, *parts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    # Where the tokenizer merges the end of one text with the start of the next, the merged token belongs to the answer.
+    targets = [(_num_common(before, whole), _num_common(after, whole)) for before, after in zip(parts[0::2], parts[1::2], strict=True)]
+    # Some templates write a line break behind the end token.
+    ends_itself = tokenizer.eos_token is None or texts[0].rstrip("\n").endswith(str(tokenizer.eos_token))
+    if how.add_eos and answers[-1] == len(messages) - 1 and not ends_itself:
+        whole = [*whole, int(str(tokenizer.eos_token_id))]
+        targets[-1] = (targets[-1][0], len(whole))
+    if how.add_bos and tokenizer.bos_token is not None and whole[:1] != [tokenizer.bos_token_id]:
+        whole = [int(str(tokenizer.bos_token_id)), *whole]
+        targets = [(start + 1, stop + 1) for start, stop in targets]
+    # Nothing predicts the first token.
+    targets = [(max(start, 1), stop) for start, stop in targets if stop > max(start, 1)]
+    if not targets:
+        raise RowError("the assistant says nothing")
+    return TokenSequence(np.array(whole[: targets[-1][1]], dtype=np.int32), tuple(targets))
 
 
 def _num_common(first: list[int], second: list[int]) -> int:
-    """Length of the common beginning."""
     return next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))

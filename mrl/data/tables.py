@@ -31,9 +31,6 @@ def table_rows(path: Path) -> Iterator[tuple[Fields, float]]:
     """The rows of a `.parquet` or `.arrow` file, in order, each with the share of the file that has been read after it.
 
     `datasets` streams them: it downloads nothing, and its lock file goes into a temporary folder.
-
-    Raises:
-        ValueError: the file is no such table, or is packed as no rows are.
     """
     kind, number = path.suffix.lower()[1:], 0
     # Otherwise `datasets` tells a server of Hugging Face that its reader of tables was used.
@@ -54,7 +51,6 @@ def table_rows(path: Path) -> Iterator[tuple[Fields, float]]:
 
 
 def _parsed(value: object, kind: pyarrow.DataType) -> object:
-    """A value of a type that contains `datasets`' Json feature: objects that Arrow stores as texts."""
     if isinstance(kind, pyarrow.JsonType) and isinstance(value, str):
         return json.loads(value)
     if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType) and isinstance(value, list):
@@ -65,7 +61,6 @@ def _parsed(value: object, kind: pyarrow.DataType) -> object:
 
 
 def _check_parquet(path: Path) -> int:
-    """Number of rows. Raises ValueError where a few bytes claim to be many rows or long texts."""
     size = path.stat().st_size
     with pyarrow.parquet.ParquetFile(path) as file:
         metadata = file.metadata
@@ -79,7 +74,6 @@ def _check_parquet(path: Path) -> int:
 
 
 def _check_arrow(path: Path) -> int:
-    """Number of rows. Raises ValueError where a batch repeats long texts: `datasets` writes out all texts of a batch at once."""
     num_rows = 0
     with pyarrow.memory_map(str(path)) as source:
         # save_to_disk writes the stream format; others give the suffix to the file format.

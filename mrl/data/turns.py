@@ -43,10 +43,9 @@ class TurnFormat:
         return tuple(safe_text(text, MAX_TEXT_CHARACTERS // len(texts)) for text in texts)
 
     def next_turn(self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int) -> Transcript | Ending:
-        """The transcript that the next turn continues, if the environment answers and turns and context are left; else why there is none.
+        """The transcript that the next turn continues, if the environment answers, and turns and context are left; else why not.
 
-        Raises:
-            ValueError: the chat template does not take the environment's messages.
+        A ValueError says that the chat template does not take the environment's messages.
         """
         if not verdict.observation or not verdict.is_valid or rollout.finish_reason != "stop":
             return "over"
@@ -56,11 +55,7 @@ class TurnFormat:
         return transcript if len(rollout.turns) < max_turns else "over"
 
     def go_on(self, rollout: Rollout, observation: Sequence[Mapping[str, str]]) -> Transcript:
-        """The rollout, then the environment's messages, then the beginning of the assistant's next turn.
-
-        Raises:
-            ValueError: the chat template does not take such messages.
-        """
+        """The rollout, then the environment's messages, then the beginning of the assistant's next turn."""
         tail = np.array(self.tail_ids(int(rollout.token_ids[-1]), observation), dtype=np.int32)
         return Transcript(
             token_ids=np.concatenate([rollout.token_ids, tail]),
@@ -76,20 +71,15 @@ class TurnFormat:
         The chat template writes them behind an assistant's message. If they begin with the model's last token, which marks the end, that
         token is left out.
         """
-        text = self._rendered([{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *observation])
-        ids: list[int] = self.tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
-        return ids[1:] if ids[:1] == [last_token_id] else ids
-
-    def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
-        # For a template without tools, their results are messages of the user.
-        turns = messages if self._knows_tools else [{**message, "role": message["role"].replace("tool", "user")} for message in messages]
+        messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *map(dict, observation)]
+        if not self._knows_tools:  # then their results are messages of the user
+            messages = [{**message, "role": message["role"].replace("tool", "user")} for message in messages]
         try:
-            text: Any = self.tokenizer.apply_chat_template(
-                [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True, **self._template_kwargs
-            )
+            text: Any = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._template_kwargs)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {self.tokenizer.name_or_path} does not take the observation: {error}") from error
-        return text
+        ids: list[int] = self.tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
+        return ids[1:] if ids[:1] == [last_token_id] else ids
 
     @cached_property
     def _knows_tools(self) -> bool:

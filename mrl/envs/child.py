@@ -31,7 +31,11 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Limits this process, loads the reward function, and answers tasks until the parent hangs up."""
     entry_point, options, socket_fd, parent_pid, memory_bytes, allowances = sys.argv[1:]
-    contain(int(parent_pid), int(memory_bytes))
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent_pid):  # it died before the line above
+        sys.exit("the parent is gone")
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The parent reports what it cannot score; libraries that log each bad answer would drown that.
     logging.disable(logging.CRITICAL)
     module_name, _, factory_name = entry_point.partition(":")
@@ -44,38 +48,26 @@ def main() -> None:
         serve(connection, score)
 
 
-def contain(parent_pid: int, memory_bytes: int) -> None:
-    """Limits the memory of this process, and ends it with its parent."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the line above
-        sys.exit("the parent is gone")
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def serve(connection: socket.socket, score: Score) -> None:
-    """Scores one request after another: the fields of a `Task`, in order. Returns when the other side closes."""
+    """Scores one request after another: the fields of a `Task`, in order. Returns when the other side closes.
+
+    An answer is the fields of the `Outcome`; or `{"error", "culprit"}` if the function raises, whatever it raises: a grader blames the row
+    by `RowFault` and the machine by `OSError` or `RuntimeError`, and every other error is the text's.
+    """
     # No deadline: an idle child waits for work as long as its parent lives, and the kernel ends it with the parent.
     with connection.makefile("rb") as requests:
         while length := requests.read(LENGTH_BYTES):
             turns, *others = json.loads(requests.read(int.from_bytes(length)))
-            connection.sendall(answer(score, Task(tuple(turns), *others)))
-
-
-def answer(score: Score, task: Task) -> bytes:
-    """The encoded fields of the `Outcome`, or `{"error", "culprit"}` if the reward function raises, whatever it raises.
-
-    A grader blames the row by `RowFault` and the machine by `OSError` or `RuntimeError`; every other error is the text's.
-    """
-    try:
-        return encode(asdict(score(task)))
-    except MemoryError:
-        return encode({"error": "out of memory", "culprit": "text"})
-    except (Exception, SystemExit) as error:
-        # Not RecursionError, which is a RuntimeError too.
-        is_machine = isinstance(error, OSError) or type(error) is RuntimeError
-        culprit = "row" if isinstance(error, RowFault) else "machine" if is_machine else "text"
-        return encode({"error": f"{type(error).__name__}: {error}"[:500], "culprit": culprit})
+            try:
+                answer = encode(asdict(score(Task(tuple(turns), *others))))
+            except MemoryError:
+                answer = encode({"error": "out of memory", "culprit": "text"})
+            except (Exception, SystemExit) as error:
+                # Not RecursionError, which is a RuntimeError too.
+                is_machine = isinstance(error, OSError) or type(error) is RuntimeError
+                culprit = "row" if isinstance(error, RowFault) else "machine" if is_machine else "text"
+                answer = encode({"error": f"{type(error).__name__}: {error}"[:500], "culprit": culprit})
+            connection.sendall(answer)
 
 
 if __name__ == "__main__":

@@ -67,11 +67,7 @@ class Test:
 
 
 def environment(config: EnvConfig) -> Environment:
-    """Declares `code`.
-
-    Raises:
-        RuntimeError: this host cannot confine programs, and `env.code.allow_unconfined` is off.
-    """
+    """Declares `code`; a RuntimeError says that this host cannot confine programs, and `env.code.allow_unconfined` is off."""
     section = config.code
     lack = probe()
     if lack and not section.allow_unconfined:
@@ -104,40 +100,28 @@ def make(test_timeout_s: float, timeout_s: float, may_escape: bool) -> Score:
 def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bool = False) -> Outcome:
     """1 if the program passes every test, else 0; the first failed test ends it. `extracted` says what happened.
 
-    A program that runs out of its time has failed, as in a contest.
-
-    Raises:
-        RowFault: the row has no tests, or broken ones.
-        RuntimeError: the program cannot be confined, and may not escape.
+    The row has the tests under `verifier_metadata.unit_tests` or `unit_tests`. A program that runs out of its time has failed, as in a
+    contest. A RuntimeError says that the program cannot be confined, and may not escape.
     """
-    tests, function = tests_of(task.fields)
-    program = last_code_block(text_after_thinking(task.text))
-    if program is None:
-        return Outcome(0.0, extracted="no code block")
-    flags = (UNCONFINED,) if may_escape else ()
-    end = time.monotonic() + timeout_s
-    for index, test in enumerate(tests):
-        seconds = min(test_timeout_s, end - time.monotonic())
-        reason = run_test(program, test, function, seconds, may_escape=may_escape) if seconds > 0 else "no time left"
-        if reason is not None:
-            return Outcome(0.0, extracted=f"test {index + 1} of {len(tests)}: {reason}", flags=flags)
-    return Outcome(1.0, extracted=f"passed {len(tests)} tests", flags=flags)
-
-
-def tests_of(fields: dict[str, object]) -> tuple[list[Test], str]:
-    """The tests of a row, `verifier_metadata.unit_tests` or `unit_tests`, and the function that they call; empty: stdin and stdout.
-
-    Raises:
-        RowFault: there are none, or they are not lists of texts of equal length.
-    """
+    fields = task.fields
     metadata = fields.get("verifier_metadata")
     tests: dict[str, object] = field_of(metadata if isinstance(metadata, dict) else fields, "unit_tests", dict)
     inputs: list[object] = field_of(tests, "inputs", list)
     outputs: list[object] = field_of(tests, "outputs", list)
     if len(inputs) != len(outputs) or not inputs or not all(isinstance(text, str) for text in inputs + outputs):
         raise RowFault(f"unit_tests must have texts, as many inputs as outputs, at least one; not {len(inputs)} and {len(outputs)}")
-    function = tests.get("fn_name") or ""
-    return [Test(str(given), str(expected)) for given, expected in zip(inputs, outputs, strict=True)], str(function)
+    function = str(tests.get("fn_name") or "")
+    program = last_code_block(text_after_thinking(task.text))
+    if program is None:
+        return Outcome(0.0, extracted="no code block")
+    flags = (UNCONFINED,) if may_escape else ()
+    end = time.monotonic() + timeout_s
+    for index, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
+        seconds, test = min(test_timeout_s, end - time.monotonic()), Test(str(given), str(expected))
+        reason = run_test(program, test, function, seconds, may_escape=may_escape) if seconds > 0 else "no time left"
+        if reason is not None:
+            return Outcome(0.0, extracted=f"test {index + 1} of {len(inputs)}: {reason}", flags=flags)
+    return Outcome(1.0, extracted=f"passed {len(inputs)} tests", flags=flags)
 
 
 def last_code_block(text: str) -> str | None:
@@ -153,12 +137,7 @@ def last_code_block(text: str) -> str | None:
 
 
 def run_test(program: str, test: Test, function: str, seconds: float, *, may_escape: bool = False) -> str | None:
-    """Why the program fails the test; None if it passes. `function` as for `mrl.envs.sandbox`.
-
-    Raises:
-        RowFault: arguments or result of the test are not JSON.
-        RuntimeError: the program cannot be confined, and may not escape.
-    """
+    """Why the program fails the test; None if it passes. `function` as for `mrl.envs.sandbox`."""
     try:
         given = test.given if not function else json.dumps([json.loads(line) for line in test.given.splitlines() if line.strip()])
         expected = json.loads(test.expected) if function else None
@@ -178,9 +157,15 @@ def run_test(program: str, test: Test, function: str, seconds: float, *, may_esc
             reason = _run(folder, function, seconds, (stdin, stdout, stderr, result), may_escape=may_escape)
             if reason is not None:
                 return reason
-            printed = _read(result if function else stdout, 4 * len(test.expected) + SPARE_OUTPUT_BYTES)
-    if printed is None:
+            file, most = result if function else stdout, 4 * len(test.expected) + SPARE_OUTPUT_BYTES
+            try:
+                file.seek(0)
+                data = file.read(most + 1)
+            except OSError:  # the program has changed how the file is read
+                return "more output than a right answer has"
+    if len(data) > most:
         return "more output than a right answer has"
+    printed = data.decode(errors="replace")
     if not function:
         return None if same_output(printed, test.expected) else "wrong output"
     try:
@@ -190,7 +175,6 @@ def run_test(program: str, test: Test, function: str, seconds: float, *, may_esc
 
 
 def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | IO[bytes]], *, may_escape: bool) -> str | None:
-    """Why the program in `folder` failed; None if it ended with exit code 0."""
     stdin, stdout, stderr, result = files
     started, starting = os.pipe()
     arguments = [str(folder / "program.py"), function, str(seconds), str(result.fileno()), str(starting), str(int(may_escape))]
@@ -212,7 +196,10 @@ def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | 
             process.kill()
         if reason is not None or process.returncode == 0:
             return reason
-        last_words = _last_line(stderr)
+        last_words = ""
+        with suppress(OSError):
+            tail = os.pread(stderr.fileno(), STDERR_TAIL_BYTES, max(0, os.fstat(stderr.fileno()).st_size - STDERR_TAIL_BYTES))
+            last_words = tail.decode(errors="replace").strip().rpartition("\n")[2]
         if not has_started.read(1):
             raise RuntimeError(f"the program cannot be confined: {last_words}")
     name = last_words.partition(":")[0]
@@ -229,38 +216,16 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: 
             process.wait(min(LOOK_S, left))
             return None
         with suppress(FileNotFoundError):  # it has just ended
-            if (reason := _excess(folder, Path(f"/proc/{process.pid}/task"))) is not None:
-                return reason
+            try:
+                with os.scandir(folder) as entries:
+                    sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in itertools.islice(entries, MAX_FILES + 1)]
+            except PermissionError:
+                return "its folder cannot be read"
+            if len(sizes) > MAX_FILES or sum(sizes) > MAX_FILE_BYTES:
+                return f"more than {MAX_FILES} files or {MAX_FILE_BYTES >> 20} MiB"
+            if len(os.listdir(f"/proc/{process.pid}/task")) > MAX_THREADS:
+                return f"more than {MAX_THREADS} threads"
     return f"no answer within {seconds:.3g} s"
-
-
-def _excess(folder: Path, threads: Path) -> str | None:
-    """The limit on files or threads that a program exceeds; None if it keeps to all."""
-    try:
-        with os.scandir(folder) as entries:
-            sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in itertools.islice(entries, MAX_FILES + 1)]
-    except PermissionError:
-        return "its folder cannot be read"
-    if len(sizes) > MAX_FILES or sum(sizes) > MAX_FILE_BYTES:
-        return f"more than {MAX_FILES} files or {MAX_FILE_BYTES >> 20} MiB"
-    return f"more than {MAX_THREADS} threads" if len(os.listdir(threads)) > MAX_THREADS else None
-
-
-def _read(file: IO[bytes], most: int) -> str | None:
-    """The text of a file that a program wrote; None if it is longer than `most` bytes, or cannot be read."""
-    try:
-        file.seek(0)
-        data = file.read(most + 1)
-    except OSError:  # the program has changed how the file is read
-        return None
-    return data.decode(errors="replace") if len(data) <= most else None
-
-
-def _last_line(file: IO[str] | IO[bytes]) -> str:
-    with suppress(OSError):
-        data = os.pread(file.fileno(), STDERR_TAIL_BYTES, max(0, os.fstat(file.fileno()).st_size - STDERR_TAIL_BYTES))
-        return data.decode(errors="replace").strip().rpartition("\n")[2]
-    return ""
 
 
 def probe() -> str:
@@ -284,12 +249,8 @@ def python_files() -> tuple[str, ...]:
 
 def same_output(printed: str, expected: str) -> bool:
     """Whether two outputs have the same lines, apart from white space around them; numbers of a line compare by value."""
-    ours, theirs = _lines(printed), _lines(expected)
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(ours) == len(theirs) and all(a == b or _same_numbers(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().split("\n")]
 
 
 def _same_numbers(ours: Sequence[str], theirs: Sequence[str]) -> bool:

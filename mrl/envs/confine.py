@@ -123,9 +123,6 @@ def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
     """Forbids all threads of this process for good what `allowances` does not name: sockets, processes, writes outside `folder`.
 
     Threads that run already keep their file rights: Landlock cannot take them.
-
-    Raises:
-        Unconfined: as for `confine_program`.
     """
     allowed = set(allowances)
     actions: dict[str, int | Check] = dict.fromkeys(call_numbers(NEVER_CALLS), EPERM)
@@ -163,11 +160,7 @@ def filter_program(actions: Mapping[str, int | Check], default: int) -> bytes:
 
 
 def install(code: bytes) -> None:
-    """Puts all threads of this process under a seccomp filter. Needs no privilege.
-
-    Raises:
-        Unconfined: the kernel refuses it.
-    """
+    """Puts all threads of this process under a seccomp filter. Needs no privilege."""
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
     if _libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or _call("seccomp", SET_MODE_FILTER, ALL_THREADS, program):
@@ -221,7 +214,6 @@ def _restrict_files(rights: int, grants: Mapping[str, int], *, has_network: bool
 
 
 def _drop_privileges(kept: int) -> None:
-    """Leaves root only these privileges (capabilities, a bit each); other users have none."""
     header, held = struct.pack("=Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     if _call("capget", header, held) == 0:
         kept &= struct.unpack("=6I", held)[1]
@@ -267,11 +259,7 @@ def _op(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def call_numbers(*tables: str) -> dict[str, int]:
-    """Numbers of system calls by name, of tables as above, on this machine.
-
-    Raises:
-        Unconfined: they are not known for this machine.
-    """
+    """Numbers of system calls by name, of tables as above, on this machine."""
     if MACHINE not in AUDIT_ARCH:
         raise Unconfined(f"the machine is {MACHINE}; system calls are known for {' and '.join(AUDIT_ARCH)}")
     column = 1 + list(AUDIT_ARCH).index(MACHINE)

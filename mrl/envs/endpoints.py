@@ -14,14 +14,11 @@ FILE_NAME = "endpoints.json"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses and key of a run's engines."""
+    """Addresses of a run's engines (`http://HOST:PORT/v1` each), the run's key for them, and the model's name, which requests may omit."""
 
     base_urls: list[str]
-    """One for each engine, `http://HOST:PORT/v1`."""
     api_key: str
-    """Valid for all of them, and for this run alone."""
     model: str
-    """The model's name in requests, which may also leave it out."""
 
     def base_url(self, session_id: str) -> str:
         """The engine of a session: the same one for all its requests, sessions spread evenly."""
@@ -32,9 +29,6 @@ def read_endpoints(file: str | Path | None = None) -> Endpoints:
     """The endpoints of a run, from its `endpoints.json`; a reward function of the run need not name the file.
 
     Read it again after a connection fails: an engine that was started anew may have another address.
-
-    Raises:
-        ValueError: there is no file.
     """
     found = file or env.MRL_ENDPOINTS.read()
     if found is None:

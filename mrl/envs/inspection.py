@@ -36,16 +36,6 @@ class Remarks:
     flaws: tuple[Flaw, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """A turn of the model as text."""
-
-    thought: str
-    answer: str
-    is_malformed: bool
-    """Whether its think tags do not pair."""
-
-
 def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) -> Rules | None:
     """The rules of a run; None if there are none. `special_texts` are the tokenizer's special tokens."""
     advantages: dict[FlawKind, float | None] = {
@@ -64,28 +54,39 @@ def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) ->
 
 def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
     """The penalties and flaws of a rollout, by the rules."""
-    turns = _turns(rollout, decode, rules)
     asked = rules.penalties
     unwanted = set((asked.token_ids.unwanted if asked.token_ids else None) or ())
-    generated = [token for turn in rollout.turns for token in rollout.token_ids[turn.start : turn.stop].tolist()]
+    is_unwanted = is_repeated = is_malformed = False
+    flaws: dict[FlawKind, list[Flaw]] = {"invalid_tool_call": [], "malformed_thinking": []}
+    before, answer, last_stop = decode(rollout.request.token_ids), "", 0
+    for index, turn in enumerate(rollout.turns):
+        if index:
+            before = decode(rollout.token_ids[last_stop : turn.start].tolist())
+        last_stop, generated = turn.stop, rollout.token_ids[turn.start : turn.stop].tolist()
+        text = decode(generated)
+        num_open = before.count(rules.open_tag) - before.count(rules.close_tag)
+        thought, tag, answer = text.partition(rules.close_tag)
+        if not tag:
+            thought, answer = (text, "") if num_open > 0 else ("", text)
+        for special in (rules.open_tag, *rules.special_texts):
+            thought, answer = thought.replace(special, ""), answer.replace(special, "")
+        thought, answer = thought.strip(), answer.strip()
+        is_unwanted = is_unwanted or not unwanted.isdisjoint(generated)
+        is_repeated = is_repeated or (thought != "" and thought == answer)
+        # The model closes a thought that the prompt opened, once, closes no other, and opens none.
+        if num_open not in (0, 1) or rules.open_tag in text or text.count(rules.close_tag) != num_open:
+            is_malformed = True
+            flaws["malformed_thinking"].append(Flaw("malformed_thinking", turn.start, turn.stop))
+        if "invalid_tool_call" in rules.flaws and any(call.error for call in tool_calls(answer)):
+            flaws["invalid_tool_call"].append(Flaw("invalid_tool_call", turn.start, turn.stop))
     found = {
-        "duplicated_reasoning": asked.penalize_duplicated_reasoning and any(turn.thought and turn.thought == turn.answer for turn in turns),
+        "duplicated_reasoning": asked.penalize_duplicated_reasoning and is_repeated,
         # A tool call is an answer.
-        "empty_final_answer": asked.penalize_empty_final_answer and not turns[-1].answer,
-        "unwanted_token": asked.penalize_unwanted_tokens and not unwanted.isdisjoint(generated),
-        "malformed_think_tag": asked.penalize_malformed_think_tag and any(turn.is_malformed for turn in turns),
+        "empty_final_answer": asked.penalize_empty_final_answer and not answer,
+        "unwanted_token": asked.penalize_unwanted_tokens and is_unwanted,
+        "malformed_think_tag": asked.penalize_malformed_think_tag and is_malformed,
     }
-    is_flawed: dict[FlawKind, Callable[[_Turn], bool]] = {
-        "invalid_tool_call": lambda turn: any(call.error for call in tool_calls(turn.answer)),
-        "malformed_thinking": lambda turn: turn.is_malformed,
-    }
-    flaws = tuple(
-        Flaw(kind, span.start, span.stop)
-        for kind in rules.flaws
-        for span, turn in zip(rollout.turns, turns, strict=True)
-        if is_flawed[kind](turn)
-    )
-    return Remarks(tuple(name for name, is_so in found.items() if is_so), flaws)
+    return Remarks(tuple(name for name, is_so in found.items() if is_so), tuple(flaw for kind in rules.flaws for flaw in flaws[kind]))
 
 
 def amend(verdict: Verdict, remarks: Remarks) -> Verdict:
@@ -94,25 +95,3 @@ def amend(verdict: Verdict, remarks: Remarks) -> Verdict:
         nothing = dict.fromkeys(verdict.components, 0.0)
         verdict = replace(verdict, reward=0.0, components=nothing, flags=(*verdict.flags, *remarks.penalties))
     return replace(verdict, flaws=remarks.flaws)
-
-
-def _turns(rollout: Rollout, decode: Decode, rules: Rules) -> list[_Turn]:
-    before, turns = decode(rollout.request.token_ids), []
-    for index, turn in enumerate(rollout.turns):
-        if index:
-            before = decode(rollout.token_ids[rollout.turns[index - 1].stop : turn.start].tolist())
-        text = decode(rollout.token_ids[turn.start : turn.stop].tolist())
-        num_open = before.count(rules.open_tag) - before.count(rules.close_tag)
-        thought, tag, answer = text.partition(rules.close_tag)
-        if not tag:
-            thought, answer = (text, "") if num_open > 0 else ("", text)
-        # The model closes a thought that the prompt opened, once, closes no other, and opens none.
-        is_malformed = num_open not in (0, 1) or rules.open_tag in text or text.count(rules.close_tag) != num_open
-        turns.append(_Turn(_plain(thought, rules), _plain(answer, rules), is_malformed))
-    return turns
-
-
-def _plain(text: str, rules: Rules) -> str:
-    for special in (rules.open_tag, *rules.special_texts):
-        text = text.replace(special, "")
-    return text.strip()

@@ -25,18 +25,8 @@ READ_CHARACTERS = 100_000
 
 # Scripts of one language, by the first word of Unicode's character names.
 SCRIPTS: Mapping[str, str] = {
-    "HANGUL": "ko",
-    "THAI": "th",
-    "BENGALI": "bn",
-    "TAMIL": "ta",
-    "TELUGU": "te",
-    "KANNADA": "kn",
-    "MALAYALAM": "ml",
-    "GUJARATI": "gu",
-    "GURMUKHI": "pa",
-    "HEBREW": "he",
-    "GREEK": "el",
-    "CJK": "zh",
+    **{"HANGUL": "ko", "THAI": "th", "BENGALI": "bn", "TAMIL": "ta", "TELUGU": "te", "KANNADA": "kn", "MALAYALAM": "ml"},
+    **{"GUJARATI": "gu", "GURMUKHI": "pa", "HEBREW": "he", "GREEK": "el", "CJK": "zh"},
 }
 # Scripts that several languages share: letters that only one of them has, in order; the last language has none of these.
 LETTERS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -74,9 +64,7 @@ T = TypeVar("T")
 
 def environment(config: EnvConfig) -> Environment:
     """Declares `instruction_following`."""
-    section = config.instruction_following
-    fields = ("instruction_id_list", "kwargs")
-    return built_in("instruction_following", num_workers=section.num_workers, timeout_s=section.timeout_s, row_fields=fields)
+    return built_in("instruction_following", config.instruction_following, "instruction_id_list", "kwargs")
 
 
 def make() -> Score:
@@ -88,9 +76,6 @@ def score(task: Task) -> Outcome:
     """1 if the text follows every instruction of `instruction_id_list`, with the arguments of `kwargs` at the same place, else 0.
 
     An unknown instruction counts as not followed, and gets the flag `unknown_instruction`.
-
-    Raises:
-        RowFault: the row has no instructions, or an instruction lacks an argument.
     """
     names: list[object] = field_of(task.fields, "instruction_id_list", list)
     given: list[object] = field_of({"kwargs": [None] * len(names), **task.fields}, "kwargs", list)
@@ -98,23 +83,18 @@ def score(task: Task) -> Outcome:
         raise RowFault(f"the row has {len(names)} instructions and {len(given)} kwargs; they must be as many, and at least one")
     text = text_after_thinking(task.text)
     broken, flags = [], set()
-    for name, arguments in zip(names, given, strict=True):
-        check = CHECKS.get(str(name))
-        if check is None:
+    for name, arguments in zip(map(str, names), given, strict=True):
+        # Rows are padded with nulls for the arguments of other instructions.
+        known = {key: value for key, value in arguments.items() if value is not None} if isinstance(arguments, dict) else {}
+        try:
+            is_followed = name in CHECKS and bool(text) and CHECKS[name](text, known)
+        except (KeyError, TypeError) as error:
+            raise RowFault(f"{name}: argument missing or of the wrong type, {error!r}, in {known!r:.200}") from error
+        if name not in CHECKS:
             flags.add(UNKNOWN)
-            broken.append(str(name))
-        elif not _holds(check, text, str(name), arguments):
-            broken.append(str(name))
+        if not is_followed:
+            broken.append(name)
     return Outcome(float(not broken), extracted=f"not followed: {', '.join(broken)}" if broken else "followed", flags=tuple(flags))
-
-
-def _holds(check: Check, text: str, name: str, arguments: object) -> bool:
-    # Rows are padded with nulls for the arguments of other instructions.
-    known = {key: value for key, value in arguments.items() if value is not None} if isinstance(arguments, dict) else {}
-    try:
-        return bool(text) and check(text, known)
-    except (KeyError, TypeError) as error:
-        raise RowFault(f"{name}: argument missing or of the wrong type, {error!r}, in {known!r:.200}") from error
 
 
 def _compare(count: int, arguments: Arguments, number: str, relation: str) -> bool:
@@ -143,17 +123,12 @@ def _int(arguments: Arguments, name: str) -> int:
     return int(value) if isinstance(value, float) else _argument(arguments, name, int)
 
 
-def _texts(arguments: Arguments, name: str) -> list[str]:
-    return [str(text) for text in _argument(arguments, name, list)]
-
-
 def _str(arguments: Arguments, name: str) -> str:
     return _argument(arguments, name, str)
 
 
-def words(text: str) -> list[str]:
-    """Runs of letters, digits and underscores."""
-    return re.findall(r"\w+", text)
+def _texts(arguments: Arguments, name: str) -> list[str]:
+    return [str(text) for text in _argument(arguments, name, list)]
 
 
 def sentences(text: str) -> list[str]:
@@ -162,12 +137,9 @@ def sentences(text: str) -> list[str]:
     return [part for part in re.split(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n{2,}", text) if re.search(r"\w", part)]
 
 
-def paragraphs(text: str) -> list[str] | None:
-    """Stretches between `***` lines; None if one in the middle is empty."""
-    parts = re.split(r"\s?\*\*\*\s?", text)
-    if any(not part.strip() for part in parts[1:-1]):
-        return None
-    return [part for part in parts if part.strip()]
+def _number_paragraphs(text: str, arguments: Arguments) -> bool:
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
+    return all(parts[1:-1]) and len([part for part in parts if part]) == _int(arguments, "num_paragraphs")
 
 
 def _nth_paragraph(text: str, arguments: Arguments) -> bool:
@@ -177,11 +149,6 @@ def _nth_paragraph(text: str, arguments: Arguments) -> bool:
         return False
     first = re.match(r"[\"'(\[]*([\w'-]+)", parts[nth - 1])
     return first is not None and first[1].lower() == _str(arguments, "first_word").lower()
-
-
-def _number_paragraphs(text: str, arguments: Arguments) -> bool:
-    parts = paragraphs(text)
-    return parts is not None and len(parts) == _int(arguments, "num_paragraphs")
 
 
 def _postscript(text: str, arguments: Arguments) -> bool:
@@ -211,17 +178,10 @@ def _is_json(text: str, arguments: Arguments) -> bool:
     return True
 
 
-def _title(line: str) -> str:
-    """The text between the first << and the last >>."""
-    return line.partition("<<")[2].rpartition(">>")[0].strip()
-
-
 def _two_responses(text: str, arguments: Arguments) -> bool:
     parts = [part.strip() for part in text.split("******")]
-    if any(not part for part in parts[1:-1]):
-        return False
     answers = [part for part in parts if part]
-    return len(answers) == 2 and answers[0] != answers[1]
+    return all(parts[1:-1]) and len(answers) == 2 and answers[0] != answers[1]
 
 
 def detect(text: str) -> str:
@@ -267,7 +227,7 @@ CHECKS: Mapping[str, Check] = {
     "language:response_language": lambda text, a: detect(text) == _str(a, "language"),
     "length_constraints:number_sentences": lambda text, a: _compare(len(sentences(text)), a, "num_sentences", "relation"),
     "length_constraints:number_paragraphs": _number_paragraphs,
-    "length_constraints:number_words": lambda text, a: _compare(len(words(text)), a, "num_words", "relation"),
+    "length_constraints:number_words": lambda text, a: _compare(len(re.findall(r"\w+", text)), a, "num_words", "relation"),
     "length_constraints:nth_paragraph_first_word": _nth_paragraph,
     "detectable_content:number_placeholders": lambda text, a: len(re.findall(r"\[[^\[\]\n]+\]", text)) >= _int(a, "num_placeholders"),
     "detectable_content:postscript": _postscript,
@@ -278,13 +238,13 @@ CHECKS: Mapping[str, Check] = {
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _is_json,
-    "detectable_format:title": lambda text, a: any(map(_title, text.split("\n"))),
+    "detectable_format:title": lambda text, a: any(line.partition("<<")[2].rpartition(">>")[0].strip() for line in text.split("\n")),
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": lambda text, a: text.lower().startswith(_str(a, "prompt_to_repeat").strip().lower()),
     "startend:end_checker": lambda text, a: text.strip('" \n').lower().endswith(_str(a, "end_phrase").strip('" \n').lower()),
     "startend:quotation": lambda text, a: len(text) > 1 and text.startswith('"') and text.endswith('"'),
     "change_case:capital_word_frequency": lambda text, a: _compare(
-        sum(word.isupper() for word in words(text)), a, "capital_frequency", "capital_relation"
+        sum(word.isupper() for word in re.findall(r"\w+", text)), a, "capital_frequency", "capital_relation"
     ),
     "change_case:english_capital": lambda text, a: text.isupper() and _is_english(text),
     "change_case:english_lowercase": lambda text, a: text.islower() and _is_english(text),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import TYPE_CHECKING
 
-from mrl.envs.task import Environment, Outcome, Score, Task, built_in
+from mrl.envs.task import Environment, Outcome, Score, built_in
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -22,24 +21,17 @@ UNITS = (
 
 def environment(config: EnvConfig) -> Environment:
     """Declares `math`."""
-    section = config.math
-    options = {"impl": section.math_verify_impl, "is_strict": section.strict}
-    return built_in("math", num_workers=section.num_workers, timeout_s=section.timeout_s, row_fields=("expected_answer",), options=options)
+    return built_in("math", config.math, "expected_answer", impl=config.math.math_verify_impl, is_strict=config.math.strict)
 
 
 def make(impl: str, is_strict: bool) -> Score:
     """The reward function of `env.math.math_verify_impl`; `is_strict` as `env.math.strict`."""
-    judge = score_dapo
-    if impl == "hf_math_verify":
-        # Here, so that the parent reads the declaration above without sympy.
-        from mrl.envs.math_value import score
+    if impl != "hf_math_verify":
+        return lambda task: Outcome(*score_dapo(task.text, task.expected))
+    # Here, so that the parent reads the declaration above without sympy.
+    from mrl.envs.math_value import score
 
-        judge = functools.partial(score, is_strict=is_strict)
-
-    def reward(task: Task) -> Outcome:
-        return Outcome(*judge(task.text, task.expected))
-
-    return reward
+    return lambda task: Outcome(*score(task.text, task.expected, is_strict=is_strict))
 
 
 def score_dapo(text: str, expected: str) -> tuple[float, str]:

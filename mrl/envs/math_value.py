@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from decimal import Decimal
 from itertools import groupby
 
@@ -96,15 +96,11 @@ class Size:
 
     def fits(self, expected: Size) -> bool:
         """Whether it is small, or no larger than the expected answer."""
-        return (
-            self.characters <= max(MAX_CHARACTERS, expected.characters)
-            and self.depth <= max(MAX_DEPTH, expected.depth)
-            and self.num_parts <= max(MAX_PARTS, expected.num_parts)
-            and self.digit_run <= max(MAX_DIGIT_RUN, expected.digit_run)
-            and self.is_eager <= expected.is_eager
-        )
+        return all(mine <= max(most, theirs) for mine, most, theirs in zip(astuple(self), SMALL, astuple(expected), strict=True))
 
 
+SMALL = (MAX_CHARACTERS, MAX_DEPTH, MAX_PARTS, MAX_DIGIT_RUN, False)
+"""The bounds of an answer, by the fields of `Size`, wherever the expected one is not larger."""
 ANY_EXPECTED = Size(characters=20_000, depth=12, num_parts=1_000, digit_run=4_000, is_eager=True)
 """The largest expected answer; Python reads no longer numbers."""
 
@@ -123,22 +119,15 @@ class Found:
     """The text left of its last equals sign; empty if there is none."""
     is_percentage: bool
 
-    @property
-    def shown(self) -> str:
-        """Its text."""
-        return str(self.values[-1])
-
 
 def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, str]:
     """`(1.0 or 0.0, the answer as found)`. Numbers compare by value: 046 is 46, 1,200 is 1200, 0.5 is 1/2.
 
     In a text with `####`, as in GSM8K, only what follows the last one counts; otherwise an equation before it might be taken.
-    Mathematics that is too costly to find or to compute is wrong. With `is_strict`, an answer must be final, see `is_final`.
+    Mathematics that is too costly to find or to compute is wrong. With `is_strict`, an answer must be final, see `is_final`. An expected
+    answer that is no mathematics, or too costly, is a RowFault.
 
     math-verify's own timeouts are off: they report a hang as a wrong answer. The pool's deadline finds out whose fault it is.
-
-    Raises:
-        RowFault: the expected answer is not mathematics, or too costly, so that no text can be right.
     """
     gold, size, max_digits = parse_expected(expected)
     try:
@@ -149,17 +138,14 @@ def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, 
             raise TooCostly
     except TooCostly:
         return 0.0, TOO_COSTLY
+    shown = str(found.values[-1])
     if is_strict and not is_final(found, str(gold[-1])):
-        return 0.0, NOT_FINAL + found.shown
-    return float(verify(gold, found.values, timeout_seconds=NO_TIMEOUT)), found.shown
+        return 0.0, NOT_FINAL + shown
+    return float(verify(gold, found.values, timeout_seconds=NO_TIMEOUT)), shown
 
 
 def parse_expected(expected: str) -> tuple[list[object], Size, float]:
-    """The expected answer as math-verify parses it, and bounds for answers: their size, and the digits of numbers on the way to a value.
-
-    Raises:
-        RowFault: it is not mathematics, or too costly.
-    """
+    """The expected answer as math-verify parses it, and bounds for answers: their size, and the digits of numbers on the way to a value."""
     size = size_of(expected)
     if not size.fits(ANY_EXPECTED):
         raise RowFault(f"the expected answer {expected!r:.100} is too costly to parse")
@@ -175,8 +161,7 @@ def parse_expected(expected: str) -> tuple[list[object], Size, float]:
 def find_answer(text: str, expected: Size) -> Found | None:
     """The answer that math-verify would take: the last match that can be parsed, of the pattern that comes first; None if there is none.
 
-    Raises:
-        TooCostly: the search takes too long, or the mathematics is larger than an answer may be.
+    TooCostly says that the search takes too long, or that the mathematics is larger than an answer may be.
     """
     if search_cost(text) > MAX_SEARCH_COST:
         raise TooCostly
@@ -185,12 +170,18 @@ def find_answer(text: str, expected: Size) -> Found | None:
     for _, patterns in groupby(PATTERNS, key=lambda entry: entry[0]):
         matches = [(match, target) for _, pattern, target in patterns for match in pattern.finditer(text)]
         for match, target in sorted(matches, key=lambda found: (found[0].end(), -found[0].start()), reverse=True):
-            parts = _expressions(match[0])
+            # What math-verify parses of a match: the contents of its boxes, or all of it.
+            parts = [_up_to_closing_brace(box) for box in match[0].split(BOX)[1:]] or [match[0]]
             left_to_try -= sum(MIN_TRIED_CHARACTERS + len(part) for part in parts)
             if left_to_try < 0 or not all(size_of(part).fits(expected) for part in parts):
                 raise TooCostly
             value, shown = extract_match(match, target)
-            found = _found([shown], match)
+            groups = {name: text for name, text in match.groupdict().items() if text}
+            start = min((match.start(name) for name in groups), default=match.start())
+            before = match.string[max(0, start - LEFT_CHARACTERS) : start].rstrip()
+            left = before[:-1] if before.endswith("=") else str(shown).rpartition("=")[0]
+            is_percentage = any(name.endswith("percent") for name in groups) or PERCENT.match(match.string, match.end()) is not None
+            found = Found([shown], left, is_percentage)
             unparsed = unparsed or (found if shown else None)
             if value is not None:
                 # As math-verify does: the value, then the text of the first try.
@@ -198,28 +189,13 @@ def find_answer(text: str, expected: Size) -> Found | None:
     return unparsed
 
 
-def _found(values: list[object], match: re.Match[str]) -> Found:
-    groups = {name: text for name, text in match.groupdict().items() if text}
-    start = min((match.start(name) for name in groups), default=match.start())
-    before = match.string[max(0, start - LEFT_CHARACTERS) : start].rstrip()
-    left = before[:-1] if before.endswith("=") else str(values[-1]).rpartition("=")[0]
-    is_percentage = any(name.endswith("percent") for name in groups) or PERCENT.match(match.string, match.end()) is not None
-    return Found(values, left, is_percentage)
-
-
-def _expressions(text: str) -> list[str]:
-    """The parts of a match that math-verify parses: the contents of its boxes, or all of it."""
-    boxes = []
-    for start in text.split(BOX)[1:]:
-        depth = 1
-        end = len(start)
-        for index, character in enumerate(start):
-            depth += (character == "{") - (character == "}")
-            if depth == 0:
-                end = index
-                break
-        boxes.append(start[:end])
-    return boxes or [text]
+def _up_to_closing_brace(text: str) -> str:
+    depth = 1
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:index]
+    return text
 
 
 def is_final(found: Found, expected: str) -> bool:
@@ -228,11 +204,12 @@ def is_final(found: Found, expected: str) -> bool:
     Where a number is expected, the answer must be an integer, a decimal, or a fraction in lowest terms, and no equation of two different
     numbers. Else it may use no operation (sums, integrals, factorials, ...) that the expected answer does not use.
     """
+    shown = str(found.values[-1])
     if found.is_percentage and "%" not in expected:
         return False
     if not (DECIMAL.fullmatch(wanted := expected.rpartition("=")[2].strip()) or FRACTION.fullmatch(wanted)):
-        return set(OPERATION.findall(found.shown)) <= set(OPERATION.findall(expected))
-    answer = found.shown.rpartition("=")[2].strip()
+        return set(OPERATION.findall(shown)) <= set(OPERATION.findall(expected))
+    answer = shown.rpartition("=")[2].strip()
     if "%" in answer and "%" not in expected:
         return False
     if (fraction := FRACTION.fullmatch(answer)) is not None:
@@ -275,8 +252,10 @@ def search_cost(text: str) -> float:
 
 def value_digits(node: Basic) -> float:
     """An upper bound of the decimal digits that the evaluation of an expression writes."""
+    if isinstance(node, Integer | Rational):
+        return math.log10(max(abs(int(node.p)), int(node.q)))
     if isinstance(node, Number):
-        return _number_digits(node)
+        return abs(math.log10(float(Abs(node)))) if node.is_finite and node.is_nonzero and abs(node) < 1e300 else 300.0
     of_arguments = [value_digits(argument) for argument in node.args if isinstance(argument, Basic)]
     if isinstance(node, Pow):
         base, power = of_arguments
@@ -295,14 +274,7 @@ def value_digits(node: Basic) -> float:
 
 
 def _bounded_power(digits: float) -> float:
-    """10 to this power; infinite from 10^100 on, far beyond every bound."""
     return 10.0**digits if digits < 100.0 else math.inf
-
-
-def _number_digits(number: Number) -> float:
-    if isinstance(number, Integer | Rational):
-        return math.log10(max(abs(int(number.p)), int(number.q)))
-    return abs(math.log10(float(Abs(number)))) if number.is_finite and number.is_nonzero and abs(number) < 1e300 else 300.0
 
 
 # The first call builds parser tables and fills sympy's caches (0.3 s), which must not count against the first rollout.

@@ -16,9 +16,7 @@ ANSWER = re.compile(r"(?i)answer(?:\s++is)?\s*+[:=]?\s*+\**+\s*+\(?([A-Z])\)?(?!
 
 def environment(config: EnvConfig) -> Environment:
     """Declares `mcqa`."""
-    section = config.mcqa
-    fields = ("options", "expected_answer", "template_metadata")
-    return built_in("mcqa", num_workers=section.num_workers, timeout_s=section.timeout_s, row_fields=fields)
+    return built_in("mcqa", config.mcqa, "options", "expected_answer", "template_metadata")
 
 
 def make() -> Score:
@@ -31,12 +29,12 @@ def score(task: Task) -> Outcome:
 
     The choice is the last match of the row's own `template_metadata.output_regex` (its first group that is one of the row's letters) if
     there is one and it matches; else the last `\\boxed{letter}`; else, for rows without a regex, what follows the last `Answer:`.
-
-    Raises:
-        RowFault: the expected answer is not one of the row's letters.
     """
     fields = task.fields
-    letters = option_letters(fields.get("options"))
+    options = fields.get("options")
+    dicts = [option for option in options if isinstance(option, dict)] if isinstance(options, list) else []
+    # The blend's rows are padded with nulls.
+    letters = sorted({key.upper() for option in dicts for key, value in option.items() if value is not None})
     expected = str(fields.get("expected_answer", task.expected)).strip().upper()
     if not re.fullmatch("[A-Z]", expected) or (letters and expected not in letters):
         raise RowFault(f"the expected answer {expected!r} is none of the options {', '.join(letters) or 'A to Z'}")
@@ -55,19 +53,8 @@ def choose(text: str, patterns: list[re.Pattern[str]], letters: list[str]) -> st
     return ""
 
 
-def option_letters(options: object) -> list[str]:
-    """Letters of the options: keys of dicts whose value is a text, as the blend's rows are padded with nulls."""
-    if not isinstance(options, list):
-        return []
-    return sorted({key.upper() for option in options if isinstance(option, dict) for key, value in option.items() if value is not None})
-
-
 def own_patterns(metadata: object) -> list[re.Pattern[str]]:
-    """The row's own patterns, in order.
-
-    Raises:
-        RowFault: one is no regular expression.
-    """
+    """The row's own patterns, in order."""
     given = metadata.get("output_regex") if isinstance(metadata, dict) else None
     texts = [given] if isinstance(given, str) else given or []
     try:

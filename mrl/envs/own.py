@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -62,11 +61,7 @@ def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environ
 
 
 def make(function: str) -> Score:
-    """The reward function `pkg.mod:fn`.
-
-    Raises:
-        ValueError: there is no such function, or its parameters are not known.
-    """
+    """The reward function `pkg.mod:fn`; a ValueError says that it is not there, or that its parameters are not known."""
     module, _, name = function.partition(":")
     try:
         found = operator.attrgetter(name)(importlib.import_module(module))
@@ -74,15 +69,27 @@ def make(function: str) -> Score:
         raise ValueError(f"no reward function {function!r}: {error}") from error
     if not callable(found):
         raise ValueError(f"{function!r} is not a function")
-    return functools.partial(_score, found, arguments_of(found, function))
+    names = arguments_of(found, function)
+
+    def score(task: Task) -> Outcome:
+        try:
+            return outcome(found(*(VALUES[name](task) for name in names)))
+        except Exception as error:
+            # From the kernel's refusal, or from the missing network?
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, PermissionError | socket.gaierror):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise PermissionError(
+                f"{error}; own functions get no network, process or file to write unless env.own.allow=[network,processes,files] names it"
+            ) from error
+
+    return score
 
 
 def arguments_of(function: Callable[..., object], name: str) -> list[str]:
-    """The name in `VALUES` for each parameter, in order; three parameters without defaults of other names get `POSITIONAL`.
-
-    Raises:
-        ValueError: a parameter without a default has another name.
-    """
+    """The name in `VALUES` for each parameter, in order; three parameters without defaults of other names get `POSITIONAL`."""
     parameters = list(inspect.signature(function).parameters.values())
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -104,9 +111,6 @@ def outcome(returned: object) -> Outcome:
 
     Of a dict's other entries, numbers are components, `extracted` is text, `mask_sample` masks, and `observation` is what the
     environment answers: a text, which the user says, or messages. The pool refuses what is no finite number.
-
-    Raises:
-        TypeError: the value is neither, or an entry has the wrong type.
     """
     if not isinstance(returned, Mapping):
         return Outcome(_number(returned, "the reward"))
@@ -122,26 +126,6 @@ def outcome(returned: object) -> Outcome:
         flags=(MASK_SAMPLE,) if returned.get(MASK_SAMPLE, False) else (),
         observation=_messages(returned.get("observation")),
     )
-
-
-def _score(function: Callable[..., object], arguments: list[str], task: Task) -> Outcome:
-    try:
-        return outcome(function(*(VALUES[name](task) for name in arguments)))
-    except Exception as error:
-        if not _is_refusal(error):
-            raise
-        raise PermissionError(
-            f"{error}; own functions get no network, process or file to write unless env.own.allow=[network,processes,files] names it"
-        ) from error
-
-
-def _is_refusal(error: BaseException | None) -> bool:
-    """Whether an error comes from the kernel's refusal, or from the missing network."""
-    while error is not None:
-        if isinstance(error, PermissionError | socket.gaierror):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _number(value: object, what: str) -> float:

@@ -18,7 +18,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, TypeGuard, TypeVar
 
 import mrl
@@ -96,11 +95,7 @@ class Worker:
         return False
 
     async def ask(self, message: bytes) -> dict[str, object]:
-        """The child's answer.
-
-        Raises:
-            WorkerDied: it ended, or does not answer with a message.
-        """
+        """The child's answer; WorkerDied if it ended, or answers with something else than a message."""
         try:
             await asyncio.get_running_loop().sock_sendall(self._socket, message)
         except OSError as error:
@@ -108,11 +103,7 @@ class Worker:
         return await self.read()
 
     async def read(self) -> dict[str, object]:
-        """The child's next message.
-
-        Raises:
-            WorkerDied: it ended, or what it sent is no message.
-        """
+        """The child's next message; WorkerDied if it ended, or what it sent is no message."""
         try:
             length = int.from_bytes(await self._receive(LENGTH_BYTES))
             if length > MAX_MESSAGE_BYTES:
@@ -161,23 +152,19 @@ class RewardPool:
     """
 
     def __init__(self, environment: Environment, *, memory_bytes: int = MEMORY_BYTES) -> None:
-        """Starts the children and waits until they are ready.
-
-        Raises:
-            RuntimeError: a child does not start.
-        """
+        """Starts the children and waits until they are ready; a RuntimeError says that they do not start."""
         self.environment = environment
         self.memory_bytes = memory_bytes
         self.counts: Counter[str] = Counter()
         self._cache: OrderedDict[Task, Verdict] = OrderedDict()
         self._num_failed_starts = 0
-        self._workers = [self._start() for _ in range(environment.num_workers)]
+        self._workers = [Worker(environment, memory_bytes=memory_bytes) for _ in range(environment.num_workers)]
         asyncio.run(self._with_each_worker(self._ready))
 
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -195,8 +182,7 @@ class RewardPool:
         `text_fault`. A missed deadline is the text's fault if the child computed all the while; any other one, and a crash, if it happens
         again when the pool tries the task once more, after all others and alone.
 
-        Raises:
-            RuntimeError: children do not start any more, or the pool is closed.
+        A RuntimeError says that children do not start any more, or that the pool is closed.
         """
         if not self._workers:
             raise RuntimeError(f"the reward pool of {self.environment} is closed")
@@ -205,7 +191,12 @@ class RewardPool:
         self.counts["cached"] += len(tasks) - len(fresh)
         verdicts |= asyncio.run(self._score(deque(sorted(fresh, key=lambda task: len(task.text) > LONG_CHARACTERS)), gives_up))
         for task in dict.fromkeys(tasks):
-            self._remember(task, verdicts[task])
+            # Only good verdicts: a mask may not have been the text's fault.
+            if verdicts[task].status == "ok" and len(verdicts[task].text) <= MAX_CACHED_CHARACTERS:
+                self._cache[task] = verdicts[task]
+                self._cache.move_to_end(task)
+                if len(self._cache) > MAX_CACHED_VERDICTS:
+                    self._cache.popitem(last=False)
         self.counts.update(verdicts[task].status for task in tasks)
         return [verdicts[task] for task in tasks]
 
@@ -253,7 +244,6 @@ class RewardPool:
         return _zero(task, reason) if is_guilty else None
 
     def _verdict(self, task: Task, answer: dict[str, object]) -> Verdict:
-        """The verdict that follows from a child's answer."""
         if "error" in answer:
             reason, culprit = str(answer["error"]), answer.get("culprit")
             if culprit == "text" and self.environment.blames_text:
@@ -274,17 +264,13 @@ class RewardPool:
             is_valid=True,
             status="ok",
             extracted=safe_text(extracted, MAX_EXTRACTED_CHARACTERS),
-            text=_text(task),
+            text="\n".join(task.turns),
             components={safe_text(name): float(value) for name, value in components.items()},
             flags=tuple(safe_text(str(flag)) for flag in flags),
             observation=tuple({key: safe_text(value) for key, value in message.items()} for message in observation),
         )
 
-    def _start(self) -> Worker:
-        return Worker(self.environment, memory_bytes=self.memory_bytes)
-
     async def _with_each_worker(self, work: Callable[[int], Awaitable[object]]) -> None:
-        """Runs `work` for the index of each child, all at once; if one raises, closes the pool once the others are done."""
         results = await asyncio.gather(*map(work, range(len(self._workers))), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -292,11 +278,6 @@ class RewardPool:
                 raise result
 
     async def _ready(self, index: int) -> Worker:
-        """This child, once it can be asked; replaces one that died, or sent something, while idle.
-
-        Raises:
-            RuntimeError: children did not start, `MAX_FAILED_STARTS` times in a row.
-        """
         while not (worker := self._workers[index]).is_ready or not worker.is_silent():
             if worker.is_ready:
                 self._replace(index)
@@ -315,18 +296,9 @@ class RewardPool:
         return worker
 
     def _replace(self, index: int) -> int | None:
-        """Kills a child and starts another in its place; returns the exit code of the old one."""
         exit_code = self._workers[index].kill()
-        self._workers[index] = self._start()
+        self._workers[index] = Worker(self.environment, memory_bytes=self.memory_bytes)
         return exit_code
-
-    def _remember(self, task: Task, verdict: Verdict) -> None:
-        """Keeps good verdicts of short texts; a mask may not have been the text's fault."""
-        if verdict.status == "ok" and len(verdict.text) <= MAX_CACHED_CHARACTERS:
-            self._cache[task] = verdict
-            self._cache.move_to_end(task)
-            if len(self._cache) > MAX_CACHED_VERDICTS:
-                self._cache.popitem(last=False)
 
 
 async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
@@ -351,12 +323,11 @@ async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
 
 
 def _zero(task: Task, reason: str) -> Verdict:
-    """The verdict on a text that made its grader fail. Samples show `extracted`, and not the reason."""
-    return Verdict(reward=0.0, is_valid=True, status="ok", extracted="", text=_text(task), flags=(TEXT_FAULT,), reason=reason)
+    return Verdict(reward=0.0, is_valid=True, status="ok", extracted="", text="\n".join(task.turns), flags=(TEXT_FAULT,), reason=reason)
 
 
 def _failed(status: Literal["timeout", "crash", "error"], task: Task, reason: str) -> Verdict:
-    return Verdict(reward=0.0, is_valid=False, status=status, extracted="", text=_text(task), reason=reason)
+    return Verdict(reward=0.0, is_valid=False, status=status, extracted="", text="\n".join(task.turns), reason=reason)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -368,7 +339,3 @@ def _are_messages(value: object) -> TypeGuard[list[dict[str, str]]]:
     return isinstance(value, list) and all(
         isinstance(message, dict) and all(isinstance(text, str) for text in message.values()) for message in value
     )
-
-
-def _text(task: Task) -> str:
-    return "\n".join(task.turns)

@@ -60,10 +60,9 @@ def prelude() -> dict[str, object]:
 def limit(seconds: float) -> None:
     """Limits memory, time and files of this process, and ends it with its parent."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    cpu_seconds = math.ceil(seconds) + 1
     for kind, most in {
         resource.RLIMIT_AS: MEMORY_BYTES,
-        resource.RLIMIT_CPU: cpu_seconds,
+        resource.RLIMIT_CPU: math.ceil(seconds) + 1,
         resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_NOFILE: NUM_OPEN_FILES,
         resource.RLIMIT_CORE: 0,

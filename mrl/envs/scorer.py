@@ -41,11 +41,8 @@ ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {
 def build_environment(name: str, config: EnvConfig, *, endpoints: Path | None = None) -> RewardPool:
     """The environment of this name, started: a built-in one, one of `env.own.functions`, or one of an installed package.
 
-    `endpoints` is the file with the addresses of the engines, if they have any; the user's own functions find it.
-
-    Raises:
-        RuntimeError: its children do not start, because the user's function cannot be imported for example; or this host cannot confine
-            the programs of `code`.
+    `endpoints` is the file with the addresses of the engines, if they have any; the user's own functions find it. A RuntimeError says that
+    the children do not start, for example because the user's function cannot be imported, or that this host cannot confine programs.
     """
     remove_abandoned()
     if landlock_abi() == 0:
@@ -116,8 +113,7 @@ class Scorer:
     def take_fresh(self, timeout_s: float) -> dict[str, Verdict]:
         """New verdicts since the last call, by request id; waits up to `timeout_s` for the first. `collect` returns them too.
 
-        Raises:
-            RuntimeError: an environment failed; see `RewardPool.score`.
+        A RuntimeError says that an environment failed; see `RewardPool.score`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._fresh or any(map(_has_failed, self._rounds)), timeout_s)
@@ -129,11 +125,8 @@ class Scorer:
     def collect(self, *, patience_s: float, timeout_s: float) -> tuple[Mapping[str, Verdict], float]:
         """Verdicts of all answers since the last call, by request id, and the seconds that they took, waited for or not.
 
-        Answers that have not begun `patience_s` after this call get status `timeout`.
-
-        Raises:
-            TimeoutError: there is an answer without a verdict after `timeout_s`.
-            RuntimeError: an environment failed; see `RewardPool.score`.
+        Answers that have not begun `patience_s` after this call get status `timeout`. Raises TimeoutError if an answer has no verdict after
+        `timeout_s`, and RuntimeError if an environment failed.
         """
         started = time.monotonic()
         self._give_up_at = started + patience_s
@@ -172,8 +165,13 @@ class Scorer:
             self._num_busy += 1
         verdicts: dict[str, Verdict] = {}
         try:
-            scored = self._environment(name).score([answer.task for answer in answers], gives_up=self._gives_up)
-            verdicts = {answer.request_id: self._masked(verdict) for answer, verdict in zip(answers, scored, strict=True)}
+            tasks = [answer.task for answer in answers]
+            scored = self._environment(name).score(tasks, gives_up=lambda: time.monotonic() > self._give_up_at)
+            for answer, verdict in zip(answers, scored, strict=True):
+                if self._masks_flagged and verdict.is_valid and MASK_SAMPLE in verdict.flags:
+                    reason = "its environment flags it with mask_sample"
+                    verdict = dataclasses.replace(verdict, is_valid=False, status="flagged", reason=reason)
+                verdicts[answer.request_id] = verdict
         finally:
             with self._changed:
                 self._num_busy -= 1
@@ -186,14 +184,6 @@ class Scorer:
         for request_id, verdict in verdicts.items():
             if not verdict.is_valid:
                 logger.warning("Rollout %s (%s) is not scored: %s", request_id, name, verdict.reason)
-
-    def _masked(self, verdict: Verdict) -> Verdict:
-        if self._masks_flagged and verdict.is_valid and MASK_SAMPLE in verdict.flags:
-            return dataclasses.replace(verdict, is_valid=False, status="flagged", reason="its environment flags it with mask_sample")
-        return verdict
-
-    def _gives_up(self) -> bool:
-        return time.monotonic() > self._give_up_at
 
 
 def _has_failed(scored: Future[None]) -> bool:

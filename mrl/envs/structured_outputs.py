@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 def environment(config: EnvConfig) -> Environment:
     """Declares `structured_outputs`."""
-    section = config.structured_outputs
-    fields = ("schema_str", "schema_type")
-    return built_in("structured_outputs", num_workers=section.num_workers, timeout_s=section.timeout_s, row_fields=fields)
+    return built_in("structured_outputs", config.structured_outputs, "schema_str", "schema_type")
 
 
 def make() -> Score:
@@ -34,11 +32,7 @@ def make() -> Score:
 
 
 def score(task: Task) -> Outcome:
-    """1 if the text after `</think>` is one JSON value of `schema_str` made strict; `extracted` names the violated keyword and its place.
-
-    Raises:
-        RowFault: the row's schema is invalid, refers to something outside of it, or its `schema_type` is not json.
-    """
+    """1 if the text after `</think>` is one JSON value of `schema_str` made strict; `extracted` names the broken keyword and its place."""
     fields = task.fields
     if fields.get("schema_type", "json") != "json":
         raise RowFault(f"schema_type {fields['schema_type']!r:.100} is not supported; only json is")
@@ -51,9 +45,11 @@ def score(task: Task) -> Outcome:
         error = next(validator.iter_errors(value), None)
     except re.error as problem:
         raise RowFault(f"the row's schema_str has a pattern that is no regular expression: {problem}") from problem
-    if error is not None:
-        return Outcome(0.0, extracted=f"{error.json_path}: {error.validator}")
-    return Outcome(1.0, extracted="valid")
+    return Outcome(1.0, extracted="valid") if error is None else Outcome(0.0, extracted=f"{error.json_path}: {error.validator}")
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
 
 
 def strict(schema: object) -> object:
@@ -97,7 +93,3 @@ def _resolve_all(resolver: Resolver[Schema], resource: SchemaResource) -> None:
             resolver.lookup(reference)
     for part in resource.subresources():
         _resolve_all(resolver, part)
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mrl.envs.confine import Allowance
+
+if TYPE_CHECKING:
+    from mrl.config.schema.env import WorkersConfig
 
 MASK_SAMPLE = "mask_sample"
 """Flag of an outcome that must not be trained on; NeMo RL's name."""
@@ -96,12 +99,10 @@ class Environment:
         return str(self.options.get("function", self.factory))
 
 
-def built_in(
-    name: str, *, num_workers: int, timeout_s: float, row_fields: tuple[str, ...], options: Mapping[str, object] | None = None
-) -> Environment:
+def built_in(name: str, workers: WorkersConfig, *row_fields: str, **options: object) -> Environment:
     """Declares the environment of `mrl/envs/{name}.py`, whose `make` takes `options`."""
-    num_workers = max(MIN_WORKERS, num_workers)
-    return Environment(f"mrl.envs.{name}:make", options or {}, num_workers, timeout_s, row_fields, blames_text=True)
+    num_workers = max(MIN_WORKERS, workers.num_workers)
+    return Environment(f"mrl.envs.{name}:make", options, num_workers, workers.timeout_s, row_fields, blames_text=True)
 
 
 def text_after_thinking(text: str) -> str:
@@ -110,11 +111,7 @@ def text_after_thinking(text: str) -> str:
 
 
 def field_of(fields: Mapping[str, object], name: str, kind: type[T]) -> T:
-    """A field that the row must have.
-
-    Raises:
-        RowFault: it is missing, or not of this type.
-    """
+    """A field that the row must have, of this type; else a `RowFault`."""
     value = fields.get(name)
     if not isinstance(value, kind):
         raise RowFault(f"the row's field {name!r} must be a {kind.__name__}, not {value!r:.80}")
@@ -122,11 +119,7 @@ def field_of(fields: Mapping[str, object], name: str, kind: type[T]) -> T:
 
 
 def encode(message: object) -> bytes:
-    """The bytes of one message between a reward child and its parent.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """The bytes of one message between a reward child and its parent; a ValueError if it is too long."""
     body = json.dumps(message).encode("ascii")
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(body)} bytes is longer than {MAX_MESSAGE_BYTES}")

@@ -29,7 +29,13 @@ def tool_calls(text: str, tools: Sequence[object] = ()) -> list[ToolCall]:
     `tools` as OpenAI's Responses or Chat Completions declare them.
     """
     plain = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
-    types = {str(tool.get("name")): _types(tool.get("parameters")) for tool in plain if isinstance(tool, dict)}
+    types = dict[str, Mapping[str, object]]()
+    for tool in plain:
+        if isinstance(tool, dict):
+            parameters = tool.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            schemas = properties.items() if isinstance(properties, dict) else ()
+            types[str(tool.get("name"))] = {key: schema.get("type") for key, schema in schemas if isinstance(schema, dict)}
     return [_call(block, types) for block in BLOCK.findall(text)]
 
 
@@ -44,27 +50,12 @@ def _call(block: str, types: Mapping[str, Mapping[str, object]]) -> ToolCall:
         key, value = opened[1], body[opened.end() : end].removeprefix("\n").removesuffix("\n")
         has_other = has_other or not body[position : opened.start()].isspace() and position < opened.start()
         position = end + len(END_OF_PARAMETER)
+        kind = types.get(name, {}).get(key)
         try:
-            arguments[key] = _value(value, types.get(name, {}).get(key))
-        except ValueError as error:
-            return ToolCall(name, arguments, error=f"argument {key}: {error}")
+            # Models write Python's True as well.
+            arguments[key] = value if kind in (None, "string") else json.loads(value.lower() if kind == "boolean" else value)
+        except (ValueError, RecursionError):
+            return ToolCall(name, arguments, error=f"argument {key}: {value!r:.100} is no {kind}")
     if has_other or body[position:].strip():
         return ToolCall(name, arguments, error="text outside of the parameters")
     return ToolCall(name, arguments)
-
-
-def _value(text: str, kind: object) -> object:
-    if kind in (None, "string"):
-        return text
-    try:
-        # Models write Python's True as well.
-        return json.loads(text.lower() if kind == "boolean" else text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{text!r:.100} is no {kind}") from error
-
-
-def _types(parameters: object) -> Mapping[str, object]:
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    if not isinstance(properties, dict):
-        return {}
-    return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, dict)}

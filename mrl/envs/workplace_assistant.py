@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of, text_after_thinking
-from mrl.envs.tool_calls import ToolCall, tool_calls
+from mrl.envs.tool_calls import tool_calls
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -76,11 +76,7 @@ class Office:
 
     @staticmethod
     def open(tables: Mapping[str, list[Record]]) -> Office:
-        """An office with copies of these records.
-
-        Raises:
-            ValueError: a table or a field is not known.
-        """
+        """An office with copies of these records; a ValueError names tables and fields that are not known."""
         unknown = [name for name in tables if name not in FIELDS]
         for name in tables.keys() & FIELDS.keys():
             unknown += [f"{name}.{key}" for row in tables[name] for key in row if key not in FIELDS[name]]
@@ -106,18 +102,14 @@ class Office:
 
     def digest(self) -> object:
         """The state for comparison: all records without order or case; new ones without the id that they happened to get."""
-        return {name: sorted(self._content(name, row) for row in rows) for name, rows in self.tables.items()}
-
-    def _content(self, table: str, row: Record) -> list[str]:
-        skipped = FIELDS[table][0] if id(row) in self.created else None
-        return [f"{key}={row.get(key, '')}".casefold() for key in FIELDS[table] if key != skipped]
+        state = {}
+        for name, rows in self.tables.items():
+            keys = [FIELDS[name][1:] if id(row) in self.created else FIELDS[name] for row in rows]
+            state[name] = sorted([f"{key}={row.get(key, '')}".casefold() for key in of_row] for row, of_row in zip(rows, keys, strict=True))
+        return state
 
     def find(self, table: str, key: object) -> Record:
-        """The record with this id.
-
-        Raises:
-            ToolError: there is none.
-        """
+        """The record with this id; a ToolError if there is none."""
         id_field = FIELDS[table][0]
         row = next((row for row in self.tables[table] if str(row.get(id_field)) == str(key)), None)
         if row is None:
@@ -125,11 +117,7 @@ class Office:
         return row
 
     def find_named(self, table: str, named: Mapping[str, object]) -> Record:
-        """The record whose id is the only argument.
-
-        Raises:
-            ToolError: there is none, or there are other arguments.
-        """
+        """The record whose id is the only argument; a ToolError if there is none, or other arguments."""
         key = FIELDS[table][0]
         if set(named) != {key}:
             raise ToolError(f"the arguments must have {key}, and nothing else that is not known; not {sorted(named)}")
@@ -146,7 +134,7 @@ class Office:
 
 
 def get(table: str, office: Office, /, field: str, **named: object) -> object:
-    """One field of a record."""
+    """One field of a record. The functions from here to `TOOLS` are the tools."""
     row = office.find_named(table, named)
     if field not in FIELDS[table]:
         raise ToolError(f"no field {field!r}; there are {', '.join(FIELDS[table])}")
@@ -154,7 +142,6 @@ def get(table: str, office: Office, /, field: str, **named: object) -> object:
 
 
 def update(table: str, office: Office, /, field: str, new_value: object, **named: object) -> object:
-    """Changes one field of a record."""
     row = office.find_named(table, named)
     if field not in FIELDS[table][1:]:
         raise ToolError(f"no field {field!r} that can be changed; there are {', '.join(FIELDS[table][1:])}")
@@ -163,13 +150,11 @@ def update(table: str, office: Office, /, field: str, new_value: object, **named
 
 
 def delete(table: str, office: Office, /, **named: object) -> object:
-    """Removes a record."""
     office.tables[table].remove(office.find_named(table, named))
     return "deleted"
 
 
 def create(table: str, needed: tuple[str, ...], optional: tuple[str, ...], office: Office, /, **named: object) -> object:
-    """Makes a record of its arguments."""
     missing, unknown = [key for key in needed if key not in named], named.keys() - {*needed, *optional}
     if missing or unknown:
         raise ToolError(f"arguments missing: {missing}, not known: {sorted(unknown)}")
@@ -177,25 +162,21 @@ def create(table: str, needed: tuple[str, ...], optional: tuple[str, ...], offic
 
 
 def find_address(office: Office, /, name: str = "") -> object:
-    """E-mail addresses that contain a name."""
     return [row["email_address"] for row in office.tables["directory"] if name.lower() in str(row.get("email_address", "")).lower()]
 
 
 def send_email(office: Office, /, recipient: str, subject: str, body: str) -> object:
-    """Sends an e-mail."""
     message = {"sender/recipient": recipient, "subject": subject, "sent_datetime": NOW, "body": body}
     office.add("emails", **{"inbox/outbox": "outbox"}, **message)
     return "sent"
 
 
 def forward_email(office: Office, /, email_id: str, recipient: str) -> object:
-    """Sends an e-mail on."""
     row = office.find("emails", email_id)
     return send_email(office, recipient, f"FW: {row.get('subject', '')}", str(row.get("body", "")))
 
 
 def reply_email(office: Office, /, email_id: str, body: str) -> object:
-    """Answers an e-mail."""
     row = office.find("emails", email_id)
     return send_email(office, str(row.get("sender/recipient", "")), str(row.get("subject", "")), body)
 
@@ -215,17 +196,14 @@ def search_events(office: Office, /, time_min: object = None, time_max: object =
 
 
 def search_tasks(office: Office, /, **named: object) -> object:
-    """Tasks whose fields contain the given texts."""
     return _search(office, "tasks", named, ())
 
 
 def search_customers(office: Office, /, page: object = 1, page_size: object = PAGE_SIZE, **named: object) -> object:
-    """Customers whose fields contain the given texts, and whose dates lie within the given `<field>_min` and `<field>_max`."""
     return _page(_search(office, "customers", named, ("last_contact_date", "follow_up_by")), page, page_size)
 
 
 def visits_of(office: Office, /, visitor_id: str) -> object:
-    """All visits of a visitor."""
     rows = [row for row in office.tables["visits"] if str(row.get("visitor_id")) == str(visitor_id)]
     if not rows:
         raise ToolError(f"no visitor_id {visitor_id!r}")
@@ -244,11 +222,11 @@ def count_visits(
 
 
 def count_sources(office: Office, /, traffic_source: str = "", **times: object) -> object:
-    """Visits from a source per day."""
     return count_visits(lambda row: float(traffic_source in ("", str(row.get("traffic_source")))), False, office, **times)
 
 
 def _search(office: Office, table: str, named: Mapping[str, object], dates: tuple[str, ...]) -> list[Record]:
+    """Records whose fields contain the given texts, and whose dates lie within the given `<field>_min` and `<field>_max`."""
     texts = {key: value for key, value in named.items() if key in FIELDS[table][1:]}
     if unknown := named.keys() - texts.keys() - {f"{key}_{end}" for key in dates for end in ("min", "max")}:
         raise ToolError(f"arguments not known: {sorted(unknown)}")
@@ -324,32 +302,18 @@ def environment(config: EnvConfig) -> Environment:
     section = config.workplace_assistant
     # Children start in the root folder.
     path = None if section.tables_path is None else os.path.abspath(section.tables_path)
-    return built_in(
-        "workplace_assistant",
-        num_workers=section.num_workers,
-        timeout_s=section.timeout_s,
-        row_fields=("ground_truth", "tables", "tools"),
-        options={"tables_path": path},
-    )
+    return built_in("workplace_assistant", section, "ground_truth", "tables", "tools", tables_path=path)
 
 
 def make(tables_path: str | None) -> Score:
-    """The reward function; `tables_path` as env.workplace_assistant.tables_path.
-
-    Raises:
-        OSError, ValueError: the file cannot be read.
-    """
+    """The reward function; `tables_path` as env.workplace_assistant.tables_path, which is read here."""
     tables = {} if tables_path is None else load_tables(Path(tables_path))
     Office.open(tables)
     return partial(score, shared_tables=tables)
 
 
 def load_tables(path: Path) -> Tables:
-    """The tables of a JSON file, or of a folder of WorkBench's CSV files; one that is not there has no records.
-
-    Raises:
-        OSError, ValueError: they cannot be read.
-    """
+    """The tables of a JSON file, or of a folder of WorkBench's CSV files; one that is not there has no records."""
     if not path.is_dir():
         return json.loads(path.read_text(encoding="utf-8"))
     tables: Tables = {}
@@ -367,25 +331,39 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
     """1 if the office is now in the state that the calls of `ground_truth` lead to, else 0.
 
     As long as the last turn calls tools, their results are the observation.
-
-    Raises:
-        RowFault: the row has no ground truth, or one that cannot be carried out, so that no conversation can be right.
     """
     fields = task.fields
     truth: list[object] = field_of(fields, "ground_truth", list)
     try:
         tables = {**shared_tables, **cast(Mapping[str, list[Record]], fields.get("tables") or {})}
-        right = _replay_truth(Office.open(tables), truth)
+        right = Office.open(tables)
+        for call in truth:
+            if not isinstance(call, dict):
+                raise RowFault(f"ground_truth: {call!r:.100} is no call")
+            arguments = call.get("arguments")
+            right.call(str(call.get("name")), json.loads(arguments) if isinstance(arguments, str) else arguments or {})
+    except ToolError as error:
+        raise RowFault(
+            f"tables or ground_truth: ground_truth cannot be carried out: {error}; give the records it is about in the row's `tables` "
+            "or in env.workplace_assistant.tables_path"
+        ) from error
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise RowFault(f"tables or ground_truth: {error}") from error
     parameters = fields.get("responses_create_params")
     tools = fields.get("tools") or (parameters.get("tools") if isinstance(parameters, dict) else None) or []
     office, flags, results = Office.open(tables), set[str](), list[str]()
     for turn in task.turns:
-        calls = tool_calls(text_after_thinking(turn), cast(list[object], tools))
-        results = [_result(office, call) for call in calls]
-        if any(call.error for call in calls):
-            flags.add(INVALID_CALL)
+        results = []
+        for call in tool_calls(text_after_thinking(turn), cast(list[object], tools)):
+            if call.error:
+                flags.add(INVALID_CALL)
+                result: object = {"error": call.error}
+            else:
+                try:
+                    result = office.call(call.name, call.arguments)
+                except ToolError as error:
+                    result = {"error": str(error)}
+            results.append(json.dumps(result, ensure_ascii=bool(call.error)))
     is_right = office.digest() == right.digest()
     return Outcome(
         float(is_right),
@@ -393,27 +371,3 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
         flags=tuple(flags),
         observation=tuple({"role": "tool", "content": result} for result in results),
     )
-
-
-def _replay_truth(office: Office, calls: list[object]) -> Office:
-    for call in calls:
-        if not isinstance(call, dict):
-            raise RowFault(f"ground_truth: {call!r:.100} is no call")
-        arguments = call.get("arguments")
-        try:
-            office.call(str(call.get("name")), json.loads(arguments) if isinstance(arguments, str) else arguments or {})
-        except ToolError as error:
-            raise RowFault(
-                f"ground_truth cannot be carried out: {error}; give the records it is about in the row's `tables` "
-                "or in env.workplace_assistant.tables_path"
-            ) from error
-    return office
-
-
-def _result(office: Office, call: ToolCall) -> str:
-    if call.error:
-        return json.dumps({"error": call.error})
-    try:
-        return json.dumps(office.call(call.name, call.arguments), ensure_ascii=False)
-    except ToolError as error:
-        return json.dumps({"error": str(error)}, ensure_ascii=False)

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, policy_loss
-from mrl.algo.sequences import Segments
+from mrl.algo.ratios import Segments
 from mrl.algo.supervised import bradley_terry_loss, dpo_loss, nll_loss, perplexity
 from mrl.config.schema.algo import DpoConfig, LossConfig
 from mrl.config.schema.run import RunConfig

@@ -58,13 +58,11 @@ ORIGINS: Mapping[str, Origin] = {
 
 @dataclass
 class Survey:
-    """Results of a first pass over the blend."""
+    """Results of a first pass over the blend: its rows by agent, and the rows that it wants of the origins, by the name in `ORIGINS`."""
 
     num_rows: int = 0
     agents: Counter[str] = field(default_factory=Counter)
-    """Rows by agent."""
     wanted: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in ORIGINS})
-    """Row numbers in the original data sets, by the placeholders' `dataset`."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,17 @@ class Problem:
 def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) -> None:
     """Writes `train-split.jsonl` and, from the last rows, `val-split.jsonl` into `out`. A second call continues a killed one.
 
-    Raises:
-        ValueError: the blend or a data set is not in `sources`, rows are wrong, or `out` was made of something else.
+    A ValueError says that the blend or a data set is not in `sources`, that rows are wrong, or that `out` was made of something else.
     """
     started = time.monotonic()
-    blend = find_blend(sources)
+    found = [path for source in sources for path in sorted(source.rglob("train.jsonl")) if _names_agent(path)]
+    if len(found) != 1:
+        number = "several" if found else "no"
+        raise ValueError(
+            f"--source {' '.join(map(str, sources))}: {number} train.jsonl of nvidia/Nemotron-3-Nano-RL-Training-Blend; "
+            f"give one folder into which that data set was downloaded"
+        )
+    (blend,) = found
     files = {name: find_origin(origin, sources) for name, origin in ORIGINS.items()}
     recipe = {"kind": "nano3", "blend": _identity(blend), "num_validation": num_validation}
     _claim(out, recipe | {"origins": {name: [_identity(path) for path in paths] for name, paths in files.items()}})
@@ -93,34 +97,24 @@ def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) ->
     num_train = survey.num_rows - num_validation
     for name, first, stop in ((TRAIN_FILE, 0, num_train), (VALIDATION_FILE, num_train, survey.num_rows)):
         write_rows(blend, problems, out / name, first, stop)
-    report(survey, num_validation)
+    logger.info("%d rows to train on, %d for validation", num_train, num_validation)
+    for agent, count in survey.agents.most_common():
+        environment = environment_of_agent(agent) or "no environment (data.drop_rows_without_environment leaves them out)"
+        logger.info("  %6d rows (%4.1f %%) of %s: %s", count, 100 * count / survey.num_rows, agent or "no agent", environment)
+    for name, wanted in survey.wanted.items():
+        logger.info("  %6d problems of %s filled in", len(wanted), ORIGINS[name].hub_id)
     logger.info("%s and %s are in %s, after %.0f s", TRAIN_FILE, VALIDATION_FILE, out, time.monotonic() - started)
 
 
-def find_blend(sources: Sequence[Path]) -> Path:
-    """The file of the blend: the one `train.jsonl` whose first row names an agent."""
-    found = [path for source in sources for path in sorted(source.rglob("train.jsonl")) if _names_agent(path)]
-    if len(found) != 1:
-        number = "several" if found else "no"
-        raise ValueError(
-            f"--source {' '.join(map(str, sources))}: {number} train.jsonl of nvidia/Nemotron-3-Nano-RL-Training-Blend; "
-            f"give one folder into which that data set was downloaded"
-        )
-    return found[0]
-
-
 def survey_blend(blend: Path) -> Survey:
-    """Checks every row, counts rows and agents, and collects the rows that placeholders stand for.
-
-    Raises:
-        ValueError: naming up to 20 rows that are wrong.
-    """
+    """Checks every row, counts rows and agents, and collects the rows that placeholders stand for."""
     survey, errors = Survey(), []
     for record in records(blend):
         survey.num_rows += 1
         try:
             fields = json_object(record.line)
-            survey.agents[_agent(fields)] += 1
+            agent = fields.get("agent_ref")
+            survey.agents[str(agent.get("name") or "") if isinstance(agent, dict) else ""] += 1
             if fields.get(PLACEHOLDER) is None:
                 gym_conversation({key: value for key, value in fields.items() if key != PLACEHOLDER})
             else:
@@ -135,11 +129,7 @@ def survey_blend(blend: Path) -> Survey:
 
 
 def read_problems(name: str, wanted: set[int], files: Sequence[Path]) -> dict[int, Problem]:
-    """The rows `wanted` of the data set that placeholders of `dataset=name` stand for, from its files.
-
-    Raises:
-        ValueError: there are no files, or no such rows in them.
-    """
+    """The rows `wanted` of the data set that placeholders of `dataset=name` stand for, from its files."""
     origin = ORIGINS[name]
     if not files:
         raise ValueError(
@@ -147,18 +137,27 @@ def read_problems(name: str, wanted: set[int], files: Sequence[Path]) -> dict[in
             f"download it (hf download {origin.hub_id} --repo-type dataset --local-dir DIR) and add --source DIR"
         )
     problems: dict[int, Problem] = {}
-    first = 0
+    num_rows = 0
     for path in files:
-        num_rows = 0
-        for num_rows, fields in _numbered(path, wanted, first):
-            if fields is not None:
+        first = num_rows
+        if path.suffix in TABLES:
+            from mrl.data.tables import table_rows
+
+            rows: Iterator[Fields | bytes] = (row for row, _ in table_rows(path))
+        else:
+            rows = (record.line for record in records(path))
+        for row in rows:
+            if num_rows in wanted:
                 try:
-                    problems[first + num_rows - 1] = problem_of(fields)
+                    problems[num_rows] = problem_of(json_object(row) if isinstance(row, bytes) else row)
                 except RowError as error:
-                    raise ValueError(f"{path}:{num_rows}: {error}; this is not {origin.hub_id} as the blend was made of it") from error
-        first += num_rows
+                    place = f"{path}:{num_rows - first + 1}"
+                    raise ValueError(f"{place}: {error}; this is not {origin.hub_id} as the blend was made of it") from error
+            num_rows += 1
     if missing := sorted(wanted - problems.keys()):
-        raise ValueError(f"{origin.hub_id} in {files[0].parent} has {first} rows; the blend asks for row {missing[-1]}: download it again")
+        raise ValueError(
+            f"{origin.hub_id} in {files[0].parent} has {num_rows} rows; the blend asks for row {missing[-1]}: download it again"
+        )
     return problems
 
 
@@ -194,11 +193,7 @@ def problem_of(fields: Fields) -> Problem:
 
 
 def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> Fields:
-    """The row of a placeholder with its question and answer; any other row as it is.
-
-    Raises:
-        RowError: problem and template do not fit together.
-    """
+    """The row of a placeholder with its question and answer; any other row as it is."""
     if fields.get(PLACEHOLDER) is None:
         return {key: value for key, value in fields.items() if key != PLACEHOLDER}
     name, row, template = _placeholder(fields)
@@ -207,7 +202,12 @@ def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> 
     if ORIGINS[name].stem:
         asked = str(template["template"]).replace("{question}", question)
     else:
-        question = asked = _in_dapo_template(question, template)
+        start, stop = question.find(DAPO_BEFORE), question.rfind(DAPO_BEHIND)
+        if start < 0 or stop < start:
+            raise RowError("the problem is not worded as in DAPO-Math-17k; download that data set again")
+        bare = question[start + len(DAPO_BEFORE) : stop]
+        prefix = template.get("prefix")
+        question = asked = f"{prefix}{bare}".removesuffix("\n\n") if prefix else f"{bare}{template['suffix']}"
     request = fields.get("responses_create_params")
     kept = {key: value for key, value in fields.items() if key != PLACEHOLDER}
     return kept | {
@@ -217,18 +217,7 @@ def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> 
     }
 
 
-def _in_dapo_template(question: str, template: Fields) -> str:
-    start, stop = question.find(DAPO_BEFORE), question.rfind(DAPO_BEHIND)
-    if start < 0 or stop < start:
-        raise RowError("the problem is not worded as in DAPO-Math-17k; download that data set again")
-    problem = question[start + len(DAPO_BEFORE) : stop]
-    if template.get("prefix"):
-        return f"{template['prefix']}{problem}".removesuffix("\n\n")
-    return f"{problem}{template['suffix']}"
-
-
 def _placeholder(fields: Fields) -> tuple[str, int, Fields]:
-    """The data set, the row and the question's template of a placeholder."""
     name, placeholder = fields.get("dataset"), fields.get(PLACEHOLDER)
     if name not in ORIGINS:
         raise RowError(f"a placeholder of dataset={name}, which is not known; known are {', '.join(ORIGINS)}")
@@ -241,16 +230,15 @@ def _placeholder(fields: Fields) -> tuple[str, int, Fields]:
 
 
 def write_rows(blend: Path, problems: Mapping[str, Mapping[int, Problem]], path: Path, first: int, stop: int) -> None:
-    """Writes rows `first` to `stop` of the blend, filled in. Keeps a finished file, and continues an unfinished one.
-
-    Raises:
-        ValueError: a placeholder cannot be filled in.
-    """
+    """Writes rows `first` to `stop` of the blend, filled in. Keeps a finished file, and continues an unfinished one."""
     if path.exists():
         return
     aside = path.with_name(f".{path.name}.part")
     with aside.open("a+b") as written:
-        _lock(written)
+        try:
+            fcntl.flock(written, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{written.name} is being written by another process; wait until it ends") from error
         if num_done := _keep_whole_lines(written):
             logger.info("%s: %d of %d rows are there already", path.name, num_done, stop - first)
         for index, record in enumerate(records(blend)):
@@ -268,23 +256,6 @@ def write_rows(blend: Path, problems: Mapping[str, Mapping[int, Problem]], path:
     sync_file(path.parent)
 
 
-def report(survey: Survey, num_validation: int) -> None:
-    """Logs how many rows each environment has."""
-    logger.info("%d rows to train on, %d for validation", survey.num_rows - num_validation, num_validation)
-    for agent, count in survey.agents.most_common():
-        environment = environment_of_agent(agent) or "no environment (data.drop_rows_without_environment leaves them out)"
-        logger.info("  %6d rows (%4.1f %%) of %s: %s", count, 100 * count / survey.num_rows, agent or "no agent", environment)
-    for name, wanted in survey.wanted.items():
-        logger.info("  %6d problems of %s filled in", len(wanted), ORIGINS[name].hub_id)
-
-
-def _lock(file: IO[bytes]) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"{file.name} is being written by another process; wait until it ends") from error
-
-
 def _keep_whole_lines(file: IO[bytes]) -> int:
     """Cuts off what follows the last line end of a file, and returns its number of lines."""
     num_lines = end = position = 0
@@ -296,22 +267,6 @@ def _keep_whole_lines(file: IO[bytes]) -> int:
         position += len(block)
     file.truncate(end)
     return num_lines
-
-
-def _numbered(path: Path, wanted: set[int], first: int) -> Iterator[tuple[int, Fields | None]]:
-    """`(row from 1, fields)` of a file whose first row is number `first` of its data set; only of wanted rows the fields."""
-    if path.suffix in TABLES:
-        from mrl.data.tables import table_rows
-
-        yield from ((number, row if first + number - 1 in wanted else None) for number, (row, _) in enumerate(table_rows(path), 1))
-        return
-    for number, record in enumerate(records(path), 1):
-        yield number, json_object(record.line) if first + number - 1 in wanted else None
-
-
-def _agent(fields: Fields) -> str:
-    agent = fields.get("agent_ref")
-    return str(agent.get("name") or "") if isinstance(agent, dict) else ""
 
 
 def _names_agent(path: Path) -> bool:
@@ -327,7 +282,6 @@ def _identity(path: Path) -> dict[str, object]:
 
 
 def _claim(out: Path, recipe: Mapping[str, object]) -> None:
-    """Makes `out`, or accepts it if it was made from the same files."""
     path = out / RECIPE_FILE
     if path.exists():
         if json.loads(path.read_text(encoding="utf-8")) != recipe:

@@ -30,11 +30,7 @@ NUM_VALIDATION, NUM_PROBE, NUM_WARM_START = 256, 96, 450
 
 
 def prepare_tiny(out: Path, *, seed: int) -> None:
-    """Writes `out`/model (a Hugging Face folder) and `out`/data (JSONL splits), both or neither; a second call finds them there.
-
-    Raises:
-        ValueError: `out` exists and was not made with these arguments.
-    """
+    """Writes `out`/model (a Hugging Face folder) and `out`/data (JSONL splits), both or neither; a second call finds them there."""
     recipe: dict[str, object] = {"kind": "tiny", "seed": seed, "recipe_version": RECIPE_VERSION}
     if out.exists():
         _accept(out, recipe)
@@ -141,12 +137,12 @@ def split_additions(seed: int) -> Splits:
 def write_splits(splits: Splits, folder: Path) -> None:
     """Writes one JSONL file per split into `folder`, rows {"question", "answer"}, and the preferences of `PREFERENCE_SPLITS`."""
     folder.mkdir(parents=True)
-    for name in PREFERENCE_SPLITS:
-        preferences = [json.dumps(preference_row(addition)) for addition in vars(splits)[name]]
-        (folder / f"{name}_preferences.jsonl").write_text("\n".join(preferences) + "\n", encoding="utf-8")
     for name, additions in vars(splits).items():
-        rows = [json.dumps({"question": addition.question, "answer": addition.answer}) for addition in additions]
-        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        files = {name: [{"question": addition.question, "answer": addition.answer} for addition in additions]}
+        if name in PREFERENCE_SPLITS:
+            files[f"{name}_preferences"] = [preference_row(addition) for addition in additions]
+        for stem, rows in files.items():
+            (folder / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def preference_row(addition: Addition) -> dict[str, str]:

@@ -65,11 +65,7 @@ MAX_STEPS = 1000
 def save_warm_started_model(
     folder: Path, tokenizer: PreTrainedTokenizerFast, warm_start: list[Addition], probe: list[Addition], *, seed: int
 ) -> None:
-    """Builds, warm-starts and writes the model into `folder` as an ordinary Hugging Face checkpoint. Repeats bit for bit on one machine.
-
-    Raises:
-        RuntimeError: the warm start did not reach its accuracy.
-    """
+    """Builds, warm-starts and writes the model into `folder` as an ordinary Hugging Face checkpoint. Repeats bit for bit on one machine."""
     # Sums must not depend on how many cores the machine has.
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()

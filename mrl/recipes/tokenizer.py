@@ -27,7 +27,11 @@ CHAT_TEMPLATE = (
 
 def byte_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer: ids below 256 are byte values, special tokens follow."""
-    tokenizer = Tokenizer(BPE(vocab={symbol: byte for byte, symbol in enumerate(byte_symbols())}, merges=[]))
+    # The printable character that stands for each byte in byte-level vocabularies (GPT-2's table).
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    spare = iter(range(256, 512))
+    symbols = [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+    tokenizer = Tokenizer(BPE(vocab={symbol: byte for byte, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
@@ -41,13 +45,6 @@ def byte_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=model_max_length,
     )
-
-
-def byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    spare = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
 
 
 def save(folder: Path, *, model_max_length: int) -> PreTrainedTokenizerFast:

@@ -28,11 +28,7 @@ AGAIN = "run the download again, which goes on where it was"
 
 
 def verify(models: Sequence[Path], data: Sequence[Path], disks: Sequence[Path], *, min_free_bytes: int) -> None:
-    """Logs a line for every check of model folders, folders of prepared data and the disks of `disks`.
-
-    Raises:
-        ValueError: something is missing or damaged, or a disk is too full; the log names every problem.
-    """
+    """Logs a line for every check of model folders, folders of prepared data and the disks of `disks`."""
     findings = [finding for folder in models for finding in check_model(folder)]
     findings += [check_rows(folder / name) for folder in data for name in DATA_FILES]
     findings += [check_disk(folder, min_free_bytes) for folder in disks]
@@ -68,35 +64,35 @@ def _check_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[
     stored: dict[str, HeaderTensor] = {}
     for path in files:
         try:
-            stored |= _header(path)
+            file = open_file(path)
+            try:
+                stored |= read_header(file, path)
+            finally:
+                os.close(file)
         except FileNotFoundError:
             problems.append(f"{path} is missing; {AGAIN}")
         except (OSError, ValueError) as error:
             problems.append(f"{error}; remove that file and {AGAIN}")
     # A missing file's tensors are missing too, which needs no second finding.
     if not problems:
-        problems = [f"{folder}: {problem}; {AGAIN}" for problem in _misfits(stored, shapes)]
-    problems += [
-        f"{path} is none of the files that {INDEX_FILE} names; remove it"
-        for path in sorted(folder.glob("*.safetensors"))
-        if path not in files
-    ]
+        faults = {
+            "are missing": shapes.keys() - stored.keys(),
+            "are unknown to config.json": stored.keys() - shapes.keys(),
+            "have another shape than by config.json": {
+                name for name in shapes.keys() & stored.keys() if stored[name].shape != shapes[name]
+            },
+        }
+        problems = [
+            f"{folder}: {len(names)} tensors {fault}, the first is {min(names)}; {AGAIN}" for fault, names in faults.items() if names
+        ]
+    for path in sorted(folder.glob("*.safetensors")):
+        if path not in files:
+            problems.append(f"{path} is none of the files that {INDEX_FILE} names; remove it")
     if problems:
         return [Finding("model", "problem", problem) for problem in problems]
     num_bytes = sum(path.stat().st_size for path in files)
     text = f"{folder}: {len(files)} of {len(files)} safetensors files, {num_bytes / 1e9:.3g} GB, all tensors of config.json"
     return [Finding("model", "ok", text)]
-
-
-def _misfits(stored: Mapping[str, HeaderTensor], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Problems of a folder's tensors: missing, unknown, or of another shape."""
-    wrong_shape = {name for name in shapes.keys() & stored.keys() if stored[name].shape != shapes[name]}
-    faults = {
-        "are missing": shapes.keys() - stored.keys(),
-        "are unknown to config.json": stored.keys() - shapes.keys(),
-        "have another shape than by config.json": wrong_shape,
-    }
-    return [f"{len(names)} tensors {fault}, the first is {min(names)}" for fault, names in faults.items() if names]
 
 
 def check_rows(path: Path) -> Finding:
@@ -125,11 +121,3 @@ def check_disk(folder: Path, min_free_bytes: int) -> Finding:
         return Finding("disk", "ok", text)
     need = f"{min_free_bytes / 1e9:,.0f} GB are asked for (--min-free-gb); free some or choose another disk"
     return Finding("disk", "problem", f"{text}, {need}")
-
-
-def _header(path: Path) -> dict[str, HeaderTensor]:
-    file = open_file(path)
-    try:
-        return read_header(file, path)
-    finally:
-        os.close(file)

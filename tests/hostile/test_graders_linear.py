@@ -72,7 +72,7 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.envs.tool_calls.PARAMETER": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
     **{
         f"mrl.envs.instruction_following.{name}": follow_all
-        for name in "words sentences paragraphs _nth_paragraph _postscript _highlights _sections _count _has_word CHECKS".split()
+        for name in "sentences _number_paragraphs _nth_paragraph _postscript _highlights _sections _count _has_word CHECKS".split()
     },
 }
 """By the module, and the name that is assigned or the function that holds the pattern: what puts a text through it."""

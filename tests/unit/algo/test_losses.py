@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, loss_weights, policy_loss
-from mrl.algo.sequences import Segments
+from mrl.algo.ratios import Segments
 from mrl.config.schema.algo import LossConfig
 from tests.unit.algo.slow_loss import Batch, fast_loss, random_batch, slow_loss
 
