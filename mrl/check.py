@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.cluster.start_deadline import start_deadline
+from mrl.cluster.scheduling import start_deadline
 from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
 from mrl.config.files import find_config

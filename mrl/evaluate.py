@@ -30,7 +30,7 @@ from mrl.config.rules.algorithms import check_evaluation
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
 from mrl.loop.preflight import check_start
-from mrl.store.console import RolloutProgress
+from mrl.store.console import rollout_progress
 from mrl.store.evaluations import ALL, scores_by_environment, table_lines, write_results
 from mrl.target import Target, find_target
 from mrl.types import RolloutGroup
@@ -46,14 +46,14 @@ def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[R
     asked = [(EVALUATION_EPOCH, prompt) for prompt in data.validation]
     num_answers, sampling = config.eval.num_tests_per_prompt, validation_sampling(data.sampling, config.policy.generation)
     with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
-        with RolloutProgress(len(asked) * num_answers) as progress:
+        with rollout_progress(len(asked) * num_answers) as progress:
             keys = collector.ask(asked, sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)
             num_done = 0
 
             def show() -> None:
                 nonlocal num_done
                 done = len(asked) * num_answers - collector.num_missing(keys)
-                progress.advance(done - num_done)
+                progress.update(done - num_done)
                 num_done = done
 
             collector.wait(lambda: collector.num_missing(keys) == 0, on_progress=show)
@@ -75,13 +75,13 @@ def model_overrides(target: Target) -> Iterator[list[str]]:
         yield replace(target, model=exported.absolute()).model_overrides()
 
 
-def preflight(config: RunConfig) -> PromptData:
-    """Checks everything that can be checked before a process starts; returns the data."""
+def preflight(config: RunConfig) -> tuple[RunConfig, PromptData]:
+    """Checks everything that can be checked before a process starts; returns the config of the start, and the data."""
     check_evaluation(config, problems := Problems(config))
     if problems.texts:
         raise ConfigError(problems.texts)
-    check_start(config)
-    return load_prompts(config)
+    config = check_start(config)
+    return config, load_prompts(config)
 
 
 def report(config: RunConfig, name: str, groups: Sequence[RolloutGroup]) -> Path:
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with model_overrides(target) as model:
             config, migration = load_run(find_config(target.config), [*model, *overrides], to_evaluate=True)
             migration.log()
-            data = preflight(config)
+            config, data = preflight(config)
             log_folder = results_folder(config) / "logs"
             log_folder.mkdir(parents=True, exist_ok=True)
             groups = evaluate(config, data, log_folder=log_folder)

@@ -42,7 +42,8 @@ def launch_slurm(options: argparse.Namespace) -> None:
     logger.info("%s", slurm.render(job))
     if options.submit:
         job.log_folder.mkdir(parents=True, exist_ok=True)
-        submit(slurm.arguments(job), environment=slurm.variables(job))
+        command, variables = slurm.submission(job)
+        submit(command, environment=variables)
 
 
 def launch_kubernetes(options: argparse.Namespace) -> None:
@@ -146,11 +147,7 @@ def check_text(options: argparse.Namespace) -> None:
 
 
 def submit(command: Sequence[str], *, text: str | None = None, environment: dict[str, str] | None = None) -> None:
-    """Runs a scheduler's own command.
-
-    Raises:
-        RuntimeError: this host lacks the command, or it refuses the job.
-    """
+    """Runs a scheduler's own command; RuntimeError: this host lacks the command, or it refuses the job."""
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=SUBMIT_TIMEOUT_S, env=os.environ | (environment or {}), check=False
@@ -163,7 +160,6 @@ def submit(command: Sequence[str], *, text: str | None = None, environment: dict
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mrl.launch", description="Runs a config on a cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -209,7 +205,6 @@ def _runs(
     *,
     can_submit: bool = True,
 ) -> argparse.ArgumentParser:
-    """Adds a command that prints a job and may submit it."""
     parser = commands.add_parser(name, help=what, description=f"Prints {what} that runs a config.")
     parser.add_argument("config", help="config file (a path, or a packaged name)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")

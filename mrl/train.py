@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.loop.run import Stopped
-from mrl.store.clock import Clock
-from mrl.store.summary import metrics_of_updates, warn_of_bounded_ratios
+from mrl.store.summary import Clock, metrics_of_updates, warn_of_bounded_ratios
 from mrl.types import Batch, RunState
 
 if TYPE_CHECKING:

@@ -55,15 +55,14 @@ class Actors(Generic[V]):
     """
 
     def __init__(self, kind: str, *, deadline_s: float) -> None:
-        """Calls that name no deadline of their own have `deadline_s`."""
         self.kind = kind
         self.deadline_s = deadline_s
+        """Of calls that name no deadline of their own."""
         self.beside: Background | None = None
         """Goes on while the driver waits for these actors."""
         self.handles: list = []
 
     def name(self, index: int) -> ActorName:
-        """The actor's name in messages."""
         return ActorName(self.kind, index)
 
     def call(
@@ -154,12 +153,7 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
 
 
 def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
-    """The answer of a call that is ready.
-
-    Raises:
-        ActorLost: the actor died.
-        ValueError, RuntimeError: the actor's own error, with its name and `what` in front.
-    """
+    """The answer of a call that is ready. Raises ActorLost if the actor died, else its own error with its name and `what` in front."""
     try:
         return ray.get(reference, timeout=FETCH_TIMEOUT_S)
     except (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError) as error:

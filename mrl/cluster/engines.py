@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -23,8 +22,7 @@ from mrl.cluster.environment import engine_variables, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.payload import PayloadRef, describe, with_transcripts
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import ENGINE, EngineSlots, RequestBook, lost_engine
-from mrl.cluster.start_deadline import start_deadline
+from mrl.cluster.scheduling import ENGINE, EngineSlots, RequestBook, lost_engine, start_deadline
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
@@ -44,13 +42,8 @@ POLL_BUDGET_S = 0.25
 MAX_FRUITLESS_RESTARTS = 3
 
 
-@dataclass(frozen=True)
-class Polled:
-    """What an engine did in one poll."""
-
-    finished: list[RolloutInfo]
-    busy_s: float
-    """Seconds in which it had a rollout to work on."""
+Polled = tuple[list[RolloutInfo], float]
+"""What an engine did in one poll: the rollouts that it finished, and the seconds in which it had a rollout to work on."""
 
 
 class EngineActor:
@@ -89,7 +82,7 @@ class EngineActor:
         from mrl.rollout.http_server import start_server
 
         self._self = ray.get_runtime_context().current_actor
-        return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._wake)
+        return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._serve_soon)
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, list[Rollout]]:
         """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, payload second (same order)."""
@@ -98,8 +91,8 @@ class EngineActor:
         finished, self._finished_between = self._finished_between, []
         while self.engine.num_unfinished and time.monotonic() < start + budget_s:
             finished += self.engine.step()
-        self._wake_for_callers()
-        return Polled([describe(rollout) for rollout in finished], time.monotonic() - start), finished
+        self._wake()
+        return ([describe(rollout) for rollout in finished], time.monotonic() - start), finished
 
     def serve(self) -> None:
         """Steps the engine for HTTP requests between two polls, and keeps rollouts that it finishes for the next poll.
@@ -116,21 +109,20 @@ class EngineActor:
             # Nobody waits for this call. The driver starts an engine that is gone again.
             logger.exception("A step for requests over HTTP failed; ending the engine")
             os._exit(1)
-        self._wake_for_callers()
+        self._wake()
 
     def _wake(self) -> None:
+        if self.engine.can_sample and self.engine.callers.are_waiting:
+            self._serve_soon()
+
+    def _serve_soon(self) -> None:
         if not self._is_woken:
             self._is_woken = True
             self._self.serve.remote()
 
-    def _wake_for_callers(self) -> None:
-        if self.engine.can_sample and self.engine.callers.are_waiting:
-            self._wake()
-
     def call(self, verb: str, *arguments: object) -> object:
-        """Calls a verb of the engine; see `EngineVerbs`."""
         answer = getattr(self.verbs, verb)(*arguments)
-        self._wake_for_callers()
+        self._wake()
         return answer
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
@@ -185,11 +177,7 @@ class EngineGroup(Actors[EngineVerbs]):
         return list(self._polls)
 
     def take_ready(self) -> list[RolloutInfo]:
-        """Rollouts that have finished since the last call. Does not wait, and puts engines that died into `book.lost`.
-
-        Raises:
-            ValueError: an engine refuses a request; see `Engine.add`.
-        """
+        """Rollouts that have finished since the last call. Does not wait, and puts engines that died into `book.lost`."""
         references = self.references()
         if not references:
             return []
@@ -197,7 +185,11 @@ class EngineGroup(Actors[EngineVerbs]):
         infos: list[RolloutInfo] = []
         for reference in ready:
             try:
-                infos += self._take(reference)
+                index, payload = self._polls.pop(reference)
+                finished, busy_s = fetch(reference, actor=self.name(index), what="generation")
+                self.busy_s += busy_s
+                self.book.finish(index, (info.request_id for info in finished))
+                infos += [dataclasses.replace(info, payload=PayloadRef(payload, place)) for place, info in enumerate(finished)]
             except ActorLost as lost:
                 logger.warning("%s; it is started again at the next refit, or when its rollouts are waited for", lost)
                 self.book.lost.add(lost_engine(lost))
@@ -214,12 +206,7 @@ class EngineGroup(Actors[EngineVerbs]):
             self._is_held = False
 
     def restart(self, index: int) -> None:
-        """Starts a dead engine again. It refuses to generate until it has been refitted.
-
-        Raises:
-            ActorLost: it died while it started.
-            RuntimeError: it has died too often without producing a rollout.
-        """
+        """Starts a dead engine again; it refuses to generate until it is refitted. RuntimeError: it dies too often without a rollout."""
         num_requests = self.book.count_restart(index, log_file=self._log_file(index))
         logger.warning("%s died; starting it again (%d requests will be asked again)", self.name(index), num_requests)
         self._polls = {reference: poll for reference, poll in self._polls.items() if poll[0] != index}
@@ -234,13 +221,6 @@ class EngineGroup(Actors[EngineVerbs]):
         wait_all(pending, deadline_s=deadline_s, what="enter", lost=lost)
         for loss in lost:
             logger.warning("%s; it is started again at the next refit", loss)
-
-    def _take(self, reference: ray.ObjectRef[Polled]) -> list[RolloutInfo]:
-        index, payload = self._polls.pop(reference)
-        polled = fetch(reference, actor=self.name(index), what="generation")
-        self.busy_s += polled.busy_s
-        self.book.finish(index, (info.request_id for info in polled.finished))
-        return [dataclasses.replace(info, payload=PayloadRef(payload, i)) for i, info in enumerate(polled.finished)]
 
     def _log_file(self, index: int) -> Path:
         return self.log_folder / f"engine-{index}.log"

@@ -56,7 +56,7 @@ def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if config.cluster.gpus_per_node:
         # Rows of varying length would leave holes of every size between segments.
-        own |= _precision(config.policy.precision) | _allocator(given, expandable_segments=True)
+        own |= _on_gpus(config.policy.precision, given, expandable_segments=True)
     return {**own, **given}
 
 
@@ -66,28 +66,20 @@ def engine_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
     own = engine_environment(has_gpu=has_gpu)
     if has_gpu:
         # vLLM cannot put memory in such segments to sleep (https://github.com/pytorch/pytorch/issues/147851).
-        own |= _precision(config.policy.generation.vllm_cfg.precision) | _allocator(given, expandable_segments=False)
+        own |= _on_gpus(config.policy.generation.vllm_cfg.precision, given, expandable_segments=False)
     return {**own, **given}
 
 
-def _precision(precision: str) -> dict[str, str]:
-    return FULL_FLOAT32 if precision == "float32" else {}
-
-
-def _allocator(given: Mapping[str, str], *, expandable_segments: bool) -> dict[str, str]:
-    """Settings of torch's allocator: those of the config, or those of this shell with one option replaced.
-
-    torch 2.13 reads some options from the one variable first and some from the other, so both get the same value.
-    """
+def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: bool) -> dict[str, str]:
+    # torch 2.13 reads some options from the one variable first and some from the other, so both get the same value.
     names = [env.PYTORCH_ALLOC_CONF.name, env.PYTORCH_CUDA_ALLOC_CONF.name]
-    chosen = [given[name] for name in names if name in given]
-    if chosen:
-        return dict.fromkeys(names, chosen[0])
-    inherited = env.PYTORCH_ALLOC_CONF.read() or env.PYTORCH_CUDA_ALLOC_CONF.read() or ""
-    settings = with_expandable_segments(inherited, expandable_segments)
-    if inherited:
-        _log_change("policy ranks" if expandable_segments else "engines", inherited, settings)
-    return dict.fromkeys(names, settings)
+    settings = next((given[name] for name in names if name in given), None)
+    if settings is None:
+        inherited = env.PYTORCH_ALLOC_CONF.read() or env.PYTORCH_CUDA_ALLOC_CONF.read() or ""
+        settings = with_expandable_segments(inherited, expandable_segments)
+        if inherited:
+            _log_change("policy ranks" if expandable_segments else "engines", inherited, settings)
+    return dict.fromkeys(names, settings) | (FULL_FLOAT32 if precision == "float32" else {})
 
 
 @cache

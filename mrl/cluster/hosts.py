@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import psutil
 
@@ -27,56 +28,38 @@ class HostSampler:
     def __init__(self, is_actor: bool) -> None:
         """Counts the memory of this process and its descendants, or, if `is_actor`, of its parent's: an actor's is the node's raylet."""
         self._root = psutil.Process(os.getppid() if is_actor else os.getpid())
-        self._num_gpus = count_gpus()
+        # All GPUs of the host, whichever of them this process may use; 0 without a driver.
+        self._num_gpus = 0
+        if pynvml is not None:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlInit()
+                self._num_gpus = pynvml.nvmlDeviceGetCount()
         # psutil answers for the time since its last answer; the first is for the time since boot.
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, float]:
         """Percent of all processors since the last sample, GiB of memory; per GPU percent of the time at work, and GiB."""
         memory = psutil.virtual_memory()
+        # Pages that several processes share count once for each.
+        resident_bytes = 0
+        for process in [self._root, *self._root.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+                resident_bytes += process.memory_info().rss
         values = {
             "cpu_util": psutil.cpu_percent(),
             "mem_gb": (memory.total - memory.available) / GIB,
             "mem_total_gb": memory.total / GIB,
             "shm_gb": psutil.disk_usage(SHARED_MEMORY).used / GIB,
-            "rss_gb": resident_bytes(self._root) / GIB,
+            "rss_gb": resident_bytes / GIB,
         }
         for index in range(self._num_gpus):
-            values |= {f"gpu.{index}.{name}": value for name, value in sample_gpu(index).items()}
+            assert pynvml is not None
+            with suppress(pynvml.NVMLError):  # a GPU that does not answer
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                used_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
+                values[f"gpu.{index}.util"] = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+                values[f"gpu.{index}.mem_gb"] = used_gib
         return values
-
-
-def resident_bytes(root: psutil.Process) -> int:
-    """Resident memory of a process and its descendants; pages that several of them share count once for each."""
-    total = 0
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:  # it has ended since it was listed
-            continue
-    return total
-
-
-def count_gpus() -> int:
-    """Number of GPUs that NVIDIA's driver sees on this host, whichever of them a process may use; 0 without a driver."""
-    if pynvml is None:
-        return 0
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetCount()
-    except pynvml.NVMLError:
-        return 0
-
-
-def sample_gpu(index: int) -> dict[str, float]:
-    """A GPU's `util` in percent and `mem_gb`; empty if it does not answer."""
-    assert pynvml is not None, "count_gpus comes first"
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
-        return {"util": float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), "mem_gb": used / GIB}
-    except pynvml.NVMLError:
-        return {}
 
 
 def sample_until(

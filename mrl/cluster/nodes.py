@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +27,6 @@ STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Node:
-    """A node that has joined."""
-
     name: str
     node_id: str
     is_alive: bool
@@ -50,14 +49,13 @@ class ClockOffset:
 
 
 def connect() -> None:
-    """Joins the cluster at RAY_ADDRESS, as the driver of no work."""
     ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
 
 
 def joined_nodes() -> list[tuple[str, int]]:
     """Name and slots of every node that is online."""
     found = []
-    for node in alive_nodes():
+    for node in _alive():
         # The name that the launcher started Ray with, else the host's: Ray calls a node that was given no name by its address.
         is_named = node["NodeName"] != node["NodeManagerAddress"]
         name = str(node["NodeName"] if is_named else node["NodeManagerHostname"])
@@ -66,41 +64,39 @@ def joined_nodes() -> list[tuple[str, int]]:
 
 
 @contextmanager
-def joined_cluster() -> Iterator[list[Node]]:
-    """The nodes of the cluster at RAY_ADDRESS, which this process joins for the `with` block.
+def cluster_nodes() -> Iterator[list[Node]]:
+    """Joins the cluster at RAY_ADDRESS for the `with` block; its nodes, lost ones too; hosts with several nodes get numbered names.
 
     Raises:
         NoCluster: there is none.
     """
     join_cluster()
     try:
-        yield cluster_nodes()
+        hosts: Counter[str] = Counter()
+        nodes = []
+        for found in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerHostname"])):
+            host = str(found["NodeManagerHostname"])
+            hosts[host] += 1
+            nodes.append(Node(host if hosts[host] == 1 else f"{host}#{hosts[host]}", str(found["NodeID"]), bool(found["Alive"])))
+        yield nodes
     finally:
         ray.shutdown()
 
 
-def cluster_nodes() -> list[Node]:
-    """The nodes of the joined cluster, those that it has lost too; names of hosts with several nodes are numbered."""
-    names: dict[str, int] = {}
-    nodes = []
-    for found in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerHostname"])):
-        host = str(found["NodeManagerHostname"])
-        names[host] = names.get(host, 0) + 1
-        nodes.append(Node(host if names[host] == 1 else f"{host}#{names[host]}", str(found["NodeID"]), bool(found["Alive"])))
-    return nodes
-
-
-def alive_nodes() -> list[dict]:
-    """Ray's records of the nodes that are up."""
+def _alive() -> list[dict]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def ask_nodes(nodes: list[Node], question: Callable[..., object], *arguments: object, deadline_s: float) -> dict[str, Reply]:
     """Runs `question(name of the node, *arguments)`, a function of an importable module, on all nodes at once; replies by name."""
     task = ray.remote(_answer)
-    pending = {node.name: task.options(**_options(node)).remote(question, node.name, arguments) for node in nodes}
+    pending = {node.name: task.options(**_options(node.node_id), max_retries=0).remote(question, node.name, arguments) for node in nodes}
     end = time.monotonic() + deadline_s
     return {name: _reply(reference, end - time.monotonic(), deadline_s) for name, reference in pending.items()}
+
+
+def _answer(question: Callable[..., object], name: str, arguments: tuple[object, ...]) -> object:
+    return question(name, *arguments)
 
 
 def clock_offsets(nodes: list[Node], *, deadline_s: float) -> dict[str, ClockOffset]:
@@ -110,7 +106,7 @@ def clock_offsets(nodes: list[Node], *, deadline_s: float) -> dict[str, ClockOff
     for node in nodes:
         for _ in range(CLOCK_ROUNDS):
             asked = time.time()
-            reply = _reply(task.options(**_options(node)).remote(), deadline_s, deadline_s)
+            reply = _reply(task.options(**_options(node.node_id), max_retries=0).remote(), deadline_s, deadline_s)
             answered = time.time()
             if not isinstance(reply.answer, float):
                 break
@@ -121,7 +117,6 @@ def clock_offsets(nodes: list[Node], *, deadline_s: float) -> dict[str, ClockOff
 
 
 def read_clock() -> float:
-    """The clock of the node that runs it, in seconds since 1970."""
     return time.time()
 
 
@@ -154,7 +149,10 @@ class NodeSamplers:
         """`is_private`: the driver is the parent of the only node's processes."""
         self._own = HostSampler(is_actor=False) if is_private else None
         # Each actor is a child of its node's raylet, as the node's ranks and engines are.
-        self._actors = [] if is_private else [start_actor(HostSampler, _sampler_options(node), True) for node in alive_nodes()]
+        self._actors = []
+        if not is_private:
+            options = [_options(str(node["NodeID"])) | {"max_restarts": -1} for node in _alive()]
+            self._actors = [start_actor(HostSampler, of_node, True) for of_node in options]
 
     def sample(self, timeout_s: float) -> dict[str, float]:
         """`node.I.<name>` of every node that answers within `timeout_s`, in the order in which Ray lists the nodes."""
@@ -173,18 +171,8 @@ class NodeSamplers:
         return found
 
 
-def _answer(question: Callable[..., object], name: str, arguments: tuple[object, ...]) -> object:
-    return question(name, *arguments)
-
-
-def _options(node: Node) -> dict[str, object]:
-    """Options of a task that runs on this node or not at all."""
-    return {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False)}
-
-
-def _sampler_options(node: dict) -> dict[str, object]:
-    strategy = NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False)
-    return {"num_cpus": 0, "scheduling_strategy": strategy, "max_restarts": -1}
+def _options(node_id: str) -> dict[str, object]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
 def _reply(reference: ray.ObjectRef, timeout_s: float, deadline_s: float) -> Reply:

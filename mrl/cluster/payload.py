@@ -24,11 +24,7 @@ class PayloadRef:
 
 
 def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
-    """The payloads of `infos`, in order, pulled from where they were sampled.
-
-    Raises:
-        RuntimeError: a payload is lost or did not arrive within `timeout_s`.
-    """
+    """The payloads of `infos`, in order, pulled from where they were sampled. RuntimeError: one is lost or late."""
     payloads = [info.payload for info in infos if isinstance(info.payload, PayloadRef)]
     assert len(payloads) == len(infos)
     fetched = _fetch(payloads, Rollout, f"payload of {len(infos)} rollouts", timeout_s=timeout_s)
@@ -38,11 +34,7 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
 
 
 def with_transcripts(requests: Sequence[RolloutRequest], *, timeout_s: float) -> list[RolloutRequest]:
-    """The requests with the transcripts that they refer to.
-
-    Raises:
-        RuntimeError: one is lost or did not arrive within `timeout_s`.
-    """
+    """The requests with the transcripts that they refer to. RuntimeError: one is lost or late."""
     earlier = [request.earlier for request in requests if isinstance(request.earlier, PayloadRef)]
     fetched = _fetch(earlier, Transcript, f"transcripts of {len(requests)} requests", timeout_s=timeout_s)
     return [
@@ -88,7 +80,6 @@ def describe(rollout: Rollout, payload: PayloadRef | None = None) -> RolloutInfo
 
 
 def _fetch(payloads: Sequence[PayloadRef], kind: type[T], what: str, *, timeout_s: float) -> dict[PayloadRef, T]:
-    """The items of this kind by reference; gets each list once."""
     references = list(dict.fromkeys(payload.reference for payload in payloads))
     try:
         lists = dict(zip(references, ray.get(references, timeout=timeout_s) if references else [], strict=True))

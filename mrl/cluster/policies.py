@@ -20,7 +20,7 @@ from mrl.cluster.calls import Actors, ask, start_actor, wait_all
 from mrl.cluster.environment import policy_variables, start_actor_process
 from mrl.cluster.payload import pull
 from mrl.cluster.runtime import Placement
-from mrl.cluster.start_deadline import start_deadline
+from mrl.cluster.scheduling import start_deadline
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
@@ -41,7 +41,6 @@ class PolicyActor:
         start_actor_process(log_file, secrets)
 
     def address(self, ports: range) -> tuple[str, int]:
-        """Node address and a free port, for rank 0's rendezvous; see `free_port`."""
         return ray.util.get_node_ip_address(), free_port(ports)
 
     def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int) -> int:
@@ -63,10 +62,9 @@ class PolicyActor:
         """This node's address, and whether this process finds the driver's canary; see `check_shared`."""
         return ray.util.get_node_ip_address(), answer_canary(canary, answer, patience_s=patience_s)
 
-    def check_cached_model(self, folder: Path) -> None:
-        """Checks this rank's part of the files of a cached checkpoint; see `conversion.cache.check_entry`."""
-        part, num_parts = self.part
-        check_entry(folder, part=part, num_parts=num_parts)
+    def check_cached(self, folder: Path) -> None:
+        """Checks this rank's part of the files of a cached checkpoint."""
+        check_entry(folder, part=self.part[0], num_parts=self.part[1])
 
     def set_batch(self, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows, is_further: bool) -> int:
         """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `Policy.set_batch`."""
@@ -75,23 +73,17 @@ class PolicyActor:
             index: RowSequence(index, rollout, sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages)
             for (index, sequence), rollout in zip(sequences.items(), payload, strict=True)
         }
-        packed = self._pack(pulled, rows)
-        self.policy.set_batch(packed, packed if logprob_rows == rows else self._pack(pulled, logprob_rows), is_further=is_further)
+        policy = self.config.policy
+        sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": self.pad_token_id}
+
+        def pack(wanted: RankRows) -> list[PackedRow]:
+            return [pack_row([pulled[index] for index in row], **sizes) for row in wanted]
+
+        packed = pack(rows)
+        self.policy.set_batch(packed, packed if logprob_rows == rows else pack(logprob_rows), is_further=is_further)
         return len(packed)
 
-    def _pack(self, pulled: dict[int, RowSequence], rows: RankRows) -> list[PackedRow]:
-        return [
-            pack_row(
-                [pulled[index] for index in row],
-                divisible_by=self.config.policy.row_multiple,
-                sequence_multiple=self.config.policy.sequence_multiple,
-                pad_token_id=self.pad_token_id,
-            )
-            for row in rows
-        ]
-
     def call(self, verb: str, *arguments: object) -> object:
-        """Calls a verb of the policy; see `PolicyVerbs`."""
         return getattr(self.verbs, verb)(*arguments)
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
@@ -100,11 +92,7 @@ class PolicyActor:
 
 
 def free_port(ports: range) -> int:
-    """A port of this host on which nobody listens: one of `ports`, or any if that is empty.
-
-    Raises:
-        RuntimeError: all of them are taken.
-    """
+    """A free port of this host, one of `ports`, or any if that is empty. RuntimeError: all of them are taken."""
     # Runs that start at the same time would all try the first one.
     for port in random.sample(ports, len(ports)) or [0]:
         with socket.socket() as probe, suppress(OSError):
@@ -139,15 +127,15 @@ class PolicyGroup(Actors[PolicyVerbs]):
         # this run: each checks and reads a file of its own.
         with nullcontext() if root is None else mcore_in_use(hf, root, parallel=parallel) as cached:
             self.dp_ranks = list(self.wait(building, deadline_s=self.start_s, what="build of the model").values())
-            self.load(hf, cached, parallel)
+            if cached is None:
+                self.call(PolicyVerbs.load_hf, hf, deadline_s=self.start_s)
+            else:
+                repair_unless(self._check_cached, hf, cached, parallel)
+                self.call(PolicyVerbs.load_mcore, cached, deadline_s=self.start_s)
 
-    def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
-        """Has every rank load its part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""
-        if cached is None:
-            self.call(PolicyVerbs.load_hf, hf, deadline_s=self.start_s)
-            return
-        repair_unless(self._check_cached_model, hf, cached, parallel)
-        self.call(PolicyVerbs.load_mcore, cached, deadline_s=self.start_s)
+    def _check_cached(self, folder: Path) -> None:
+        pending = {self.name(rank): ask(actor, PolicyActor.check_cached, folder) for rank, actor in enumerate(self.handles)}
+        self.wait(pending, deadline_s=self.start_s, what="check of the cached model")
 
     def set_batches(self, batches: Sequence[Batch]) -> None:
         """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `Policy.set_batch`."""
@@ -161,17 +149,9 @@ class PolicyGroup(Actors[PolicyVerbs]):
             }
             self.wait(pending, deadline_s=None, what="set_batch")
 
-    def _check_cached_model(self, folder: Path) -> None:
-        pending = {self.name(rank): ask(actor, PolicyActor.check_cached_model, folder) for rank, actor in enumerate(self.handles)}
-        self.wait(pending, deadline_s=self.start_s, what="check of the cached model")
-
 
 def repair_unless(check: Callable[[Path], None], hf: Path, cached: Path, parallel: MegatronParallel) -> None:
-    """Returns when `check` finds nothing wrong with the cached checkpoint of a model folder; converts the model once more if it did.
-
-    Raises:
-        ValueError: the new one is damaged too.
-    """
+    """Returns once `check` finds the cached checkpoint of a model folder whole; if it raises ValueError, converts the model once more."""
     seen = read_entry(cached.parent)
     try:
         check(cached)
@@ -183,26 +163,20 @@ def repair_unless(check: Callable[[Path], None], hf: Path, cached: Path, paralle
 
 
 def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: float = PATIENCE_S) -> None:
-    """Returns if every actor (with a method as `PolicyActor.answer_canary`) and this process see each other's new files in `root`.
-
-    Raises:
-        RuntimeError: names the node that does not.
-    """
-    canary = release_canary(root)
+    """Returns if every actor (with a method as `PolicyActor.answer_canary`) and this process see each other's new files in `root`."""
+    canary, reason = release_canary(root), ""
     try:
         pending = {f"{index}": ask(actor, PolicyActor.answer_canary, canary, f"{index}", patience_s) for index, actor in enumerate(actors)}
         answers = wait_all(pending, deadline_s=deadline_s + patience_s, what="look at the shared cache")
         for name, (node, has_found) in answers.items():
             if not has_found:
-                raise RuntimeError(_not_shared(root, f"node {node} cannot see {canary}, or cannot write beside it"))
-            if not is_answered(canary, name, patience_s=patience_s):
-                raise RuntimeError(_not_shared(root, f"the node of the driver cannot see what node {node} wrote beside {canary}"))
+                reason = f"node {node} cannot see {canary}, or cannot write beside it"
+            elif not is_answered(canary, name, patience_s=patience_s):
+                reason = f"the node of the driver cannot see what node {node} wrote beside {canary}"
+            if reason:
+                raise RuntimeError(
+                    f"{root}: this cache is not shared: {reason}; set {env.MRL_CACHE.name} to a folder that all nodes share, "
+                    f"or {env.MRL_CACHE.name}=off to read the Hugging Face files directly"
+                )
     finally:
         retire_canary(canary)
-
-
-def _not_shared(root: Path, reason: str) -> str:
-    return (
-        f"{root}: this cache is not shared: {reason}; set {env.MRL_CACHE.name} to a folder that all nodes share, "
-        f"or {env.MRL_CACHE.name}=off to read the Hugging Face files directly"
-    )

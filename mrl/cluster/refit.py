@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +21,7 @@ from mrl.cluster.calls import wait_all
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import until_no_engine_dies
-from mrl.cluster.start_deadline import start_deadline
+from mrl.cluster.scheduling import start_deadline, until_no_engine_dies
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.refit.checksum import check_unchanged
@@ -70,7 +69,7 @@ class Refit:
         self.policies = policies
         self.engines = engines
         self.slots = {engine.engine_index: engine.slots for engine in placement.engines}
-        self.num_exchanges = 0
+        self.num_groups = 0
         self.weight_version = 0
         inputs = refit_inputs(config, placement, policies, engines)
         self.schedule = build_schedule(config, inputs)
@@ -84,12 +83,9 @@ class Refit:
         self._prepare()
 
     def zero(self) -> RefitReport:
-        """The witness: refits weights that have not changed since vLLM's own loader read them, and proves that every byte stays as it was.
+        """The witness: refits unchanged weights, and proves that every byte stays as vLLM's own loader wrote it.
 
-        If one changes, no engine gets a weight version, so none can sample.
-
-        Raises:
-            RuntimeError: names the tensors on which the conversion tables and vLLM's loader disagree.
+        If one changes, no engine gets a weight version, so none can sample: RuntimeError names the tensors on which the tables are wrong.
         """
         self.weight_version += 1
         report = self._refit(range(self.engines.num_engines), witness={})
@@ -97,20 +93,12 @@ class Refit:
         return report
 
     def run(self) -> RefitReport:
-        """One refit of all engines; collective over the policy ranks. The engines sample from the new weights afterwards.
-
-        Raises:
-            RuntimeError: names slot, box and ranks of the first bytes that differ; no engine has sampled from them.
-        """
+        """Refits all engines, which then sample from the new weights. RuntimeError: names the first wrong bytes by slot, box and ranks."""
         self.weight_version += 1
         return self._refit(range(self.engines.num_engines))
 
     def restart_engine(self, index: int) -> None:
-        """Starts a dead engine again, gives it the current weights under the current version, and asks its unfinished requests again.
-
-        Raises:
-            RuntimeError: it keeps dying.
-        """
+        """Starts a dead engine again, gives it the current weights and version, and asks its unfinished requests again."""
         self._refit([], died=index)
 
     def prepare_again(self, index: int) -> None:
@@ -118,15 +106,13 @@ class Refit:
         if index in self.dedicated:
             self._prepare()
         else:
-            self._prepare_colocated([index])
+            self._point_at_sources([index])
 
     def worker_refits(self, engine: int) -> list[WorkerRefit]:
         """What each worker of a colocated engine needs: the schedule's inputs, and the memory of the trainer ranks that it reads."""
         return [WorkerRefit(self.inputs, slot, handles_for(self.schedule, slot, self._handles)) for slot in self.slots[engine]]
 
     def _refit(self, engines: Sequence[int], *, witness: Digests | None = None, died: int | None = None) -> RefitReport:
-        """Refits `engines`, and those that die meanwhile: dedicated ones take part in the exchange of a refit that is not theirs."""
-
         def attempt(restarted: set[int]) -> RefitReport:
             with self.engines.held():
                 return self._attempt(sorted({*engines, *restarted}), witness)
@@ -145,7 +131,6 @@ class Refit:
         return report
 
     def _attempt(self, engines: Sequence[int], witness: Digests | None) -> RefitReport:
-        """One refit of `engines`. `witness` has what vLLM's own loader wrote into those that have not been refitted since they started."""
         start = time.monotonic()
         copied_bytes = 0
         if witness is not None:
@@ -155,11 +140,19 @@ class Refit:
         self.engines.call(EngineVerbs.enter, "refit", only=engines)
         self.policies.call(PolicyVerbs.settle, deadline_s=self.deadline_s)
         for round_index in range(self.schedule.num_rounds):
-            self._exchange(round_index)
+            if self.dedicated:
+                # All at once, engines that are not refitted too.
+                pending = self.policies.start(PolicyVerbs.exchange, dict.fromkeys(range(self.policies.world_size), (round_index,)))
+                pending |= self.engines.start(EngineVerbs.exchange, dict.fromkeys(self.dedicated, (round_index,)))
+                wait_all(pending, deadline_s=self.deadline_s, what="exchange")
+            else:
+                self.policies.call(PolicyVerbs.exchange, round_index, deadline_s=self.deadline_s)
             copied_bytes += sum(self.engines.call(EngineVerbs.pull, round_index, only=engines).values())
             self.engines.call(EngineVerbs.verify, round_index, only=engines)
         if witness is not None:
-            check_witness(witness, self.engines.call(EngineVerbs.live_digest))
+            for index, workers in self.engines.call(EngineVerbs.live_digest).items():
+                for before, after in zip(witness[index], workers, strict=True):
+                    check_unchanged(before, after)
         finished = self.engines.call(EngineVerbs.set_weight_version, self.weight_version, only=engines)
         # The policy makes room before the engines take their KV caches.
         self.policies.call(PolicyVerbs.enter, "generate", deadline_s=self.deadline_s)
@@ -173,51 +166,29 @@ class Refit:
             copied_bytes=copied_bytes,
         )
 
-    def _exchange(self, round_index: int) -> None:
-        """One round, by all participants at once: trainer ranks, and the workers of dedicated engines, whether they are refitted or not."""
-        if not self.dedicated:
-            self.policies.call(PolicyVerbs.exchange, round_index, deadline_s=self.deadline_s)
-            return
-        pending = self.policies.start(PolicyVerbs.exchange, dict.fromkeys(range(self.policies.world_size), (round_index,)))
-        pending |= self.engines.start(EngineVerbs.exchange, dict.fromkeys(self.dedicated, (round_index,)))
-        wait_all(pending, deadline_s=self.deadline_s, what="exchange")
-
     def _prepare(self) -> None:
-        """Makes the exchange group of all participants, and tells every engine where its sources are."""
         num_ranks = len(self.schedule.source_class)
         num_members = sum(len(self.slots[index]) for index in self.dedicated)
         address = None
         if num_ranks + num_members > 1:
             # The store remembers the addresses of an earlier group under its name.
-            self.num_exchanges += 1
-            address = GroupAddress(*self.policies.master, name=f"exchange {self.num_exchanges}", size=num_ranks + num_members)
+            self.num_groups += 1
+            address = GroupAddress(*self.policies.master, name=f"exchange {self.num_groups}", size=num_ranks + num_members)
         parts = dict.fromkeys(range(num_ranks), (self.inputs, address))
         if self.dedicated:
             assert address is not None, "ranks and the workers of dedicated engines exchange"
-            members = {index: (self._members(index, address),) for index in self.dedicated}
-            pending: dict[ActorName, ray.ObjectRef] = {
-                **self.policies.start(PolicyVerbs.prepare_refit, parts),
-                **self.engines.start(EngineVerbs.prepare_refit, members),
-            }
+            member = ExchangeMember(address, self.deadline_s)
+            members = {index: ([WorkerRefit(self.inputs, slot, member) for slot in self.slots[index]],) for index in self.dedicated}
+            pending: dict[ActorName, ray.ObjectRef] = {**self.policies.start(PolicyVerbs.prepare_refit, parts)}
+            pending |= self.engines.start(EngineVerbs.prepare_refit, members)
             answers = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
             self._handles = {name.index: handles for name, handles in answers.items() if handles is not None}
         else:
             self._handles = self.policies.call_each(PolicyVerbs.prepare_refit, parts, deadline_s=self.deadline_s)
-        self._prepare_colocated([index for index in self.slots if index not in self.dedicated])
+        self._point_at_sources([index for index in self.slots if index not in self.dedicated])
 
-    def _prepare_colocated(self, engines: Sequence[int]) -> None:
+    def _point_at_sources(self, engines: Sequence[int]) -> None:
         self.engines.call_each(EngineVerbs.prepare_refit, {index: (self.worker_refits(index),) for index in engines})
-
-    def _members(self, engine: int, address: GroupAddress) -> list[WorkerRefit]:
-        """What each worker of a dedicated engine needs: the schedule's inputs, and its place in the exchange."""
-        return [WorkerRefit(self.inputs, slot, ExchangeMember(address, self.deadline_s)) for slot in self.slots[engine]]
-
-
-def check_witness(before: Mapping[int, list[dict[Slot, int]]], after: Mapping[int, list[dict[Slot, int]]]) -> None:
-    """Returns if the engines hold what they held before; see `mrl.refit.checksum.check_unchanged`."""
-    for index, workers in after.items():
-        for worker_before, worker_after in zip(before[index], workers, strict=True):
-            check_unchanged(worker_before, worker_after)
 
 
 def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup) -> RefitInputs:
@@ -246,12 +217,7 @@ def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup,
 
 
 def build_schedule(config: RunConfig, inputs: RefitInputs) -> Schedule:
-    """The schedule of these inputs.
-
-    Raises:
-        ScheduleError: the layouts do not fit together.
-        ValueError: the buffer is too small for a single message.
-    """
+    """The schedule of these inputs. ScheduleError: the layouts do not fit; ValueError: the buffer is too small for a message."""
     try:
         return inputs.schedule()
     except ScheduleError:

@@ -16,7 +16,7 @@ from mrl.cluster.calls import Background, ask, fetch, start_actor, wait_all
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.payload import PayloadRef, pull
 from mrl.cluster.runtime import Placement
-from mrl.cluster.start_deadline import start_deadline
+from mrl.cluster.scheduling import start_deadline
 from mrl.config.rules.environments import NEMO_GYM
 from mrl.config.schema.run import RunConfig
 from mrl.data.turns import Ending, TurnFormat
@@ -53,11 +53,7 @@ class RewardActor:
         self.endpoints = log_file.parent / FILE_NAME if has_servers else None
 
     def ready(self) -> None:
-        """Starts the environments, and returns once they are up.
-
-        Raises:
-            RuntimeError: one does not start, because a user's function cannot be imported for example.
-        """
+        """Starts the environments, and returns once they are up; a user's function that cannot be imported ends it."""
         from mrl.envs.scorer import Scorer, build_environment
 
         config = self.config
@@ -72,7 +68,6 @@ class RewardActor:
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
         return cast(str, self.tokenizer.decode(list(token_ids)))
 
     def submit(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> None:
@@ -86,13 +81,11 @@ class RewardActor:
                 self._remarks[info.request_id] = inspect(rollout, self.decode, self.rules)
         if self.max_turns > 1:
             self.undecided.update((info.request_id, rollout) for info, rollout in zip(infos, rollouts, strict=True))
-        tasks = [
-            Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
-            for rollout, prompt in zip(rollouts, prompts, strict=True)
-        ]
-        self.scorer.submit(
-            [Answer(info.request_id, prompt.env_name, task) for info, prompt, task in zip(infos, prompts, tasks, strict=True)]
-        )
+        answers = []
+        for info, rollout, prompt in zip(infos, rollouts, prompts, strict=True):
+            task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
+            answers.append(Answer(info.request_id, prompt.env_name, task))
+        self.scorer.submit(answers)
 
     def decide(self, timeout_s: float) -> tuple[list[tuple[str, Ending | None]], list[Transcript]]:
         """Decisions on turns judged since the last call, waiting up to `timeout_s` for the first: `(request id, why the rollout ends)`.
@@ -110,13 +103,11 @@ class RewardActor:
         return decisions, transcripts
 
     def collect(self) -> tuple[Mapping[str, Verdict], float]:
-        """Verdicts on everything submitted since the last call, by request id, and the seconds of scoring, waited for or not."""
         verdicts, seconds = self.scorer.collect(patience_s=PATIENCE_SHARE * self.deadlines.reward_s, timeout_s=self.deadlines.reward_s)
         remarks, self._remarks = self._remarks, {}
         return {name: amend(verdict, remarks[name]) if name in remarks else verdict for name, verdict in verdicts.items()}, seconds
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
-        """`function(self, *arguments)`: tests and diagnostics reach into the actor with it."""
         return function(self, *arguments)
 
 
@@ -140,7 +131,6 @@ class Rewards:
         return len(self._undecided)
 
     def wait_until_built(self) -> None:
-        """Waits for the actor and its environments."""
         wait_all({NAME: self._ready}, deadline_s=self.start_s, what="start")
 
     def submit(self, infos: list[RolloutInfo], prompts: list[Prompt]) -> None:
@@ -157,13 +147,7 @@ class Rewards:
         return [] if self._poll is None else [self._poll[0]]
 
     def take_ready(self) -> list[tuple[str, PayloadRef | Ending]]:
-        """Decisions on turns since the last call, by request id: a reference to the `Transcript` of the next turn, or why the rollout ends.
-
-        Does not wait.
-
-        Raises:
-            RuntimeError: an environment failed.
-        """
+        """Decisions since the last call, by request id: a reference to the next turn's `Transcript`, or why the rollout ends."""
         references = self.references()
         if self._poll is None or not ray.wait(references, num_returns=1, timeout=0.0)[0]:
             return []
@@ -182,6 +166,6 @@ class Rewards:
         return wait_all(pending, deadline_s=self.reward_s, what="rewards", beside=self.beside)[NAME]
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
-        """`function(actor, *arguments)` in the actor's process."""
+        """`function(actor, *arguments)` in the actor's process: tests and diagnostics reach into it."""
         answer: ray.ObjectRef[T] = getattr(self.actor, RewardActor.apply.__name__).remote(function, *arguments)
         return wait_all({NAME: answer}, deadline_s=self.reward_s, what="apply")[NAME]

@@ -16,7 +16,6 @@ from mrl.cluster.payload import PayloadRef
 from mrl.cluster.rewards import Rewards
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import LengthHints
-from mrl.data.turns import Ending
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
 
 logger = logging.getLogger(__name__)
@@ -61,20 +60,17 @@ class RolloutCollector:
     def ask(
         self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
     ) -> list[PromptKey]:
-        """Asks for `num_generations` rollouts of every (epoch, prompt); returns the keys of the groups. Does not wait.
-
-        The engines hold weights of `weight_version`.
-        """
+        """Asks engines that hold `weight_version` for rollouts of every (epoch, prompt), without waiting; returns the groups' keys."""
         for epoch, prompt in self._hints.longest_first(asked) if self._hints else asked:
             key = (epoch, prompt.prompt_id)
             assert key not in self._groups, f"{key} is under way"
-            requests = [self._request(prompt, sampling, epoch, index) for index in range(num_generations)]
+            seeds = [request_seed(self.seed, epoch, prompt.prompt_id, index) for index in range(num_generations)]
+            requests = [RolloutRequest(prompt.prompt_id, i, epoch, seed, prompt.token_ids, sampling) for i, seed in enumerate(seeds)]
             self._groups[key] = AskedGroup(prompt, requests, weight_version)
             self.engines.book.submit(requests)
         return [(epoch, prompt.prompt_id) for epoch, prompt in asked]
 
     def num_missing(self, keys: Sequence[PromptKey]) -> int:
-        """How many rollouts of these groups have not arrived."""
         return sum(self._groups[key].num_missing for key in keys)
 
     def oldest_version(self, key: PromptKey) -> int:
@@ -98,19 +94,12 @@ class RolloutCollector:
             on_progress()
 
     def drain(self) -> None:
-        """Collects everything under way on engines that live. The policy may hold other weights than the engines.
-
-        Raises:
-            DeadlineExceeded: no rollout arrives in time.
-        """
+        """Collects everything under way on engines that live. The policy may hold other weights than the engines."""
         while self.engines.book.num_expected or self.rewards.num_undecided:
             self._collect()
 
     def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]:
-        """Waits for the last verdict on these sampled groups and hands them out, in this order.
-
-        Also returns the seconds of scoring since the last call.
-        """
+        """Waits for the verdicts on these sampled groups and hands them out, with the seconds of scoring since the last call."""
         verdicts, seconds = self.rewards.collect()
         self._verdicts.update(verdicts)
         groups = []
@@ -128,50 +117,11 @@ class RolloutCollector:
         return busy_s / self.engines.num_engines
 
     def references(self) -> list[ray.ObjectRef]:
-        """See `mrl.cluster.calls.Background`."""
         return [*self.engines.references(), *self.rewards.references()]
 
     def advance(self) -> bool:
-        """See `mrl.cluster.calls.Background`. Whether anything has arrived."""
+        """Takes what has arrived, sends it on, and asks for next turns; whether anything has arrived."""
         finished, decided = self.engines.take_ready(), self.rewards.take_ready()
-        self._arrived(finished)
-        self._decided(decided)
-        return bool(finished or decided)
-
-    def _collect(self) -> None:
-        """Waits until rollouts arrive, environments decide on turns, or an engine dies.
-
-        Raises:
-            DeadlineExceeded: nothing of this happens in time.
-        """
-        end, num_lost = time.monotonic() + self.deadline_s, len(self.engines.book.lost)
-        while references := self.references():
-            ray.wait(references, num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            if self.advance() or len(self.engines.book.lost) > num_lost:
-                return
-            if time.monotonic() > end:
-                raise DeadlineExceeded(self._overdue())
-
-    def _overdue(self) -> str:
-        if self.rewards.num_undecided:
-            return (
-                f"turns: no rollout arrived and no environment answered within {self.deadline_s:g} s (deadlines.generate_s); "
-                f"{self.rewards.num_undecided} turns wait for their environment"
-            )
-        return f"generation: {self.engines.book.missing()} unfinished and none arrived within {self.deadline_s:g} s (deadlines.generate_s)"
-
-    def _decided(self, decisions: Sequence[tuple[str, PayloadRef | Ending]]) -> None:
-        """Asks for the next turns of rollouts that go on; the others are complete, and truncated if a turn would not fit."""
-        for request_id, following in decisions:
-            info = self._turns.pop(request_id)
-            group = self._groups[info.key]
-            if isinstance(following, PayloadRef):
-                self.engines.book.submit([dataclasses.replace(group.requests[info.rollout_index], earlier=following)])
-            else:
-                is_truncated = following == "out of context"
-                group.infos[request_id] = dataclasses.replace(info, finish_reason="length") if is_truncated else info
-
-    def _arrived(self, finished: list[RolloutInfo]) -> None:
         prompts = []
         for info in finished:
             group = self._groups[info.key]
@@ -181,7 +131,28 @@ class RolloutCollector:
             prompts.append(group.prompt)
         if finished:
             self.rewards.submit(finished, prompts)
+        for request_id, following in decided:
+            info = self._turns.pop(request_id)
+            group = self._groups[info.key]
+            if isinstance(following, PayloadRef):
+                self.engines.book.submit([dataclasses.replace(group.requests[info.rollout_index], earlier=following)])
+            else:
+                # A rollout whose next turn would not fit is truncated.
+                is_truncated = following == "out of context"
+                group.infos[request_id] = dataclasses.replace(info, finish_reason="length") if is_truncated else info
+        return bool(finished or decided)
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, epoch: int, index: int) -> RolloutRequest:
-        seed = request_seed(self.seed, epoch, prompt.prompt_id, index)
-        return RolloutRequest(prompt.prompt_id, index, epoch, seed, prompt.token_ids, sampling)
+    def _collect(self) -> None:
+        end, num_lost = time.monotonic() + self.deadline_s, len(self.engines.book.lost)
+        while references := self.references():
+            ray.wait(references, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if self.advance() or len(self.engines.book.lost) > num_lost:
+                return
+            if time.monotonic() > end:
+                limit = f"{self.deadline_s:g} s (deadlines.generate_s)"
+                if undecided := self.rewards.num_undecided:
+                    raise DeadlineExceeded(
+                        f"turns: no rollout arrived and no environment answered within {limit}; "
+                        f"{undecided} turns wait for their environment"
+                    )
+                raise DeadlineExceeded(f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}")

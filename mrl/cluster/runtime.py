@@ -26,8 +26,7 @@ from mrl import env
 from mrl.cluster.calls import wait_all
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import start_reaper
-from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
-from mrl.cluster.start_deadline import start_deadline
+from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table, start_deadline
 from mrl.config.schema.run import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,7 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
         if config.cluster.num_nodes > 1:
             join_cluster()
         else:
-            use_private_token(folder)
-            listen_on_loopback()
+            _keep_others_out(folder)
             # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
             ray.init(
                 address="local",
@@ -81,14 +79,11 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
 
 
 def join_cluster() -> None:
-    """Joins the launcher's cluster (RAY_ADDRESS). Looks first whether it is there: Ray would try for minutes, and say little.
-
-    Raises:
-        NoCluster: nobody answers there, or the cluster refuses this process.
-    """
+    """Joins the launcher's cluster (RAY_ADDRESS); raises NoCluster if nobody answers there, or it refuses this process."""
     address = env.RAY_ADDRESS.read()
     if address is None:
         raise NoCluster("RAY_ADDRESS is not set: several nodes are a Ray cluster, which scripts/ray.sub or python -m mrl.launch starts")
+    # Looks first whether it is there: Ray would try for minutes, and say little.
     found = re.fullmatch(r"(.+):(\d+)", address)
     if found is not None and "://" not in address:
         try:
@@ -105,8 +100,8 @@ def join_cluster() -> None:
         raise NoCluster(f"RAY_ADDRESS={address}: {reason}; the token (RAY_AUTH_TOKEN_PATH) and Ray's version must be the head's") from error
 
 
-def use_private_token(folder: Path) -> None:
-    """Lets only processes of this run join its cluster: Ray would otherwise keep one token for all runs in the home folder."""
+def _keep_others_out(folder: Path) -> None:
+    # Ray would otherwise keep one token for all runs in the home folder.
     token_file = folder / "token"
     token_file.touch(mode=0o600)
     token_file.write_text(secrets.token_hex(32))
@@ -117,14 +112,8 @@ def use_private_token(folder: Path) -> None:
     AuthenticationTokenLoader.instance().reset_cache()
     # At every start Ray logs that token authentication is on, and how to switch it off.
     logging.getLogger("ray").setLevel(logging.ERROR)
-
-
-def listen_on_loopback() -> None:
-    """Lets the processes of a cluster of one node listen on 127.0.0.1 alone: Ray's metrics ask nobody for a token.
-
-    Ray replaces a `_node_ip_address` of 127.0.0.1 by the host's own, unless it takes the platform for one without clusters. That is a
-    constant, read from RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER when Ray is imported (ray/_private/services.py in 2.60).
-    """
+    # Ray's metrics ask nobody for a token. It replaces a `_node_ip_address` of 127.0.0.1 by the host's own, unless it takes the platform
+    # for one without clusters: a constant, read from RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER at its import (ray/_private/services.py in 2.60).
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
@@ -162,11 +151,7 @@ class Placement:
     """The Ray placement group of a run, one bundle per slot, and the options that put an actor on a slot."""
 
     def __init__(self, config: RunConfig, *, timeout_s: float) -> None:
-        """Reserves the slots.
-
-        Raises:
-            RuntimeError: the cluster cannot hold them within `timeout_s`, or only with an engine across two nodes.
-        """
+        """Reserves the slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an engine across two nodes."""
         self.num_slots = config.num_units
         self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_slots(config)
@@ -192,7 +177,12 @@ class Placement:
                 f"Ray put slots {engine.slots} of engine {engine.engine_index} on several nodes, but an engine fits into one; "
                 "check that every node offers the same number of slots"
             )
-        self._num_cores = self._count_cores(timeout_s) if config.cluster.gpus_per_node else {}
+        # Cores by node that Slurm or a container leaves to the processes which Ray starts there.
+        self._num_cores: dict[int, int] = {}
+        if config.cluster.gpus_per_node:
+            task, slots = ray.remote(usable_cores), {node: slot for slot, node in self.node_of.items()}
+            pending = {node: task.options(num_cpus=0, scheduling_strategy=self._on(slot)).remote() for node, slot in slots.items()}
+            self._num_cores = wait_all(pending, deadline_s=timeout_s, what="count of the cores of nodes")
 
     @property
     def num_dedicated_slots(self) -> int:
@@ -200,10 +190,8 @@ class Placement:
         return self.num_slots - self.num_policy_ranks
 
     def num_threads(self, slot: int) -> int:
-        """CPU threads of the policy rank on `slot`, for optimizer steps and copies in host memory; see `share_of_cores`.
-
-        One on hosts without GPUs, where results must not depend on how a sum is split.
-        """
+        """CPU threads of the policy rank on `slot`, for optimizer steps and copies in host memory."""
+        # One on hosts without GPUs, where results must not depend on how a sum is split.
         return share_of_cores(slot, self.node_of, self._num_cores) if self._num_cores else 1
 
     def options(self, slot: int, environment: dict[str, str]) -> dict[str, object]:
@@ -211,26 +199,18 @@ class Placement:
         return {
             "num_cpus": 0,
             "num_gpus": 0,
-            "scheduling_strategy": self._strategy(slot),
+            "scheduling_strategy": self._on(slot),
             "max_restarts": 0,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **environment}},
         }
 
     def table(self) -> list[str]:
-        """One line per slot, see `mrl.cluster.scheduling.slot_table`."""
+        """See `mrl.cluster.scheduling.slot_table`."""
         return slot_table(self._hosts, self.num_policy_ranks, self.engines)
 
-    def _strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
+    def _on(self, slot: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[slot])
-
-    def _count_cores(self, timeout_s: float) -> dict[int, int]:
-        """Cores by node that Slurm or a container leaves to the processes which Ray starts there."""
-        task = ray.remote(usable_cores)
-        slots = {node: slot for slot, node in self.node_of.items()}
-        pending = {node: task.options(num_cpus=0, scheduling_strategy=self._strategy(slot)).remote() for node, slot in slots.items()}
-        return wait_all(pending, deadline_s=timeout_s, what="count of the cores of nodes")
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))

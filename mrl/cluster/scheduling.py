@@ -1,4 +1,5 @@
-"""The decisions of scheduling, without Ray: what each slot carries, which engine gets which request, and what a death leads to.
+"""The decisions of scheduling, without Ray: how long a start may take, what each slot carries, which engine gets which request, what a
+death leads to.
 
 A slot is a GPU, or a process on hosts without GPUs. Slots 0 to num_policy_ranks - 1 carry the policy rank of the same number. Colocated
 engines share those slots; dedicated engines have the slots that follow.
@@ -7,16 +8,64 @@ engines share those slots; dedicated engines have the slots that follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from conversion.files.hf_folder import weight_files
 from mrl.cluster.errors import ActorLost, ActorName
+from mrl.config.model import read_model
 from mrl.config.schema.run import RunConfig
 from mrl.types import RolloutRequest
 
 ENGINE = "engine"
 R = TypeVar("R")
+
+# Ray, the imports of vLLM and Megatron, and process groups, on a host that is busy.
+PROCESSES_S = 300.0
+# With empty caches vLLM, Triton and FlashInfer compile kernels of a GPU, and CUDA graphs are captured.
+KERNELS_S = 300.0
+# One node's share of a file system that all nodes read at once: 1.6 GB/s over 32 nodes.
+READ_BYTES_PER_S = 50e6
+# bfloat16, in which large models are published.
+BYTES_PER_PARAMETER = 2
+
+
+@dataclass(frozen=True)
+class StartDeadline:
+    """Seconds, and how they add up."""
+
+    seconds: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"start deadline {self.seconds:,.0f} s: {self.reason}"
+
+
+def start_deadline(config: RunConfig) -> StartDeadline:
+    """The deadline of each wait at the start, for slots, engines, policy ranks and rewards: deadlines.start_s, or by the weights' size."""
+    if config.deadlines.start_s is not None:
+        return StartDeadline(config.deadlines.start_s, "deadlines.start_s")
+    parts = {f"{PROCESSES_S:g} s for processes": PROCESSES_S}
+    if config.cluster.gpus_per_node:
+        parts[f"{KERNELS_S:g} s for kernels of GPUs"] = KERNELS_S
+    num_bytes, rest = weight_bytes(Path(config.policy.model_name)), ""
+    if num_bytes is None:
+        rest = f"; the time to read the weights of {config.policy.model_name} is added once they are here"
+    else:
+        read_s = num_bytes / READ_BYTES_PER_S
+        parts[f"{read_s:,.0f} s for {num_bytes / 1e9:,.1f} GB of weights at {READ_BYTES_PER_S / 1e6:g} MB/s"] = read_s
+    return StartDeadline(sum(parts.values()), " + ".join(parts) + rest)
+
+
+def weight_bytes(folder: Path) -> int | None:
+    """Bytes of a Hugging Face folder's safetensors files; by its config.json if there are none; None without a config.json."""
+    with suppress(ValueError, OSError):
+        return sum(path.stat().st_size for path in weight_files(folder))
+    with suppress(ValueError):
+        return BYTES_PER_PARAMETER * read_model(folder).num_parameters
+    return None
 
 
 @dataclass(frozen=True)
@@ -84,7 +133,6 @@ class RequestBook:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose rollouts have not arrived."""
         return sum(map(len, self._unfinished))
 
     @property
@@ -115,11 +163,7 @@ class RequestBook:
             self._fruitless[index] = 0
 
     def count_restart(self, index: int, *, log_file: Path) -> int:
-        """Records that the caller starts a dead engine again; returns the number of requests that it will be asked again.
-
-        Raises:
-            RuntimeError: it has died too often in a row without finishing a rollout.
-        """
+        """Records that a dead engine is started again; returns how many requests it is asked again. RuntimeError: it dies too often."""
         self._fruitless[index] += 1
         if self._fruitless[index] > self._max_fruitless:
             raise RuntimeError(f"{ENGINE} {index} died {self._fruitless[index]} times in a row without finishing a rollout; see {log_file}")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.policies import PolicyGroup
@@ -24,21 +23,6 @@ from mrl.phases import Phase
 logger = logging.getLogger(__name__)
 
 
-class Session(Protocol):
-    """The processes of a run, as the training loop sees them."""
-
-    @property
-    def policies(self) -> PolicyGroup: ...
-
-    def enter(self, phase: Phase) -> None:
-        """Brings the policy, and engines that share its devices, into a phase in which the policy works."""
-        ...
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Inside the `with` block the policy is in the phase in which it begins to save."""
-        ...
-
-
 @dataclass
 class PolicySession:
     """Policy ranks without engines. Nothing ever leaves their devices: they enter the phase "train" once and stay in it."""
@@ -47,13 +31,13 @@ class PolicySession:
     _is_training: bool = False
 
     def enter(self, phase: Phase) -> None:
-        """See `Session`."""
+        """Brings the policy into a phase in which it works."""
         if not self._is_training:
             self.policies.call(PolicyVerbs.enter, "train")
             self._is_training = True
 
     def saving(self) -> AbstractContextManager[None]:
-        """See `Session`."""
+        """Inside the `with` block the policy is in the phase in which it begins to save."""
         return nullcontext()
 
 
@@ -77,11 +61,16 @@ class RolloutSession:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """See `Session`. Engines keep their weights: the policy saves between a refit or a validation and the next rollouts."""
+        """Inside the `with` block the policy is in the phase in which it begins to save. Engines keep their weights."""
+        # The policy saves between a refit or a validation and the next rollouts.
         deadline_s = self.config.deadlines.checkpoint_s
         self.policies.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
         yield
         self.policies.call(PolicyVerbs.enter, "generate", deadline_s=deadline_s)
+
+
+Session = PolicySession | RolloutSession
+"""The processes of a run, as the training loop sees them."""
 
 
 @contextmanager
@@ -108,7 +97,7 @@ def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) ->
 
 @contextmanager
 def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> Iterator[RolloutCollector]:
-    """Engines and rewards alone, inside the `with` block; the engines sample from the model folder's weights, called `weight_version`."""
+    """Engines and rewards alone, inside the `with` block; the engines sample from the model folder's weights as `weight_version`."""
     with placed_slots(config) as placement, endpoints_removed(log_folder):
         rewards = Rewards(config, placement, log_folder=log_folder)
         engines = EngineGroup(config, placement, log_folder=log_folder)
@@ -130,7 +119,6 @@ def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -
 
 @contextmanager
 def endpoints_removed(log_folder: Path) -> Iterator[None]:
-    """Removes the file of the engines' HTTP addresses after the `with` block, when the engines are gone."""
     try:
         yield
     finally:
@@ -138,11 +126,7 @@ def endpoints_removed(log_folder: Path) -> Iterator[None]:
 
 
 def start_models(config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> tuple[PolicyGroup, EngineGroup, Refit]:
-    """Policy ranks and engines with the model folder's weights, and the refit between them, its schedule built and proven.
-
-    Raises:
-        ScheduleError, RuntimeError: see `Refit`.
-    """
+    """Policy ranks and engines with the model folder's weights, and the refit between them, its schedule built and proven; see `Refit`."""
     engines = EngineGroup(config, placement, log_folder=log_folder)
     if config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
         # vLLM sizes its KV cache by the free memory of the whole GPU, so nobody else may take any; then the cache leaves.

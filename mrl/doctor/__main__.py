@@ -17,8 +17,7 @@ from mrl import env
 from mrl.doctor.findings import Finding, as_json, has_problem, merge_nodes, table
 from mrl.doctor.host import judge_machine
 from mrl.doctor.probe import HostFacts, probe_host
-from mrl.doctor.requirements import read_wanted
-from mrl.doctor.software import judge_software
+from mrl.doctor.software import judge_software, read_wanted
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
@@ -27,27 +26,24 @@ logger = logging.getLogger(__name__)
 
 
 def diagnose(config: RunConfig | None) -> list[Finding]:
-    """Findings about the hosts, then about the inputs of a run if there is a config.
-
-    Raises:
-        ConfigError: the config is wrong.
-    """
+    """Findings about the hosts, then about the inputs of a run if there is a config; raises ConfigError if that is wrong."""
     root = env.cache_root()
     folders = {} if root is None else {"the cache": root}
     inputs: list[Finding] = []
     if config is not None:
         from mrl.config.model import with_cached_folders
-        from mrl.doctor.inputs import check_inputs, written_folders
+        from mrl.doctor.inputs import check_inputs
 
         config = with_cached_folders(config)
         inputs = check_inputs(config)
-        folders |= written_folders(config)
-    hosts = diagnose_cluster(folders, config) if env.RAY_ADDRESS.read() else diagnose_host(folders, config)
+        if config.checkpointing.enabled:
+            # Every rank saves its part of a checkpoint.
+            folders["checkpoints"] = Path(config.checkpointing.checkpoint_dir).absolute()
+    hosts = diagnose_cluster(folders, config) if env.RAY_ADDRESS.read() else _this_host(folders, config)
     return hosts + inputs
 
 
-def diagnose_host(folders: dict[str, Path], config: RunConfig | None) -> list[Finding]:
-    """Findings about this host."""
+def _this_host(folders: dict[str, Path], config: RunConfig | None) -> list[Finding]:
     return judge_host(probe_host(folders, is_in_cluster=False, tries_imports=config is not None), config, is_in_cluster=False)
 
 
@@ -71,7 +67,7 @@ def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list
             reports, lost = report_nodes(folders, list(folders.values()), tries_imports=config is not None)
     except (ImportError, RuntimeError) as error:
         remedy = "start the cluster, or unset RAY_ADDRESS to look at this host alone"
-        return [*diagnose_host(folders, config), Finding("cluster", "problem", " ".join(str(error).split()), remedy)]
+        return [*_this_host(folders, config), Finding("cluster", "problem", " ".join(str(error).split()), remedy)]
     by_node = {report.name: judge_host(report.look.facts, config, is_in_cluster=True) for report in reports if report.look is not None}
     in_job = env.SLURM_JOB_NUM_NODES.read() or ""
     num_expected = config.cluster.num_nodes if config is not None else int(in_job) if in_job.isdigit() else None

@@ -27,7 +27,6 @@ class Finding:
 
 
 def has_problem(findings: Sequence[Finding]) -> bool:
-    """Whether any of them is a problem."""
     return any(finding.status == "problem" for finding in findings)
 
 

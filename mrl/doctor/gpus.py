@@ -62,26 +62,13 @@ class Gpus:
 
 
 def read_gpus() -> Gpus | None:
-    """Reads the GPUs of this host; None on a host without NVIDIA devices."""
+    """Reads the GPUs of this host, by NVML; None on a host without NVIDIA devices."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return None
     try:
-        driver, error = read_driver(), ""
-    except RuntimeError as reason:
-        driver, error = None, str(reason)
-    return Gpus(driver, error, probe_cuda())
-
-
-def read_driver() -> Driver:
-    """Asks the driver by NVML.
-
-    Raises:
-        RuntimeError: the driver does not answer, or nvidia-ml-py is missing.
-    """
-    try:
         import pynvml
-    except ModuleNotFoundError as error:
-        raise RuntimeError("the driver cannot be asked: no package nvidia-ml-py") from error
+    except ModuleNotFoundError:
+        return Gpus(None, "the driver cannot be asked: no package nvidia-ml-py", probe_cuda())
     try:
         pynvml.nvmlInit()
         newest = pynvml.nvmlSystemGetCudaDriverVersion_v2()
@@ -90,17 +77,14 @@ def read_driver() -> Driver:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             gpus.append(Gpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)))
-        return Driver(str(pynvml.nvmlSystemGetDriverVersion()), (newest // 1000, newest % 1000 // 10), tuple(gpus))
+        version = str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError as error:
-        raise RuntimeError(f"the driver does not answer: {error}") from error
+        return Gpus(None, f"the driver does not answer: {error}", probe_cuda())
+    return Gpus(Driver(version, (newest // 1000, newest % 1000 // 10), tuple(gpus)), "", probe_cuda())
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs this Python in a process of its own that imports the same mrl.
-
-    Raises:
-        subprocess.TimeoutExpired: the process takes longer than `PROBE_TIMEOUT_S`.
-    """
+    """Runs this Python in a process of its own that imports the same mrl; raises TimeoutExpired after `PROBE_TIMEOUT_S`."""
     paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)

@@ -17,27 +17,31 @@ from mrl.recipes.verify import check_model
 
 
 def check_inputs(config: RunConfig) -> list[Finding]:
-    """Findings about model, data and disk on this machine. Cached Hub ids in `config` count as their folders.
-
-    Raises:
-        ConfigError: the config itself is wrong.
-    """
+    """Findings about model, data and disk on this machine; raises ConfigError if the config itself is wrong."""
     config = with_cached_folders(config)
     problems = find_problems(config)
     if refused := [problem for problem in problems if not isinstance(problem, Unprovided)]:
         raise ConfigError(refused)
-    missing = [Finding("to be provided", "note" if _is_downloaded(problem) else "problem", problem) for problem in problems]
+    findings = []
+    for problem in problems:
+        # The start of a run downloads models of the Hub.
+        is_downloaded = is_hub_id(problem.partition("=")[2].partition(": ")[0])
+        findings.append(Finding("to be provided", "note" if is_downloaded else "problem", problem))
     has_model = not any(problem.startswith(("policy.model_name=", "policy.tokenizer.name=")) for problem in problems)
-    has_data = not any(problem.startswith("data.") for problem in problems)
-    findings = [*missing, *(_model(config) if has_model else [])]
-    if has_model and has_data:
-        findings.append(_data(config))
+    if has_model:
+        findings += _model(config)
+    if has_model and not any(problem.startswith("data.") for problem in problems):
+        # Both import transformers, which may be the broken library.
+        from mrl.data.prompts import load_prompts
+        from mrl.data.supervised import load_examples
+
+        try:
+            data = load_prompts(config) if config.has_engines else load_examples(config)
+            text = f"{len(data.train):,} rows to train on, {len(data.validation):,} held out"
+            findings.append(Finding("data", "ok", text))
+        except ValueError as error:
+            findings.append(Finding("data", "problem", str(error)))
     return findings
-
-
-def written_folders(config: RunConfig) -> dict[str, Path]:
-    """Folders that a run writes on all nodes, by their use: every rank saves its part of a checkpoint."""
-    return {"checkpoints": Path(config.checkpointing.checkpoint_dir).absolute()} if config.checkpointing.enabled else {}
 
 
 def judge_gpus(config: RunConfig, facts: HostFacts) -> list[Finding]:
@@ -51,11 +55,6 @@ def judge_gpus(config: RunConfig, facts: HostFacts) -> list[Finding]:
         return [Finding("GPUs of the run", "note", text, "no problem on a login node; the nodes of the run need them")]
     remedy = f"set cluster.gpus_per_node={found}, or ask for more"
     return [Finding("GPUs of the run", "note" if found > wanted else "problem", text, remedy)]
-
-
-def _is_downloaded(problem: str) -> bool:
-    # The start of a run downloads models of the Hub.
-    return is_hub_id(problem.partition("=")[2].partition(": ")[0])
 
 
 def _model(config: RunConfig) -> list[Finding]:
@@ -75,15 +74,3 @@ def _model(config: RunConfig) -> list[Finding]:
         remedy = f"unless it is there (python -m mrl.convert cache list), set {env.MRL_CACHE.name} to another disk"
         findings.append(Finding("disk for the cache", "note", text, remedy))
     return findings
-
-
-def _data(config: RunConfig) -> Finding:
-    # Both import transformers, which may be the broken library.
-    from mrl.data.prompts import load_prompts
-    from mrl.data.supervised import load_examples
-
-    try:
-        data = load_prompts(config) if config.has_engines else load_examples(config)
-    except ValueError as error:
-        return Finding("data", "problem", str(error))
-    return Finding("data", "ok", f"{len(data.train):,} rows to train on, {len(data.validation):,} held out")

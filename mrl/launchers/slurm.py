@@ -29,27 +29,19 @@ class SlurmJob:
     """Whether the job asks for GPUs by --gres, instead of --gpus-per-node."""
 
 
-def ray_sub() -> Path:
-    """scripts/ray.sub: inside the package when installed, in scripts/ of a checkout."""
+def submission(job: SlurmJob) -> tuple[list[str], dict[str, str]]:
+    """The command line of `sbatch`, and the environment variables that ray.sub reads."""
     package = Path(mrl.__file__).parent
+    # Inside the package when installed, in scripts/ of a checkout.
     installed = package / "scripts/ray.sub"
-    return installed if installed.is_file() else package.parent / "scripts/ray.sub"
-
-
-def variables(job: SlurmJob) -> dict[str, str]:
-    """The environment variables that ray.sub reads."""
-    given = {
+    script = installed if installed.is_file() else package.parent / "scripts/ray.sub"
+    variables = {
         "COMMAND": shlex.join(job.command),
         "GPUS_PER_NODE": str(job.gpus_per_node),
         "BASE_LOG_DIR": str(job.log_folder),
         "CONTAINER": job.container,
         "MOUNTS": job.mounts,
     }
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def arguments(job: SlurmJob) -> list[str]:
-    """The command line of `sbatch`."""
     options = {
         "nodes": str(job.num_nodes),
         "job-name": job.job_name,
@@ -61,10 +53,12 @@ def arguments(job: SlurmJob) -> list[str]:
     }
     if job.gpus_per_node:
         options |= {"gres": f"gpu:{job.gpus_per_node}"} if job.is_gres_site else {"gpus-per-node": str(job.gpus_per_node)}
-    return ["sbatch", *(f"--{name}={value}" for name, value in options.items() if value is not None), str(ray_sub())]
+    command = ["sbatch", *(f"--{name}={value}" for name, value in options.items() if value is not None), str(script)]
+    return command, {name: value for name, value in variables.items() if value is not None}
 
 
 def render(job: SlurmJob) -> str:
     """A shell script that submits the job."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables(job).items()]
-    return "\n".join(["#!/usr/bin/env bash", f"mkdir -p {shlex.quote(str(job.log_folder))}", *exports, shlex.join(arguments(job)), ""])
+    command, variables = submission(job)
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    return "\n".join(["#!/usr/bin/env bash", f"mkdir -p {shlex.quote(str(job.log_folder))}", *exports, shlex.join(command), ""])

@@ -11,7 +11,6 @@ from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
 from mrl.config.load import load_run
-from mrl.config.schema.run import RunConfig
 from mrl.data.reading import write_quarantine
 from mrl.loop import rollouts, supervised
 from mrl.loop.rollout_queue import NoSignal
@@ -27,8 +26,9 @@ logger = logging.getLogger(__name__)
 ENDED_EARLY = 75
 
 
-def run_attempt(config: RunConfig, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
+def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
     """Runs the configured steps from the newest checkpoint on. False if the budget was over first: the same command goes on."""
+    config = training.config
     write_quarantine(training.left_out, folder.path / "quarantine")
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
     if checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):
@@ -62,14 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         budget = Budget(config.checkpointing.must_save_by_s, started=started)
         budget.listen()
         training = rollouts.prepare(config) if config.has_engines else supervised.prepare(config)
-        folder = RunFolder(config)
+        folder = RunFolder(training.config)
         folder.open()
     except ValueError as error:
         logger.error("%s", error)
         return 2
     try:
         with folder:
-            is_done = run_attempt(config, training, folder, budget)
+            is_done = run_attempt(training, folder, budget)
     except NoSignal as error:
         logger.error("%s", error)
         return 2

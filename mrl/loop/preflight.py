@@ -12,13 +12,12 @@ from mrl.config.rules.checks import check_config, find_problems
 from mrl.config.schema.run import RunConfig
 
 
-def check_start(config: RunConfig) -> None:
-    """Returns if config, model and cache are in order; replaces names of the Hub in `config` by folders.
+def check_start(config: RunConfig) -> RunConfig:
+    """The config with which the run starts, folders in place of names of the Hub, once config, model and cache are in order.
 
     Raises:
         ValueError: naming every key or file at fault, the rule, and the way out.
     """
-    model = config.policy.model_name
     problems = find_problems(with_cached_folders(config))
     if any(not isinstance(problem, Unprovided) for problem in problems):
         # Report problems of the config itself before asking the network for the rest.
@@ -26,12 +25,10 @@ def check_start(config: RunConfig) -> None:
     local = with_local_folders(config)
     check_config(local)
     # Downloads a model of the Hub once nothing else is wrong.
-    model_folder(model)
-    folder = Path(local.policy.model_name)
-    config.policy.model_name = str(
-        overridden_folder(folder, config.policy.hf_config_overrides, beside=Path(config.checkpointing.checkpoint_dir))
-    )
-    config.policy.tokenizer.name = local.policy.tokenizer.name
+    model_folder(config.policy.model_name)
+    folder, beside = Path(local.policy.model_name), Path(config.checkpointing.checkpoint_dir)
+    local.policy.model_name = str(overridden_folder(folder, config.policy.hf_config_overrides, beside=beside))
     root = env.cache_root()
     if root is not None:
         open_cache(root)
+    return local

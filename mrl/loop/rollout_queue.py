@@ -16,9 +16,9 @@ from mrl.algo.rewards import has_signal
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import prompts_left
 from mrl.data.prompts import PromptData
-from mrl.store.clock import Clock
-from mrl.store.console import RolloutProgress
+from mrl.store.console import rollout_progress
 from mrl.store.ledger import Ledger
+from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RunState, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,6 @@ class Supplied:
 
 
 def queue_plan(config: RunConfig) -> QueuePlan:
-    """The numbers of a run, from its config."""
     grpo, ahead = config.grpo, config.grpo.async_grpo
     return QueuePlan(
         num_prompts=grpo.num_prompts_per_step,
@@ -135,11 +134,7 @@ class RolloutQueue:
         self._taken_at = time.monotonic()
 
     def take(self, state: RunState, clock: Clock) -> Supplied | None:
-        """Waits for the groups of the step after `state`. None if the prompts are used up before the step is full.
-
-        Raises:
-            NoSignal: too many batches held too few groups that count.
-        """
+        """Waits for the groups of the step after `state`. None if the prompts are used up; NoSignal: too few groups count."""
         plan, step = self.plan, state.step + 1
         ready, self._surplus = self._surplus, []
         sampled: list[RolloutGroup] = []
@@ -150,12 +145,20 @@ class RolloutQueue:
             self._source.take_busy_s()
         while len(ready) < plan.num_prompts:
             if num_batches == plan.max_batches:
-                raise NoSignal(_no_signal(step, len(ready), plan))
-            batch = self._next_batch(step, state.weight_version, clock)
-            if not batch:
+                raise NoSignal(
+                    f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of {plan.batch} prompts step {step} "
+                    f"has {len(ready)} of {plan.num_prompts} groups whose rewards differ; use prompts that are sometimes solved, raise "
+                    "grpo.num_generations_per_prompt or grpo.batch_multiplier, or set grpo.use_dynamic_sampling=false"
+                )
+            self._fill(step, state.weight_version)
+            with clock.phase("generation"):
+                keys = self._wait_for_batch(state.weight_version)
+            batch = self._judge(keys, clock)
+            if not keys:
                 return None
             num_batches += 1
-            for key, group in batch:
+            for key, group in zip(keys, batch, strict=True):
+                del self._asked[key]
                 sampled.append(group)
                 if self._has_signal(group):
                     ready.append((key, group))
@@ -164,17 +167,31 @@ class RolloutQueue:
         chosen, surplus = ready[: plan.num_prompts], ready[plan.num_prompts :]
         num_discarded = self._keep(surplus, next_version=state.weight_version + 1)
         trained, groups = [key for key, _ in chosen], [group for _, group in chosen]
-        metrics = age_metrics(groups, weight_version=state.weight_version)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        ages = [state.weight_version - rollout.weight_version for rollout in rollouts]
+        metrics = {
+            "train/avg_trajectory_age": sum(ages) / len(ages),
+            "train/max_trajectory_age": float(max(ages)),
+            "rollout/mixed_version_fraction": sum(rollout.num_weight_versions > 1 for rollout in rollouts) / len(rollouts),
+        }
         if plan.max_batches is not None:
             metrics |= {
                 "train/dynamic_sampling_num_gen_batches": float(num_batches),
                 "train/dynamic_sampling_num_discarded_valid_samples": float(num_discarded),
             }
-        seconds = self._seconds(clock)
+        # Where generation goes on meanwhile, all the time since the last step counts, else that of the phase.
+        before, self._taken_at = self._taken_at, time.monotonic()
+        seconds = self._taken_at - before if plan.lag > 0 else clock.seconds("generation")
         busy_s = self._source.take_busy_s()
         if plan.lag > 0 and num_batches > 0:
             clock.overlap("generation", busy_s)
-        metrics |= {"rollout/engine_idle_fraction": max(0.0, 1.0 - busy_s / seconds)} | self._buffer_metrics()
+        num_ready = sum(self._source.num_missing([key]) == 0 for key in self._asked) + len(self._surplus)
+        num_regenerated, self._num_regenerated = self._num_regenerated, 0
+        metrics |= {
+            "rollout/engine_idle_fraction": max(0.0, 1.0 - busy_s / seconds),
+            "train/buffer_size": float(num_ready),
+            "rollout/regenerated_groups": float(num_regenerated),
+        }
         return Supplied(groups, trained, dropped, sampled or groups, seconds, metrics)
 
     def sample(
@@ -199,17 +216,7 @@ class RolloutQueue:
         if self.plan.lag > 0 and state.step < self._last_step:
             self._fill(state.step + 1, state.weight_version)
 
-    def _next_batch(self, step: int, weight_version: int, clock: Clock) -> list[tuple[PromptKey, RolloutGroup]]:
-        self._fill(step, weight_version)
-        with clock.phase("generation"):
-            keys = self._wait_for_batch(weight_version)
-        groups = self._judge(keys, clock)
-        for key in keys:
-            del self._asked[key]
-        return list(zip(keys, groups, strict=True))
-
     def _fill(self, step: int, weight_version: int) -> None:
-        """Asks for as many prompts as there is room for: one batch for `step` and one for each step of the lag."""
         again, self._again = self._again, []
         self._num_regenerated += len(again)
         self._ask(again, weight_version)
@@ -238,16 +245,15 @@ class RolloutQueue:
             self._ask([(key[0], self._asked.pop(key)) for key in stale], weight_version)
 
     def _wait_for(self, keys: Sequence[PromptKey], num_groups: int) -> None:
-        """Returns once `num_groups` of the groups are sampled."""
         num_missing = self._source.num_missing(keys)
         if num_missing == 0:
             return
-        with RolloutProgress(num_missing) as progress:
+        with rollout_progress(num_missing) as progress:
 
             def on_progress() -> None:
                 nonlocal num_missing
                 before, num_missing = num_missing, self._source.num_missing(keys)
-                progress.advance(before - num_missing)
+                progress.update(before - num_missing)
                 self._on_wait()
 
             self._source.wait(lambda: sum(self._source.num_missing([key]) == 0 for key in keys) >= num_groups, on_progress=on_progress)
@@ -259,7 +265,6 @@ class RolloutQueue:
         return groups
 
     def _keep(self, surplus: Sequence[tuple[PromptKey, RolloutGroup]], *, next_version: int) -> int:
-        """Leaves groups to the next step, or only their prompts if they will be too old; returns the number of rollouts thrown away."""
         num_discarded = 0
         for key, group in surplus:
             if next_version - oldest_version(group) <= self.plan.lag:
@@ -269,57 +274,21 @@ class RolloutQueue:
                 num_discarded += len(group.rollouts)
         return num_discarded
 
-    def _seconds(self, clock: Clock) -> float:
-        """Seconds of generation for this step: those of the phase, or all since the last step where generation goes on meanwhile."""
-        before, self._taken_at = self._taken_at, time.monotonic()
-        return self._taken_at - before if self.plan.lag > 0 else clock.seconds("generation")
-
-    def _buffer_metrics(self) -> dict[str, float]:
-        num_ready = sum(self._source.num_missing([key]) == 0 for key in self._asked) + len(self._surplus)
-        num_regenerated, self._num_regenerated = self._num_regenerated, 0
-        return {"train/buffer_size": float(num_ready), "rollout/regenerated_groups": float(num_regenerated)}
-
 
 def oldest_version(group: RolloutGroup) -> int:
-    """Weight version of the oldest token of a group."""
     return min(rollout.weight_version for rollout in group.rollouts)
-
-
-def age_metrics(groups: Sequence[RolloutGroup], *, weight_version: int) -> dict[str, float]:
-    """How many steps rollouts are behind the weights that they train, and the share of rollouts drawn from several versions."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    ages = [weight_version - rollout.weight_version for rollout in rollouts]
-    return {
-        "train/avg_trajectory_age": sum(ages) / len(ages),
-        "train/max_trajectory_age": float(max(ages)),
-        "rollout/mixed_version_fraction": sum(rollout.num_weight_versions > 1 for rollout in rollouts) / len(rollouts),
-    }
 
 
 def open_queue(
     config: RunConfig, data: PromptData, source: GroupSource, ledger: Ledger, *, last_step: int, on_wait: Callable[[], None]
 ) -> RolloutQueue:
     """The queue of a run, without the prompts that its ledger has consumed."""
-    left = prompts_left(
-        ledger.state.consumed,
-        len(data.train),
-        data.train.id_at,
-        num_epochs=config.grpo.max_num_epochs,
-        seed=config.grpo.seed,
-        shuffle=config.data.shuffle,
-    )
-    prompts = ((epoch, data.train[index]) for epoch, index in left)
-    plan, grpo = queue_plan(config), config.grpo
+    train, grpo, shuffle = data.train, config.grpo, config.data.shuffle
+    left = prompts_left(ledger.state.consumed, len(train), train.id_at, num_epochs=grpo.max_num_epochs, seed=grpo.seed, shuffle=shuffle)
+    prompts = ((epoch, train[index]) for epoch, index in left)
 
     def counts(group: RolloutGroup) -> bool:
         return not grpo.use_dynamic_sampling or has_signal(group, grpo)
 
+    plan = queue_plan(config)
     return RolloutQueue(plan, source, ledger, prompts, data.sampling, last_step=last_step, has_signal=counts, on_wait=on_wait)
-
-
-def _no_signal(step: int, num_ready: int, plan: QueuePlan) -> str:
-    return (
-        f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of {plan.batch} prompts step {step} has "
-        f"{num_ready} of {plan.num_prompts} groups whose rewards differ; use prompts that are sometimes solved, raise "
-        "grpo.num_generations_per_prompt or grpo.batch_multiplier, or set grpo.use_dynamic_sampling=false"
-    )

@@ -16,9 +16,8 @@ from mrl.loop.preflight import check_start
 from mrl.loop.rollout_queue import RolloutQueue, open_queue
 from mrl.loop.run import Budget, Run, StepData, Stopped, Training
 from mrl.loop.saving import open_saver
-from mrl.store.clock import Clock
 from mrl.store.run_folder import RunFolder
-from mrl.store.summary import rollout_metrics, validation_metrics
+from mrl.store.summary import Clock, rollout_metrics, validation_metrics
 from mrl.types import RunState
 
 logger = logging.getLogger(__name__)
@@ -38,11 +37,10 @@ class RolloutSupplier:
     queue: RolloutQueue
 
     def prove_weights(self) -> None:
-        """See `Supplier`."""
         self.session.refit.zero()
 
     def take(self, state: RunState, clock: Clock) -> StepData:
-        """See `Supplier`; scored rollouts, with advantages, in packed batches."""
+        """Scored rollouts, with advantages, in packed batches."""
         supplied = self.queue.take(state, clock)
         if supplied is None:
             logger.info("All prompts of %d epochs are consumed", self.config.grpo.max_num_epochs)
@@ -54,7 +52,6 @@ class RolloutSupplier:
         return StepData(batches, supplied.trained, supplied.dropped, metrics | signals, supplied.groups, sequences)
 
     def refit(self, state: RunState) -> dict[str, float]:
-        """See `Supplier`."""
         paused = self.queue.pause()
         report = self.session.refit.run()
         state.weight_version = report.weight_version
@@ -62,7 +59,7 @@ class RolloutSupplier:
         return report.metrics() | paused
 
     def validate(self, state: RunState) -> dict[str, float]:
-        """See `Supplier`; accuracy on the held-out prompts."""
+        """Accuracy on the held-out prompts."""
         asked = [(VALIDATION_EPOCH, prompt) for prompt in self.data.validation]
         if not asked:
             return {}
@@ -79,12 +76,9 @@ class RolloutSupplier:
 
 
 def prepare(config: RunConfig) -> Training[RolloutSupplier]:
-    """Checks config, model and data before any process starts; returns the run, ready to start.
-
-    Raises:
-        ValueError: naming every key, file or row at fault, the rule, and the way out.
-    """
-    data, grpo = preflight(config), config.grpo
+    """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
+    config = check_start(config)
+    data, grpo = load_prompts(config), config.grpo
     num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * len(data.train) // grpo.num_prompts_per_step)
 
     @contextmanager
@@ -102,14 +96,4 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             supplier = RolloutSupplier(config, data, folder, session, queue)
             yield Run(config, folder, supplier, saver, budget, num_steps)
 
-    return Training(num_steps, data.left_out, open_run)
-
-
-def preflight(config: RunConfig) -> PromptData:
-    """Checks config, model and data; returns the data, read and tokenised.
-
-    Raises:
-        ValueError: naming every key, file or row at fault, the rule, and the way out.
-    """
-    check_start(config)
-    return load_prompts(config)
+    return Training(config, num_steps, data.left_out, open_run)

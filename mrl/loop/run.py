@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
     from mrl.data.reading import LeftOut
     from mrl.loop.saving import CheckpointSaver
-    from mrl.store.clock import Clock
     from mrl.store.run_folder import RunFolder
+    from mrl.store.summary import Clock
     from mrl.types import Batch, PromptKey, RolloutGroup, RunState, TrainSequence
 
 logger = logging.getLogger(__name__)
@@ -57,11 +57,7 @@ class Supplier(Protocol):
         ...
 
     def take(self, state: RunState, clock: Clock) -> StepData:
-        """The data of the step after `state`.
-
-        Raises:
-            Stopped: a signal came, or the prompts are used up.
-        """
+        """The data of the step after `state`; raises Stopped if a signal came, or the prompts are used up."""
         ...
 
     def refit(self, state: RunState) -> dict[str, float]:
@@ -91,7 +87,6 @@ class Run(Generic[S_co]):
 
     @property
     def session(self) -> Session:
-        """The processes of the run."""
         return self.supplier.session
 
     def decide_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -114,6 +109,7 @@ class Run(Generic[S_co]):
 class Training(Generic[S_co]):
     """A run whose config and data have been checked, and which may start."""
 
+    config: RunConfig
     num_steps: int
     """Of the whole run, those before a resume included."""
     left_out: list[LeftOut]
@@ -157,11 +153,7 @@ class Budget:
         self._num_steps += 1
 
     def check(self) -> None:
-        """Call it where the run may stop at once, because its weights are those of its last step.
-
-        Raises:
-            Stopped: a signal came.
-        """
+        """Raises Stopped if a signal came. Call it where the run may stop at once, because its weights are those of its last step."""
         if self._signal is not None:
             raise Stopped
 

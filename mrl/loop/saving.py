@@ -36,11 +36,7 @@ class CheckpointSaver:
         self._hidden_s: float | None = None
 
     def begin(self, state: RunState, *, waits: bool = False) -> None:
-        """Publishes the save before, and begins to save `state` and the weights as they are now; `waits` until it is published.
-
-        Raises:
-            RuntimeError: a rank could not write its part, of this save or of the one before.
-        """
+        """Publishes the save before, and begins to save `state` and the weights as they are now; `waits` until it is published."""
         self.finish()
         logger.info("Saving checkpoint for step %d...", state.step)
         checkpoint = self._folder.checkpoints.begin(state)
@@ -52,11 +48,7 @@ class CheckpointSaver:
             self.finish()
 
     def poll(self) -> None:
-        """Publishes the save under way if every rank has written its part. Call it where the ranks are idle: it waits for their answer.
-
-        Raises:
-            RuntimeError: a rank could not write its part.
-        """
+        """Publishes the save under way if every rank has written its part. Call it where the ranks are idle: it waits for their answer."""
         if self._pending is None or time.monotonic() - self._polled_at < POLL_INTERVAL_S:
             return
         self._polled_at = time.monotonic()
@@ -64,12 +56,7 @@ class CheckpointSaver:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the save under way, if there is one, and publishes it.
-
-        Raises:
-            RuntimeError: a rank could not write its part.
-            DeadlineExceeded: that takes longer than deadlines.checkpoint_s.
-        """
+        """Waits for the save under way, if there is one, and publishes it. RuntimeError: a rank could not write its part."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

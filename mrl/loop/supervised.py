@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrl.algo.supervised import perplexity
 from mrl.cluster.payload import put_batch
@@ -21,8 +21,8 @@ from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, StepData, Training
 from mrl.loop.saving import open_saver
-from mrl.store.clock import Clock
 from mrl.store.run_folder import RunFolder
+from mrl.store.summary import Clock
 from mrl.types import Batch, RunState
 
 logger = logging.getLogger(__name__)
@@ -38,26 +38,18 @@ class ExampleSupplier:
     session: Session
     cost: SequenceCost
 
-    def prove_weights(self) -> None:
-        """See `Supplier`."""
+    def prove_weights(self) -> None: ...
 
     def take(self, state: RunState, clock: Clock) -> StepData:
-        """See `Supplier`; one batch."""
         examples, config = self.data.train, self.config
-        picked = prompts_of_step(
-            state.step,
-            prompts_per_step=config.policy.train_global_batch_size,
-            num_prompts=len(examples),
-            seed=config.training.seed,
-            shuffle=config.data.shuffle,
-        )
+        batch_size, seed, shuffle = config.policy.train_global_batch_size, config.training.seed, config.data.shuffle
+        picked = prompts_of_step(state.step, prompts_per_step=batch_size, num_prompts=len(examples), seed=seed, shuffle=shuffle)
         keys = [(epoch, examples[index].example_id) for epoch, index in picked]
         self.folder.ledger.take(state.step + 1, keys)
         batch = self._batch([examples[index] for _, index in picked], config.policy)
         return StepData([batch], trained=keys, dropped=[], metrics={})
 
     def refit(self, state: RunState) -> dict[str, float]:
-        """See `Supplier`."""
         return {}
 
     def validate(self, state: RunState) -> dict[str, float]:
@@ -77,7 +69,8 @@ class ExampleSupplier:
             parts.append((len(examples) if config.learns_pairs else batch.num_valid_tokens, metrics))
         if not parts:
             return {}
-        means = weighted_means(parts)
+        total = sum(weight for weight, _ in parts)
+        means = {name: sum(weight * metrics[name] for weight, metrics in parts) / total for name in parts[0][1]}
         if not config.learns_pairs:
             means = {"val_loss": means["loss"], "perplexity": perplexity(means["loss"])}
         logger.info("[Validate] step %d: %s", state.step, ", ".join(f"{name}={value:.4f}" for name, value in means.items()))
@@ -85,25 +78,12 @@ class ExampleSupplier:
         return {f"{prefix}{name}": value for name, value in means.items()}
 
     def _batch(self, examples: Sequence[Example], policy: PolicyConfig) -> Batch:
-        """The batch of these examples, in rows as `policy` lays them out."""
         return put_batch(batch_examples(examples, policy, dp_size=self.config.data_parallel_size, cost=self.cost))
 
 
-def weighted_means(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """Mean of each metric over parts of these weights, one part at least."""
-    total = sum(weight for weight, _ in parts)
-    return {name: sum(weight * metrics[name] for weight, metrics in parts) / total for name in parts[0][1]}
-
-
 def prepare(config: RunConfig) -> Training[ExampleSupplier]:
-    """Checks config, model and data before any process starts; returns the run, ready to start.
-
-    Lowers `max_num_steps` to what the epochs leave of it: only the data tell how many steps an epoch has.
-
-    Raises:
-        ValueError: naming every key, file or row at fault, the rule, and the way out.
-    """
-    check_start(config)
+    """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
+    config = check_start(config)
     data = load_examples(config)
     training, batch_size = config.training, config.policy.train_global_batch_size
     num_steps = training.max_num_epochs * len(data.train) // batch_size
@@ -112,7 +92,9 @@ def prepare(config: RunConfig) -> Training[ExampleSupplier]:
             f"policy.train_global_batch_size={batch_size}: {training.max_num_epochs} epochs of {len(data.train)} rows do not fill one batch"
             f"; lower it or raise {config.algorithm}.max_num_epochs"
         )
-    training.max_num_steps = num_steps if training.max_num_steps < 0 else min(num_steps, training.max_num_steps)
+    # Only the data tell how many steps an epoch has.
+    num_steps = num_steps if training.max_num_steps < 0 else min(num_steps, training.max_num_steps)
+    config = replace(config, **{config.algorithm: replace(training, max_num_steps=num_steps)})
 
     @contextmanager
     def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[ExampleSupplier]]:
@@ -121,6 +103,6 @@ def prepare(config: RunConfig) -> Training[ExampleSupplier]:
             open_saver(config, folder, session) as saver,
         ):
             supplier = ExampleSupplier(config, data, folder, session, sequence_cost(config.policy.model_name))
-            yield Run(config, folder, supplier, saver, budget, training.max_num_steps)
+            yield Run(config, folder, supplier, saver, budget, num_steps)
 
-    return Training(training.max_num_steps, data.left_out, open_run)
+    return Training(config, num_steps, data.left_out, open_run)

@@ -42,7 +42,6 @@ class Checkpoint:
         return self.folder / "policy" / "weights"
 
     def state(self) -> RunState:
-        """The run state saved with it."""
         return RunState(**json.loads((self.folder / STATE).read_text(encoding="utf-8")))
 
 
@@ -116,21 +115,21 @@ class CheckpointStore:
         return [Checkpoint(int(match[1]), path) for match, path in matches if match]
 
     def _prune(self) -> None:
+        def rank(checkpoint: Checkpoint) -> tuple[float, int]:
+            # Best first: by the metric, if there is one (absent counts as worst), then newest first.
+            value = None if self.metric_name is None else checkpoint.state().metrics.get(self.metric_name)
+            if value is None:
+                return (float("inf"), -checkpoint.step)
+            return (-value if self.higher_is_better else value, -checkpoint.step)
+
         newest_first = sorted(self._published(), key=lambda found: -found.step)
         periodic = [checkpoint for checkpoint in newest_first if checkpoint.step % self.save_period == 0]
-        kept = newest_first[: self.keep_latest_k] + sorted(periodic, key=self._rank)[: self.keep_top_k]
+        kept = newest_first[: self.keep_latest_k] + sorted(periodic, key=rank)[: self.keep_top_k]
         for checkpoint in newest_first:
             if checkpoint not in kept:
                 # The marker goes first, so that an interrupted removal leaves nothing that looks complete.
                 (checkpoint.folder / MARKER).unlink(missing_ok=True)
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)
-
-    def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
-        """Sort key, best first: by the metric, if there is one (absent counts as worst), then newest first."""
-        value = None if self.metric_name is None else checkpoint.state().metrics.get(self.metric_name)
-        if value is None:
-            return (float("inf"), -checkpoint.step)
-        return (-value if self.higher_is_better else value, -checkpoint.step)
 
 
 def find_damage(folder: Path) -> str | None:
@@ -143,18 +142,15 @@ def find_damage(folder: Path) -> str | None:
     try:
         files = read_json(manifest_path)
         assert isinstance(files, dict)
-        differences = (_difference(folder / name_inside(name, manifest_path), name, expected) for name, expected in files.items())
-        return next(filter(None, differences), None)
+        for name, expected in files.items():
+            path = folder / name_inside(name, manifest_path)
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
+            if sha256_file(path) != expected["sha256"]:
+                return f"{name} does not have the manifest's sha256"
     # Its checksum is right, so its writer made it so.
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         return f"{MANIFEST} lists no files: {error!r}"
-
-
-def _difference(path: Path, name: str, expected: Mapping[str, object]) -> str | None:
-    if not path.is_file():
-        return f"{name} is missing"
-    if path.stat().st_size != expected["bytes"]:
-        return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
-    if sha256_file(path) != expected["sha256"]:
-        return f"{name} does not have the manifest's sha256"
     return None

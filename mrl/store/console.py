@@ -18,6 +18,8 @@ HEADER_WIDTH = 62
 PLAIN_INTERVAL_S = 15.0
 
 SUPERVISED_PHASES = {"train": "train", "validation": "val", "checkpoint": "ckpt"}
+# Metrics that a training step's line shows after the loss, if the step has them.
+SUPERVISED_SHOWN = ("perplexity", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
 # Work beside other phases, which `[Time]` does not count.
 HIDDEN = {"gen": "time/generation_hidden", "reward": "time/reward_hidden", "ckpt": "time/checkpoint_hidden"}
 
@@ -50,10 +52,6 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
     ]
 
 
-SUPERVISED_SHOWN = ("perplexity", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
-"""Metrics that a training step's line shows after the loss, if the step has them."""
-
-
 def supervised_lines(metrics: Mapping[str, float]) -> list[str]:
     """The lines below the header of a step without rollouts."""
     shown = "".join(f", {name}={metrics[f'train/{name}']:.4g}" for name in SUPERVISED_SHOWN if f"train/{name}" in metrics)
@@ -64,30 +62,11 @@ def supervised_lines(metrics: Mapping[str, float]) -> list[str]:
     ]
 
 
-class RolloutProgress:
+def rollout_progress(total: int) -> tqdm:
     """`Collecting rollouts:  21%|██        | 428/2048 [02:01<05:42, 4.73it/s]`, a bar in a terminal and plain lines elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total,
-            desc="Collecting rollouts",
-            ascii=False,
-            ncols=None if is_terminal else 80,
-            leave=not is_terminal,
-            mininterval=0.1 if is_terminal else PLAIN_INTERVAL_S,
-            file=sys.stderr if is_terminal else _LineWriter(),
-        )
-
-    def __enter__(self) -> RolloutProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def advance(self, count: int) -> None:
-        """Adds `count` arrived rollouts."""
-        self._bar.update(count)
+    if sys.stderr.isatty():
+        return tqdm(total=total, desc="Collecting rollouts", ascii=False, leave=False, file=sys.stderr)
+    return tqdm(total=total, desc="Collecting rollouts", ascii=False, ncols=80, mininterval=PLAIN_INTERVAL_S, file=_LineWriter())
 
 
 class _LineWriter:

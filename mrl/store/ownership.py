@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,11 +57,7 @@ class Ownership:
         self._beating = ExitStack()
 
     def take(self) -> None:
-        """Makes this process the owner; waits up to `LEASE_S` for a sign of life from an owner on another host.
-
-        Raises:
-            ValueError: a living process owns the folder.
-        """
+        """Makes this process the owner, after a watch for the owner's signs of life; ValueError: a living process owns the folder."""
         other = self._read()
         if other is not None and self._lives(other):
             raise ValueError(
@@ -99,15 +95,15 @@ class Ownership:
         if other.job is not None and other.job == self._mine.job:
             return False
         logger.info("%s belonged to %s; watching for %g s whether that lives", self._file.parent, other, LEASE_S)
-        first, end = self._touched(), time.monotonic() + LEASE_S
+
+        def touched() -> float:
+            with suppress(FileNotFoundError):
+                return self._file.stat().st_mtime
+            return 0.0
+
+        first, end = touched(), time.monotonic() + LEASE_S
         while time.monotonic() < end:
             time.sleep(POLL_S)
-            if self._touched() != first:
+            if touched() != first:
                 return self._file.exists()
         return False
-
-    def _touched(self) -> float:
-        try:
-            return self._file.stat().st_mtime
-        except FileNotFoundError:
-            return 0.0

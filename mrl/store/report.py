@@ -44,7 +44,8 @@ def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: s
     (rows, num_torn_rows), (samples, num_torn_samples) = _read(metrics_file, METRIC_KEYS), _read(samples_file, SAMPLE_KEYS)
     num_torn = num_torn_rows + num_torn_samples
     note = f"<p>{num_torn} torn lines of {escape(metrics_file.name)} and {escape(samples_file.name)} are left out.</p>" if num_torn else ""
-    charts = _rollout_charts(rows) if has_rollouts(rows) else _supervised_charts(rows)
+    is_supervised = any("train/loss" in row for row in rows) and not any("train/reward" in row or "val/accuracy" in row for row in rows)
+    charts = _supervised_charts(rows) if is_supervised else _rollout_charts(rows)
     page = (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(title)}</h1><p>{_headline(rows)}</p>{note}<div class='charts'>{''.join(charts)}</div>"
@@ -53,18 +54,14 @@ def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: s
     write_atomic(path, page)
 
 
-def has_rollouts(rows: Sequence[dict]) -> bool:
-    """Whether these metrics are from a run that samples rollouts; True if they do not tell."""
-    return any("train/reward" in row or "val/accuracy" in row for row in rows) or not any("train/loss" in row for row in rows)
-
-
 def _rollout_charts(rows: Sequence[dict]) -> list[str]:
     return [
         line_chart("Reward (mean over valid rollouts)", {"train": _series(rows, "train/reward")}),
         line_chart("Held-out accuracy", {"validation": _series(rows, "val/accuracy")}),
         line_chart("KL generator to trainer", {"gen_kl_error": _series(rows, "train/gen_kl_error")}),
         line_chart("Generated tokens per rollout", {name: _series(rows, f"rollout/{name}_length") for name in ("mean", "max")}),
-        *_step_charts(rows),
+        line_chart("Loss", {"loss": _series(rows, "train/loss")}),
+        line_chart("Gradient norm", {"grad_norm": _series(rows, "train/grad_norm")}),
         line_chart("Refit, seconds", {"refit": _series(rows, "refit/seconds")}),
         stacked_chart("Seconds by phase", {phase: _series(rows, f"time/{phase}") for phase in PHASES}),
         stacked_chart("Seconds hidden beside other phases", {phase: _series(rows, f"time/{phase}_hidden") for phase in HIDDEN_PHASES}),
@@ -72,22 +69,17 @@ def _rollout_charts(rows: Sequence[dict]) -> list[str]:
 
 
 def _supervised_charts(rows: Sequence[dict]) -> list[str]:
-    titles = {"accuracy": "Preferred answers that win", "rewards_margin_mean": "Reward of the preferred answer above the other's"}
-    of_pairs = [
-        line_chart(title, {"train": _series(rows, f"train/{name}"), "validation": _series(rows, f"{PAIRS}{name}")})
-        for name, title in titles.items()
-    ]
+    charts = [line_chart("Held-out loss", {"validation": _held_out_loss(rows)})]
+    if _series(rows, "train/accuracy"):
+        titles = {"accuracy": "Preferred answers that win", "rewards_margin_mean": "Reward of the preferred answer above the other's"}
+        for name, title in titles.items():
+            charts.append(line_chart(title, {"train": _series(rows, f"train/{name}"), "validation": _series(rows, f"{PAIRS}{name}")}))
     return [
-        line_chart("Held-out loss", {"validation": _held_out_loss(rows)}),
-        *(of_pairs if _series(rows, "train/accuracy") else []),
-        *_step_charts(rows),
+        *charts,
+        line_chart("Loss", {"loss": _series(rows, "train/loss")}),
+        line_chart("Gradient norm", {"grad_norm": _series(rows, "train/grad_norm")}),
         stacked_chart("Seconds by phase", {phase: _series(rows, f"time/{phase}") for phase in SUPERVISED_PHASES}),
     ]
-
-
-def _step_charts(rows: Sequence[dict]) -> list[str]:
-    names = {"loss": "Loss", "grad_norm": "Gradient norm"}
-    return [line_chart(title, {name: _series(rows, f"train/{name}")}) for name, title in names.items()]
 
 
 def _held_out_loss(rows: Sequence[dict]) -> Series:
@@ -126,15 +118,15 @@ def _headline(rows: Sequence[dict]) -> str:
 def _sample_table(samples: Sequence[dict]) -> str:
     header = "<tr><th>step</th><th>split</th><th>prompt</th><th>rollout</th><th>extracted</th><th>expected</th><th>reward</th></tr>"
     body = ""
+
+    def cut(text: str) -> str:
+        return escape(text if len(text) <= MAX_SAMPLE_CHARACTERS else text[:MAX_SAMPLE_CHARACTERS] + " …")
+
     for sample in samples:
         reward = f"{sample['reward']:g}" if sample["status"] == "ok" else f"masked ({escape(sample['status'])})"
-        cells = "".join(f"<td class='text'>{_cut(sample[key])}</td>" for key in ("prompt", "text", "extracted", "expected"))
+        cells = "".join(f"<td class='text'>{cut(sample[key])}</td>" for key in ("prompt", "text", "extracted", "expected"))
         body += f"<tr><td>{sample['step']}</td><td>{escape(sample['split'])}</td>{cells}<td>{reward}</td></tr>"
     return f"<table>{header}{body}</table>"
-
-
-def _cut(text: str) -> str:
-    return escape(text if len(text) <= MAX_SAMPLE_CHARACTERS else text[:MAX_SAMPLE_CHARACTERS] + " …")
 
 
 def line_chart(title: str, series: Mapping[str, Series]) -> str:
@@ -144,7 +136,9 @@ def line_chart(title: str, series: Mapping[str, Series]) -> str:
         return _frame(title, "<text x='210' y='110' text-anchor='middle' class='muted'>no data yet</text>")
     steps = [step for points in drawn.values() for step, _ in points]
     values = [value for points in drawn.values() for _, value in points]
-    scale = _Scale(min(steps), max(steps), *_padded(min(values), max(values)))
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or max(1e-12, abs(high) * 0.1)
+    scale = _Scale(min(steps), max(steps), low - margin if low != 0 else 0.0, high + margin)
     parts = [scale.axes()]
     for colour, points in zip(COLOURS, drawn.values(), strict=False):
         path = " ".join(f"{scale.x(step):.1f},{scale.y(value):.1f}" for step, value in points)
@@ -198,11 +192,6 @@ class _Scale:
         for step in sorted({math.ceil(self.x_min), math.floor(self.x_max), round((self.x_min + self.x_max) / 2)}):
             parts.append(f"<text x='{self.x(step):.1f}' y='{HEIGHT - 10}' text-anchor='middle'>{step}</text>")
         return "".join(parts)
-
-
-def _padded(low: float, high: float) -> tuple[float, float]:
-    margin = 0.05 * (high - low) or max(1e-12, abs(high) * 0.1)
-    return (low - margin if low != 0 else 0.0), high + margin
 
 
 def _legend(names: Sequence[str]) -> str:

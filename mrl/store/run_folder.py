@@ -38,7 +38,9 @@ class RunFolder:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.path = Path(config.checkpointing.checkpoint_dir).absolute()
-        self.log_folder = self._next_log_folder(Path(config.logger.log_dir).absolute())
+        log_dir = Path(config.logger.log_dir).absolute()
+        taken = [int(path.name[4:]) for path in log_dir.glob("exp_*") if path.name[4:].isdigit()]
+        self.log_folder = log_dir / f"exp_{max(taken, default=0) + 1:03d}"
         self._ownership = Ownership(self.path / OWNER)
         self.checkpoints = CheckpointStore(self.path, config.checkpointing, check_owner=self._ownership.check)
         self._metrics: JsonlLogger | None = None
@@ -125,17 +127,6 @@ class RunFolder:
 
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> None:
         """Prints a step's metrics, and writes them and its rollouts, if it had any."""
-        self.print_step(metrics)
-        if groups:
-            self.log_samples(step, "train", groups, sequences)
-        self.log_metrics(step, metrics)
-
-    def print_header(self, step: int, last_step: int) -> None:
-        """The step line."""
-        logger.info("\n%s", step_header(step, last_step))
-
-    def print_step(self, metrics: Mapping[str, float]) -> None:
-        """The block below the step line."""
         grpo = self.config.grpo
         if self.config.has_engines:
             lines = step_lines(metrics, num_prompts=grpo.num_prompts_per_step, num_generations=grpo.num_generations_per_prompt)
@@ -143,6 +134,12 @@ class RunFolder:
             lines = supervised_lines(metrics)
         for line in lines:
             logger.info("%s", line)
+        if groups:
+            self.log_samples(step, "train", groups, sequences)
+        self.log_metrics(step, metrics)
+
+    def print_header(self, step: int, last_step: int) -> None:
+        logger.info("\n%s", step_header(step, last_step))
 
     def copy_tokenizer(self, checkpoint: Checkpoint) -> None:
         """Puts the tokenizer's files beside the weights, so that a checkpoint can be exported on its own."""
@@ -157,18 +154,12 @@ class RunFolder:
 
     @contextmanager
     def _may_fail(self, what: str) -> Iterator[None]:
-        """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning."""
         try:
             yield
         except (OSError, ValueError) as error:
             self._failed_writes[what] += 1
             if self._failed_writes[what] == 1:
                 logger.warning("%s cannot be written, and the run goes on without it: %s. Said once; what is lost is counted.", what, error)
-
-    @staticmethod
-    def _next_log_folder(log_dir: Path) -> Path:
-        taken = [int(path.name[4:]) for path in log_dir.glob("exp_*") if path.name[4:].isdigit()]
-        return log_dir / f"exp_{max(taken, default=0) + 1:03d}"
 
 
 class JsonlLogger:
@@ -184,32 +175,27 @@ class JsonlLogger:
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
 def drop_later_steps(path: Path, step: int) -> bool:
     """Drops lines of steps after `step`, which run again, from a file of JSON lines. Returns whether `step` itself has a line."""
-    lines = _lines(path)
-    kept = [line for line in lines if _step_of(line) <= step]
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    return any(_step_of(line) == step for line in kept)
+    kept = [(found, line) for found, line in _lines(path) if found <= step]
+    path.write_text("".join(line + "\n" for _, line in kept), encoding="utf-8")
+    return any(found == step for found, _ in kept)
 
 
 def last_step_in(path: Path) -> int:
     """The last step with a whole line; -1 if there is none."""
-    steps = [step for line in _lines(path) if (step := _step_of(line)) < math.inf]
-    return int(max(steps, default=-1))
+    return int(max((step for step, _ in _lines(path) if step < math.inf), default=-1))
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> list[tuple[float, str]]:
+    found: list[tuple[float, str]] = []
     # A power cut may leave anything; our lines are ASCII.
-    return path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else []
-
-
-def _step_of(line: str) -> float:
-    """The step of a line; a torn last line counts as beyond every checkpoint."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return math.inf
+    for line in path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else []:
+        try:
+            found.append((int(json.loads(line)["step"]), line))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            found.append((math.inf, line))
+    return found

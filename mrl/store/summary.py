@@ -1,10 +1,12 @@
-"""Metrics of a step's rollouts and of its updates, from what the driver knows of them."""
+"""Metrics of a step: of its rollouts, of its updates, and the wall time of its phases."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -17,11 +19,41 @@ from mrl.types import RolloutGroup
 logger = logging.getLogger(__name__)
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds: float, num_engine_restarts: int) -> dict[str, float]:
-    """Rewards (scaled and shaped, of rollouts that have one), lengths and rates of a step.
+class Clock:
+    """Adds up seconds by phase; `metrics()` gives `time/<phase>` and `time/total` since the clock was made.
 
-    `seconds` is the time that generation took; restarts count from the run's start.
+    Of work that began beside earlier phases, `time/<phase>` is the part that the run waited for, and `time/<phase>_hidden` the rest.
     """
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._work: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time inside the `with` block towards `name`."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+
+    def overlap(self, name: str, work_s: float) -> None:
+        """Notes that the work of phase `name` took `work_s` in all, some of it during other phases."""
+        self._work[name] = self._work.get(name, 0.0) + work_s
+
+    def seconds(self, name: str) -> float:
+        return self._seconds[name]
+
+    def metrics(self) -> dict[str, float]:
+        hidden = {f"time/{name}_hidden": max(0.0, work_s - self._seconds[name]) for name, work_s in self._work.items()}
+        exposed = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        return exposed | hidden | {"time/total": time.monotonic() - self._start}
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds: float, num_engine_restarts: int) -> dict[str, float]:
+    """Rewards (scaled and shaped, of rollouts that have one), lengths and rates of a step whose generation took `seconds`."""
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array(shaped_rewards_of(groups, grpo) or [0.0])
@@ -84,7 +116,16 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of a step from those of its updates: sums of counts (`num_...`), extremes of extremes, means of all others."""
-    return {name: _of_updates(name, [update[name] for update in updates]) for name in updates[0]}
+    found = {}
+    for name in updates[0]:
+        values, words = [update[name] for update in updates], name.rpartition("/")[2].split("_")
+        if words[0] == "num":
+            found[name] = sum(values)
+        elif "min" in words:
+            found[name] = min(values)
+        else:
+            found[name] = max(values) if "max" in words else sum(values) / len(values)
+    return found
 
 
 def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
@@ -99,21 +140,8 @@ def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
         )
 
 
-def _of_updates(name: str, values: Sequence[float]) -> float:
-    words = name.rpartition("/")[2].split("_")
-    if words[0] == "num":
-        return sum(values)
-    if "min" in words:
-        return min(values)
-    return max(values) if "max" in words else sum(values) / len(values)
-
-
 def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
-    """Whether a validation among the metrics reached `grpo.stop_at_validation_threshold`; logs it.
-
-    Raises:
-        ValueError: a validation lacks `grpo.stop_at_validation_metric`.
-    """
+    """Whether a validation among the metrics reached `grpo.stop_at_validation_threshold`; ValueError: it lacks the metric of that name."""
     name, threshold = grpo.stop_at_validation_metric, grpo.stop_at_validation_threshold
     measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}
     if name is None or threshold is None or not measured:

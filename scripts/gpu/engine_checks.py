@@ -27,8 +27,9 @@ def doctor(setup: Setup) -> list[Row]:
         Missed: one of them failed.
     """
     from mrl.config.load import load_config
+    from mrl.data.prompts import load_prompts
     from mrl.doctor import refit
-    from mrl.loop.rollouts import preflight
+    from mrl.loop.preflight import check_start
 
     rows: list[Row] = []
     failed = []
@@ -44,9 +45,9 @@ def doctor(setup: Setup) -> list[Row]:
             *([f"policy.model_name={setup.model}", f"policy.tokenizer.name={setup.model}"] if setup.model else []),
             *refit.SETTINGS,
         ]
-        config = load_config("grpo_tiny.yaml", overrides)
+        config = check_start(load_config("grpo_tiny.yaml", overrides))
         with tempfile.TemporaryDirectory() as logs:
-            findings = refit.examine(config, preflight(config), Path(logs))
+            findings = refit.examine(config, load_prompts(config), Path(logs))
         for finding in findings:
             name = f"{finding.check.name} {finding.subject}".strip()
             rows.append({"precision": precision, "check": name, "numbers": finding.numbers.replace("|", "/"), **gpu_columns()})

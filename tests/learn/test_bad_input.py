@@ -152,7 +152,8 @@ def test_bad_input_ends_with_one_message_before_anything_starts(inputs: tuple[Pa
 
 def test_the_same_inputs_without_a_fault_pass(inputs: tuple[Path, list[str]]):
     from mrl.config.load import load_config
-    from mrl.loop.rollouts import preflight
+    from mrl.data.prompts import load_prompts
+    from mrl.loop.preflight import check_start
 
     _, overrides = inputs
-    assert len(preflight(load_config("grpo_tiny.yaml", overrides)).train) == 64
+    assert len(load_prompts(check_start(load_config("grpo_tiny.yaml", overrides))).train) == 64

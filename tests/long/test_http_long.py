@@ -39,7 +39,8 @@ def pid_of(engine) -> int:
 
 def test_engines_answer_through_refits_and_after_a_death(tmp_path: Path):
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path), *SMALL, *SERVED_AHEAD])
-    training, folder = prepare(config), RunFolder(config)
+    training = prepare(config)
+    folder = RunFolder(training.config)
     folder.open()
     checkpoint = folder.newest_checkpoint()
     with folder, training.open(folder, Budget(None, started=time.monotonic())) as run:

@@ -70,7 +70,8 @@ def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row]):
         "grpo.val_at_end=false",
     ]
     config = load_config("grpo_tiny.yaml", overrides)
-    training, folder = prepare(config), RunFolder(config)
+    training = prepare(config)
+    folder = RunFolder(training.config)
     folder.open()
     checkpoint = folder.newest_checkpoint()
     with folder, training.open(folder, Budget(None, started=started)) as run:

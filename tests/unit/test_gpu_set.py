@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import uv
 
-from mrl.doctor.requirements import normalise, read_pins
+from mrl.doctor.software import normalise, read_pins
 from tests.index import index_url
 from tests.sources import ROOT
 

@@ -1,4 +1,4 @@
-"""The loggers of a run that are switched on, and what the run folder remembers of them from attempt to attempt."""
+"""The loggers of a run that are switched on, NeMo RL's names of what they get, and what the run folder remembers between attempts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from conversion.files.durable import write_atomic
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import redact
-from mrl.store.loggers.names import nemo_rl_names
 from mrl.store.loggers.sink import LoggedRun, Sample
-from mrl.store.loggers.thread import Record, SinkThread
+from mrl.store.loggers.thread import SinkThread
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +26,34 @@ MAX_SAMPLE_CHARACTERS = 40_000
 HOST_PREFIX = "ray/"
 # All loggers together may take this long at the end of a run: enough for one that still waits for its server to turn to files.
 CLOSE_TIMEOUT_S = 60.0
+
+NEMO_RL_NAMES = {
+    "time/total": "timing/train/total_step_time",
+    "time/generation": "timing/train/generation",
+    "time/reward": "timing/train/reward_calculation",
+    "time/train": "timing/train/policy_training",
+    "time/refit": "timing/train/prepare_for_generation/total",
+    "time/checkpoint": "timing/train/checkpointing",
+    "time/validation": "timing/validation/total_validation_time",
+    "val/mean_length": "validation/avg_length",
+    "rollout/mean_length": "train/mean_gen_tokens_per_sample",
+    "rollout/max_length": "train/max_gen_tokens_per_sample",
+    "rollout/mean_prompt_length": "train/mean_prompt_length",
+    "rollout/truncated_fraction": "train/truncation_rate",
+}
+"""`time/train` holds the logprob passes too, which NeMo RL times apart."""
+
+PREFIXES = {"time/": "timing/train/", "val/": "validation/"}
+"""For metrics that the table above does not name."""
+
+
+def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under NeMo RL's names, so that its dashboards go on working; other metrics keep ours."""
+    named = {}
+    for name, value in metrics.items():
+        prefix = next((ours for ours in PREFIXES if name.startswith(ours)), "")
+        named[NEMO_RL_NAMES.get(name, PREFIXES.get(prefix, "") + name.removeprefix(prefix))] = value
+    return named
 
 
 @dataclass
@@ -67,7 +94,6 @@ class Loggers:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no logger is switched on."""
         return not self._threads
 
     @property
@@ -85,14 +111,16 @@ class Loggers:
     def log_host(self, metrics: Mapping[str, float], sampled_at: float) -> None:
         """Records metrics of the hosts, sampled at a time in seconds since 1970. Any thread may call it."""
         named = {HOST_PREFIX + name: value for name, value in metrics.items()}
-        self._put(lambda sink: sink.log_host(named, int(sampled_at - self._memory.started_at)))
+        for thread in self._threads:
+            thread.put(lambda sink: sink.log_host(named, int(sampled_at - self._memory.started_at)))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Records rollouts as text, each cut to its share of `MAX_SAMPLE_CHARACTERS`."""
         if samples and step > self._memory.last_step:
             limit = MAX_SAMPLE_CHARACTERS // len(samples) // 2
             short = [Sample(sample.prompt[:limit], sample.rollout[:limit], sample.expected[:limit], sample.reward) for sample in samples]
-            self._put(lambda sink: sink.log_samples(short, step))
+            for thread in self._threads:
+                thread.put(lambda sink: sink.log_samples(short, step))
 
     def close(self) -> None:
         """Sends what is queued, and ends all loggers within `CLOSE_TIMEOUT_S`."""
@@ -101,10 +129,6 @@ class Loggers:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.wait(deadline)
-
-    def _put(self, record: Record) -> None:
-        for thread in self._threads:
-            thread.put(record)
 
     def _remember(self, name: str, run_id: str) -> None:
         with self._lock:
@@ -119,22 +143,13 @@ class Loggers:
 
 
 def switched_on(config: LoggerConfig) -> list[str]:
-    """The names of the loggers that are switched on."""
-    flags = {
-        "tensorboard": config.tensorboard_enabled,
-        "wandb": config.wandb_enabled,
-        "swanlab": config.swanlab_enabled,
-        "mlflow": config.mlflow_enabled,
-    }
+    flags = {"tensorboard": config.tensorboard_enabled, "wandb": config.wandb_enabled}
+    flags |= {"swanlab": config.swanlab_enabled, "mlflow": config.mlflow_enabled}
     return [name for name, is_on in flags.items() if is_on]
 
 
 def check_loggers(config: LoggerConfig) -> None:
-    """Returns if the library of every logger that is switched on is installed.
-
-    Raises:
-        ValueError: naming the key, the package and the command.
-    """
+    """Raises ValueError with key, package and command if the library of a logger that is switched on is missing."""
     for name in switched_on(config):
         if importlib.util.find_spec(name) is None:
             raise ValueError(

@@ -50,27 +50,22 @@ class MlflowSink:
         self.place = f"run {self.run_id} at {uri}"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One value per metric."""
         now_ms = int(time.time() * 1000)
         values = [Metric(name, value, now_ms, step) for name, value in metrics.items()]
         for first in range(0, len(values), MAX_METRICS):
             self._client.log_batch(self.run_id, metrics=values[first : first + MAX_METRICS])
 
     def log_host(self, metrics: Mapping[str, float], seconds: int) -> None:
-        """One value per metric; MLflow gives every metric its own axis."""
         self.log(metrics, seconds)
 
     def log_samples(self, samples: list[Sample], step: int) -> None:
-        """One text file per validation among the run's artifacts."""
         self._client.log_text(self.run_id, "\n\n".join(sample.block() for sample in samples), f"{SAMPLES}/step_{step}.txt")
 
     def close(self) -> None:
-        """Marks the run as finished."""
         self._client.set_terminated(self.run_id)
 
 
 def _experiment(client: mlflow.MlflowClient, settings: MlflowConfig, run: LoggedRun, *, is_server: bool) -> str:
-    """Id of the experiment, which is made if there is none."""
     found = client.get_experiment_by_name(settings.experiment_name)
     if found is not None:
         return found.experiment_id

@@ -52,7 +52,10 @@ class Sample:
     def block(self) -> str:
         """The sample for a console or a text panel."""
         parts = {"Prompt": self.prompt, "Rollout": self.rollout, "Expected answer": self.expected, "Reward": f"{self.reward:g}"}
-        return "\n".join(f"{title}:\n{_indented(text)}" if "\n" in text else f"{title}: {text}" for title, text in parts.items())
+        lines = []
+        for title, text in parts.items():
+            lines += [f"{title}:", *("    " + line for line in text.splitlines())] if "\n" in text else [f"{title}: {text}"]
+        return "\n".join(lines)
 
 
 class Sink(Protocol):
@@ -64,7 +67,7 @@ class Sink(Protocol):
     """Address or folder where users find the metrics, for the console."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records metrics of a training step."""
+        """Records metrics of a training step; on disk, or on its way, when this returns."""
         ...
 
     def log_host(self, metrics: Mapping[str, float], seconds: int) -> None:
@@ -91,7 +94,3 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 def command_has_secret() -> bool:
     """Whether this process's command line holds a secret, as an override of the config may: services must not record it then."""
     return any(redact_text(word) != word for word in sys.argv)
-
-
-def _indented(text: str) -> str:
-    return "\n".join("    " + line for line in text.splitlines())

@@ -31,19 +31,15 @@ class SwanLabSink:
         self.run_id = self._run.id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One point per metric."""
         self._run.log(dict(metrics), step=step)
 
     def log_host(self, metrics: Mapping[str, float], seconds: int) -> None:
-        """One point per metric; SwanLab gives every metric its own axis."""
         self.log(metrics, seconds)
 
     def log_samples(self, samples: list[Sample], step: int) -> None:
-        """One text per sample."""
         self._run.log({SAMPLES: [swanlab.Text(sample.block()) for sample in samples]}, step=step)
 
     def close(self) -> None:
-        """Waits for the upload."""
         self._run.finish()
 
 

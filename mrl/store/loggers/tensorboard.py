@@ -27,20 +27,16 @@ class TensorBoardSink:
         self._text(CONFIG, "```json\n" + json.dumps(run.config, indent=2) + "\n```", 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One scalar per metric, on disk when this returns."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(Summary(value=values), step)
 
     def log_host(self, metrics: Mapping[str, float], seconds: int) -> None:
-        """One scalar per metric; TensorBoard gives every tag its own axis."""
         self.log(metrics, seconds)
 
     def log_samples(self, samples: list[Sample], step: int) -> None:
-        """All samples in one text."""
         self._text(SAMPLES, "\n\n---\n\n".join(f"```\n{sample.block()}\n```" for sample in samples), step)
 
     def close(self) -> None:
-        """Closes the file."""
         self._writer.close()
 
     def _text(self, name: str, text: str, step: int) -> None:

@@ -75,7 +75,13 @@ class SinkThread:
 
     def _work(self) -> None:
         self._open()
-        while (record := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._records or self._is_closing)
+                if not self._records:
+                    break
+                # It stays in the queue until it is delivered.
+                record = self._records[0]
             if self._sink is None and time.monotonic() >= self._next_try:
                 self._open()
             is_taken = self._sink is not None and self._attempt(record, self._sink)
@@ -85,24 +91,17 @@ class SinkThread:
         if self._sink is not None:
             self._attempt(self._sink.close)
 
-    def _next(self) -> Record | None:
-        """Waits for the next record, which stays in the queue until it is delivered; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._records or self._is_closing)
-            return self._records[0] if self._records else None
-
     def _open(self) -> None:
+        def make_sink() -> None:
+            module_name, _, class_name = self._class.partition(":")
+            self._sink = getattr(importlib.import_module(module_name), class_name)(self._config, self._run)
+
         self._next_try = time.monotonic() + REOPEN_INTERVAL_S
-        if self._attempt(self._make_sink) and self._sink is not None:
+        if self._attempt(make_sink) and self._sink is not None:
             logger.info("%s: %s", self._title, redact_text(self._sink.place))
             self._on_open(self._sink.run_id)
 
-    def _make_sink(self) -> None:
-        module_name, _, class_name = self._class.partition(":")
-        self._sink = getattr(importlib.import_module(module_name), class_name)(self._config, self._run)
-
     def _attempt(self, call: Callable[..., object], *arguments: Sink) -> bool:
-        """Whether `call` succeeds. Catches everything: each library raises what it likes, and no failure of a logger may end the run."""
         try:
             call(*arguments)
         except (Exception, SystemExit) as error:

@@ -31,7 +31,6 @@ class WandbSink:
         self._run.define_metric("ray/*", step_metric=HOST_STEP)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One row of history, sent at once."""
         self._run.log(dict(metrics), step=step, commit=True)
 
     def log_host(self, metrics: Mapping[str, float], seconds: int) -> None:
@@ -39,7 +38,6 @@ class WandbSink:
         self._run.log({**metrics, HOST_STEP: seconds}, commit=False)
 
     def log_samples(self, samples: list[Sample], step: int) -> None:
-        """A table per validation, in the row of `step`."""
         rows = [[step, sample.prompt, sample.rollout, sample.expected, sample.reward] for sample in samples]
         table = wandb.Table(columns=["step", "prompt", "rollout", "expected", "reward"], data=rows)
         self._run.log({SAMPLES: table}, step=step, commit=False)

@@ -33,7 +33,7 @@ def running(folder: Path, *overrides: str) -> Iterator[tuple[Run[RolloutSupplier
     """The run between two steps, and its state."""
     config = load_config("grpo_tiny.yaml", [*write_inputs(folder), *AHEAD, *overrides])
     training = prepare(config)
-    run_folder = RunFolder(config)
+    run_folder = RunFolder(training.config)
     run_folder.open()
     with run_folder:
         checkpoint = run_folder.newest_checkpoint()

@@ -121,7 +121,7 @@ def live_run(folder: Path, *further: str) -> Iterator[LiveRun]:
     ]
     config = load_config("grpo_tiny.yaml", overrides)
     training = prepare(config)
-    run_folder = RunFolder(config)
+    run_folder = RunFolder(training.config)
     run_folder.open()
     with run_folder:
         checkpoint = run_folder.newest_checkpoint()

@@ -13,7 +13,7 @@ import pytest
 from mrl.envs.endpoints import Endpoints, read_endpoints
 from mrl.envs.task import Task
 from mrl.loop.rollouts import VALIDATION_EPOCH
-from mrl.store.clock import Clock
+from mrl.store.summary import Clock
 from mrl.train import train_step
 from mrl.types import RolloutGroup, Verdict
 from tests.stack.loop.conftest import CoinToss, LiveRun, live_run

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.start_deadline import start_deadline, weight_bytes
+from mrl.cluster.scheduling import start_deadline, weight_bytes
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from tests.sources import ROOT

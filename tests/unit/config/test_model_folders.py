@@ -9,7 +9,8 @@ from huggingface_hub import constants
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.model import with_local_folders
-from mrl.loop.rollouts import preflight
+from mrl.data.prompts import load_prompts
+from mrl.loop.preflight import check_start
 from mrl.recipes.tokenizer import byte_tokenizer
 
 REVISION = "0" * 40
@@ -31,20 +32,21 @@ def snapshot(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_run_of_an_id_starts_from_its_snapshot(snapshot: Path):
     config = load_config("grpo_tiny.yaml", ["policy.model_name=some/model"])
-    data = preflight(config)
-    assert config.policy.model_name == config.policy.tokenizer.name == str(snapshot)
-    assert data.train
+    started = check_start(config)
+    assert started.policy.model_name == started.policy.tokenizer.name == str(snapshot)
+    assert config.policy.model_name == config.policy.tokenizer.name == "some/model", "a check leaves the config as it is"
+    assert load_prompts(started).train
 
 
 def test_an_id_without_weights_ends_before_anything_starts(snapshot: Path):
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="some/model is neither a folder nor complete in the local Hugging Face cache"):
-        preflight(load_config("grpo_tiny.yaml", ["policy.model_name=some/model"]))
+        check_start(load_config("grpo_tiny.yaml", ["policy.model_name=some/model"]))
 
 
 def test_a_folder_without_a_tokenizer_is_named_with_its_key(workplace: Path):
     with pytest.raises(ValueError, match="policy.tokenizer.name=prepared/tiny/model: transformers finds no tokenizer there"):
-        preflight(load_config("grpo_tiny.yaml"))
+        load_prompts(check_start(load_config("grpo_tiny.yaml")))
 
 
 def test_an_unknown_id_is_named_with_its_key(snapshot: Path):
@@ -55,7 +57,7 @@ def test_an_unknown_id_is_named_with_its_key(snapshot: Path):
 def test_a_config_is_refused_before_the_hub_is_asked(snapshot: Path):
     config = load_config("grpo_tiny.yaml", ["policy.model_name=no/model", "policy.generation.max_new_tokens=9999"])
     with pytest.raises(ConfigError) as caught:
-        preflight(config)
+        check_start(config)
     told = str(caught.value)
     assert "policy.generation.max_new_tokens=9999: must be at most" in told
     assert "policy.model_name=no/model: not in the local Hugging Face cache" in told

@@ -89,15 +89,13 @@ def test_the_context_is_that_of_the_overrides(model: Path):
 
 
 def test_a_run_starts_from_a_folder_that_differs_in_its_config(model: Path):
-    config = load_config("grpo_tiny.yaml", YARN_OVERRIDES)
-    check_start(config)
+    config = check_start(load_config("grpo_tiny.yaml", YARN_OVERRIDES))
     folder = Path(config.policy.model_name)
     assert folder.parent == Path(config.checkpointing.checkpoint_dir).absolute()
     assert json.loads((folder / "config.json").read_text())["rope_parameters"] == YARN | dict(rope_theta=1e6)
     assert (folder / "model.safetensors").resolve() == (model / "model.safetensors").resolve()
     assert config.policy.tokenizer.name == "prepared/tiny/model"
-    check_start(config)
-    assert Path(config.policy.model_name) == folder, "what is overridden already stays"
+    assert Path(check_start(config).policy.model_name) == folder, "what is overridden already stays"
 
 
 def test_equal_overrides_make_one_folder_and_one_entry_of_the_cache(model: Path, tmp_path: Path):

@@ -9,7 +9,7 @@ import pytest
 
 from mrl.doctor.gpus import CudaProbe, Driver, Gpu, Gpus
 from mrl.doctor.probe import GIB, TEMPORARY, Confinement, Disk, HostFacts, Limit, Network, Ports
-from mrl.doctor.requirements import Wanted
+from mrl.doctor.software import Wanted
 
 WANTED = Wanted(
     python=">=3.11,<3.13",

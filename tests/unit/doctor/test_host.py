@@ -11,8 +11,7 @@ from mrl.doctor.findings import Finding, has_problem
 from mrl.doctor.gpus import CudaProbe, Gpu
 from mrl.doctor.host import judge_machine
 from mrl.doctor.probe import GIB, TEMPORARY, UNLIMITED, Apex, Disk, HostFacts, Limit
-from mrl.doctor.requirements import Wanted
-from mrl.doctor.software import judge_software
+from mrl.doctor.software import Wanted, judge_software
 from tests.unit.doctor.conftest import change
 
 

@@ -9,8 +9,7 @@ import pytest
 from mrl.doctor.gpus import CudaProbe, Gpu
 from mrl.doctor.host import judge_machine
 from mrl.doctor.probe import Apex, Disk, HostFacts, Limit
-from mrl.doctor.requirements import Wanted
-from mrl.doctor.software import judge_software
+from mrl.doctor.software import Wanted, judge_software
 from tests.unit.doctor.conftest import change
 from tests.unit.test_troubleshooting import assert_quoted
 

@@ -16,7 +16,7 @@ import pytest
 
 from mrl.doctor import probe
 from mrl.doctor.probe import Apex
-from mrl.doctor.requirements import is_in_range, read_wanted, split_requirement
+from mrl.doctor.software import is_in_range, read_wanted, split_requirement
 from tests.sources import ROOT
 
 

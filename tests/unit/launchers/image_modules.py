@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TypedDict
 
-from mrl.doctor.requirements import read_pins
+from mrl.doctor.software import read_pins
 from tests.index import index_url
 from tests.sources import ROOT
 

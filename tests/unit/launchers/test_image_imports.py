@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.doctor.requirements import read_pins
+from mrl.doctor.software import read_pins
 from tests.sources import PRODUCT_FOLDERS, ROOT, module_name, python_files
 from tests.unit.launchers.image_modules import RECORD, Modules, apex_commit, extensions, python_modules
 from tests.unit.launchers.test_docker import FILES, instructions

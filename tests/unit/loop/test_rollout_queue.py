@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mrl.data.prompts import load_prompts
 from mrl.loop.rollout_queue import NoSignal, QueuePlan, RolloutQueue, Supplied, oldest_version, open_queue
 from mrl.recipes.tokenizer import byte_tokenizer
-from mrl.store.clock import Clock
 from mrl.store.ledger import Ledger, replay
+from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RunState, SamplingParams, Verdict
 from tests.unit.data.test_prompts import configured, write
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from mrl.store.clock import Clock
+from mrl.store.summary import Clock
 
 
 def test_hidden_is_the_work_of_a_phase_that_the_loop_did_not_wait_for():

@@ -16,8 +16,7 @@ import pytest
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
 from mrl.store.loggers import group, thread
-from mrl.store.loggers.group import Loggers, check_loggers, switched_on
-from mrl.store.loggers.names import NEMO_RL_NAMES, nemo_rl_names
+from mrl.store.loggers.group import NEMO_RL_NAMES, Loggers, check_loggers, nemo_rl_names, switched_on
 from mrl.store.loggers.sink import SINKS, LoggedRun, Sample, command_has_secret, flat
 from mrl.store.loggers.thread import MAX_RECORDS, THREAD_PREFIX
 from tests.sources import ROOT
