@@ -47,7 +47,6 @@ class Callers:
         self._asked: dict[str, tuple[Question, int, int]] = {}
 
     def ask(self, question: Question) -> None:
-        """Hands a question over."""
         self._coming.put(question)
 
     def withdraw(self, question_id: str) -> None:

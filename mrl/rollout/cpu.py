@@ -64,11 +64,8 @@ def _pad_rows(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def _plain_linear(original: Callable[..., None]) -> Callable[..., None]:
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        setattr(layer, "cpu_linear", linear)  # noqa: B010  torch types attributes of modules as tensors
-
-    return dispatch
+def _dispatch_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    setattr(layer, "cpu_linear", linear)  # noqa: B010  torch types attributes of modules as tensors
 
 
 def _allow_non_gated(original: Callable[..., None]) -> Callable[..., None]:
@@ -178,56 +175,50 @@ def _tail_safe(out_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
-def _conv_update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def causal_conv1d_update(
-        x: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        conv_state_indices: Tensor | None = None,
-        **unused: object,
-    ) -> Tensor:
-        assert conv_state_indices is not None and activation == "silu"
-        slots = conv_state_indices.reshape(-1).long()
-        width = weight.shape[1]
-        window = torch.cat([conv_state[slots][..., : width - 1], x.unsqueeze(-1)], dim=-1).contiguous()
-        out = F.conv1d(window, weight.unsqueeze(1), bias, groups=weight.shape[0])[..., 0]
-        conv_state[slots, :, : width - 1] = window[..., 1:]
-        return F.silu(out)
-
-    return causal_conv1d_update
+def _causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    conv_state_indices: Tensor | None = None,
+    **unused: object,
+) -> Tensor:
+    assert conv_state_indices is not None and activation == "silu"
+    slots = conv_state_indices.reshape(-1).long()
+    width = weight.shape[1]
+    window = torch.cat([conv_state[slots][..., : width - 1], x.unsqueeze(-1)], dim=-1).contiguous()
+    out = F.conv1d(window, weight.unsqueeze(1), bias, groups=weight.shape[0])[..., 0]
+    conv_state[slots, :, : width - 1] = window[..., 1:]
+    return F.silu(out)
 
 
-def _state_update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def selective_state_update(
-        state: Tensor,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        z: Tensor | None = None,
-        dt_softplus: bool = False,
-        state_batch_indices: Tensor | None = None,
-        out: Tensor | None = None,
-        **unused: object,
-    ) -> Tensor:
-        assert state_batch_indices is not None and out is not None and dt_softplus
-        slots = state_batch_indices.reshape(-1).long()
-        dt = F.softplus(dt[..., 0].float() + dt_bias[..., 0].float()).contiguous()
-        states = state[slots].float()
-        result = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-        starts = torch.arange(x.shape[0] + 1, dtype=torch.int32)
-        ops.mamba_chunk_scan_fwd_cpu(result, states, x, dt, A[:, 0, 0].contiguous(), B, C, D[:, 0].float().contiguous(), z, starts)
-        if result is not out:
-            out.copy_(result)
-        state[slots] = states.to(state.dtype)
-        return out
-
-    return selective_state_update
+def _selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    out: Tensor | None = None,
+    **unused: object,
+) -> Tensor:
+    assert state_batch_indices is not None and out is not None and dt_softplus
+    slots = state_batch_indices.reshape(-1).long()
+    dt = F.softplus(dt[..., 0].float() + dt_bias[..., 0].float()).contiguous()
+    states = state[slots].float()
+    result = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+    starts = torch.arange(x.shape[0] + 1, dtype=torch.int32)
+    ops.mamba_chunk_scan_fwd_cpu(result, states, x, dt, A[:, 0, 0].contiguous(), B, C, D[:, 0].float().contiguous(), z, starts)
+    if result is not out:
+        out.copy_(result)
+    state[slots] = states.to(state.dtype)
+    return out
 
 
 class UndoGenerator(torch.Generator):
@@ -289,7 +280,7 @@ PATCHES = (
         "linear layers on weights as loaded, in rows of 16",
         "vLLM packs the weights for oneDNN and empties the parameter, so a refit cannot write; and few rows get other bits than many",
         "vLLM can leave weights unpacked on CPUs, and its kernel's rows do not depend on their number",
-        _plain_linear,
+        lambda _: _dispatch_linear,
     ),
     Patch(
         "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__",
@@ -305,8 +296,16 @@ PATCHES = (
         "vLLM's CPU experts read weights as loaded, know relu^2, and their rows do not depend on their number",
         _prefer_plain_experts,
     ),
-    Patch("vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update", _PREFILL, _DECODE, _SAME_BITS, _conv_update),
-    Patch("vllm.model_executor.layers.mamba.mamba_mixer2.selective_state_update", _PREFILL, _DECODE, _SAME_BITS, _state_update),
+    Patch(
+        "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update", _PREFILL, _DECODE, _SAME_BITS, lambda _: _causal_conv1d_update
+    ),
+    Patch(
+        "vllm.model_executor.layers.mamba.mamba_mixer2.selective_state_update",
+        _PREFILL,
+        _DECODE,
+        _SAME_BITS,
+        lambda _: _selective_state_update,
+    ),
     Patch(
         "vllm.v1.worker.gpu_model_runner.CachedRequestState",
         "requests whose generators can take back a draw",

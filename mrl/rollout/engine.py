@@ -7,14 +7,16 @@ import logging
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from vllm import EngineArgs, LLMEngine, RequestOutput
+from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from conversion.boxes import Slot
@@ -23,14 +25,16 @@ from conversion.families.registry import family
 from mrl import phases
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig
+from mrl.data.turns import appended
 from mrl.phases import Phase
 from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
-from mrl.rollout import sampler
 from mrl.rollout.callers import Callers
-from mrl.types import Rollout, RolloutRequest
+from mrl.types import FinishReason, Rollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
+
+_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,12 @@ class Engine:
         self.callers = Callers(config.vllm_cfg.num_http_slots)
         """Requests of other threads, which steps take in and answer beside the rollouts."""
         self._unfinished: dict[str, _Unfinished] = {}
-        self._expert_layers = _expert_layers(model_dir) if keeps_routes else None
-        if self._expert_layers is not None and current_platform.is_cpu():
-            self._workers("record_routes", self._expert_layers)
+        self._expert_layers: list[int] | None = None
+        if keeps_routes:
+            hf_config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+            self._expert_layers = list(family(hf_config).expert_layers(hf_config))
+            if current_platform.is_cpu():
+                self._workers("record_routes", self._expert_layers)
         self._phase: Phase | None = None
         self._awake = {"weights", "kv_cache"}
         self._is_prepared = False
@@ -99,8 +106,12 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of `unfinished_ids`."""
         return len(self._unfinished)
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether the engine has weights of a known version and its KV cache: not before or in a first refit, nor while memory is lent."""
+        return self.weight_version is not None and not self._is_refitting and self._phase in (None, "generate")
 
     def add(self, requests: Sequence[RolloutRequest]) -> None:
         """Queues requests; they are sampled by later steps.
@@ -111,16 +122,11 @@ class Engine:
         twice = {request.request_id for request in requests} & self._unfinished.keys()
         if twice or len({request.request_id for request in requests}) < len(requests):
             raise ValueError(f"requests were added twice: {sorted(twice) or 'within one call'}; a request id may be unfinished only once")
-        parameters = [sampler.sampling_params(request, max_model_len=self._max_model_len) for request in requests]
+        parameters = [_sampling_params(request, max_model_len=self._max_model_len) for request in requests]
         for request, params in zip(requests, parameters, strict=True):
             prompt = tokens_input(request.context_ids, cache_salt=self._cache_salt)
             vllm_id = self.llm.add_request(request.request_id, prompt, params)
             self._unfinished[request.request_id] = _Unfinished(request, vllm_id, self.weight_version, self._num_refits)
-
-    @property
-    def can_sample(self) -> bool:
-        """Whether the engine has weights of a known version and its KV cache: not before or in a first refit, nor while memory is lent."""
-        return self.weight_version is not None and not self._is_refitting and self._phase in (None, "generate")
 
     def step(self) -> list[Rollout]:
         """Runs one forward pass over the running requests and returns the rollouts that it finished. Callers get their answers.
@@ -139,7 +145,7 @@ class Engine:
                 answers.append(answer)
         ended = [self._unfinished.pop(answer.request_id) for answer in answers]
         finished = [
-            sampler.rollout(
+            _rollout(
                 one.request,
                 answer,
                 weight_version=self.weight_version if one.weight_version is None else one.weight_version,
@@ -250,8 +256,20 @@ class Engine:
         Nothing works without the worker, and its owner can start an engine again only if it ends as a whole.
         """
         executor = self.llm.model_executor
+
+        def kill_after_worker(executor: MultiprocExecutor) -> None:
+            workers = executor.workers
+            multiprocessing.connection.wait([worker.proc.sentinel for worker in workers])
+            # vLLM's own monitor sets `is_failed` before it shuts down what is left.
+            if executor.is_failed or not getattr(executor, "shutting_down", False):
+                logger.error("A worker process of the engine ended; ending the engine")
+                for worker in workers:
+                    # One that waits for the dead worker in a collective keeps its memory for long.
+                    worker.proc.kill()
+                os._exit(1)
+
         if isinstance(executor, MultiprocExecutor):
-            threading.Thread(target=_kill_after_worker, args=(executor,), daemon=True).start()
+            threading.Thread(target=kill_after_worker, args=(executor,), daemon=True).start()
 
     def shutdown(self) -> None:
         """Ends the engine and its worker processes."""
@@ -291,21 +309,57 @@ class Engine:
         return self.llm.collective_rpc(method, timeout=self._worker_timeout_s, args=arguments)
 
 
-def _kill_after_worker(executor: MultiprocExecutor) -> None:
-    workers = executor.workers
-    multiprocessing.connection.wait([worker.proc.sentinel for worker in workers])
-    # vLLM's own monitor sets `is_failed` before it shuts down what is left.
-    if executor.is_failed or not getattr(executor, "shutting_down", False):
-        logger.error("A worker process of the engine ended; ending the engine")
-        for worker in workers:
-            # One that waits for the dead worker in a collective keeps its memory for long.
-            worker.proc.kill()
-        os._exit(1)
+def _sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingParams:
+    """vLLM's parameters for a request: its own seed, exactly its stop tokens, logprobs of the drawn tokens, one answer at the end."""
+    room = max_model_len - len(request.context_ids)
+    if room < 1:
+        raise ValueError(
+            f"prompt {request.prompt_id} has {len(request.context_ids)} tokens, but prompt and rollout share"
+            f" policy.generation.vllm_cfg.max_model_len={max_model_len}; raise it or set data.max_input_seq_length"
+        )
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        max_tokens=min(sampling.max_new_tokens, room),
+        seed=request.turn_seed,
+        # The model folder's own end-of-sequence ids count only where the request lists them.
+        ignore_eos=True,
+        stop_token_ids=list(sampling.stop_token_ids),
+        # 0 alternatives: the drawn token alone.
+        logprobs=0,
+        flat_logprobs=True,
+        # A token may complete a string and bring more: all of it is kept.
+        stop=list(sampling.stop_strings),
+        detokenize=bool(sampling.stop_strings),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
-def _expert_layers(model_dir: str) -> list[int]:
-    hf_config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
-    return list(family(hf_config).expert_layers(hf_config))
+def _rollout(
+    request: RolloutRequest, answer: RequestOutput, *, weight_version: int, num_weight_versions: int, routes: np.ndarray | None
+) -> Rollout:
+    """The rollout in a finished answer of vLLM."""
+    completion = answer.outputs[0]
+    finish_reason = _FINISH_REASONS.get(completion.finish_reason)
+    if finish_reason is None:
+        raise RuntimeError(f"vLLM ended request {request.request_id} with finish reason {completion.finish_reason!r}")
+    assert isinstance(completion.logprobs, FlatLogprobs)
+    # The last token is drawn, and does not go through the model.
+    num_forwarded = len(request.context_ids) + len(completion.token_ids) - 1
+    if routes is not None and len(routes) != num_forwarded:
+        raise RuntimeError(f"request {request.request_id}: vLLM tells the routes of {len(routes)} tokens, {num_forwarded} went through it")
+    drawn = Rollout(
+        request=replace(request, earlier=None),
+        weight_version=weight_version,
+        token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+        generator_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+        finish_reason=finish_reason,
+        routes=routes,
+        num_weight_versions=num_weight_versions,
+    )
+    return drawn if request.transcript is None else appended(request.transcript, drawn)
 
 
 def engine_arguments(
@@ -321,7 +375,19 @@ def engine_arguments(
 
     Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
     """
-    vllm_cfg = config.vllm_cfg
+    vllm_cfg, is_cpu = config.vllm_cfg, current_platform.is_cpu()
+    prefix_caching = vllm_cfg.enable_prefix_caching
+    if keeps_routes:
+        # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder knows nothing of tokens that are not computed.
+        needed = not is_cpu
+        if prefix_caching not in (None, needed):
+            logger.warning(
+                "enable_prefix_caching=%s is not followed: policy.router_replay needs %s here, to know all routes", prefix_caching, needed
+            )
+        prefix_caching = needed
+    elif prefix_caching is None and is_cpu:
+        # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
+        prefix_caching = False
     arguments: dict[str, object] = {
         "model": model_dir,
         "skip_tokenizer_init": tokenizer is None,
@@ -346,32 +412,16 @@ def engine_arguments(
         # The result of a step must be there when it returns: refits and aborts come between two steps.
         "async_scheduling": False,
         "disable_log_stats": True,
+        "enable_prefix_caching": prefix_caching,
+        "enable_return_routed_experts": keeps_routes and not is_cpu,
     }
-    arguments["enable_prefix_caching"] = _caches_prefixes(vllm_cfg.enable_prefix_caching, keeps_routes=keeps_routes)
-    arguments["enable_return_routed_experts"] = keeps_routes and not current_platform.is_cpu()
+    if is_cpu:
+        arguments["kv_cache_memory_bytes"] = vllm_cfg.kv_cache_memory_mib << 20
+    else:
+        arguments |= {"gpu_memory_utilization": vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}
     # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
-    arguments |= {**_platform_arguments(config), **config.vllm_kwargs, **LAYOUT_ARGUMENTS}
-    if current_platform.is_cpu():
+    arguments |= {**config.vllm_kwargs, **LAYOUT_ARGUMENTS}
+    if is_cpu:
         # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order.
         arguments["moe_backend"] = "auto"
     return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
-
-
-def _caches_prefixes(wanted: bool | None, *, keeps_routes: bool) -> bool | None:
-    """Whether prompts share the cache of their common prefix; None leaves it to vLLM."""
-    if keeps_routes:
-        # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder knows nothing of tokens that are not computed.
-        needed = not current_platform.is_cpu()
-        if wanted not in (None, needed):
-            logger.warning(
-                "enable_prefix_caching=%s is not followed: policy.router_replay needs %s here, to know all routes", wanted, needed
-            )
-        return needed
-    # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
-    return False if wanted is None and current_platform.is_cpu() else wanted
-
-
-def _platform_arguments(config: GenerationConfig) -> Mapping[str, object]:
-    if current_platform.is_cpu():
-        return {"kv_cache_memory_bytes": config.vllm_cfg.kv_cache_memory_mib << 20}
-    return {"gpu_memory_utilization": config.vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}

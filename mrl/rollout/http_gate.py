@@ -1,7 +1,7 @@
-"""Checks requests before their bodies are read: the key, the size, and deadlines for all that a client sends. Needs no vLLM.
+"""What clients of an engine's HTTP server may do: the key, sizes and deadlines before bodies are read, then what requests may ask for.
 
 uvicorn bounds headers in bytes (`h11_max_incomplete_event_size`) and idle connections in time (`timeout_keep_alive`). It has no deadline
-for headers or bodies, and its `limit_concurrency` would let strangers shut out those who have the key.
+for headers or bodies, and its `limit_concurrency` would let strangers shut out those who have the key. Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import asyncio
 import secrets
 import socket
 import threading
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+from mrl.types import SamplingParams
 
 OPEN_PATH = "/health"
 """The only path that needs no key."""
@@ -36,10 +39,57 @@ SMALL_BODY_BYTES = 2**20
 STATE = "connection"
 """Key of the `Connection` in the scope of a request."""
 
+MAX_ANSWERS = 1024
+"""Answers of one request, over all its prompts."""
+# The longest prompt is seldom above 5 characters a token; a run of spaces may be one token of many.
+CHARACTERS_PER_TOKEN = 16
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "min_tokens": (0,),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None,),
+}
+"""vLLM's sampling parameters that bend the distribution, and the values at which they do not."""
+
+_Refusal: TypeAlias = tuple[int, str]
+"""Status and reason."""
+
 
 def max_body_bytes(max_model_len: int) -> int:
     """Longest body of a request: the longest prompt, and 1 MiB for tools and schemas."""
     return SMALL_BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
+
+
+def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int) -> None:
+    """Serves `app` behind the gate from a thread that lives as long as the process."""
+    strangers: dict[Connection, None] = {}
+
+    def connect(
+        config: Config, server_state: ServerState, app_state: dict[str, object], _loop: asyncio.AbstractEventLoop | None = None
+    ) -> Connection:
+        return Connection(lambda state: H11Protocol(config, server_state, app_state | state, _loop), strangers)
+
+    config = Config(
+        _gate(app, api_key=api_key, max_body=max_body),
+        # uvicorn calls it as it calls its own classes of protocols.
+        http=connect,  # pyright: ignore[reportArgumentType]
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        log_config=None,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+    threading.Thread(target=Server(config).run, args=([listener],), name="http server", daemon=True).start()
 
 
 class Connection(asyncio.Protocol):
@@ -69,35 +119,29 @@ class Connection(asyncio.Protocol):
         self._inner.data_received(data)
 
     def eof_received(self) -> None:
-        """Passes on that the client sends nothing more."""
         self._inner.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Passes on that the connection is closed."""
         self._strangers.pop(self, None)
         self._forget_deadline()
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Passes on that the client reads slowly."""
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """Passes on that the client has read."""
         self._inner.resume_writing()
 
-    def begin(self) -> None:
-        """Ends the deadline: the headers of a request are complete."""
+    def begin(self, *, is_trusted: bool) -> None:
+        """The headers of a request are complete, which ends their deadline; `is_trusted` if they show the key."""
         self._num_answering += 1
         self._forget_deadline()
+        if is_trusted:
+            self._strangers.pop(self, None)
 
     def end(self) -> None:
         """Marks a request as answered; uvicorn closes the connection if no other follows."""
         self._num_answering -= 1
-
-    def trust(self) -> None:
-        """Takes the client off the strangers: it has shown the key."""
-        self._strangers.pop(self, None)
 
     def close(self) -> None:
         """Ends the connection at once."""
@@ -115,114 +159,140 @@ class Connection(asyncio.Protocol):
             self._deadline = None
 
 
-def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int) -> None:
-    """Serves `app` behind the gate from a thread that lives as long as the process."""
-    config = Config(
-        gate(app, api_key=api_key, max_body=max_body),
-        # uvicorn calls it as it calls its own classes of protocols.
-        http=connections(),  # pyright: ignore[reportArgumentType]
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        log_config=None,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-    )
-    threading.Thread(target=Server(config).run, args=([listener],), name="http server", daemon=True).start()
-
-
-def connections() -> Callable[..., Connection]:
-    """Factory of one server's `Connection`s, for uvicorn's setting `http`."""
-    strangers: dict[Connection, None] = {}
-
-    def connect(
-        config: Config, server_state: ServerState, app_state: dict[str, object], _loop: asyncio.AbstractEventLoop | None = None
-    ) -> Connection:
-        return Connection(lambda state: H11Protocol(config, server_state, app_state | state, _loop), strangers)
-
-    return connect
-
-
-def gate(app: ASGIApp, *, api_key: str, max_body: int) -> ASGIApp:
+def _gate(app: ASGIApp, *, api_key: str, max_body: int) -> ASGIApp:
     """Puts the checks in front of `app`: 401 and 413 by the headers, 413 and 408 while the body is read.
 
     `app` gets bodies whole. The connection of a refused request is closed: what it still sends is read by nobody.
     """
-    expected = api_key.encode()
+    too_long = 413, f"the body is longer than {max_body} bytes, which the longest prompt takes (policy.generation.vllm_cfg.max_model_len)"
+
+    def find_refusal_by_headers(path: str, headers: dict[bytes, bytes], *, has_key: bool) -> _Refusal | None:
+        length = headers.get(b"content-length")
+        if path == OPEN_PATH:
+            has_body = length not in (None, b"0") or b"transfer-encoding" in headers
+            return (413, f"{OPEN_PATH} takes no body") if has_body else None
+        if not has_key:
+            return 401, "the API key is missing or wrong; it stands with the addresses in the run's endpoints.json"
+        # The parser has refused what is no number.
+        return too_long if length is not None and int(length) > max_body else None
+
+    async def read(receive: Receive) -> bytes | _Refusal:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return 400, "the client has gone"
+                    body += message.get("body", b"")
+                    if len(body) > max_body:
+                        return too_long
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            return 408, f"the body has not come within {BODY_S:g} s"
 
     async def gated(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
         connection: Connection = scope["state"][STATE]
-        connection.begin()
+        headers = dict(scope["headers"])
+        has_key = secrets.compare_digest(headers.get(b"authorization", b"").removeprefix(b"Bearer "), api_key.encode())
+        connection.begin(is_trusted=has_key)
         try:
-            headers = dict(scope["headers"])
-            has_key = secrets.compare_digest(headers.get(b"authorization", b"").removeprefix(b"Bearer "), expected)
-            if has_key:
-                connection.trust()
-            refusal = _find_refusal(scope["path"], headers, has_key=has_key, max_body=max_body)
-            outcome = refusal or await _read(receive, max_body)
+            outcome = find_refusal_by_headers(scope["path"], headers, has_key=has_key) or await read(receive)
             if isinstance(outcome, tuple):
-                await _refuse(*outcome)(scope, receive, send)
-            else:
-                await app(scope, _replay(outcome, receive), send)
+                code, reason = outcome
+                content = {"error": {"message": reason, "type": "invalid_request_error", "param": None, "code": code}}
+                await JSONResponse(content, status_code=code, headers={"Connection": "close"})(scope, receive, send)
+                return
+            messages: list[Message] = [{"type": "http.request", "body": outcome, "more_body": False}]
+
+            async def replayed() -> Message:
+                """The whole body, then what follows it: that the client has gone."""
+                return messages.pop() if messages else await receive()
+
+            await app(scope, replayed, send)
         finally:
             connection.end()
 
     return gated
 
 
-Refusal = tuple[int, str]
-"""Status and reason."""
+def default_parameters(sampling: SamplingParams) -> dict[str, object]:
+    """Values of the parameters that a request leaves out, by vLLM's names: those of training's rollouts."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "max_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
 
 
-def _find_refusal(path: str, headers: dict[bytes, bytes], *, has_key: bool, max_body: int) -> Refusal | None:
-    """The reason to refuse a request before its body is read, if there is one."""
-    length = headers.get(b"content-length")
-    if path == OPEN_PATH:
-        has_body = length not in (None, b"0") or b"transfer-encoding" in headers
-        return (413, f"{OPEN_PATH} takes no body") if has_body else None
-    if not has_key:
-        return 401, "the API key is missing or wrong; it stands with the addresses in the run's endpoints.json"
-    # The parser has refused what is no number.
-    return (413, _too_long(max_body)) if length is not None and int(length) > max_body else None
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for."""
+
+    max_model_len: int
+    """Longest prompt plus answer, in tokens."""
+    num_slots: int
+    """Answers that the engine samples at the same time for requests over HTTP."""
 
 
-def _too_long(max_body: int) -> str:
-    return f"the body is longer than {max_body} bytes, which the longest prompt takes (policy.generation.vllm_cfg.max_model_len)"
+def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str | None) -> str:
+    """Why the engine cannot answer a request; empty if it can."""
+    if excess := find_excess(body, limits):
+        return excess
+    if body.get("stream"):
+        return "stream=true: answers are not streamed; leave it out"
+    if body.get("use_beam_search"):
+        return "use_beam_search=true: there is no beam search; leave it out"
+    prompt = body.get("prompt")
+    if session_id is not None and isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt):
+        return "prompt: a session goes on with one prompt; send one request for each"
+    return ""
 
 
-async def _read(receive: Receive, max_body: int) -> bytes | Refusal:
-    """Reads the body; returns the reason where it cannot be read to its end."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return 400, "the client has gone"
-                body += message.get("body", b"")
-                if len(body) > max_body:
-                    return 413, _too_long(max_body)
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        return 408, f"the body has not come within {BODY_S:g} s"
+def find_excess(body: Mapping[str, object], limits: Limits) -> str:
+    """Why a request asks for too much; empty if it does not. Leaves out what vLLM refuses by itself."""
+    n, prompt = body.get("n"), body.get("prompt")
+    num_characters, texts = 0, [prompt, body.get("messages")]
+    while texts:
+        item = texts.pop()
+        if isinstance(item, str):
+            num_characters += len(item)
+        elif isinstance(item, list):
+            texts += item
+        elif isinstance(item, dict):
+            texts += item.values()
+    if num_characters > limits.max_model_len * CHARACTERS_PER_TOKEN:
+        rule = f"policy.generation.vllm_cfg.max_model_len={limits.max_model_len} tokens hold no such text"
+        return f"prompt or messages: {num_characters} characters; {rule}; shorten it"
+    num_answers = n if isinstance(n, int) else 1
+    num_prompts = len(prompt) if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt) else 1
+    if num_answers > limits.num_slots:
+        rule = f"requests over HTTP have {limits.num_slots} of the engine's slots (policy.generation.vllm_cfg.http_server_share)"
+        return f"n={num_answers}: {rule}; ask for fewer answers, several times"
+    if num_answers * num_prompts > MAX_ANSWERS:
+        return f"{num_prompts} prompts with n={num_answers}: a request has at most {MAX_ANSWERS} answers; send several requests"
+    return ""
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receiver that gives the whole body, then what follows it: that the client has gone."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+def find_deviation(parameters: Mapping[str, object], sampling: SamplingParams) -> str:
+    """Why a request must not be part of a session; empty if its tokens come from the distribution that the trainer compares with.
 
-    async def replayed() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replayed
-
-
-def _refuse(code: int, reason: str) -> JSONResponse:
-    """A refusal in OpenAI's shape, after which the connection is closed."""
-    content = {"error": {"message": reason, "type": "invalid_request_error", "param": None, "code": code}}
-    return JSONResponse(content, status_code=code, headers={"Connection": "close"})
+    What a session samples is meant to be trained on. `parameters` are vLLM's, by name; `sampling` is that of the run.
+    """
+    wanted = {
+        "temperature": (sampling.temperature,),
+        "top_p": (sampling.top_p,),
+        "top_k": (sampling.top_k,) if sampling.top_k else (None, 0, -1),
+        **NEUTRAL,
+    }
+    for name, values in wanted.items():
+        if parameters[name] not in values:
+            rule = f"sessions are drawn as policy.generation says, with {name}={values[0]}, because they may be trained on"
+            return f"{name}={parameters[name]}: {rule}; leave it out, or ask outside of a session"
+    return ""

@@ -41,8 +41,16 @@ from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.data.prompts import sampling_params
 from mrl.rollout.callers import Answered, Question
 from mrl.rollout.engine import Engine
-from mrl.rollout.http_gate import max_body_bytes, start
-from mrl.rollout.http_rules import NEUTRAL, Limits, default_parameters, find_deviation, find_excess, find_refusal
+from mrl.rollout.http_gate import (
+    NEUTRAL,
+    Limits,
+    default_parameters,
+    find_deviation,
+    find_excess,
+    find_refusal,
+    max_body_bytes,
+    start,
+)
 from mrl.rollout.sessions import Message, Sessions, SessionTurn, continued, num_messages_to_answer, take_prefix
 from mrl.types import SamplingParams
 
@@ -69,17 +77,12 @@ def start_server(engine: Engine, policy: PolicyConfig, *, host: str, api_key: st
     # vLLM's is one of transformers'.
     sampling = sampling_params(policy, cast("PreTrainedTokenizerBase", engine.llm.get_tokenizer()))
     handlers = Handlers(HttpEngine(engine, sampling, wake=wake), policy, sampling)
-    listener = listen(host, range(policy.generation.port_range_low, policy.generation.port_range_high))
-    start(make_app(engine, handlers), listener, api_key=api_key, max_body=max_body_bytes(handlers.limits.max_model_len))
+    listener = _listen(host, range(policy.generation.port_range_low, policy.generation.port_range_high))
+    start(_make_app(engine, handlers), listener, api_key=api_key, max_body=max_body_bytes(handlers.limits.max_model_len))
     return f"http://{host}:{listener.getsockname()[1]}/v1"
 
 
-def listen(host: str, ports: range) -> socket.socket:
-    """Opens a socket that listens at a free port of the range.
-
-    Raises:
-        RuntimeError: all of them are taken.
-    """
+def _listen(host: str, ports: range) -> socket.socket:
     for port in ports:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -93,11 +96,15 @@ def listen(host: str, ports: range) -> socket.socket:
     )
 
 
-def make_app(engine: Engine, handlers: Handlers) -> FastAPI:
+def _make_app(engine: Engine, handlers: Handlers) -> FastAPI:
     """The routes. `http_gate` has checked the key and read the body."""
     app = FastAPI(openapi_url=None)
     app.state.args = Namespace(log_error_stack=False)  # vLLM's handlers of errors look there
     init_exception_handler(app)
+
+    def session_of(body: Json, request: Request) -> str | None:
+        named = body.get("session_id") or request.headers.get(SESSION_HEADER)
+        return str(named) if named else None
 
     @app.post("/v1/chat/completions")
     @with_cancellation
@@ -136,12 +143,6 @@ def make_app(engine: Engine, handlers: Handlers) -> FastAPI:
     return app
 
 
-def session_of(body: Json, request: Request) -> str | None:
-    """The session that a request names, if it does."""
-    named = body.get("session_id") or request.headers.get(SESSION_HEADER)
-    return str(named) if named else None
-
-
 class Handlers:
     """One method for each route, which returns the JSON of the answer. Lives in the server's event loop.
 
@@ -154,17 +155,16 @@ class Handlers:
         Raises:
             TypeError: a parser cannot work with the tokenizer.
         """
-        vllm_cfg = policy.generation.vllm_cfg
+        vllm_cfg, name = policy.generation.vllm_cfg, policy.model_name
         chosen = vllm_cfg.http_server_serving_chat_kwargs
         if vllm_cfg.tool_parser_plugin is not None:
             ToolParserManager.import_tool_parser(vllm_cfg.tool_parser_plugin)
         if vllm_cfg.reasoning_parser_plugin is not None:
             ReasoningParserManager.import_reasoning_parser(vllm_cfg.reasoning_parser_plugin)
-        template = None if chosen.chat_template == OWN_TEMPLATE else template_text(chosen.chat_template)
         own_kwargs = chosen.default_chat_template_kwargs
         rendering: dict[str, Any] = {
             "request_logger": None,
-            "chat_template": template,
+            "chat_template": None if chosen.chat_template == OWN_TEMPLATE else template_text(chosen.chat_template),
             "chat_template_content_format": "auto",
             "default_chat_template_kwargs": policy.tokenizer.chat_template_kwargs if own_kwargs is None else own_kwargs,
         }
@@ -174,7 +174,6 @@ class Handlers:
             "reasoning_parser": chosen.reasoning_parser,
         }
         client = cast(EngineClient, engine)
-        name = policy.model_name
         self.models = OpenAIServingModels(client, [BaseModelPath(name=name, model_path=name)])
         self.renderer = OnlineRenderer(engine.model_config, engine.renderer, **rendering, **parsing)
         self.chats = OpenAIServingChat(client, self.models, "assistant", online_renderer=self.renderer, **rendering, **parsing)
@@ -205,7 +204,7 @@ class Handlers:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
             self._keep(session_id, answers[0], [*messages, response.choices[0].message.model_dump()])
-        return response.model_dump() | versions(answers)
+        return response.model_dump() | _versions(answers)
 
     async def complete(self, body: Json, session_id: str | None) -> Json:
         """`POST /v1/completions`."""
@@ -217,7 +216,7 @@ class Handlers:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
             self._keep(session_id, answers[0], [])
-        return response.model_dump() | versions(answers)
+        return response.model_dump() | _versions(answers)
 
     async def tokenize(self, body: Json) -> Json:
         """`POST /tokenize`: of a text or a conversation; token ids that it is to begin with are kept, as in a chat."""
@@ -252,11 +251,7 @@ class Handlers:
             raise HTTPException(400, "the prompt is to begin with given token ids, but no message is the assistant's")
         answered_ids = await self._template_ids(request, num_answered, is_whole=False)
         whole_ids = await self._template_ids(request, len(request.messages), is_whole=True)
-        return continued(prefix, answered_ids, whole_ids, self._end_ids)
-
-    @property
-    def _end_ids(self) -> frozenset[int]:
-        return frozenset(self.sampling.stop_token_ids)
+        return continued(prefix, answered_ids, whole_ids, frozenset(self.sampling.stop_token_ids))
 
     async def _template_ids(self, request: ChatCompletionRequest, num_messages: int, *, is_whole: bool) -> list[int]:
         changes: dict[str, object] = {"messages": copy.deepcopy(request.messages[:num_messages])}
@@ -271,10 +266,11 @@ class Handlers:
     def _keep(self, session_id: str, answered: Answered, messages: Sequence[Message]) -> None:
         prompt_token_ids = list(answered.output.prompt_token_ids or ())
         (completion,) = answered.output.outputs
+        drawn = zip(completion.token_ids, cast(list, completion.logprobs), strict=True)
         turn = SessionTurn(
             prompt_token_ids=prompt_token_ids,
             token_ids=list(completion.token_ids),
-            logprobs=logprobs_of(answered.output),
+            logprobs=[float(step[token_id].logprob) for token_id, step in drawn],
             finish_reason=str(completion.finish_reason),
             weight_version=answered.weight_version,
             num_weight_versions=answered.num_weight_versions,
@@ -283,7 +279,7 @@ class Handlers:
         self.sessions.add(session_id, turn, messages)
 
 
-def versions(answers: Sequence[Answered]) -> Json:
+def _versions(answers: Sequence[Answered]) -> Json:
     """The fields of an answer that say which weights it was drawn from."""
     return {
         "weight_version": min(answered.weight_version for answered in answers),
@@ -307,10 +303,7 @@ def _successful(response: object, kind: type[Response]) -> Response:
 
 
 class HttpEngine:
-    """The part of vLLM's `EngineClient` that its handlers use: each request becomes a question to the engine that this process steps.
-
-    Lives in the server's event loop.
-    """
+    """The part of vLLM's `EngineClient` that its handlers use: each request becomes a question to the engine that this process steps."""
 
     errored = False
 
@@ -345,8 +338,16 @@ class HttpEngine:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answered] = loop.create_future()
 
+        def settle(answered: Answered | Exception) -> None:
+            if future.done():  # the client has gone
+                return
+            if isinstance(answered, Answered):
+                future.set_result(answered)
+            else:
+                future.set_exception(answered)
+
         def answer(answered: Answered | Exception) -> None:
-            loop.call_soon_threadsafe(_settle, future, answered)
+            loop.call_soon_threadsafe(settle, answered)
 
         question = Question(uuid.uuid4().hex, prompt, sampling_params, answer)
         self._callers.ask(question)
@@ -366,19 +367,3 @@ class HttpEngine:
         """What was sampled for a request of vLLM's handlers, prompt by prompt; they put a kind in front of its id, and a number behind."""
         names = [name for name in self._answers if request_id in name]
         return [self._answers.pop(name) for name in names]
-
-
-def logprobs_of(output: RequestOutput) -> list[float]:
-    """Logprob of each token of a single answer."""
-    (completion,) = output.outputs
-    drawn = zip(completion.token_ids, cast(list, completion.logprobs), strict=True)
-    return [float(step[token_id].logprob) for token_id, step in drawn]
-
-
-def _settle(future: asyncio.Future[Answered], answered: Answered | Exception) -> None:
-    if future.done():  # the client has gone
-        return
-    if isinstance(answered, Answered):
-        future.set_result(answered)
-    else:
-        future.set_exception(answered)

@@ -21,7 +21,6 @@ MESSAGE_IDS = ("prompt_token_ids", "generation_token_ids")
 """Fields of an assistant's message that say the same, as NeMo Gym writes them."""
 MESSAGE_EXTRAS = (*MESSAGE_IDS, "generation_log_probs")
 
-
 Said = tuple[str, str, tuple[tuple[str, str], ...]]
 """The parts of a message that are compared: role, text, and calls of tools by name and arguments."""
 
@@ -120,18 +119,15 @@ def take_prefix(body: Mapping[str, object]) -> tuple[dict[str, object], list[int
         if given is None and with_ids is not None:
             parts = [part for name in MESSAGE_IDS if isinstance(part := with_ids.get(name), list)]
             given = [token_id for part in parts for token_id in part] if len(parts) == len(MESSAGE_IDS) else []
-        rest["messages"] = [_without_ids(message) for message in messages]
+        rest["messages"] = [
+            {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS} if isinstance(message, Mapping) else message
+            for message in messages
+        ]
     if given is None:
         return rest, None
     if not isinstance(given, list) or not given or not all(type(token_id) is int and token_id >= 0 for token_id in given):
         raise ValueError(f"{PREFIX} (or {' and '.join(MESSAGE_IDS)} of a message): must be a list of token ids")
     return rest, given
-
-
-def _without_ids(message: object) -> object:
-    if not isinstance(message, Mapping):
-        return message
-    return {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS}
 
 
 def num_messages_to_answer(messages: Sequence[Message]) -> int:

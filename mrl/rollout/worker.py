@@ -47,7 +47,6 @@ class RefitWorker:
     """Of the live tensors when a refit was first prepared: CUDA graphs read there."""
 
     def live_digest(self) -> dict[Slot, int]:
-        """Checksum of each live tensor."""
         return digest(engine_tensors(self.get_model()))
 
     def tensor_dtypes(self) -> EngineDtypes:
@@ -59,16 +58,25 @@ class RefitWorker:
         """Computes the schedule, maps the memory of its GPU's trainer rank or joins the exchange, and prepares its copies; see `Puller`.
 
         Collective over all participants of the exchange for the workers of dedicated engines.
+
+        Raises:
+            RefitError: two tensors overlap, so that some bytes would be written twice; or a constant buffer is not 1.
         """
-        mine = workers[self.rank]
+        mine, model = workers[self.rank], self.get_model()
         # Gives back what an earlier refit has mapped or received into.
         if self.exchange is not None:
             self.exchange.close()
         self.puller = self.exchange = None
-        check_tensors(self.get_model())
+        for name, buffer in model.named_buffers():
+            if _is_constant(name) and buffer.item() != 1.0:
+                raise RefitError(f"{name} is {buffer.item()}, but a refit knows no quantised KV cache")
+        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, slot) for slot, tensor in engine_tensors(model).items())
+        for (_, end, slot), (start, _, following) in zip(spans, spans[1:], strict=False):
+            if start < end:
+                raise RefitError(f"{slot} and {following} share memory in the engine")
         schedule, handles, own_memory = mine.inputs.schedule(), mine.memory, None
         if isinstance(handles, ExchangeMember):
-            device = next(self.get_model().parameters()).device
+            device = next(model.parameters()).device
             group = ExchangeGroup(handles.address, mine.worker, device=device, timeout_s=handles.timeout_s)
             # Without a trainer rank on its GPU it receives, and sends nothing.
             self.exchange = Exchange(schedule, mine.worker, {}, None, group=group)
@@ -79,20 +87,17 @@ class RefitWorker:
         self.addresses = self.puller.addresses
 
     def exchange_round(self, round_index: int) -> None:
-        """A dedicated engine's part of one round of the exchange; see `Exchange.run`."""
         assert self.exchange is not None, "only workers of dedicated engines exchange"
         self.exchange.run(round_index)
 
     def pull_round(self, round_index: int) -> int:
-        """Copies one round into the live tensors and returns the bytes written."""
         return self._prepared().pull(round_index)
 
     def verify_round(self, round_index: int) -> VerifyReport:
-        """Compares one round's live bytes with the trainer's checksums."""
         return self._prepared().verify(round_index)
 
     def finish_refit(self) -> VerifyReport:
-        """The report of the whole refit; see `Puller.finish`. The model computes with the new weights from here on.
+        """The report of the whole refit; the model computes with the new weights from here on.
 
         A refit writes parameters in the layout in which vLLM loads them. The engine's arguments and `cpu.install` choose only kernels that
         read them so; refit zero and the witness tests fail for one that keeps a copy of its own, such as repacked for a CPU or reordered
@@ -101,7 +106,6 @@ class RefitWorker:
         return self._prepared().finish()
 
     def record_routes(self, layers: Sequence[int]) -> None:
-        """Starts to keep the routes of requests; see `RouteRecorder`."""
         self.recorder = RouteRecorder(self.model_runner, layers)
 
     def take_routes(self, request_ids: Sequence[str]) -> list[np.ndarray] | None:
@@ -123,10 +127,7 @@ class RouteRecorder:
     """
 
     def __init__(self, runner: GPUModelRunner, layers: Sequence[int]) -> None:
-        """Starts recording; `layers` are the indices of the layers with experts.
-
-        On every worker of an engine, because capturing may be collective. All workers see the same routes, and the first keeps them.
-        """
+        """Starts recording the layers of these indices, on every worker, as capturing may be collective; the first keeps the routes."""
         self._runner = runner
         self._layers = list(layers)
         self._passes: dict[str, list[tuple[int, np.ndarray]]] = {}
@@ -187,21 +188,6 @@ def engine_tensors(model: nn.Module) -> dict[Slot, Tensor]:
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent and not _is_constant(name)}
     return {Slot(name): tensor for name, tensor in tensors.items()}
-
-
-def check_tensors(model: nn.Module) -> None:
-    """Returns if a refit can write the tensors of a model.
-
-    Raises:
-        RefitError: two tensors overlap, so that some bytes would be written twice; or a constant buffer is not 1.
-    """
-    for name, buffer in model.named_buffers():
-        if _is_constant(name) and buffer.item() != 1.0:
-            raise RefitError(f"{name} is {buffer.item()}, but a refit knows no quantised KV cache")
-    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, slot) for slot, tensor in engine_tensors(model).items())
-    for (_, end, slot), (start, _, following) in zip(spans, spans[1:], strict=False):
-        if start < end:
-            raise RefitError(f"{slot} and {following} share memory in the engine")
 
 
 def _is_constant(name: str) -> bool:

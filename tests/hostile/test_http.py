@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from mrl.rollout import http_gate
 from mrl.rollout.callers import Callers, Question
-from mrl.rollout.http_rules import MAX_ANSWERS, Limits, find_excess
+from mrl.rollout.http_gate import MAX_ANSWERS, Limits, find_excess
 
 pytestmark = pytest.mark.attack("a caller of the HTTP endpoint")
 

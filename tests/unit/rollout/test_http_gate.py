@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.rollout.http_rules import (
+from mrl.rollout.http_gate import (
     NEUTRAL,
     Limits,
     default_parameters,
