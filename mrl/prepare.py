@@ -13,8 +13,8 @@ from mrl.recipes.tiny import prepare_tiny
 logger = logging.getLogger(__name__)
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line; `kind` names the command."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Exit code 0, or 2 with one message if the input is at fault."""
     parser = argparse.ArgumentParser(prog="python -m mrl.prepare", description="Make a model and its data.")
     kinds = parser.add_subparsers(dest="kind", required=True)
     tiny = kinds.add_parser(
@@ -35,12 +35,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     verify.add_argument("--data", type=Path, nargs="*", default=[], metavar="DIR", help="folders that `nano3` has written")
     verify.add_argument("--disk", type=Path, nargs="*", default=[], metavar="DIR", help="folders whose disks need room")
     verify.add_argument("--min-free-gb", type=float, default=200, help="of room on each of them (default: %(default)s)")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 0, or 2 with one message if the input is at fault."""
-    options = parse_arguments(arguments)
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
         if options.kind == "tiny":

@@ -14,7 +14,7 @@ import jinja2
 
 from conversion.files.reading import check_plain_folder, read_file
 from mrl.config.rules.data import key_of
-from mrl.data.fields import Message, RowError
+from mrl.data.rows import Message, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -39,33 +39,32 @@ class PackedRoutes:
 
 @dataclass
 class PackedRow:
-    """One row as model and loss see it. Position t predicts token t+1 of its sequence: label, masks, logprob and advantage stand at t."""
+    """One row as model and loss see it. Position t predicts token t+1 of its sequence: label, masks, logprob and advantage stand at t.
+
+    Tensors of tokens are int64, masks and values float32. Values are 0 where the label was not generated.
+    """
 
     token_ids_T: torch.Tensor
-    """int64."""
     position_ids_T: torch.Tensor
-    """int64, from 0 in every sequence."""
+    """From 0 in every sequence."""
     labels_T: torch.Tensor
-    """int64, token t+1; 0 where there is none."""
+    """Token t+1; 0 where there is none."""
     loss_mask_T: torch.Tensor
-    """float32, 1 where the label is a generated token of a valid sequence."""
+    """1 where the label is a generated token of a valid sequence."""
     generated_mask_T: torch.Tensor
-    """float32, 1 where the label is a generated token, valid or not."""
+    """1 where the label is a generated token, valid or not."""
     generator_logprobs_T: torch.Tensor
-    """float32, of the label; 0 where it was not generated."""
     advantages_T: torch.Tensor
-    """float32, of the label's sequence; 0 where it was not generated or is not valid."""
+    """Of the label's sequence; 0 where that is not valid."""
     fixed_advantages_T: torch.Tensor
-    """float32, the advantages of tokens that do not have that of their sequence; NaN at all others."""
+    """The advantages of tokens that do not have that of their sequence; NaN at all others."""
     cu_seqlens: torch.Tensor
     """int32 [num_sequences + 1], from 0 to T: each sequence with the padding behind it. Padding at the end is a sequence of its own."""
     max_seqlen: int
     sequence_indices: list[int]
-    """Indices into `Batch.sequences`, without the padding."""
+    """Indices into `Batch.sequences`, without the padding; `lengths` and `rewards` are those of the same sequences, without padding."""
     lengths: list[int]
-    """Tokens of each of these sequences, without padding."""
     rewards: list[float]
-    """Of each of these sequences."""
     routes: PackedRoutes | None = None
     """The engine's choices of experts; None without router replay."""
 

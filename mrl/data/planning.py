@@ -143,6 +143,7 @@ def _check_fit(lengths: Sequence[int], row_tokens: int) -> None:
 
 
 def _deal(weights: Sequence[tuple[float, float]], num_ranks: int, *, at_most: int) -> list[list[int]]:
+    """Indices of each rank's items, at most `at_most`, such that neither sum of weights differs much between ranks; in rising order."""
     totals = np.array(weights).reshape(-1, 2)
     shares = totals / np.maximum(totals.sum(axis=0), 1.0)
     loads = np.zeros((num_ranks, 2))
@@ -235,6 +236,7 @@ def _take_longest(items: list[Item], room: int) -> list[Item]:
 
 
 def _filled(rows: list[list[Item]], items: list[Item], row_tokens: int) -> Rows:
+    """Fills each row with the longest of the sorted items that fit, and opens rows for the rest; as indices."""
     filled = []
     opened = iter(rows)
     while (row := next(opened, [])) or items:

@@ -12,10 +12,9 @@ from mrl.config.datasets import GYM_PROCESSOR, known_dataset
 from mrl.config.rules.environments import NEMO_GYM, environment_names, environment_of_agent
 from mrl.config.texts import safe_text
 from mrl.data.chat import load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
-from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split
-from mrl.data.rows import answer_keys, parse_row
+from mrl.data.rows import Fields, RowError, answer_keys, first_key, parse_row
 from mrl.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,14 +31,13 @@ NEED_ANSWER = ("math", "mcqa")
 
 @dataclass(frozen=True)
 class PromptData:
-    """The prompts of a run, and how to sample their rollouts."""
+    """The prompts of a run, how to sample their rollouts, and the rows that are left out, by data set."""
 
     train: Rows[Prompt]
     validation: Rows[Prompt]
     sampling: SamplingParams
     pad_token_id: int
     left_out: list[LeftOut]
-    """Rows that are left out, by data set."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar, overload
 from conversion.files.durable import write_atomic
 from mrl.config.rules.data import train_datasets, validation_datasets
 from mrl.config.texts import safe_text
-from mrl.data.fields import Fields, RowError, json_object
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, records
+from mrl.data.rows import Fields, RowError, json_object
 
 if TYPE_CHECKING:
     from mrl.config.schema.data import DataConfig, DatasetConfig

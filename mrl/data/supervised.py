@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mrl.data.chat import load_chat_format, load_tokenizer, use_chat_template, with_prompts
-from mrl.data.fields import Fields, Message, RowError, optional_text
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split
-from mrl.data.rows import parse_pair, parse_row
+from mrl.data.rows import Fields, Message, RowError, optional_text, parse_pair, parse_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,12 +33,10 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Example:
-    """One row of data."""
+    """One row of data, and what is learned together: one conversation, or one with the preferred answer and one with the other."""
 
     example_id: str
-    """Stable id of the row: `<file stem>:<line number>` unless the row names its own."""
     sequences: tuple[TokenSequence, ...]
-    """What is learned together: one conversation, or one with the preferred answer and one with the other."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 
-from mrl.data.fields import Fields
+from mrl.data.rows import Fields
 
 BATCH_ROWS = 64
 """Rows in memory at once. Parquet stores a repeated text once, but each row that is read has its own copy."""
@@ -51,6 +51,7 @@ def table_rows(path: Path) -> Iterator[tuple[Fields, float]]:
 
 
 def _parsed(value: object, kind: pyarrow.DataType) -> object:
+    """A value of a type that contains `datasets`' Json feature: objects that Arrow stores as texts."""
     if isinstance(kind, pyarrow.JsonType) and isinstance(value, str):
         return json.loads(value)
     if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType) and isinstance(value, list):
@@ -61,6 +62,7 @@ def _parsed(value: object, kind: pyarrow.DataType) -> object:
 
 
 def _check_parquet(path: Path) -> int:
+    """Number of rows; refuses a file whose few bytes claim to be many rows or long texts."""
     size = path.stat().st_size
     with pyarrow.parquet.ParquetFile(path) as file:
         metadata = file.metadata
@@ -74,6 +76,7 @@ def _check_parquet(path: Path) -> int:
 
 
 def _check_arrow(path: Path) -> int:
+    """Number of rows; refuses a batch that repeats long texts, for `datasets` writes out all texts of a batch at once."""
     num_rows = 0
     with pyarrow.memory_map(str(path)) as source:
         # save_to_disk writes the stream format; others give the suffix to the file format.

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -54,16 +53,6 @@ for attempt in (lambda: open(path), lambda: open(path, "a"), os.fork, socket.soc
     except OSError:
         pass
 """
-
-
-@dataclass(frozen=True)
-class Test:
-    """A program's input and its expected result."""
-
-    given: str
-    """stdin, or one JSON value per line: the arguments."""
-    expected: str
-    """stdout, or the returned value as JSON."""
 
 
 def environment(config: EnvConfig) -> Environment:
@@ -117,8 +106,10 @@ def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bo
     flags = (UNCONFINED,) if may_escape else ()
     end = time.monotonic() + timeout_s
     for index, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
-        seconds, test = min(test_timeout_s, end - time.monotonic()), Test(str(given), str(expected))
-        reason = run_test(program, test, function, seconds, may_escape=may_escape) if seconds > 0 else "no time left"
+        seconds = min(test_timeout_s, end - time.monotonic())
+        reason = "no time left"
+        if seconds > 0:
+            reason = run_test(program, str(given), str(expected), function, seconds, may_escape=may_escape)
         if reason is not None:
             return Outcome(0.0, extracted=f"test {index + 1} of {len(inputs)}: {reason}", flags=flags)
     return Outcome(1.0, extracted=f"passed {len(inputs)} tests", flags=flags)
@@ -136,16 +127,19 @@ def last_code_block(text: str) -> str | None:
     return None if block is None else "".join(f"{line}\n" for line in lines[slice(*block)])
 
 
-def run_test(program: str, test: Test, function: str, seconds: float, *, may_escape: bool = False) -> str | None:
-    """Why the program fails the test; None if it passes. `function` as for `mrl.envs.sandbox`."""
+def run_test(program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool = False) -> str | None:
+    """Why the program fails the test; None if it passes. `function` as for `mrl.envs.sandbox`.
+
+    `given` is stdin, or one JSON value per line, the arguments; `expected` is stdout, or the returned value as JSON.
+    """
     try:
-        given = test.given if not function else json.dumps([json.loads(line) for line in test.given.splitlines() if line.strip()])
-        expected = json.loads(test.expected) if function else None
+        stdin_text = given if not function else json.dumps([json.loads(line) for line in given.splitlines() if line.strip()])
+        right = json.loads(expected) if function else None
     except (ValueError, RecursionError) as error:
         raise RowFault(f"a test of {function} is not JSON: {error}") from error
     with scratch_folder() as folder:
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
-        (folder / "stdin").write_text(given, encoding="utf-8")
+        (folder / "stdin").write_text(stdin_text, encoding="utf-8")
         # Output goes to files, whose size the kernel limits; a pipe would fill this process's memory. They are read through these
         # descriptors: a program may put a link, a FIFO or a folder in the place of a name.
         with (
@@ -157,7 +151,7 @@ def run_test(program: str, test: Test, function: str, seconds: float, *, may_esc
             reason = _run(folder, function, seconds, (stdin, stdout, stderr, result), may_escape=may_escape)
             if reason is not None:
                 return reason
-            file, most = result if function else stdout, 4 * len(test.expected) + SPARE_OUTPUT_BYTES
+            file, most = result if function else stdout, 4 * len(expected) + SPARE_OUTPUT_BYTES
             try:
                 file.seek(0)
                 data = file.read(most + 1)
@@ -167,14 +161,15 @@ def run_test(program: str, test: Test, function: str, seconds: float, *, may_esc
         return "more output than a right answer has"
     printed = data.decode(errors="replace")
     if not function:
-        return None if same_output(printed, test.expected) else "wrong output"
+        return None if same_output(printed, expected) else "wrong output"
     try:
-        return None if json.loads(printed) == expected else "wrong result"
+        return None if json.loads(printed) == right else "wrong result"
     except (ValueError, RecursionError):
         return "no result"
 
 
 def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | IO[bytes]], *, may_escape: bool) -> str | None:
+    """Why the program in `folder` failed; None if it ended with exit code 0."""
     stdin, stdout, stderr, result = files
     started, starting = os.pipe()
     arguments = [str(folder / "program.py"), function, str(seconds), str(result.fileno()), str(starting), str(int(may_escape))]
@@ -232,7 +227,7 @@ def probe() -> str:
     """Tries on this host what a program must not do: read, write, fork, connect. Returns what the host lacks to stop it; "" if nothing."""
     with tempfile.NamedTemporaryFile("w", prefix="mrl-probe-") as secret:
         try:
-            reason = run_test(PROBE, Test(secret.name, ""), "", PROBE_TIMEOUT_S)
+            reason = run_test(PROBE, secret.name, "", "", PROBE_TIMEOUT_S)
         except RuntimeError as error:
             return str(error)
     return "" if reason is None else f"a program reads, writes, forks or opens a socket where it must not ({reason})"

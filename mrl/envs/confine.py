@@ -154,7 +154,13 @@ def filter_program(actions: Mapping[str, int | Check], default: int) -> bytes:
     for name, action in actions.items():
         if (number := numbers.get(name)) is None:
             continue
-        body = [_op(RETURN, action)] if isinstance(action, int) else _check(*action)
+        if isinstance(action, int):
+            body = [_op(RETURN, action)]
+        else:
+            index, mask, values, refusal = action
+            # The low half of the argument: all of these are of type int.
+            body = [_op(LOAD, 16 + 8 * index), _op(AND, mask)]
+            body += [op for value in values for op in (_op(EQUAL, value, 0, 1), _op(RETURN, ALLOW))] + [_op(RETURN, refusal)]
         code += [_op(EQUAL, number, 0, len(body)), *body]
     return b"".join([*code, _op(RETURN, default)])
 
@@ -214,6 +220,7 @@ def _restrict_files(rights: int, grants: Mapping[str, int], *, has_network: bool
 
 
 def _drop_privileges(kept: int) -> None:
+    """Leaves root only these privileges (capabilities, a bit each); other users have none."""
     header, held = struct.pack("=Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     if _call("capget", header, held) == 0:
         kept &= struct.unpack("=6I", held)[1]
@@ -244,14 +251,6 @@ def _checks() -> dict[str, int | Check]:
         "kill": (0, every, (os.getpid(),), EPERM),
         "tgkill": (0, every, (os.getpid(),), EPERM),
     }
-
-
-def _check(index: int, mask: int, values: tuple[int, ...], refusal: int) -> list[bytes]:
-    # The low half of the argument: all of these are of type int.
-    code = [_op(LOAD, 16 + 8 * index), _op(AND, mask)]
-    for value in values:
-        code += [_op(EQUAL, value, 0, 1), _op(RETURN, ALLOW)]
-    return [*code, _op(RETURN, refusal)]
 
 
 def _op(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -111,12 +111,11 @@ class TooCostly(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """The mathematics in a text that counts as its answer."""
+    """The mathematics in a text that counts as its answer: the expression and its text (only the text if it cannot be parsed), the text
+    left of its last equals sign (empty if there is none), and whether a percent sign follows."""
 
     values: list[object]
-    """The expression and its text; only the text if it cannot be parsed."""
     left: str
-    """The text left of its last equals sign; empty if there is none."""
     is_percentage: bool
 
 
@@ -129,23 +128,6 @@ def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, 
 
     math-verify's own timeouts are off: they report a hang as a wrong answer. The pool's deadline finds out whose fault it is.
     """
-    gold, size, max_digits = parse_expected(expected)
-    try:
-        found = find_answer(text.rpartition("####")[2][-SEARCHED_CHARACTERS:], size)
-        if found is None:
-            return 0.0, ""
-        if isinstance(found.values[0], Basic) and value_digits(found.values[0]) > max_digits:
-            raise TooCostly
-    except TooCostly:
-        return 0.0, TOO_COSTLY
-    shown = str(found.values[-1])
-    if is_strict and not is_final(found, str(gold[-1])):
-        return 0.0, NOT_FINAL + shown
-    return float(verify(gold, found.values, timeout_seconds=NO_TIMEOUT)), shown
-
-
-def parse_expected(expected: str) -> tuple[list[object], Size, float]:
-    """The expected answer as math-verify parses it, and bounds for answers: their size, and the digits of numbers on the way to a value."""
     size = size_of(expected)
     if not size.fits(ANY_EXPECTED):
         raise RowFault(f"the expected answer {expected!r:.100} is too costly to parse")
@@ -155,7 +137,18 @@ def parse_expected(expected: str) -> tuple[list[object], Size, float]:
     num_digits = value_digits(gold[0]) if isinstance(gold[0], Basic) else 0.0
     if num_digits > MAX_EXPECTED_DIGITS:
         raise RowFault(f"the expected answer {expected!r:.100} is too costly to compute")
-    return gold, size, max(MAX_VALUE_DIGITS, num_digits)
+    try:
+        found = find_answer(text.rpartition("####")[2][-SEARCHED_CHARACTERS:], size)
+        if found is None:
+            return 0.0, ""
+        if isinstance(found.values[0], Basic) and value_digits(found.values[0]) > max(MAX_VALUE_DIGITS, num_digits):
+            raise TooCostly
+    except TooCostly:
+        return 0.0, TOO_COSTLY
+    shown = str(found.values[-1])
+    if is_strict and not is_final(found, str(gold[-1])):
+        return 0.0, NOT_FINAL + shown
+    return float(verify(gold, found.values, timeout_seconds=NO_TIMEOUT)), shown
 
 
 def find_answer(text: str, expected: Size) -> Found | None:

@@ -56,10 +56,15 @@ class WorkerDied(Exception):
 
 
 class Worker:
-    """One child process, and the parent's end of the socket to it."""
+    """One child process at a time, and the parent's end of the socket to it."""
 
-    def __init__(self, environment: Environment, *, memory_bytes: int) -> None:
+    def __init__(self, environment: Environment, memory_bytes: int) -> None:
+        self.environment, self.memory_bytes = environment, memory_bytes
+        self.start()
+
+    def start(self) -> None:
         """Starts the child and returns at once; its first message says that it is ready."""
+        environment = self.environment
         self.is_ready = False
         self._scratch = Scratch()
         self._socket, child_socket = socket.socketpair()
@@ -67,7 +72,7 @@ class Worker:
         # A new interpreter, never a fork: the parent holds torch, Ray and threads. -P: no module of the working directory is picked up.
         # An environment of our own: no secret of the parent reaches code that judges model output.
         with child_socket:
-            numbers = [str(child_socket.fileno()), str(os.getpid()), str(memory_bytes)]
+            numbers = [str(child_socket.fileno()), str(os.getpid()), str(self.memory_bytes)]
             arguments = [environment.factory, json.dumps(dict(environment.options)), *numbers, ",".join(environment.allowances)]
             variables = {
                 "PYTHONPATH": os.pathsep.join([str(Path(mrl.__file__).parents[1]), *environment.search_path]),
@@ -129,6 +134,12 @@ class Worker:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def restart(self) -> int | None:
+        """Starts another child in the place of this one; returns the exit code as `kill` does."""
+        exit_code = self.kill()
+        self.start()
+        return exit_code
+
     def kill(self) -> int | None:
         """Kills the child and what it started in its session, and returns the exit code (negative: a signal)."""
         try:
@@ -158,8 +169,8 @@ class RewardPool:
         self.counts: Counter[str] = Counter()
         self._cache: OrderedDict[Task, Verdict] = OrderedDict()
         self._num_failed_starts = 0
-        self._workers = [Worker(environment, memory_bytes=memory_bytes) for _ in range(environment.num_workers)]
-        asyncio.run(self._with_each_worker(self._ready))
+        self._workers = [Worker(environment, memory_bytes) for _ in range(environment.num_workers)]
+        asyncio.run(self._with_each_worker(self._make_ready))
 
     def __enter__(self) -> RewardPool:
         return self
@@ -203,32 +214,33 @@ class RewardPool:
     async def _score(self, queue: deque[Task], gives_up: Callable[[], bool]) -> dict[Task, Verdict]:
         verdicts, suspects = dict[Task, Verdict](), deque[Task]()
 
-        async def judge_next(index: int, queue: deque[Task], *, is_last_try: bool) -> None:
+        async def judge_next(worker: Worker, queue: deque[Task], *, is_last_try: bool) -> None:
             task = queue.popleft()
             if gives_up():
                 verdicts[task] = _failed("timeout", task, "no time for a second try" if is_last_try else "not begun in time")
-            elif (verdict := await self._judge(index, task, is_last_try=is_last_try)) is not None:
+            elif (verdict := await self._judge(worker, task, is_last_try=is_last_try)) is not None:
                 verdicts[task] = verdict
             else:
                 suspects.append(task)
 
-        async def work_off_queue(index: int) -> None:
+        async def work_off_queue(worker: Worker) -> None:
             while queue:
-                await judge_next(index, queue, is_last_try=False)
+                await judge_next(worker, queue, is_last_try=False)
 
         await self._with_each_worker(work_off_queue)
         while suspects:
-            await judge_next(len(suspects) % len(self._workers), suspects, is_last_try=True)
+            await judge_next(self._workers[len(suspects) % len(self._workers)], suspects, is_last_try=True)
         return verdicts
 
-    async def _judge(self, index: int, task: Task, *, is_last_try: bool) -> Verdict | None:
+    async def _judge(self, worker: Worker, task: Task, *, is_last_try: bool) -> Verdict | None:
         """The verdict that one child gives; None if the child died or missed its deadline, and the task may not be at fault."""
         try:
             message = encode(astuple(task))
         except ValueError as error:
             # Texts are bounded where they enter, so it is the row that is too long.
             return _failed("error", task, f"the row is too long: {error}")
-        worker, timeout_s = await self._ready(index), self.environment.timeout_s
+        await self._make_ready(worker)
+        timeout_s = self.environment.timeout_s
         cpu_s_before, is_guilty = worker.cpu_s(), is_last_try
         status: Literal["timeout", "crash"]
         try:
@@ -238,7 +250,7 @@ class RewardPool:
             is_guilty |= worker.cpu_s() - cpu_s_before >= GUILTY_CPU_SHARE * timeout_s
         except WorkerDied as error:
             status, reason = "crash", str(error)
-        reason = f"{status} of {self.environment}, {reason}, exit code {self._replace(index)}"
+        reason = f"{status} of {self.environment}, {reason}, exit code {worker.restart()}"
         if not self.environment.blames_text:
             return _failed(status, task, reason)
         return _zero(task, reason) if is_guilty else None
@@ -270,44 +282,36 @@ class RewardPool:
             observation=tuple({key: safe_text(value) for key, value in message.items()} for message in observation),
         )
 
-    async def _with_each_worker(self, work: Callable[[int], Awaitable[object]]) -> None:
-        results = await asyncio.gather(*map(work, range(len(self._workers))), return_exceptions=True)
+    async def _with_each_worker(self, work: Callable[[Worker], Awaitable[object]]) -> None:
+        results = await asyncio.gather(*map(work, self._workers), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 self.close()
                 raise result
 
-    async def _ready(self, index: int) -> Worker:
-        while not (worker := self._workers[index]).is_ready or not worker.is_silent():
+    async def _make_ready(self, worker: Worker) -> None:
+        # A child that died, or sent something, while idle cannot be asked.
+        while not worker.is_ready or not worker.is_silent():
             if worker.is_ready:
-                self._replace(index)
+                worker.restart()
                 continue
             try:
                 await _within(START_TIMEOUT_S, worker.read())
                 worker.is_ready, self._num_failed_starts = True, 0
             except (TimeoutError, WorkerDied) as error:
                 self._num_failed_starts += 1
-                status, exit_code = "timeout" if isinstance(error, TimeoutError) else "crash", self._replace(index)
+                status, exit_code = "timeout" if isinstance(error, TimeoutError) else "crash", worker.restart()
                 if self._num_failed_starts >= MAX_FAILED_STARTS:
                     raise RuntimeError(
                         f"the reward child of {self.environment} does not start: {status}, exit code {exit_code}, "
                         f"{self._num_failed_starts} times in a row; its own message is on stderr"
                     ) from error
-        return worker
-
-    def _replace(self, index: int) -> int | None:
-        exit_code = self._workers[index].kill()
-        self._workers[index] = Worker(self.environment, memory_bytes=self.memory_bytes)
-        return exit_code
 
 
 async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
     """The result of `work`, even one that came in time while other work kept this process from reading it.
 
-    `asyncio.timeout` drops such a result, and so would blame a text that was judged in time.
-
-    Raises:
-        TimeoutError: there is none.
+    Else a TimeoutError. `asyncio.timeout` drops such a result, and so would blame a text that was judged in time.
     """
     task = asyncio.ensure_future(work)
     # The work begins before its time does: other coroutines may run first.

@@ -41,8 +41,8 @@ ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {
 def build_environment(name: str, config: EnvConfig, *, endpoints: Path | None = None) -> RewardPool:
     """The environment of this name, started: a built-in one, one of `env.own.functions`, or one of an installed package.
 
-    `endpoints` is the file with the addresses of the engines, if they have any; the user's own functions find it. A RuntimeError says that
-    the children do not start, for example because the user's function cannot be imported, or that this host cannot confine programs.
+    `endpoints` is the file with the addresses of the engines, if they have any, for the user's own functions. A RuntimeError says that the
+    children do not start, for example because the user's function cannot be imported, or that this host cannot confine programs.
     """
     remove_abandoned()
     if landlock_abi() == 0:

@@ -55,13 +55,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A reward function's judgement of a task."""
+    """A reward function's judgement of a task: the reward, what counts as the answer (for people who read samples), the reward's parts."""
 
     reward: float
     extracted: str = ""
-    """The part of the text that counts as the answer, for people who read samples."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the reward, by name."""
     flags: tuple[str, ...] = ()
     """Names to count beside the reward; `mask_sample` keeps the rollout out of the loss."""
     observation: tuple[Mapping[str, str], ...] = ()

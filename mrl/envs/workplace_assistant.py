@@ -87,11 +87,7 @@ class Office:
         return Office({name: copy.deepcopy(list(tables.get(name, []))) for name in FIELDS}, set())
 
     def call(self, name: str, arguments: Mapping[str, object]) -> object:
-        """The result of a tool.
-
-        Raises:
-            ToolError: there is no such tool or record, or an argument is missing or not known.
-        """
+        """The result of a tool; a ToolError if there is no such tool or record, or an argument is missing or not known."""
         tool = TOOLS.get(name)
         if tool is None:
             raise ToolError(f"there is no tool {name!r}")
@@ -108,20 +104,15 @@ class Office:
             state[name] = sorted([f"{key}={row.get(key, '')}".casefold() for key in of_row] for row, of_row in zip(rows, keys, strict=True))
         return state
 
-    def find(self, table: str, key: object) -> Record:
-        """The record with this id; a ToolError if there is none."""
-        id_field = FIELDS[table][0]
-        row = next((row for row in self.tables[table] if str(row.get(id_field)) == str(key)), None)
-        if row is None:
-            raise ToolError(f"no {id_field} {key!r}")
-        return row
-
-    def find_named(self, table: str, named: Mapping[str, object]) -> Record:
+    def find(self, table: str, named: Mapping[str, object]) -> Record:
         """The record whose id is the only argument; a ToolError if there is none, or other arguments."""
         key = FIELDS[table][0]
         if set(named) != {key}:
             raise ToolError(f"the arguments must have {key}, and nothing else that is not known; not {sorted(named)}")
-        return self.find(table, named[key])
+        row = next((row for row in self.tables[table] if str(row.get(key)) == str(named[key])), None)
+        if row is None:
+            raise ToolError(f"no {key} {named[key]!r}")
+        return row
 
     def add(self, table: str, **values: object) -> str:
         """Makes a record and gives back its id, one above the highest."""
@@ -135,14 +126,14 @@ class Office:
 
 def get(table: str, office: Office, /, field: str, **named: object) -> object:
     """One field of a record. The functions from here to `TOOLS` are the tools."""
-    row = office.find_named(table, named)
+    row = office.find(table, named)
     if field not in FIELDS[table]:
         raise ToolError(f"no field {field!r}; there are {', '.join(FIELDS[table])}")
     return {field: row.get(field, "")}
 
 
 def update(table: str, office: Office, /, field: str, new_value: object, **named: object) -> object:
-    row = office.find_named(table, named)
+    row = office.find(table, named)
     if field not in FIELDS[table][1:]:
         raise ToolError(f"no field {field!r} that can be changed; there are {', '.join(FIELDS[table][1:])}")
     row[field] = new_value
@@ -150,7 +141,7 @@ def update(table: str, office: Office, /, field: str, new_value: object, **named
 
 
 def delete(table: str, office: Office, /, **named: object) -> object:
-    office.tables[table].remove(office.find_named(table, named))
+    office.tables[table].remove(office.find(table, named))
     return "deleted"
 
 
@@ -172,12 +163,12 @@ def send_email(office: Office, /, recipient: str, subject: str, body: str) -> ob
 
 
 def forward_email(office: Office, /, email_id: str, recipient: str) -> object:
-    row = office.find("emails", email_id)
+    row = office.find("emails", {"email_id": email_id})
     return send_email(office, recipient, f"FW: {row.get('subject', '')}", str(row.get("body", "")))
 
 
 def reply_email(office: Office, /, email_id: str, body: str) -> object:
-    row = office.find("emails", email_id)
+    row = office.find("emails", {"email_id": email_id})
     return send_email(office, str(row.get("sender/recipient", "")), str(row.get("subject", "")), body)
 
 

@@ -19,16 +19,17 @@ from typing import IO
 
 from conversion.files.durable import sync_file, write_atomic
 from mrl.config.rules.environments import environment_of_agent
-from mrl.data.fields import Fields, RowError, json_object, text_of
 from mrl.data.files import SUFFIXES
 from mrl.data.records import TABLES, records
-from mrl.data.rows import gym_conversation
+from mrl.data.rows import Fields, RowError, gym_conversation, json_object, text_of
 
 logger = logging.getLogger(__name__)
 
 TRAIN_FILE, VALIDATION_FILE, RECIPE_FILE = "train-split.jsonl", "val-split.jsonl", "recipe.json"
 MAX_ERRORS = 20
 PLACEHOLDER = "_hf_placeholder"
+Problem = tuple[str, str]
+"""The question and the answer that a placeholder stands for."""
 
 # DAPO-Math-17k puts these texts around every problem.
 DAPO_BEFORE = (
@@ -63,14 +64,6 @@ class Survey:
     num_rows: int = 0
     agents: Counter[str] = field(default_factory=Counter)
     wanted: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in ORIGINS})
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The problem that a placeholder stands for."""
-
-    question: str
-    answer: str
 
 
 def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) -> None:
@@ -189,7 +182,7 @@ def problem_of(fields: Fields) -> Problem:
         except ValueError as error:
             raise RowError(f"reward_model.ground_truth={answer} is not JSON: {error}") from error
         answer = str(answers[0]) if answers else ""
-    return Problem(message["content"], answer)
+    return message["content"], answer
 
 
 def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> Fields:
@@ -197,8 +190,8 @@ def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> 
     if fields.get(PLACEHOLDER) is None:
         return {key: value for key, value in fields.items() if key != PLACEHOLDER}
     name, row, template = _placeholder(fields)
-    problem = problems[name][row]
-    question = asked = problem.question
+    question, answer = problems[name][row]
+    asked = question
     if ORIGINS[name].stem:
         asked = str(template["template"]).replace("{question}", question)
     else:
@@ -213,7 +206,7 @@ def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> 
     return kept | {
         "responses_create_params": (request if isinstance(request, dict) else {}) | {"input": [{"role": "user", "content": asked}]},
         "question": question,
-        "expected_answer": problem.answer,
+        "expected_answer": answer,
     }
 
 

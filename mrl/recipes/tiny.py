@@ -103,13 +103,12 @@ class Addition:
 
 @dataclass(frozen=True)
 class Splits:
-    """Additions by use. A pair of operands and its swap are always in the same split."""
+    """Additions by use. A pair of operands and its swap are in the same split. The warm start ends when it answers enough of `probe`."""
 
     train: list[Addition]
     validation: list[Addition]
     warm_start: list[Addition]
     probe: list[Addition]
-    """Held out: the warm start ends when it answers enough of them."""
 
 
 def split_additions(seed: int) -> Splits:

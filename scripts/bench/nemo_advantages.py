@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mrl.algo.advantages import train_sequences
 from mrl.algo.rewards import has_signal, shaped_rewards
-from mrl.algo.signals import train_sequences
 from mrl.algo.token_advantages import kl_penalty, token_advantages
 from mrl.config.schema.algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
 from mrl.types import Flaw, FlawKind, Prompt, RolloutGroup, RolloutInfo, Status, Verdict

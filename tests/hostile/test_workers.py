@@ -139,7 +139,7 @@ except RuntimeError as error:
     said = {"error": str(error)}
 # Nobody may get reward 0 for what the host lacks either.
 try:
-    code.run_test("print(42)", code.Test("", "42"), "", 20)
+    code.run_test("print(42)", "", "42", "", 20)
 except RuntimeError as error:
     said["program"] = str(error)
 print(json.dumps(said))

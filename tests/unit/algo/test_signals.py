@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from mrl.algo.signals import train_sequences
+from mrl.algo.advantages import train_sequences
 from mrl.config.schema.algo import AdvantageEstimatorConfig, GrpoConfig, RewardScalingConfig, RewardShapingConfig
 from mrl.types import FixedAdvantage, Flaw, RolloutGroup
 from tests.unit.algo.groups import group

@@ -16,7 +16,7 @@ from mrl.data.chat import (
     use_chat_template,
     with_prompts,
 )
-from mrl.data.fields import Message, RowError
+from mrl.data.rows import Message, RowError
 from mrl.recipes.tokenizer import byte_tokenizer
 from tests.unit.data.test_rows import dataset
 

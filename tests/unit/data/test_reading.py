@@ -9,7 +9,6 @@ import pytest
 
 from mrl.config.schema.data import DataConfig
 from mrl.data import reading
-from mrl.data.fields import Fields, RowError
 from mrl.data.reading import (
     MAX_ERRORS,
     LeftOut,
@@ -25,6 +24,7 @@ from mrl.data.reading import (
     read_rows,
     write_quarantine,
 )
+from mrl.data.rows import Fields, RowError
 
 GOOD = b'{"value": 1}\n'
 STRICT = DataConfig()

@@ -9,8 +9,7 @@ import pytest
 
 from mrl.config.datasets import DATASETS
 from mrl.config.schema.data import DatasetConfig
-from mrl.data.fields import Fields, RowError
-from mrl.data.rows import ParsedRow, parse_pair, parse_row
+from mrl.data.rows import Fields, ParsedRow, RowError, parse_pair, parse_row
 
 GSM8K = Path(__file__).parent / "gsm8k" / "rows.jsonl"
 
