@@ -118,13 +118,11 @@ def _keep_others_out(folder: Path) -> None:
 
 
 def reclaim_dead_owners() -> None:
-    """Removes session folders of this user's runs whose driver and reaper are both gone, as after a power loss.
-
-    Other hosts, and containers that share the folder but not their process ids, judge each other by a heartbeat in the owner file.
-    """
+    """Removes session folders of this user's runs whose driver and reaper are both gone, as after a power loss."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         if folder.lstat().st_uid != os.getuid():
             continue
+        # Other hosts, and containers that share the folder but not their process ids, judge each other by a heartbeat in the owner file.
         try:
             owner = Owner(**json.loads((folder / OWNER_FILE).read_text()))
             is_dead = not may_live(owner, folder / OWNER_FILE)

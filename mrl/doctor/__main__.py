@@ -74,8 +74,8 @@ def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list
     return merge_nodes(by_node) + judge_cluster(reports, lost=lost, num_expected=num_expected)
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line, with `config`, None if there is none, and `overrides`."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Exit code 0: no problem; 1: there is a problem; 2: the input is at fault."""
     parser = argparse.ArgumentParser(prog="python -m mrl.doctor", description="Says whether this host or cluster is fit for a run.")
     parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
     parser.add_argument(
@@ -88,12 +88,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--refit needs a config, e.g. python -m mrl.doctor grpo_tiny.yaml --refit")
     if options.refit and options.json:
         parser.error("--refit prints a table only; leave out --json")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Exit code 0: no problem; 1: there is a problem; 2: the input is at fault."""
-    options = parse_arguments(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     config = None
     try:

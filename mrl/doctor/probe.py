@@ -5,7 +5,6 @@ Imports no library that may be broken, and asks the driver and torch about GPUs 
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -218,17 +217,12 @@ def build_tag(name: str, version: str) -> str:
 
 
 def _assigned(package: Path | None, name: str) -> str | None:
+    """The text that a package's version.py assigns to a name; None if it assigns something else, or the file is missing."""
     path = package / "version.py" if package else None
     if path is None or not path.is_file():
         return None
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if not isinstance(statement, ast.Assign | ast.AnnAssign):
-            continue
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            value = statement.value
-            return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
-    return None
+    found = re.search(rf"^{name}\b[^=\n]*=[ \t]*(['\"])(.*?)\1", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[2] if found else None
 
 
 def import_error(module: str) -> str:

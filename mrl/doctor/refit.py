@@ -113,7 +113,14 @@ class Failed(Exception):
 def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outcome]:
     """Runs the checks in order, up to the first that fails, and returns their outcomes."""
     outcomes: list[Outcome] = []
-    train_s = config.deadlines.train_s
+    precision = config.policy.precision
+
+    def numbers_of(report: RefitReport) -> str:
+        return (
+            f"{report.verified_bytes:,} bytes verified, {report.padding_bytes:,} bytes of padding, "
+            f"{report.seconds:.3f} s with verification, {report.copied_bytes / report.seconds / 1e9:.3f} GB/s"
+        )
+
     # The last outcome says why an examination ended as `Failed`.
     with suppress(Failed), ExitStack() as processes:
         with stage(outcomes, START):
@@ -121,23 +128,29 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outco
             policies, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
             kind = "dedicated" if placement.num_dedicated_slots else "colocated"
             numbers = f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"
-            if config.policy.precision == "float32":
+            if precision == "float32":
                 numbers += f"; products of float32: {float32_products(policies, config)}"
             outcomes.append(Outcome(START, True, numbers))
         with stage(outcomes, ZERO):
-            outcomes.append(Outcome(ZERO, True, refit_numbers(refit.zero())))
+            outcomes.append(Outcome(ZERO, True, numbers_of(refit.zero())))
         with stage(outcomes, REFIT):
             before = engines.call(EngineVerbs.live_digest)
             policies.call(PolicyVerbs.perturb, config.grpo.seed)
-            outcomes.append(Outcome(REFIT, True, refit_numbers(refit.run())))
+            outcomes.append(Outcome(REFIT, True, numbers_of(refit.run())))
         with stage(outcomes, CHANGED):
             outcomes.append(Outcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
         with stage(outcomes, LOGPROBS):
             sampled = engines.apply(_sample, requests(config, data), deadline_s=config.deadlines.generate_s)
-            engines.enter("logprob", deadline_s=train_s)
+            engines.enter("logprob", deadline_s=config.deadlines.train_s)
             policies.call(PolicyVerbs.enter, "logprob")
             for index, rollouts in enumerate(sampled):
-                outcomes += compare_with(policies, rollouts, config, pad_token_id=data.pad_token_id, subject=f"engine {index}")
+                subject = f"engine {index}"
+                if config.policy.router_replay.enabled:
+                    logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=data.pad_token_id)
+                    outcomes.append(compare(rollouts, logprobs, precision, MAX_REPLAYED_ERROR, subject=f"{subject}, replayed"))
+                    rollouts = [dataclasses.replace(rollout, routes=None) for rollout in rollouts]
+                logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=data.pad_token_id)
+                outcomes.append(compare(rollouts, logprobs, precision, MAX_MULT_PROB_ERROR, subject=subject))
     return outcomes
 
 
@@ -153,11 +166,7 @@ def stage(outcomes: list[Outcome], check: Check) -> Iterator[None]:
 
 
 def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: Mapping[int, Sequence[Mapping[Slot, int]]]) -> str:
-    """Counts the tensors of the engines' workers, all of which must have another checksum than before; see `EngineVerbs.live_digest`.
-
-    Raises:
-        RuntimeError: some tensors have the same checksum as before; names them.
-    """
+    """Counts the tensors of the engines' workers; RuntimeError: some have the same checksum as before, and are named."""
     workers = [pair for index, digests in after.items() for pair in zip(before[index], digests, strict=True)]
     kept = sorted({str(slot) for old, new in workers for slot in new if new[slot] == old[slot]})
     if kept:
@@ -174,19 +183,6 @@ def requests(config: RunConfig, data: PromptData) -> list[RolloutRequest]:
         RolloutRequest(prompt.prompt_id, 0, 0, request_seed(config.grpo.seed, 0, prompt.prompt_id, 0), prompt.token_ids, sampling)
         for prompt in data.train[:NUM_PROMPTS]
     ]
-
-
-def compare_with(
-    policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int, subject: str
-) -> Iterator[Outcome]:
-    """Compares the trainer with the engine that sampled the rollouts; with router replay, also without it."""
-    precision = config.policy.precision
-    if config.policy.router_replay.enabled:
-        logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=pad_token_id)
-        yield compare(rollouts, logprobs, precision, MAX_REPLAYED_ERROR, subject=f"{subject}, replayed")
-        rollouts = [dataclasses.replace(rollout, routes=None) for rollout in rollouts]
-    logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=pad_token_id)
-    yield compare(rollouts, logprobs, precision, MAX_MULT_PROB_ERROR, subject=subject)
 
 
 def compare(
@@ -219,15 +215,9 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
     policy = config.policy
     lengths = [padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), policy.sequence_multiple) for rollout in rollouts]
     # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
-    rows = [
-        pack_row(
-            [RowSequence(i, rollouts[i], 0.0, True) for i in row],
-            divisible_by=policy.row_multiple,
-            sequence_multiple=policy.sequence_multiple,
-            pad_token_id=pad_token_id,
-        )
-        for row in first_fit_decreasing(lengths, max_row_tokens(policy, "logprob"))
-    ]
+    sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": pad_token_id}
+    plan = first_fit_decreasing(lengths, max_row_tokens(policy, "logprob"))
+    rows = [pack_row([RowSequence(i, rollouts[i], 0.0, True) for i in row], **sizes) for row in plan]
     answers = policies.call(PolicyVerbs.logprobs_of_rows, rows)
     # Only the ranks of the last pipeline stage know; all of them give the same answer.
     of_rows = next(answer for answer in answers.values() if answer)
@@ -267,15 +257,6 @@ def _float32_products(policy: Policy) -> dict[str, str]:
     return float32_products()
 
 
-def refit_numbers(report: RefitReport) -> str:
-    """Bytes and speed of a refit."""
-    rate = report.copied_bytes / report.seconds / 1e9
-    return (
-        f"{report.verified_bytes:,} bytes verified, {report.padding_bytes:,} bytes of padding, "
-        f"{report.seconds:.3f} s with verification, {rate:.3f} GB/s"
-    )
-
-
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """The outcomes as aligned lines, then what each check proves, and what to do about the one that failed."""
     rows = [("check", "result", "numbers")]
@@ -290,11 +271,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def run_refit(name: str, overrides: Sequence[str]) -> int:
-    """Examines a config and logs the table. Exit code 0: no check failed; 1: one did.
-
-    Raises:
-        ValueError: the input is at fault; no process has started.
-    """
+    """Examines a config and logs the table. Exit code 0: no check failed; 1: one did. ValueError: the input is at fault."""
     config = check_start(load_config(name, [*overrides, *SETTINGS]))
     data = load_prompts(config)
     log_folder = Path(tempfile.mkdtemp(prefix="mrl-doctor-"))

@@ -13,11 +13,7 @@ from mrl.config.schema.run import RunConfig
 
 
 def check_start(config: RunConfig) -> RunConfig:
-    """The config with which the run starts, folders in place of names of the Hub, once config, model and cache are in order.
-
-    Raises:
-        ValueError: naming every key or file at fault, the rule, and the way out.
-    """
+    """The config with which the run starts, folders in place of names of the Hub; ValueError names every key or file at fault."""
     problems = find_problems(with_cached_folders(config))
     if any(not isinstance(problem, Unprovided) for problem in problems):
         # Report problems of the config itself before asking the network for the rest.

@@ -48,11 +48,7 @@ class Ledger:
         self._append(event | ({"dropped": dropped} if dropped else {}))
 
     def roll_back(self, to_step: int) -> None:
-        """Records that the weights of step `to_step` were loaded: later steps no longer count, and taken prompts will be asked again.
-
-        Raises:
-            RuntimeError: steps 1..`to_step` are not all in the ledger.
-        """
+        """Records that the weights of step `to_step` were loaded: later steps no longer count, and taken prompts will be asked again."""
         if self.state.taken or any(step > to_step for step in self.state.trained):
             self._append({"event": "rolled_back", "to_step": to_step})
         if sorted(self.state.trained) != list(range(1, to_step + 1)):
@@ -75,10 +71,7 @@ class Ledger:
 def replay(path: Path) -> LedgerState:
     """The state after all events of `path`; an empty ledger if there is no file.
 
-    Cuts off a last line without its newline: the machine died while writing it, so its event never happened.
-
-    Raises:
-        ValueError: a line is not an event, or does not follow from the lines before it; names the line.
+    Cuts off a last line without its newline: the machine died while writing it, so its event never happened. ValueError: a line is damaged.
     """
     state = LedgerState()
     if not path.exists():
