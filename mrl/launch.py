@@ -18,7 +18,6 @@ from pathlib import Path
 
 from mrl.config.files import find_config
 from mrl.config.load import load_config
-from mrl.config.schema.run import ClusterConfig
 from mrl.launchers import kubernetes, slurm
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ Joined = Sequence[tuple[str, int]]
 
 def launch_slurm(options: argparse.Namespace) -> None:
     """Prints a script that submits the run, or submits it."""
-    cluster = cluster_of(options)
+    cluster = load_config(options.config, options.overrides).cluster
     job = slurm.SlurmJob(
         train_command(options), cluster.num_nodes, cluster.gpus_per_node, options.log_dir.absolute(), options.time, options.name,
         options.account, options.partition, options.container, options.mounts, is_gres_site=not options.gpus_per_node_option,
@@ -48,7 +47,7 @@ def launch_slurm(options: argparse.Namespace) -> None:
 
 def launch_kubernetes(options: argparse.Namespace) -> None:
     """Prints the manifest, or applies it."""
-    cluster = cluster_of(options)
+    cluster = load_config(options.config, options.overrides).cluster
     job = kubernetes.KubernetesJob(
         train_command(options), cluster.num_nodes, cluster.gpus_per_node, options.name, options.namespace, options.image,
         options.claim, options.mount, options.instance_type, options.efa, options.cpus, options.memory, options.shm,
@@ -61,7 +60,7 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
 
 def launch_lepton(options: argparse.Namespace) -> None:
     """Prints the fields of the form of a DGX Cloud Lepton batch job."""
-    cluster = cluster_of(options)
+    cluster = load_config(options.config, options.overrides).cluster
     nodes, gpus = cluster.num_nodes, cluster.gpus_per_node
     command = shlex.join(train_command(options))
     variables = {"COMMAND": command, "CLUSTER_NUM_NODES": nodes, "CLUSTER_GPU_PER_NODE": gpus}
@@ -119,11 +118,6 @@ def missing_nodes(names: Sequence[str], hosts: Iterable[str]) -> list[str]:
     """The nodes among `names`, as the scheduler calls them, whose hosts have not joined; both may carry a domain."""
     found = {host.split(".")[0] for host in hosts}
     return [name for name in names if name.split(".")[0] not in found]
-
-
-def cluster_of(options: argparse.Namespace) -> ClusterConfig:
-    """The cluster that the config asks for."""
-    return load_config(options.config, options.overrides).cluster
 
 
 def train_command(options: argparse.Namespace) -> list[str]:

@@ -47,8 +47,6 @@ Polled = tuple[list[RolloutInfo], float]
 
 
 class EngineActor:
-    """One engine in its own process."""
-
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
 

@@ -34,18 +34,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Reply:
-    """A node's answer, or why there is none."""
-
     answer: object = None
     error: str = ""
-
-
-@dataclass(frozen=True)
-class ClockOffset:
-    """How far a node's clock is ahead of this process's, to within `uncertainty_s`."""
-
-    seconds: float
-    uncertainty_s: float
 
 
 def connect() -> None:
@@ -90,7 +80,7 @@ def _alive() -> list[dict]:
 def ask_nodes(nodes: list[Node], question: Callable[..., object], *arguments: object, deadline_s: float) -> dict[str, Reply]:
     """Runs `question(name of the node, *arguments)`, a function of an importable module, on all nodes at once; replies by name."""
     task = ray.remote(_answer)
-    pending = {node.name: task.options(**_options(node.node_id), max_retries=0).remote(question, node.name, arguments) for node in nodes}
+    pending = {node.name: task.options(**_options(node.node_id, max_retries=0)).remote(question, node.name, arguments) for node in nodes}
     end = time.monotonic() + deadline_s
     return {name: _reply(reference, end - time.monotonic(), deadline_s) for name, reference in pending.items()}
 
@@ -99,20 +89,20 @@ def _answer(question: Callable[..., object], name: str, arguments: tuple[object,
     return question(name, *arguments)
 
 
-def clock_offsets(nodes: list[Node], *, deadline_s: float) -> dict[str, ClockOffset]:
-    """Clock offsets of the nodes that answer, by name. Asks each node a few times and keeps its quickest answer."""
+def clock_offsets(nodes: list[Node], *, deadline_s: float) -> dict[str, tuple[float, float]]:
+    """By name, the seconds by which the clocks of nodes that answer are ahead of this one, and the uncertainty; of the quickest answer."""
     task = ray.remote(read_clock)
-    offsets: dict[str, ClockOffset] = {}
+    offsets: dict[str, tuple[float, float]] = {}
     for node in nodes:
         for _ in range(CLOCK_ROUNDS):
             asked = time.time()
-            reply = _reply(task.options(**_options(node.node_id), max_retries=0).remote(), deadline_s, deadline_s)
+            reply = _reply(task.options(**_options(node.node_id, max_retries=0)).remote(), deadline_s, deadline_s)
             answered = time.time()
             if not isinstance(reply.answer, float):
                 break
-            found = ClockOffset(reply.answer - (asked + answered) / 2, (answered - asked) / 2)
-            if node.name not in offsets or found.uncertainty_s < offsets[node.name].uncertainty_s:
-                offsets[node.name] = found
+            uncertainty_s = (answered - asked) / 2
+            if node.name not in offsets or uncertainty_s < offsets[node.name][1]:
+                offsets[node.name] = reply.answer - (asked + answered) / 2, uncertainty_s
     return offsets
 
 
@@ -151,7 +141,7 @@ class NodeSamplers:
         # Each actor is a child of its node's raylet, as the node's ranks and engines are.
         self._actors = []
         if not is_private:
-            options = [_options(str(node["NodeID"])) | {"max_restarts": -1} for node in _alive()]
+            options = [_options(str(node["NodeID"]), max_restarts=-1) for node in _alive()]
             self._actors = [start_actor(HostSampler, of_node, True) for of_node in options]
 
     def sample(self, timeout_s: float) -> dict[str, float]:
@@ -171,8 +161,9 @@ class NodeSamplers:
         return found
 
 
-def _options(node_id: str) -> dict[str, object]:
-    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+def _options(node_id: str, **more: int) -> dict[str, object]:
+    """Options of a task or an actor that runs on this node or not at all."""
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False), **more}
 
 
 def _reply(reference: ray.ObjectRef, timeout_s: float, deadline_s: float) -> Reply:

@@ -35,8 +35,6 @@ RankRows = tuple[tuple[int, ...], ...]
 
 
 class PolicyActor:
-    """One policy rank in its own process."""
-
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
 
@@ -87,7 +85,6 @@ class PolicyActor:
         return getattr(self.verbs, verb)(*arguments)
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
-        """`function(policy, *arguments)`: tests and diagnostics reach into a rank with it."""
         return function(self.policy, *arguments)
 
 

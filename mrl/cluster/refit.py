@@ -51,7 +51,6 @@ class RefitReport:
     copied_bytes: int
 
     def metrics(self) -> dict[str, float]:
-        """As `refit/*`."""
         return {f"refit/{name}": float(value) for name, value in vars(self).items()}
 
 

@@ -203,7 +203,6 @@ class Placement:
         }
 
     def table(self) -> list[str]:
-        """See `mrl.cluster.scheduling.slot_table`."""
         return slot_table(self._hosts, self.num_policy_ranks, self.engines)
 
     def _on(self, slot: int) -> PlacementGroupSchedulingStrategy:

@@ -42,8 +42,6 @@ class Driver:
 
 @dataclass(frozen=True)
 class CudaProbe:
-    """Result of trying torch on the GPUs of the host."""
-
     error: str = ""
     """Why torch can use no GPU; "" if a product on every GPU is right."""
     num_gpus: int = 0
@@ -91,7 +89,6 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def probe_cuda() -> CudaProbe:
-    """Tries torch on the GPUs in a process of its own."""
     try:
         done = run_python("-m", "mrl.doctor.gpus")
     except subprocess.TimeoutExpired:

@@ -63,8 +63,7 @@ def report_nodes(
             sees = look.sees if look is not None else {}
             # A node that could not write has left nothing to see.
             seen = {folder: is_answered(canaries[folder], name, patience_s=patience_s) for folder, can_see in sees.items() if can_see}
-            clock = clocks.get(name)
-            ahead_s, uncertainty_s = (None, 0.0) if clock is None else (clock.seconds, clock.uncertainty_s)
+            ahead_s, uncertainty_s = clocks.get(name, (None, 0.0))
             reports.append(NodeReport(name, look, reply.error, seen, ahead_s, uncertainty_s))
         return reports, [node.name for node in nodes if not node.is_alive]
 

@@ -100,7 +100,6 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
-    """Findings about what is installed."""
     # Without torch, the devices of the host decide which installation it should have.
     kind = "gpu" if facts.torch_cuda is not None or ("torch" not in facts.packages and facts.gpus is not None) else "cpu"
     findings = [Finding("python", "ok", facts.python)]

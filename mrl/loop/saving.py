@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from conversion.files.manifest import FileRecord
 from mrl.cluster.session import Session
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
@@ -61,10 +60,7 @@ class CheckpointSaver:
             return
         pending, self._pending = self._pending, None
         parts = self._session.policies.call(PolicyVerbs.finish_save, deadline_s=self._deadline_s).values()
-        on_disk: dict[str, FileRecord] = {}
-        for part in parts:
-            on_disk |= part.files
-        self._folder.checkpoints.commit(pending, on_disk)
+        self._folder.checkpoints.commit(pending, {name: record for part in parts for name, record in part.files.items()})
         if self._is_async:
             self._hidden_s = (self._hidden_s or 0.0) + max(part.hidden_s for part in parts)
 

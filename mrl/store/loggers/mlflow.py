@@ -17,7 +17,7 @@ os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 import mlflow  # noqa: E402  # it reads the variables above
 from mlflow.entities import Metric, Param, RunStatus  # noqa: E402
 
-from mrl.config.schema.logger import LoggerConfig, MlflowConfig  # noqa: E402
+from mrl.config.schema.logger import LoggerConfig  # noqa: E402
 from mrl.store.loggers.sink import SAMPLES, LoggedRun, Sample, flat  # noqa: E402
 
 # Limits of one request of its REST interface, and of a parameter's text.
@@ -41,7 +41,12 @@ class MlflowSink:
             self.run_id = known_id
             self._client.update_run(self.run_id, status=RunStatus.to_string(RunStatus.RUNNING))
         else:
-            experiment = _experiment(self._client, settings, run, is_server=uri.startswith(("http:", "https:")))
+            if found := self._client.get_experiment_by_name(settings.experiment_name):
+                experiment = found.experiment_id
+            else:
+                here = None if uri.startswith(("http:", "https:")) else (Path(run.folder) / "mlflow").as_uri()
+                place = settings.artifact_location or here
+                experiment = self._client.create_experiment(settings.experiment_name, artifact_location=place)
             self.run_id = self._client.create_run(experiment, run_name=settings.run_name).info.run_id
             # Parameters never change in MLflow, so those of the first attempt stay.
             params = [Param(name, str(value)[:MAX_PARAM_LENGTH]) for name, value in flat(run.config).items()]
@@ -63,11 +68,3 @@ class MlflowSink:
 
     def close(self) -> None:
         self._client.set_terminated(self.run_id)
-
-
-def _experiment(client: mlflow.MlflowClient, settings: MlflowConfig, run: LoggedRun, *, is_server: bool) -> str:
-    found = client.get_experiment_by_name(settings.experiment_name)
-    if found is not None:
-        return found.experiment_id
-    here = None if is_server else (Path(run.folder) / "mlflow").as_uri()
-    return client.create_experiment(settings.experiment_name, artifact_location=settings.artifact_location or here)

@@ -42,8 +42,6 @@ class LoggedRun:
 
 @dataclass(frozen=True)
 class Sample:
-    """One rollout as text."""
-
     prompt: str
     rollout: str
     expected: str
