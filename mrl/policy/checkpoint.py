@@ -74,9 +74,6 @@ def begin_save(
     It is complete once `finish` of the result has returned. With `in_background`, a thread writes a copy of the present state in host
     memory, whatever becomes of the weights meanwhile. `adapters` describes them (`Lora.description`), None if there are none; the
     checkpoint holds them apart from the weights that they change.
-
-    Raises:
-        RuntimeError: this rank's file could not be written.
     """
     folder = weights_dir / ITERATION_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,20 +120,11 @@ class CheckpointWrite:
             self._written.set_result(self._write())
 
     def is_done(self) -> bool:
-        """Whether the file is on disk. Not collective.
-
-        Raises:
-            RuntimeError: it could not be written.
-        """
+        """Whether the file is on disk. Not collective."""
         return self._written.done() and bool(self._written.result(timeout=0))
 
     def finish(self, timeout_s: float) -> WriteReport:
-        """Waits for this rank's file, then writes the metadata of all ranks' files. Collective over all ranks.
-
-        Raises:
-            RuntimeError: this rank's file could not be written.
-            TimeoutError: it is not written within `timeout_s`.
-        """
+        """Waits for this rank's file, then writes the metadata of all ranks' files. Collective over all ranks."""
         asked_at = time.monotonic()
         wait([self._written], timeout=timeout_s)
         if not self._written.done():
@@ -225,9 +213,6 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     A checkpoint without optimizer state leaves schedule and moments as they are, and main parameters follow the weights. `adapters`
     describes those of the state, None if it has none. With `is_start`, the checkpoint is the model that a run starts from: it has no
     adapters and no reward head, and those of the state stay as they are.
-
-    Raises:
-        ValueError: there is no checkpoint, or it has other adapters.
     """
     # Megatron's own loader would unpickle whatever the metadata and the shards name, functions included.
     source = TorchDistFolder(weights_dir / ITERATION_FOLDER, verify=False)

@@ -58,9 +58,6 @@ def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> Non
 
     Megatron's loader would do the same through pickles that can run code. Where shapes may differ, as those of padded vocabularies do,
     what the checkpoint lacks becomes zero.
-
-    Raises:
-        ValueError: the checkpoint lacks a tensor, or has it in another shape; or a file is missing or damaged.
     """
     for part in parts:
         assert part.data is not None, f"{part.key} has no memory to read into"

@@ -31,9 +31,6 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
     """Megatron's fusion arguments by name: true where the config asks for a fusion that serves this model and works on this host.
 
     `from_model` are the family's transformer arguments. All are false on hosts without a GPU.
-
-    Raises:
-        RuntimeError: a probe has broken the CUDA context.
     """
     activation, is_gated = from_model["activation_func"], bool(from_model.get("gated_linear_unit"))
     wanted = {
@@ -74,11 +71,7 @@ def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
 
 @cache
 def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) -> bool:
-    """Whether a probe finds no fault. Logs a fault, and a probe that raises, once per process.
-
-    Raises:
-        RuntimeError: the probe has left this process's CUDA context broken, so the plain path would fail too.
-    """
+    """Whether a probe finds no fault. Logs a fault, and a probe that raises, once per process."""
     setting = f"policy.megatron_cfg.{key}"
     try:
         fault = fault_of()

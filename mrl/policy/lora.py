@@ -192,9 +192,6 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
     """Freezes the chunks and gives their linear layers adapters, where `megatron_cfg.peft` is enabled. Call it before DDP.
 
     Adapters start as a function of `seed` and canonical names alone, whatever the layout.
-
-    Raises:
-        ValueError: shared experts that overlap with the routed ones would have adapters.
     """
     settings = config.megatron_cfg.peft
     if not settings.enabled:

@@ -51,9 +51,6 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     """This rank's chunks of the model, one for each virtual pipeline stage, randomly initialised, bare of data parallelism.
 
     In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json.
-
-    Raises:
-        ValueError: the model is not supported, or the pipeline layout does not hold every layer exactly once.
     """
     model_family, megatron = family(hf_config), config.megatron_cfg
     arguments = model_family.megatron_arguments(hf_config)
@@ -187,11 +184,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
 
 
 def _freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig) -> None:
-    """Excludes from training what `megatron_cfg.freeze_moe_router` and `freeze_config` name. The chunks have no wrappers yet.
-
-    Raises:
-        ValueError: patterns match only some of the canonical tensors that a parameter is made of.
-    """
+    """Excludes from training what `megatron_cfg.freeze_moe_router` and `freeze_config` name. The chunks have no wrappers yet."""
     patterns = config.megatron_cfg.freeze_config.modules
     # The parts of tp rank 0 are never all padding, so that every rank freezes the same.
     layout = live_layout(config, hf_config, replace(parallel.coordinates(), tp=0, etp=0))

@@ -1,15 +1,18 @@
-"""Routing to experts: the arguments of Megatron's layers, a router that knows what its row holds, a dispatcher for rows of any length.
+"""Routing to experts: the arguments of Megatron's layers, a router that knows its row, a dispatcher for rows of any length, router replay.
 
 Megatron's own router takes a row for one sequence and its padding for tokens, and weights the auxiliary losses of rows by numbers of
 tokens that differ between layouts.
-Shape suffixes: T tokens of a row on this rank, S sequences of the row or the row as a whole, E experts, L layers of the whole model.
+Shape suffixes: T tokens of a row on this rank, S sequences of the row or the row as a whole, E experts, K experts per token, L layers of
+the whole model, or those with experts on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partialmethod
+from functools import partial, partialmethod
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -17,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
@@ -24,6 +28,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from mrl.algo.balance import LOSS_NAMES, Routing, bias_directions
@@ -222,3 +227,117 @@ def update_expert_biases(chunks: Sequence[DistributedDataParallel], routing: Rou
     for chunk in chunks:
         for router in routers_of(chunk):
             router.expert_bias.add_(directions_LE[router.layer_index].to(router.expert_bias), alpha=rate)
+
+
+class RouterReplay:
+    """Router replay (R3, arXiv:2510.11370): the policy's routers send each token to the experts that the engine chose for it.
+
+    The probabilities are the policy's own scores of those experts, so gradients flow through the gate as ever; a bias that balances experts
+    only takes part in a choice, and there is none. Its statistics count the experts that a token was really sent to. Auxiliary losses rate
+    the scores against the router's own choice, as Megatron computes them.
+
+    Megatron calls the `router_replay` of a router where it would choose. Its own RouterReplay is not used: it learns from global switches
+    whether a call belongs to a forward pass or to one that is computed again in backward, and takes the routes of the latter from a queue.
+    Under 1F1B both kinds alternate, and passes that compute nothing again leave the queue full.
+
+    At any time a rank computes one microbatch: in forward, in backward, or again in backward. `enter` says which one at the start of its
+    forward pass, and the gradient of its output, the first thing that its backward pass computes, says so again: whatever is computed anew
+    from there on follows the same routes, in any schedule.
+    """
+
+    def __init__(self, chunks: Sequence[MegatronModule], expert_layers: Sequence[int]) -> None:
+        """`expert_layers` are the indices of the layers with experts in the whole model, in the order in which routes list them."""
+        self._num_layers = len(expert_layers)
+        self._layers: list[int] = []
+        self._current: tuple[Tensor, Tensor] | None = None
+        """Routes of the microbatch, for this rank's tokens and layers: expert ids [L, T, K], and which tokens have any, [T]."""
+        self._is_counting = False
+        for chunk in unwrap_model(list(chunks)):
+            for layer in chunk.decoder.layers:
+                for router in (module for module in layer.modules() if isinstance(module, TopKRouter)):
+                    # Megatron calls it with `scores` [T, E], with the bias where there is one, and its own way to choose.
+                    router.router_replay = SimpleNamespace(get_replay_topk=partial(self._choose, len(self._layers)))
+                    self._layers.append(expert_layers.index(layer.layer_number - 1))
+        self._num_experts, self._topk = chunks[0].config.num_moe_experts, chunks[0].config.moe_router_topk
+        self._counts_L2 = torch.zeros(len(self._layers), 2, dtype=torch.int64, device=next(chunks[0].parameters()).device)
+
+    def check(self, rows: Sequence[PackedRow]) -> None:
+        """Checks that every row with sequences has routes of this model."""
+        for row in rows:
+            if not row.sequence_indices:
+                continue
+            if row.routes is None:
+                raise ValueError("policy.router_replay.enabled=true, but rollouts came without routes; their engine was started without it")
+            shape = tuple(row.routes.expert_ids_TLK.shape[1:])
+            if shape != (self._num_layers, self._topk) or int(row.routes.expert_ids_TLK.max()) >= self._num_experts:
+                raise ValueError(
+                    f"routes of {shape} (layers, experts per token) with ids up to {int(row.routes.expert_ids_TLK.max())} are not those of "
+                    f"this model: {(self._num_layers, self._topk)}, {self._num_experts} experts"
+                )
+
+    def enter(self, row: PackedRow) -> None:
+        """Starts the microbatch of this row; its routers choose by themselves if it has no routes."""
+        if row.routes is None:
+            self._current = None
+            return
+        positions_T = router_positions(row)
+        expert_ids_LTK = row.routes.expert_ids_TLK[positions_T][:, self._layers].transpose(0, 1).contiguous()
+        device = self._counts_L2.device
+        self._current = expert_ids_LTK.to(device), row.routes.is_known_T[positions_T].to(device)
+
+    def enter_again_in_backward(self, output: Tensor) -> None:
+        """Makes the backward pass of `output`, the current microbatch's result, enter that microbatch once more."""
+        if not output.requires_grad:
+            return
+        routes = self._current
+
+        def enter(grad: Tensor) -> None:
+            self._current = routes
+
+        output.register_hook(enter)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, forward passes count how often routers would have chosen other experts than their routes."""
+        self._is_counting = True
+        try:
+            yield
+        finally:
+            self._is_counting = False
+
+    def take_metrics(self) -> dict[str, float]:
+        """Share of (token, layer) pairs for which the router's own choice was another set of experts, since the last call.
+
+        A router chooses after the layers before it have followed. Collective over all ranks; the same floats on every rank.
+        """
+        counts = torch.zeros(self._num_layers, 2, dtype=torch.int64)
+        counts[self._layers] = self._counts_L2.cpu()
+        self._counts_L2.zero_()
+        # Ranks that route the same tokens count them alike.
+        dist.all_reduce(counts)
+        shares = counts[:, 0] / counts[:, 1].clamp(min=1)
+        total = counts.sum(dim=0)
+        return {"router_mismatch": float(total[0] / total[1].clamp(min=1)), "router_mismatch_worst_layer": float(shares.max())}
+
+    def _choose(
+        self,
+        index: int,
+        scores_TE: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        own_choice: Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and ids of the experts of each token in this rank's `index`-th layer with experts, both [T, K], best first."""
+        own_scores_TK, own_ids_TK = own_choice(scores_TE, topk, num_groups, group_topk)
+        if self._current is None:
+            return own_scores_TK, own_ids_TK
+        expert_ids_LTK, is_known_T = self._current
+        known_T1 = is_known_T[:, None]
+        ids_TK = torch.where(known_T1, expert_ids_LTK[index].long(), own_ids_TK)
+        if self._is_counting:
+            differs_T = (ids_TK.sort(dim=1).values != own_ids_TK.sort(dim=1).values).any(dim=1)
+            self._counts_L2[index] += torch.stack([differs_T.sum(), known_T1.sum()])
+        # In the order of topk, so that the same choice gives the same sums, whatever order the engine keeps.
+        scores_TK, order_TK = scores_TE.gather(1, ids_TK).sort(dim=1, descending=True, stable=True)
+        return scores_TK, ids_TK.gather(1, order_TK)

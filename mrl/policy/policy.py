@@ -30,12 +30,11 @@ from mrl.policy.host_block import HostBlock, host_copies, swap
 from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.lora import attach_adapters
 from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
-from mrl.policy.objectives import objective_of
+from mrl.policy.moe import RouterReplay
 from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, build_scheduler
 from mrl.policy.output import attach_reward_head
 from mrl.policy.reports import WriteReport
-from mrl.policy.router_replay import RouterReplay
-from mrl.policy.step import compute_logprobs, evaluate, train_step
+from mrl.policy.step import compute_logprobs, evaluate, objective_of, train_step
 from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
@@ -110,11 +109,7 @@ class Policy:
         return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
-        """Moves gradients and optimizer state to where `mrl.phases` wants them, if an engine shares the device. Not collective.
-
-        Raises:
-            ValueError: no run goes from the current phase to `phase`.
-        """
+        """Moves gradients and optimizer state to where `mrl.phases` wants them, if an engine shares the device. Not collective."""
         residency = phases.enter(self._phase, phase)
         self._phase = phase
         if self._config.frees_training_memory:
@@ -171,12 +166,7 @@ class Policy:
         return self._writing.is_done()
 
     def finish_save(self) -> WriteReport:
-        """Waits for the write that `begin_save` began, and completes it; returns what this rank wrote.
-
-        Raises:
-            RuntimeError: this rank could not write its part.
-            TimeoutError: the write takes longer than deadlines.checkpoint_s.
-        """
+        """Waits for the write that `begin_save` began, and completes it; returns what this rank wrote."""
         assert self._writing is not None, "begin_save comes first"
         writing, self._writing = self._writing, None
         return writing.finish(self._config.deadlines.checkpoint_s)
@@ -224,10 +214,6 @@ class Policy:
 
         A further batch waits behind the present ones: logprob passes compute all of them, each `train_step` uses up the first.
         `logprob_rows` hold the same sequences in other rows, for the logprob passes; None = the same rows.
-
-        Raises:
-            RuntimeError: ranks hold different numbers of rows.
-            ValueError: rows lack routes, although policy.router_replay.enabled.
         """
         if self._replay is not None:
             self._replay.check(rows)

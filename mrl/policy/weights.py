@@ -39,11 +39,7 @@ def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
 
 
 def rank_tensors(models: Sequence[nn.Module], layout: Layout) -> dict[Slot, Tensor]:
-    """Every parameter and persistent buffer of this rank, by slot: the live tensors themselves. `models` are bare of wrappers.
-
-    Raises:
-        RuntimeError: the live model and its conversion table differ, so some weight would never be converted, saved or sent.
-    """
+    """Every parameter and persistent buffer of this rank, by slot: the live tensors themselves. `models` are bare of wrappers."""
 
     def named(slots: Iterable[Slot]) -> str:
         return ", ".join(sorted(map(str, slots))[:10]) or "none"
@@ -81,9 +77,6 @@ class Arena:
 
         Tensors that share a storage move together and go on sharing it. So `views` must name every other tensor into these storages that
         is still used (Megatron's buffers and buckets); a forgotten one keeps the old memory.
-
-        Raises:
-            ValueError: a slot is not contiguous, or slots lie on several devices.
         """
         strided = [str(slot) for slot, tensor in slots.items() if not tensor.is_contiguous()]
         if strided:
@@ -130,11 +123,7 @@ class Arena:
         return dict(self._slots)
 
     def check(self, live: Mapping[Slot, Tensor]) -> None:
-        """Checks that `live`, the weights as the model holds them now, are still the ones in the arena.
-
-        Raises:
-            RuntimeError: names the slots that have other memory, are new or are lost since the arena was made.
-        """
+        """Checks that `live`, the weights as the model holds them now, are still the ones in the arena."""
         base = self._memory.tensor.data_ptr()
         moved = [str(slot) for slot, row in self._table.items() if slot not in live or live[slot].data_ptr() != base + row.offset]
         added = [str(slot) for slot in live if slot not in self._table]
@@ -161,11 +150,7 @@ class CopyCheck:
         self._shared = {key: held for key, held in copies.items() if len(held) > 1}
 
     def run(self) -> None:
-        """Checks the bytes as they are now. Collective over all ranks.
-
-        Raises:
-            RuntimeError: copies differ (on all ranks); it names slots and ranks.
-        """
+        """Checks the bytes as they are now. Collective over all ranks."""
         sums = torch.full((self._max_pieces,), -1, dtype=torch.int64)
         sums[: len(self._views)] = self._checksums.take()
         gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]

@@ -29,11 +29,7 @@ TAIL_SAFE_FUNCTIONS = ("sigmoid", "silu", "softplus")
 
 
 def install() -> None:
-    """Applies PATCHES in this process, once; call it before the model is built.
-
-    Raises:
-        RuntimeError: vLLM runs on another platform here, which needs none of this.
-    """
+    """Applies PATCHES in this process, once; call it before the model is built."""
     if not current_platform.is_cpu():
         raise RuntimeError(f"mrl.rollout.cpu is for CPU hosts, but vLLM's platform here is {current_platform.device_name}")
     if _libraries:

@@ -114,11 +114,7 @@ class Engine:
         return self.weight_version is not None and not self._is_refitting and self._phase in (None, "generate")
 
     def add(self, requests: Sequence[RolloutRequest]) -> None:
-        """Queues requests; they are sampled by later steps.
-
-        Raises:
-            ValueError: a request with that id is unfinished, or its prompt leaves no room for a token. Nothing is queued then.
-        """
+        """Queues requests; they are sampled by later steps."""
         twice = {request.request_id for request in requests} & self._unfinished.keys()
         if twice or len({request.request_id for request in requests}) < len(requests):
             raise ValueError(f"requests were added twice: {sorted(twice) or 'within one call'}; a request id may be unfinished only once")
@@ -129,11 +125,7 @@ class Engine:
             self._unfinished[request.request_id] = _Unfinished(request, vllm_id, self.weight_version, self._num_refits)
 
     def step(self) -> list[Rollout]:
-        """Runs one forward pass over the running requests and returns the rollouts that it finished. Callers get their answers.
-
-        Raises:
-            RuntimeError: no refit has been completed yet, or one is under way.
-        """
+        """Runs one forward pass over the running requests and returns the rollouts that it finished. Callers get their answers."""
         if self.weight_version is None or self._is_refitting:
             state = "is being refitted" if self._is_refitting else "has not been refitted yet"
             raise RuntimeError(f"the engine {state}: it must not sample before set_weight_version")
@@ -171,11 +163,7 @@ class Engine:
         return self._workers("tensor_dtypes")
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
-        """Lets each worker compute its part of the schedule; `workers` are in the order of TP ranks.
-
-        Raises:
-            RefitError: the schedule does not write every live element exactly once, or memory of a trainer rank cannot be mapped.
-        """
+        """Lets each worker compute its part of the schedule; `workers` are in the order of TP ranks."""
         self._workers("prepare_refit", list(workers))
         self._is_prepared = True
 
@@ -223,11 +211,7 @@ class Engine:
         return reports
 
     def enter(self, phase: Phase) -> None:
-        """Frees or takes GPU memory as the phase table says. On CPU hosts and in dedicated engines nothing moves.
-
-        Raises:
-            ValueError: no run goes from the current phase to this one.
-        """
+        """Frees or takes GPU memory as the phase table says. On CPU hosts and in dedicated engines nothing moves."""
         place = phases.enter(self._phase, phase)
         self._phase = phase
         if current_platform.is_cpu() or not self._is_colocated:

@@ -69,10 +69,6 @@ def start_server(engine: Engine, policy: PolicyConfig, *, host: str, api_key: st
     """Starts the server in a thread that lives as long as the process, and returns its base URL, `http://HOST:PORT/v1`.
 
     `wake` is called from that thread whenever a request has come: it makes the owner step the engine.
-
-    Raises:
-        RuntimeError: no port of the range is free.
-        TypeError: a parser cannot work with the tokenizer.
     """
     # vLLM's is one of transformers'.
     sampling = sampling_params(policy, cast("PreTrainedTokenizerBase", engine.llm.get_tokenizer()))
@@ -122,7 +118,7 @@ def _make_app(engine: Engine, handlers: Handlers) -> FastAPI:
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
-        return JSONResponse(await handlers.list_models())
+        return JSONResponse((await handlers.models.show_available_models()).model_dump())
 
     @app.get("/v1/sessions/{session_id}")
     async def session(session_id: str) -> JSONResponse:
@@ -150,11 +146,7 @@ class Handlers:
     """
 
     def __init__(self, engine: HttpEngine, policy: PolicyConfig, sampling: SamplingParams) -> None:
-        """`sampling` is that of training.
-
-        Raises:
-            TypeError: a parser cannot work with the tokenizer.
-        """
+        """`sampling` is that of training."""
         vllm_cfg, name = policy.generation.vllm_cfg, policy.model_name
         chosen = vllm_cfg.http_server_serving_chat_kwargs
         if vllm_cfg.tool_parser_plugin is not None:
@@ -234,10 +226,6 @@ class Handlers:
             response.tokens = await self._continued(request, prefix, num_answered)
             response.count, response.token_strs = len(response.tokens), None
         return response.model_dump()
-
-    async def list_models(self) -> Json:
-        """`GET /v1/models`."""
-        return (await self.models.show_available_models()).model_dump()
 
     def _checked(self, body: Json, session_id: str | None) -> Json:
         if refusal := find_refusal(body, self.limits, session_id=session_id):

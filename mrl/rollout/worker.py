@@ -58,9 +58,6 @@ class RefitWorker:
         """Computes the schedule, maps the memory of its GPU's trainer rank or joins the exchange, and prepares its copies; see `Puller`.
 
         Collective over all participants of the exchange for the workers of dedicated engines.
-
-        Raises:
-            RefitError: two tensors overlap, so that some bytes would be written twice; or a constant buffer is not 1.
         """
         mine, model = workers[self.rank], self.get_model()
         # Gives back what an earlier refit has mapped or received into.
@@ -146,11 +143,7 @@ class RouteRecorder:
         setattr(runner, "_model_forward", recorded)  # noqa: B010  (a method is replaced)
 
     def take(self, request_ids: Sequence[str]) -> list[np.ndarray]:
-        """Routes of these requests, each [tokens that went through the model, layers, experts per token], and forgets them.
-
-        Raises:
-            RuntimeError: some token never went through the model.
-        """
+        """Routes of these requests, each [tokens that went through the model, layers, experts per token], and forgets them."""
         return [_joined(request_id, self._passes.pop(request_id)) for request_id in request_ids]
 
     def _record(self) -> None:

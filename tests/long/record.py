@@ -39,7 +39,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "parity_steps": ("mrl/policy", "mrl/algo", "conversion/families"),
     "recompute": ("mrl/policy",),
     "refit": ("mrl/refit", "mrl/cluster/refit.py", "conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py"),
-    "router_replay": ("mrl/policy/router_replay.py", "mrl/policy/moe.py", "mrl/rollout/worker.py"),
+    "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py", "conversion/families"),
     "supervised": ("mrl/loop", "mrl/algo", "mrl/policy", "configs/sft_tiny.yaml", "configs/dpo_tiny.yaml", "configs/rm_tiny.yaml"),
     "witness": ("conversion/families", "mrl/refit", "mrl/rollout"),

@@ -184,9 +184,8 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
 
     from mrl.policy.batch import TrainRow, global_batch_size, own_positions
     from mrl.policy.logprobs import TokenDistribution
-    from mrl.policy.objectives import Objective
     from mrl.policy.output import token_scores
-    from mrl.policy.step import forward_backward
+    from mrl.policy.step import Objective, forward_backward
 
     distribution = TokenDistribution.of(config, _vocab_size(folder))
     replay = _replay(chunks, config, folder)
@@ -221,7 +220,7 @@ def _rows(config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> li
 
 
 def _replay(chunks: list, config: PolicyConfig, folder: Path):
-    from mrl.policy.router_replay import RouterReplay
+    from mrl.policy.moe import RouterReplay
 
     hf_config = _hf_config(folder)
     return RouterReplay(chunks, family(hf_config).expert_layers(hf_config)) if config.router_replay.enabled else None
