@@ -76,13 +76,12 @@ class RewardActor:
         from mrl.envs.task import Task
 
         rollouts = pull(infos, timeout_s=self.deadlines.reward_s)
-        if self.rules is not None:
-            for info, rollout in zip(infos, rollouts, strict=True):
-                self._remarks[info.request_id] = inspect(rollout, self.decode, self.rules)
-        if self.max_turns > 1:
-            self.undecided.update((info.request_id, rollout) for info, rollout in zip(infos, rollouts, strict=True))
         answers = []
         for info, rollout, prompt in zip(infos, rollouts, prompts, strict=True):
+            if self.rules is not None:
+                self._remarks[info.request_id] = inspect(rollout, self.decode, self.rules)
+            if self.max_turns > 1:
+                self.undecided[info.request_id] = rollout
             task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
             answers.append(Answer(info.request_id, prompt.env_name, task))
         self.scorer.submit(answers)

@@ -70,7 +70,9 @@ def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list
         return [*_this_host(folders, config), Finding("cluster", "problem", " ".join(str(error).split()), remedy)]
     by_node = {report.name: judge_host(report.look.facts, config, is_in_cluster=True) for report in reports if report.look is not None}
     in_job = env.SLURM_JOB_NUM_NODES.read() or ""
-    num_expected = config.cluster.num_nodes if config is not None else int(in_job) if in_job.isdigit() else None
+    num_expected = int(in_job) if in_job.isdigit() else None
+    if config is not None:
+        num_expected = config.cluster.num_nodes
     return merge_nodes(by_node) + judge_cluster(reports, lost=lost, num_expected=num_expected)
 
 

@@ -96,7 +96,7 @@ class CheckpointStore:
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint whose every byte agrees with its manifest; warns of each newer one that does not."""
-        for checkpoint in sorted(self._published(), key=lambda found: -found.step):
+        for checkpoint in self._newest_first():
             problem = find_damage(checkpoint.folder)
             if problem is None:
                 return checkpoint
@@ -110,9 +110,9 @@ class CheckpointStore:
                 logger.info("removing %s, left by an interrupted save", folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _published(self) -> list[Checkpoint]:
+    def _newest_first(self) -> list[Checkpoint]:
         matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in self.folder.glob("step_*")]
-        return [Checkpoint(int(match[1]), path) for match, path in matches if match]
+        return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: -found.step)
 
     def _prune(self) -> None:
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
@@ -122,7 +122,7 @@ class CheckpointStore:
                 return (float("inf"), -checkpoint.step)
             return (-value if self.higher_is_better else value, -checkpoint.step)
 
-        newest_first = sorted(self._published(), key=lambda found: -found.step)
+        newest_first = self._newest_first()
         periodic = [checkpoint for checkpoint in newest_first if checkpoint.step % self.save_period == 0]
         kept = newest_first[: self.keep_latest_k] + sorted(periodic, key=rank)[: self.keep_top_k]
         for checkpoint in newest_first:
