@@ -1,9 +1,8 @@
 """Entries of a checkpoint: which boxes of which global tensors one rank writes from live memory and reads into it.
 
 Replicas of a weight take turns: each handles some of the weights that all of them hold. Of the optimizer's state a rank handles its own
-shards. A shard is a range of a parameter's elements, so a few boxes of the global tensor. The files hold Megatron's `fully_reshardable`
-format: tensors of the model's shapes, which any layout can load, by Megatron's loader too. WeightEntries of modules that are not Megatron's
-follow from conversion tables.
+shards, each a range of a parameter's elements, so a few boxes of the global tensor. The files hold Megatron's `fully_reshardable` format:
+tensors of the model's shapes, which any layout can load, by Megatron's loader too.
 
 Megatron's own writer gathers the state of all replicas on each of them. Up to megatron-core 0.16.1 it also gives parameters the state of
 their neighbours where a gradient bucket before theirs ends in padding (distrib_optimizer.py, "issue #504").
@@ -56,8 +55,7 @@ def read_weights(source: TorchDistFolder, entries: WeightEntries) -> None:
 def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> None:
     """Fills the data of each part, in place, with its box of the stored tensor of its key. Not collective.
 
-    Megatron's loader would do the same through pickles that can run code. Where shapes may differ, as those of padded vocabularies do,
-    what the checkpoint lacks becomes zero.
+    Where shapes may differ, as those of padded vocabularies do, what the checkpoint lacks becomes zero.
     """
     for part in parts:
         assert part.data is not None, f"{part.key} has no memory to read into"

@@ -46,10 +46,7 @@ class Patch:
 
 
 def install() -> None:
-    """Applies the patches that this host needs, once per process; later calls do nothing.
-
-    Call it before a process group or a model is made. Imports megatron.core.
-    """
+    """Applies the patches that this host needs, once per process, before a process group or a model is made. Imports megatron.core."""
     if REPLACED:
         return
     for patch in PATCHES:

@@ -48,11 +48,9 @@ class HostBlock:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the block; 0 before the first tensor came."""
         return 0 if self._block is None else self._block.nbytes
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in the block."""
         return self._block is not None and tensor.untyped_storage().data_ptr() == self._block.untyped_storage().data_ptr()
 
     @torch.no_grad()

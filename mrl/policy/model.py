@@ -107,10 +107,7 @@ def _build_chunk(
 
 
 def wrap_ddp(chunks: list[MegatronModule], config: PolicyConfig) -> list[DistributedDataParallel]:
-    """The chunks with gradient buffers and data-parallel reduction; schedules sum their gradients and never average them.
-
-    Collective over all ranks.
-    """
+    """The chunks with gradient buffers and data-parallel reduction. Collective over all ranks."""
     settings = config.megatron_cfg.distributed_data_parallel_config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
@@ -133,10 +130,7 @@ def sum_gradients(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> None:
-    """Megatron's finalize_model_grads without its division by `num_tokens`: the loss is divided by the global denominator already.
-
-    Called by the schedules after the last backward pass. Collective over all ranks.
-    """
+    """Megatron's finalize_model_grads without its division by `num_tokens`: the loss is divided by the global denominator already."""
     finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
 

@@ -92,22 +92,20 @@ class RowTokens:
 
 
 def row_tokens(row: PackedRow, batch: BatchSize, device: torch.device) -> RowTokens:
-    """What this rank's routers know of a row."""
     sequences_T = torch.full_like(row.token_ids_T, len(row.lengths))
     for index, (start, length) in enumerate(zip(row.cu_seqlens.tolist(), row.lengths, strict=False)):
         sequences_T[start : start + length] = index
     return RowTokens(sequences_T[router_positions(row)].to(device), len(row.lengths), batch)
 
 
-def routers_of(chunk: nn.Module) -> Iterator[PackedRouter]:
-    """The routers of a model chunk."""
-    return (module for module in chunk.modules() if isinstance(module, PackedRouter))
-
-
 def show_row(chunk: nn.Module, tokens: RowTokens) -> None:
     """Tells the chunk's routers which row they compute next, in a forward pass or in a recomputation."""
-    for router in routers_of(chunk):
+    for router in _routers([chunk]):
         router.row = tokens
+
+
+def _routers(chunks: Sequence[nn.Module]) -> Iterator[PackedRouter]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter))
 
 
 class PackedRouter(TopKRouter):
@@ -133,7 +131,6 @@ class PackedRouter(TopKRouter):
         return self.layer_number - 1
 
     def reset(self) -> None:
-        """Forgets all counts."""
         self.tokens_E: Tensor | int = 0
         """Choices of each expert by this rank's tokens, int64."""
         self.losses: dict[str, Tensor] = {}
@@ -199,20 +196,18 @@ class RowAllGatherDispatcher(MoEAllGatherTokenDispatcher):
 def take_routing(chunks: Sequence[DistributedDataParallel], *, loss_type: str) -> Routing:
     """The counts of all routers since the last call. `loss_type` is the policy's moe_router_load_balancing_type.
 
-    Collective over all ranks where the model has experts. Tokens of tp ranks are different ones, because experts train with sequence
-    parallelism; so every token of every layer is counted by one rank.
+    Collective over all ranks where the model has experts. Experts train with sequence parallelism, so one rank counts each token.
     """
     config, device = chunks[0].config, next(chunks[0].parameters()).device
     tokens_LE = torch.zeros(config.num_layers, config.num_moe_experts or 0, dtype=torch.int64, device=device)
     if config.num_moe_experts is None:
         return Routing(tokens_LE.cpu(), {})
     losses = {kind: torch.zeros(config.num_layers, dtype=torch.double, device=device) for kind in LOSS_NAMES if kind == loss_type}
-    for chunk in chunks:
-        for router in routers_of(chunk):
-            tokens_LE[router.layer_index] = router.tokens_E
-            for kind, loss in router.losses.items():
-                losses[kind][router.layer_index] = loss
-            router.reset()
+    for router in _routers(chunks):
+        tokens_LE[router.layer_index] = router.tokens_E
+        for kind, loss in router.losses.items():
+            losses[kind][router.layer_index] = loss
+        router.reset()
     for total in (tokens_LE, *losses.values()):
         dist.all_reduce(total)
     return Routing(tokens_LE.cpu(), {kind: loss.cpu() for kind, loss in losses.items()})
@@ -224,9 +219,8 @@ def update_expert_biases(chunks: Sequence[DistributedDataParallel], routing: Rou
     if rate == 0:
         return
     directions_LE = bias_directions(routing.tokens_LE)
-    for chunk in chunks:
-        for router in routers_of(chunk):
-            router.expert_bias.add_(directions_LE[router.layer_index].to(router.expert_bias), alpha=rate)
+    for router in _routers(chunks):
+        router.expert_bias.add_(directions_LE[router.layer_index].to(router.expert_bias), alpha=rate)
 
 
 class RouterReplay:

@@ -143,10 +143,7 @@ class TrainingMemory:
 
 
 def optimizer_tensors(state: TrainState) -> list[Tensor]:
-    """Main parameters and moments that the device computes with, each once.
-
-    Leaves out views of the model's weights, and what Megatron's HybridDeviceOptimizer keeps on the host anyway.
-    """
+    """Main parameters and moments, each once, without views of the weights and what HybridDeviceOptimizer keeps on the host anyway."""
     weights = {parameter.untyped_storage().data_ptr() for chunk in state.chunks for parameter in chunk.parameters()}
     tensors: list[Tensor] = []
     for inner in (part.optimizer for part in parts(state.optimizer)):

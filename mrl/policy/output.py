@@ -80,10 +80,7 @@ class RewardHead(nn.Module):
 
 
 def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
-    """Gives the last stage's chunk a head, so that it returns hidden states in place of logits; returns the head's layout.
-
-    Call it before DDP. The output layer keeps its weights, which no longer change unless they are the embedding's.
-    """
+    """Gives the last stage's chunk a head, so that it returns hidden states in place of logits; returns the head's layout. Before DDP."""
     layout: Layout = {}
     for index, chunk in enumerate(chunks):
         model = _bare(chunk)
@@ -92,6 +89,7 @@ def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
         if not isinstance(model.output_layer, ChunkedOutputLayer):
             model.output_layer = ChunkedOutputLayer(model.output_layer, chunk_tokens=1)
         if not model.share_embeddings_and_output_weights:
+            # The layer keeps its weights, which are not used.
             model.output_layer.weight.requires_grad_(False)
         some = next(model.parameters())
         head = RewardHead(model.config.hidden_size, some.dtype, seed=seed).to(some.device)

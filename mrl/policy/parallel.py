@@ -29,10 +29,7 @@ def initialize(
     seed: int,
     device_index: int = 0,
 ) -> None:
-    """Joins the process group and builds Megatron's groups, on a host that `mrl.policy.cpu` patches first.
-
-    Collective over all ranks. Every collective made later fails after `timeout_s`. `device_index` is the GPU of this rank.
-    """
+    """Patches the host and builds all process groups. Collective over all ranks. Every collective made later fails after `timeout_s`."""
     if torch.cuda.is_available():
         torch.cuda.set_device(device_index)
         backend = "cpu:gloo,cuda:nccl"

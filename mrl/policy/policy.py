@@ -237,8 +237,7 @@ class Policy:
     def compute_reference_logprobs(self) -> None:
         """Computes log-probabilities of the batches under the weights that the run started from, never truncated by top-k or top-p.
 
-        This reference chooses its experts itself: it is another model than the one whose routes the rows carry. Afterwards the current
-        weights are back, bit for bit.
+        This reference chooses its experts itself. Afterwards the current weights are back, bit for bit.
         """
         with self._reference_weights():
             for batch in (self._current_batch(), *self._further_batches):
@@ -288,10 +287,7 @@ class Policy:
             return evaluate(self._chunks, batch.train_rows(), objective)
 
     def prepare_refit(self, inputs: RefitInputs, address: GroupAddress | None) -> GpuHandles:
-        """Joins the exchange and sets up this rank's part; returns what the engine workers of this GPU need to pull.
-
-        Collective over all participants at `address`; None where this rank is all there is.
-        """
+        """Sets up this rank's part of the exchange, collective at `address` if any; returns what its GPU's workers need to pull."""
         if self._exchange is not None:
             # Before the next one: two would not fit.
             self._exchange.close()

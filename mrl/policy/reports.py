@@ -12,6 +12,6 @@ class WriteReport:
     """The files that one rank wrote of a checkpoint."""
 
     files: dict[str, FileRecord]
-    """By path below the folder of the weights. They are on disk, not only in the operating system's cache."""
+    """By path below the folder of the weights; flushed to disk."""
     hidden_s: float
     """Seconds of writing that nobody waited for."""

@@ -144,10 +144,7 @@ class PackedCoreAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSeqParams | None, **__: object
     ) -> Tensor:
-        """[tokens, heads, head_dim], from query [tokens, heads, head_dim] and key, value [tokens, groups, head_dim] of this cp rank.
-
-        Collective over the cp group.
-        """
+        """From query [tokens, heads, head_dim] and key, value [tokens, groups, head_dim] of this cp rank. Collective over the cp group."""
         assert packed_seq_params is not None, "packed rows are the only batch format"
         cu_seqlens, size, rank = packed_seq_params.cu_seqlens_q, self.cp_group.size(), self.cp_group.rank()
         if size == 1:

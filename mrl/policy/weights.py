@@ -65,11 +65,7 @@ def buffer_views(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
 
 
 class Arena:
-    """Owns the memory of a rank's weights: one block that the engine workers of its GPU can map.
-
-    Make it after wrapping in DDP, which lays trainable parameters out in contiguous buffers, and before the optimizer, which keeps views
-    into those buffers.
-    """
+    """Owns the memory of a rank's weights, which the engine workers of its GPU can map. Make it after DDP and before the optimizer."""
 
     @torch.no_grad()
     def __init__(self, slots: Mapping[Slot, Tensor], views: Iterable[Tensor] = (), *, name: str) -> None:
@@ -115,7 +111,6 @@ class Arena:
             torch.cuda.empty_cache()
 
     def handle(self) -> ArenaHandle:
-        """The arena as the engine workers of this GPU see it."""
         return ArenaHandle(self._memory.handle(), self._table)
 
     def tensors(self) -> dict[Slot, Tensor]:

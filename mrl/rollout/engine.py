@@ -168,19 +168,11 @@ class Engine:
         self._is_prepared = True
 
     def exchange(self, round_index: int) -> None:
-        """Lets the workers of a dedicated engine receive what they will pull in one round. Changes nothing in the model.
-
-        Raises:
-            RefitError: a trainer rank did not send in time.
-        """
+        """Lets the workers of a dedicated engine receive what they will pull in one round. Changes nothing in the model."""
         self._workers("exchange_round", round_index)
 
     def pull(self, round_index: int) -> int:
-        """Copies one round into the live model and returns the bytes written by all workers. The engine refuses to step from here on.
-
-        Raises:
-            RefitError: see `Puller.pull`.
-        """
+        """Copies one round into the live model and returns the bytes written by all workers. The engine refuses to step from here on."""
         self._is_refitting = True
         return sum(self._workers("pull_round", round_index))
 
@@ -235,10 +227,7 @@ class Engine:
         self._awake = wanted
 
     def die_with_workers(self) -> None:
-        """From here on, ends this process when a worker process of the engine ends before `shutdown`.
-
-        Nothing works without the worker, and its owner can start an engine again only if it ends as a whole.
-        """
+        """From here on, ends this process when a worker process ends before `shutdown`: only as a whole can its owner start it again."""
         executor = self.llm.model_executor
 
         def kill_after_worker(executor: MultiprocExecutor) -> None:
@@ -261,7 +250,7 @@ class Engine:
 
     @property
     def _cache_salt(self) -> str | None:
-        """Keeps requests from using what requests of older weights have cached."""
+        # Keeps requests from using what requests of older weights have cached.
         return str(self.weight_version) if self._keeps_kv_cache else None
 
     def _take_questions(self, weight_version: int) -> None:

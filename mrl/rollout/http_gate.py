@@ -104,7 +104,6 @@ class Connection(asyncio.Protocol):
         self._num_answering = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accepts a client; closes the oldest stranger where there are too many."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
         self._strangers[self] = None
         if len(self._strangers) > MAX_STRANGERS:
@@ -144,7 +143,6 @@ class Connection(asyncio.Protocol):
         self._num_answering -= 1
 
     def close(self) -> None:
-        """Ends the connection at once."""
         self._strangers.pop(self, None)
         if self._transport is not None:
             self._transport.abort()

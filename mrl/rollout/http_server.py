@@ -179,7 +179,6 @@ class Handlers:
         self.sessions = Sessions()
 
     async def chat(self, body: Json, session_id: str | None) -> Json:
-        """`POST /v1/chat/completions`."""
         plain, prefix = take_prefix(self._checked(body, session_id))
         request = _read(ChatCompletionRequest, plain)
         request.request_id = uuid.uuid4().hex
@@ -199,7 +198,6 @@ class Handlers:
         return response.model_dump() | _versions(answers)
 
     async def complete(self, body: Json, session_id: str | None) -> Json:
-        """`POST /v1/completions`."""
         request = _read(CompletionRequest, self._checked(body, session_id))
         request.request_id = uuid.uuid4().hex
         try:

@@ -55,10 +55,7 @@ class RefitWorker:
         return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
-        """Computes the schedule, maps the memory of its GPU's trainer rank or joins the exchange, and prepares its copies; see `Puller`.
-
-        Collective over all participants of the exchange for the workers of dedicated engines.
-        """
+        """Computes the schedule, maps its trainer rank's memory or joins the exchange, collectively, and prepares its copies."""
         mine, model = workers[self.rank], self.get_model()
         # Gives back what an earlier refit has mapped or received into.
         if self.exchange is not None:
