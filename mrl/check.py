@@ -18,7 +18,6 @@ from mrl.config.files import find_config
 from mrl.config.load import read_run
 from mrl.config.model import read_model, with_cached_folders
 from mrl.config.rules.checks import find_problems
-from mrl.config.rules.data import train_datasets, validation_datasets
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import start_logging
 from mrl.target import find_target
@@ -29,20 +28,17 @@ OPTION = "--check"
 WIDTH = 14
 
 
-def train_arguments() -> argparse.ArgumentParser:
-    """The command line of `python -m mrl.train`."""
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line of `python -m mrl.train`, with `name` of the config and `words` the overrides.
+
+    Log lines go to standard output from here on, without `secrets`, a set to which loading a config adds.
+    """
     parser = argparse.ArgumentParser(prog="python -m mrl.train", description="Train a policy.")
     parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
     parser.add_argument(OPTION, action="store_true", help="print the resolved run and what is wrong with it, and start nothing")
-    return parser
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line, with `name` of the config and `words` the overrides; log lines go to standard output from here on."""
-    parser = train_arguments()
     options = parser.parse_intermixed_args(arguments)
-    start_logging()
+    options.secrets = start_logging()
     options.name = options.config or (options.words.pop(0) if options.words else None)
     if options.name is None:
         parser.error("which config? e.g. python -m mrl.train grpo_tiny.yaml")
@@ -50,22 +46,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line of `python -m mrl.evaluate`; log lines go to standard output from here on."""
+    """The command line of `python -m mrl.evaluate`. Log lines as `parse_arguments` says."""
     parser = argparse.ArgumentParser(prog="python -m mrl.evaluate", description="Ask a model held-out prompts and judge its answers.")
-    parser.add_argument(
-        "words", nargs="+", metavar="CONFIG|DIR|a.b=c", help="a config, a run folder, a step_N folder or a model, then overrides"
-    )
+    words = "a config, a run folder, a step_N folder or a model, then overrides"
+    parser.add_argument("words", nargs="+", metavar="CONFIG|DIR|a.b=c", help=words)
     parser.add_argument("--config", help="for a folder: the config that says how it is asked (default: that of the run)")
     parser.add_argument(OPTION, action="store_true", help="print the resolved evaluation and what is wrong with it, and start nothing")
     options = parser.parse_intermixed_args(arguments)
-    start_logging()
+    options.secrets = start_logging()
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`check_run` of a command line of `python -m mrl.train`."""
     options = parse_arguments(arguments)
-    return check_run(options.name, options.words)
+    return check_run(options.name, options.words, secrets=options.secrets)
 
 
 def check_evaluation(options: argparse.Namespace) -> int:
@@ -76,7 +71,7 @@ def check_evaluation(options: argparse.Namespace) -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 2
-    return check_run(target.config, [*target.model_overrides(), *overrides], to_evaluate=True)
+    return check_run(target.config, [*target.model_overrides(), *overrides], to_evaluate=True, secrets=options.secrets)
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,7 @@ class Checked:
     """What a check finds."""
 
     config: RunConfig | None
-    """None if not even the algorithm is known. Values that cannot be read raise NotKnown."""
+    """None if not even the algorithm is known. Reading a value that is not known raises NotKnown."""
     migration: Migration
     problems: list[str]
     path: Path | None = None
@@ -106,11 +101,11 @@ class Checked:
         return [problem for problem in self.problems if isinstance(problem, Unprovided) and not isinstance(problem, Unchecked)]
 
 
-def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False) -> Checked:
+def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None) -> Checked:
     """All that can be said of a config file on this machine without starting anything."""
     try:
         path = find_config(name)
-        config, migration, problems = read_run(path, overrides, to_evaluate=to_evaluate)
+        config, migration, problems = read_run(path, overrides, to_evaluate=to_evaluate, secrets=secrets)
     except ConfigError as error:
         return Checked(None, Migration(), list(error.problems))
     if config is not None:
@@ -119,39 +114,36 @@ def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: boo
     return Checked(config, migration, problems, path)
 
 
-def check_run(name: str, overrides: Sequence[str], *, to_evaluate: bool = False) -> int:
+def check_run(name: str, overrides: Sequence[str], *, to_evaluate: bool = False, secrets: set[str] | None = None) -> int:
     """Prints what the config says and all that is wrong with it. Exit code 0; 2 if something is refused.
 
     Files, models and disks that this machine lacks are listed as to be provided, and are no reason to refuse.
     """
-    checked = examine(name, overrides, to_evaluate=to_evaluate)
+    checked = examine(name, overrides, to_evaluate=to_evaluate, secrets=secrets)
+    groups: dict[str, Sequence[str]] = {}
     if checked.path is not None:
-        _log_group(f"Config: {checked.path}", [] if checked.config is None else describe_run(checked.config))
-    for title, lines in checked.migration.sections().items():
-        _log_group(f"NeMo RL's keys, {title}: {len(lines)}", lines)
-    _log_group(f"To be provided: {len(checked.provided)}", checked.provided)
-    _log_group(f"Not checked: {len(checked.unchecked)}", checked.unchecked)
+        groups[f"Config: {checked.path}"] = [] if checked.config is None else describe_run(checked.config)
+    groups |= {f"NeMo RL's keys, {title}: {len(lines)}": lines for title, lines in checked.migration.sections().items()}
+    groups[f"To be provided: {len(checked.provided)}"] = checked.provided
+    groups[f"Not checked: {len(checked.unchecked)}"] = checked.unchecked
     limits = ", as far as it could be checked" if checked.unchecked else ""
-    _log_group(f"Refused: {len(checked.refused)}{limits}", checked.refused)
+    groups[f"Refused: {len(checked.refused)}{limits}"] = checked.refused
+    for title, lines in groups.items():
+        logger.info("%s", title)
+        for line in lines:
+            logger.info("  %s", line)
     return 2 if checked.refused else 0
-
-
-def _log_group(title: str, lines: Sequence[str]) -> None:
-    logger.info("%s", title)
-    for line in lines:
-        logger.info("  %s", line)
 
 
 def describe_run(config: RunConfig) -> list[str]:
     """The run in a dozen lines: model, layout, batch, lengths, data, optimizer, checkpoints."""
-    return [f"{name:<{WIDTH}}{_or_unknown(text, config)}" for name, text in ROWS.items()]
-
-
-def _or_unknown(text: Callable[[RunConfig], str], config: RunConfig) -> str:
-    try:
-        return text(config)
-    except NotKnown as error:
-        return str(error)
+    lines = []
+    for name, text in ROWS.items():
+        try:
+            lines.append(f"{name:<{WIDTH}}{text(config)}")
+        except NotKnown as error:
+            lines.append(f"{name:<{WIDTH}}{error}")
+    return lines
 
 
 def _model(config: RunConfig) -> str:
@@ -174,14 +166,10 @@ def _batch(config: RunConfig) -> str:
     return f"{rollouts} a step, {batch_size:,} an update"
 
 
-def _sampled(config: RunConfig) -> str:
-    return f", of which at most {config.policy.generation.max_new_tokens:,} are sampled" if config.has_engines else ""
-
-
-def _units(config: RunConfig) -> str:
+def _slots(config: RunConfig) -> str:
     cluster = config.cluster
     what = "GPUs" if cluster.gpus_per_node else "policy ranks without GPUs"
-    return f"{cluster.num_nodes} nodes x {cluster.units_per_node} = {cluster.num_units} {what}"
+    return f"{cluster.num_nodes} nodes x {cluster.slots_per_node} = {cluster.num_slots} {what}"
 
 
 def _trainer(config: RunConfig) -> str:
@@ -196,30 +184,28 @@ def _engines(config: RunConfig) -> str:
     if not config.has_engines:
         return "none"
     generation = config.policy.generation
-    where = "on the trainer's units" if generation.colocated.enabled else f"on {config.num_dedicated_units} units of their own"
+    where = "on the trainer's slots" if generation.colocated.enabled else f"on {config.num_dedicated_slots} slots of their own"
     return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}, {where}"
-
-
-def _rows(config: RunConfig) -> str:
-    policy = config.policy
-    if policy.sequence_packing.enabled:
-        return f"packed into rows of {policy.sequence_packing.train_mb_tokens:,}"
-    if policy.dynamic_batching.enabled:
-        return f"rows of {policy.dynamic_batching.train_mb_tokens:,}"
-    return f"{policy.train_micro_batch_size} sequences a row"
 
 
 def _data(config: RunConfig) -> str:
     data = config.data
-    train = ", ".join(dataset.source for _, dataset in train_datasets(data))
-    validation = [f"{dataset.held_out:g} of {key}" for key, dataset in train_datasets(data) if dataset.held_out]
-    validation += [dataset.source for _, dataset in validation_datasets(data)]
+    train = ", ".join(dataset.source for dataset in data.train_sets.values())
+    validation = [f"{dataset.held_out:g} of {key}" for key, dataset in data.train_sets.items() if dataset.held_out]
+    validation += [dataset.source for dataset in data.validation_sets.values()]
     scored = f"; scored by {data.default.env_name}" if config.has_engines else ""
     return f"{train}; held out: {', '.join(validation) or 'none'}{scored}"
 
 
 def _tokens(config: RunConfig) -> str:
-    return f"{config.policy.max_total_sequence_length:,} a sequence{_sampled(config)}; {_rows(config)}"
+    policy, sampled, rows = config.policy, "", f"{config.policy.train_micro_batch_size} sequences a row"
+    if policy.sequence_packing.enabled:
+        rows = f"packed into rows of {policy.sequence_packing.train_mb_tokens:,}"
+    elif policy.dynamic_batching.enabled:
+        rows = f"rows of {policy.dynamic_batching.train_mb_tokens:,}"
+    if config.has_engines:
+        sampled = f", of which at most {policy.generation.max_new_tokens:,} are sampled"
+    return f"{policy.max_total_sequence_length:,} a sequence{sampled}; {rows}"
 
 
 def _steps(config: RunConfig) -> str:
@@ -244,7 +230,7 @@ def _checkpoints(config: RunConfig) -> str:
 ROWS: dict[str, Callable[[RunConfig], str]] = {
     "algorithm": lambda config: config.algorithm,
     "model": _model,
-    "units": _units,
+    "slots": _slots,
     "trainer": _trainer,
     "engines": _engines,
     "batch": _batch,
@@ -256,4 +242,4 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "logs": lambda config: config.logger.log_dir,
     "deadlines": lambda config: str(start_deadline(config)),
 }
-"""What the report says of a run."""
+"""Line of the report -> what it says of a run."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 
 from mrl import check
+from mrl.config.secrets import run_entry
 
 if __name__ == "__main__" and check.OPTION in sys.argv:
     # Before the imports below, which take longer than a check and need libraries that a login node may lack.
-    sys.exit(check.check_evaluation(check.parse_evaluation(None)))
+    sys.exit(run_entry(lambda: check.check_evaluation(check.parse_evaluation(None))))
 
 import logging
 import tempfile
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         target = find_target(name, options.config)
         with model_overrides(target) as model:
-            config, migration = load_run(find_config(target.config), [*model, *overrides], to_evaluate=True)
+            config, migration = load_run(find_config(target.config), [*model, *overrides], to_evaluate=True, secrets=options.secrets)
             migration.log()
             config, data = preflight(config)
             log_folder = results_folder(config) / "logs"
@@ -129,4 +130,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_entry(main))

@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 
 from mrl import check
+from mrl.config.secrets import run_entry
 
 if __name__ == "__main__" and check.OPTION in sys.argv:
     # Before the imports below, which take longer than a check and need libraries that a login node may lack.
-    sys.exit(check.main())
+    sys.exit(run_entry(check.main))
 
 import logging
 from collections.abc import Sequence

@@ -33,7 +33,7 @@ def config_tables() -> str:
     """All of docs/config.md below its introduction, as Markdown."""
     parts = [_section_tables(RunConfig, "", key_readers())]
     parts.append(_table("Keys with another name", ("NeMo RL", "here"), [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()]))
-    values = [(f"`{key}`", f"`{old}`", f"`{new}`") for key, renamed in VALUES.items() for old, new in renamed.items()]
+    values = [(f"`{key}`", f"`{old}`", f"`{new}`") for (key, old), new in VALUES.items()]
     parts.append(_table("Values with another name", ("key", "NeMo RL", "here"), values))
     translated = [(f"`{old}`", f"`{new}`: the same value") for old, new in SAME_VALUE.items()]
     translated += [(f"`{old}`", f"`{new}`, by a rule") for old, new in BY_RULE.items()]

@@ -105,7 +105,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         super().__init__("policy rank", deadline_s=config.deadlines.train_s)
         self.start_s = start_deadline(config).seconds
         self.world_size = placement.num_policy_ranks
-        given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {})
+        given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {}, config.secrets)
         for rank in range(self.world_size):
             variables = policy_variables(config, {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
             log_file = log_folder / f"policy-rank-{rank}.log"

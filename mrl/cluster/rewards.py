@@ -17,7 +17,7 @@ from mrl.cluster.environment import start_actor_process
 from mrl.cluster.payload import PayloadRef, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import start_deadline
-from mrl.config.rules.environments import NEMO_GYM
+from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME

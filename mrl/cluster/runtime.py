@@ -63,7 +63,7 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
             # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
             ray.init(
                 address="local",
-                num_cpus=config.num_units + 2,
+                num_cpus=config.num_slots + 2,
                 num_gpus=config.cluster.gpus_per_node,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -150,7 +150,7 @@ class Placement:
 
     def __init__(self, config: RunConfig, *, timeout_s: float) -> None:
         """Reserves the slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an engine across two nodes."""
-        self.num_slots = config.num_units
+        self.num_slots = config.num_slots
         self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_slots(config)
         bundle = {"CPU": 1.0, "GPU": 1.0} if config.cluster.gpus_per_node else {"CPU": 1.0}

@@ -85,8 +85,8 @@ def engine_slots(config: RunConfig) -> tuple[EngineSlots, ...]:
     tp, num_engines = config.policy.generation.vllm_cfg.tensor_parallel_size, config.num_engines
     if not num_engines:
         return ()
-    num_serving = config.num_dedicated_units or config.num_policy_ranks
-    first = config.num_units - num_serving
+    num_serving = config.num_dedicated_slots or config.num_policy_ranks
+    first = config.num_slots - num_serving
     stride = num_serving // num_engines // tp * tp
     assert stride >= tp, "mrl.config.rules.layout refuses more engine workers than slots"
     starts = (first + index * stride for index in range(num_engines))

@@ -18,15 +18,15 @@ _PART = re.compile(r"[^.\[\]]+")
 
 
 class Unprovided(str):
-    """A problem with what this machine has, not with what the config says: a file, a folder or a disk that is still to be provided."""
+    """A problem with this machine, not with the config: a file, a folder or a disk is still to be provided."""
 
 
 class Unchecked(Unprovided):
-    """A problem that leaves rules unapplied: a model, or a value of the config, that is not known."""
+    """A problem that leaves rules unapplied: a model, or a value of the config, is not known."""
 
 
 class ConfigError(ValueError):
-    """What is wrong with a config: all of it, one problem a line."""
+    """A config is wrong. The text has one problem a line."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -93,19 +93,13 @@ def hide(config: Config, faults: Mapping[str, str]) -> Config:
     for key, fault in faults.items():
         section: object = hidden
         name, *rest = key.split(".")
-        for below in rest:
-            inner = vars(section).get(name)
-            if not dataclasses.is_dataclass(inner):
-                break
-            section, name = inner, below
+        while rest and dataclasses.is_dataclass(inner := vars(section).get(name)):
+            section, name = inner, rest.pop(0)
+
+        def read(_: object, fault: str = fault) -> NoReturn:
+            raise NotKnown(fault)
+
         if name in vars(section):
-            _hide_field(section, name, fault)
+            kind = type(section)
+            section.__class__ = type(kind.__name__, (kind,), {name: property(read)})
     return hidden
-
-
-def _hide_field(section: object, name: str, fault: str) -> None:
-    def read(_: object) -> NoReturn:
-        raise NotKnown(fault)
-
-    kind = type(section)
-    section.__class__ = type(kind.__name__, (kind,), {name: property(read)})

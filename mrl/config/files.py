@@ -14,8 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import mrl
 from conversion.files.reading import read_file
-from mrl.config.bounds import check_yaml
-from mrl.config.dialect.tables import RENAMED
+from mrl.config.dialect.tables import RENAMED, SAFE_LOADER
 from mrl.config.errors import REDACTED, ConfigError, spell
 from mrl.env import SECRET_NAME
 
@@ -23,19 +22,22 @@ logger = logging.getLogger(__name__)
 
 COMMAND_LINE = "command line"
 """The origin of an override's setting."""
+REPLACES = "_override_"
+"""NeMo RL's mark in a section: with `true`, the section replaces the inherited one."""
 
 MAX_FILE_BYTES = 4 << 20
 """Of a config file; the longest recipe has 60 KB."""
-
+MAX_DEPTH = 64
+MAX_NODES = 200_000
+"""Of a file with its aliases written out; the longest recipe has a few thousand."""
+MAX_DIGITS = 1000
 MAX_DESCRIBED = 80
 """Characters of a value in a message: a chat template would fill the screen."""
-
-REPLACES = "_override_"
-"""NeMo RL's mark in a section: with `true`, the section replaces the inherited one."""
 
 # Where NeMo RL keeps its configs; a file of such a path that is not there is looked for among the packaged ones.
 _NEMO_RL_FOLDERS = ("examples/configs", "examples/nemo_gym")
 
+_DIGITS = re.compile(r"[-+.:_0-9a-fA-FoxX]+")
 _RELATIVE = re.compile(r"\$\{(\.+)([\w.]+)\}")
 _ABSOLUTE = re.compile(r"\$\{([\w.]+)\}")
 # Hydra writes {a:1}, which in YAML is a mapping only with a space.
@@ -90,27 +92,29 @@ def find_config(name: str | Path) -> Path:
     raise ConfigError([f"config {name}: no such file in {Path.cwd()}, and no packaged config of that name; packaged are {packaged}"])
 
 
-def find_prompt_file(name: str) -> str:
-    """The prompt file that `name` stands for: itself if it is there, else the packaged one for a path `.../prompts/NAME`, if any."""
-    packaged = packaged_configs() / "prompts" / Path(name).name
-    return str(packaged) if not os.path.exists(name) and Path(name).parent.name == "prompts" and os.path.isfile(packaged) else name
-
-
 def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
     """Settings of a config file over those of its `defaults`, a file name or a list of them relative to the file; later ones win.
 
     Raises:
-        ConfigError: a file is missing, is not a YAML mapping, or inherits itself.
+        ConfigError: a file is missing, is not a YAML mapping, inherits itself, or gives a key by two names with two values.
     """
     if path in inherited_by:
         chain = " -> ".join(file.name for file in (*inherited_by, path))
         raise ConfigError([f"{path}: defaults={path.name} leads back to itself ({chain}); remove one of them"])
     content, lines = _read_yaml(path)
     defaults = content.pop("defaults", None)
-    bases = [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]
+    own: Settings = {}
+    for name, value in content.items():
+        for key, setting in _flatten(value, (name,), path.name).items():
+            # A dot in a name at the top stands for a level, as on the command line.
+            setting = Setting(setting.value, f"{path.name}:{lines[key]}" if key in lines else path.name)
+            key = (*name.split("."), *key[1:])
+            own[key] = setting
+            if key[-1] == REPLACES and not isinstance(setting.value, bool):
+                raise ConfigError([f"{describe(key, setting)}: a mark; set it to true or false"])
+    own = _rename(own)
     settings: Settings = {}
-    own = _flatten(content, path, lines)
-    for base in bases:
+    for base in [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]:
         beside = path.parent / str(base)
         overlay(settings, read_settings(beside if os.path.isfile(beside) else find_config(str(base)), (*inherited_by, path)))
     overlay(settings, own)
@@ -145,8 +149,7 @@ def apply_overrides(settings: Settings, overrides: list[str]) -> list[str]:
             problem = _apply_override(settings, override)
         except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
             problem = f"override {override}: the value cannot be read ({_one_line(error)}); correct or quote it"
-        if problem:
-            problems.append(problem)
+        problems += [problem] if problem else []
     return problems
 
 
@@ -154,8 +157,7 @@ def _apply_override(settings: Settings, override: str) -> str | None:
     body = override.lstrip("+~")
     sign = override[: len(override) - len(body)]
     name, equals, text = body.partition("=")
-    key = split_key(name)
-    if sign not in ("", "+", "++", "~") or (sign != "~" and not equals) or not all(part.strip() == part != "" for part in key):
+    if sign not in ("", "+", "++", "~") or (sign != "~" and not equals) or not all(part.strip() == part != "" for part in name.split(".")):
         return f"override {override}: write key=value, +key=value, ++key=value or ~key, with dots between the parts of a key"
     key = split_key(RENAMED.get(name, name))
     below = [other for other in settings if other[: len(key)] == key]
@@ -169,12 +171,11 @@ def _apply_override(settings: Settings, override: str) -> str | None:
         return None
     if sign == "+" and below:
         return f"override {override}: {name} is already set by {settings[below[0]].origin}; write {name}={text} to replace it"
-    new = _rename(_flatten_value(_parse_value(text), split_key(name), COMMAND_LINE))
+    new = _rename(_flatten(_parse_value(text), split_key(name), COMMAND_LINE))
     for written, setting in new.items():
         other = settings.get(written)
-        both = other is not None and other.origin == COMMAND_LINE and other.written_as != setting.written_as
-        if both and other is not None and other.value != setting.value:
-            return _two_names(".".join(written), other, setting)
+        if other is not None and other.origin == COMMAND_LINE and other.written_as != setting.written_as and other.value != setting.value:
+            return _two_names(written, other, setting)
     overlay(settings, new)
     return None
 
@@ -206,75 +207,82 @@ def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, int]]:
         text = read_file(path, MAX_FILE_BYTES).decode()
         check_yaml(text)
         loaded = OmegaConf.load(path)
-        node = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml's, where it is built in, is faster
+        node = yaml.compose(text, Loader=SAFE_LOADER)
         content = OmegaConf.to_container(loaded, resolve=False)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError([f"{path}: not readable as a config ({_one_line(error)}); correct or replace the file"]) from error
     if not isinstance(loaded, DictConfig) or not isinstance(content, dict):
         raise ConfigError([f"{path}: a config is a mapping of sections, this is a {type(content).__name__}; see the packaged configs"])
     lines: dict[Key, int] = {}
-    _note_lines(node, (), lines)
+    nodes: list[tuple[Key, yaml.Node | None]] = [((), node)]
+    while nodes:
+        key, node = nodes.pop()
+        for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(name, yaml.ScalarNode):
+                lines[*key, name.value] = name.start_mark.line + 1
+                nodes.append(((*key, name.value), value))
     return {str(name): value for name, value in content.items()}, lines
 
 
-def _note_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int]) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for name, value in node.value:
-            if isinstance(name, yaml.ScalarNode):
-                inner = (*key, name.value)
-                lines[inner] = name.start_mark.line + 1
-                _note_lines(value, inner, lines)
-
-
-def _flatten(content: dict[str, object], path: Path, lines: dict[Key, int]) -> Settings:
-    """Settings of a file. A dot in a name at the top stands for a level, as on the command line.
+def check_yaml(text: str) -> None:
+    """Returns if a YAML text can be loaded within seconds.
 
     Raises:
-        ConfigError: a key is given by two names with two values, or a mark to replace is no true or false.
+        ValueError: it is nested too deeply, or its aliases make it too large.
+        yaml.YAMLError: it is no YAML.
     """
-    flat: Settings = {}
-    for name, value in content.items():
-        for key, setting in _flatten_value(value, (name,), "").items():
-            origin = f"{path.name}:{lines[key]}" if key in lines else path.name
-            flat[(*name.split("."), *key[1:])] = Setting(setting.value, origin)
-            if key[-1] == REPLACES and not isinstance(setting.value, bool):
-                raise ConfigError([f"{describe(key, flat[(*name.split('.'), *key[1:])])}: a mark; set it to true or false"])
-    return _rename(flat)
+    # Parsing gives one event after the other. Loading recurses, and writes out every alias.
+    sizes: dict[str, int] = {}
+    opened: list[tuple[str | None, int]] = [(None, 0)]
+    for event in yaml.parse(text, Loader=SAFE_LOADER):
+        size = 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = opened.pop()
+            sizes |= {anchor: size} if anchor else {}
+        elif isinstance(event, yaml.AliasEvent):
+            size = sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+            if len(event.value) > MAX_DIGITS and not event.style and _DIGITS.fullmatch(event.value):
+                raise ValueError(f"a number of {len(event.value):,} digits at line {event.start_mark.line + 1}; write a smaller one")
+        outer, count = opened[-1]
+        opened[-1] = outer, count + size
+        if len(opened) > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep at line {event.start_mark.line + 1}; write it flatter")
+        if count + size > MAX_NODES:
+            raise ValueError(f"more than {MAX_NODES:,} values with its aliases written out; write fewer")
 
 
 def _rename(flat: Settings) -> Settings:
     """The settings under their present names, and with references to present names, from the top."""
     renamed: Settings = {}
     for key, setting in flat.items():
-        dotted = ".".join(key)
+        value, dotted = setting.value, ".".join(key)
+        if isinstance(value, str):
+            value = _RELATIVE.sub(lambda match, key=key: "${" + ".".join((*key[: -len(match[1])], match[2])) + "}", value)
+            value = _ABSOLUTE.sub(lambda match: "${" + RENAMED.get(match[1], match[1]) + "}", value)
         name = RENAMED.get(dotted)
-        setting = Setting(_absolute(setting.value, key), setting.origin, dotted if name else "")
+        setting = Setting(value, setting.origin, dotted if name else "")
         target = split_key(name) if name else key
-        other = renamed.get(target)
-        if other is not None and other.value != setting.value:
-            raise ConfigError([_two_names(".".join(target), other, setting)])
+        other = renamed.setdefault(target, setting)
+        if other.value != setting.value:
+            raise ConfigError([_two_names(target, other, setting)])
         renamed[target] = setting
     return renamed
 
 
-def _two_names(name: str, first: Setting, second: Setting) -> str:
-    key = split_key(name)
-    return f"{describe(key, first)} and {describe(key, second)}: two names of {name} with two values; keep one of them"
+def _two_names(key: Key, first: Setting, second: Setting) -> str:
+    return f"{describe(key, first)} and {describe(key, second)}: two names of {'.'.join(key)} with two values; keep one of them"
 
 
-def _absolute(value: object, key: Key) -> object:
-    if not isinstance(value, str):
-        return value
-    value = _RELATIVE.sub(lambda match: "${" + ".".join((*key[: -len(match[1])], match[2])) + "}", value)
-    return _ABSOLUTE.sub(lambda match: "${" + RENAMED.get(match[1], match[1]) + "}", value)
-
-
-def _flatten_value(value: object, key: Key, origin: str) -> Settings:
+def _flatten(value: object, key: Key, origin: str) -> Settings:
     if not isinstance(value, dict) or not value:
         return {key: Setting(value, origin)}
     settings: Settings = {}
     for name, inner in value.items():
-        settings |= _flatten_value(inner, (*key, str(name)), origin)
+        settings |= _flatten(inner, (*key, str(name)), origin)
     return settings
 
 

@@ -16,14 +16,13 @@ from typing import get_args, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from mrl.config.bounds import find_long_expressions
-from mrl.config.dialect.evaluation import ask_only, is_evaluation, place_evaluation
-from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate, name_dataset_lists, use_hf_home
+from mrl.config.dialect.evaluation import is_evaluation, place_evaluation
+from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate, use_own_forms
 from mrl.config.errors import ConfigError, hide
 from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings, split_key
 from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_secrets, redact
-from mrl.config.values import REFERENCE, Reader, Tree, Unresolved
+from mrl.config.values import REFERENCE, Reader, Tree, Unresolved, find_long_expressions
 
 ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 
@@ -31,37 +30,42 @@ MISSING_ALGORITHMS = {"ppo": "PPO", "distillation": "distillation", "on_policy_d
 """Section of NeMo RL -> its algorithm."""
 
 
-def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(name: str | Path, overrides: Sequence[str] = (), *, secrets: set[str] | None = None) -> RunConfig:
     """The config of the file that `find_config(name)` gives, with `overrides` applied in order: plain dataclasses, all values resolved.
+
+    Its secrets are added to `secrets`, the set of `start_logging`, as soon as they are read, so that no log line has them.
 
     Raises:
         ConfigError: with every problem of the files, the overrides, the types and the ranges at once.
     """
-    return load_run(name, overrides)[0]
+    return load_run(name, overrides, secrets=secrets)[0]
 
 
-def load_run(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False) -> tuple[RunConfig, Migration]:
+def load_run(
+    name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None
+) -> tuple[RunConfig, Migration]:
     """`load_config`, and what became of the keys that NeMo RL has and the schema has not. `to_evaluate`, the config only samples.
 
     Raises:
         ConfigError: as `load_config`.
     """
-    config, migration, problems = read_run(name, overrides, to_evaluate=to_evaluate)
+    config, migration, problems = read_run(name, overrides, to_evaluate=to_evaluate, secrets=secrets)
     if config is None or problems:
         raise ConfigError(problems)
     return config, migration
 
 
 def read_run(
-    name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False
+    name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None
 ) -> tuple[RunConfig | None, Migration, list[str]]:
     """`load_run` that returns its problems. Reading a value that they leave unknown raises NotKnown; no config if that is the algorithm.
 
     Raises:
         ConfigError: a file is missing or unreadable, says how to evaluate and not how to train, or has expressions without end.
     """
+    secrets = set() if secrets is None else secrets
     settings = read_settings(find_config(name))
-    note_secrets((key.rpartition(".")[2], text) for key, _, text in (override.partition("=") for override in overrides))
+    note_secrets(((key.rpartition(".")[2], text) for key, _, text in (override.partition("=") for override in overrides)), secrets)
     problems = apply_overrides(settings, list(overrides))
     if long := find_long_expressions({".".join(key): setting.value for key, setting in settings.items()}):
         raise ConfigError(long)
@@ -72,12 +76,15 @@ def read_run(
             raise ConfigError([f"{name} says how to evaluate, and nothing of training; run `python -m mrl.evaluate {name}`"])
         place_evaluation(settings)
     if to_evaluate:
-        ask_only(settings)
-    name_dataset_lists(settings)
-    use_hf_home(settings)
-    note_secrets((key[-1], setting.value) for key, setting in settings.items())
+        # Whatever a file says of training, its rollouts are judged, and all held-out prompts are asked.
+        settings[("algorithm",)] = Setting("grpo", "python -m mrl.evaluate")
+        settings["grpo", "max_val_samples"] = Setting(None, "python -m mrl.evaluate")
+        settings.pop(("policy", "train_global_batch_size"), None)  # by default what a step samples
+    use_own_forms(settings)
+    note_secrets(((key[-1], setting.value) for key, setting in settings.items()), secrets)
     known, unknown, misplaced = _sort_out(settings, problems)
-    written, tree = known | unknown, Tree(known | unknown)
+    written = known | unknown
+    tree = Tree(written, secrets)
 
     def value_of(dotted: str) -> object:
         try:
@@ -92,8 +99,9 @@ def read_run(
     named = {name for setting in known.values() for name in REFERENCE.findall(str(setting.value))}
     # Expressions may name keys that the schema lacks, or that belong to the backend that is not active.
     beside = {key: known[key] for name in sorted(named) if (key := split_key(name)) in known and key not in translated}
-    reader = Reader(Tree(beside | translated), translated, misplaced)
+    reader = Reader(Tree(beside | translated, secrets), translated, misplaced)
     config = reader.section(RunConfig)
+    config.secrets = frozenset(secrets)
     problems += reader.problems()
     faults = reader.faults()
     return None if "algorithm" in faults else hide(config, faults), migration, list(dict.fromkeys([*problems, *refused]))
@@ -101,7 +109,7 @@ def read_run(
 
 def resolved_yaml(config: RunConfig) -> str:
     """The config with every value written out, as YAML that `load_config` reads; secrets are replaced by `<redacted>`."""
-    plain = redact(dataclasses.asdict(config))
+    plain = redact(dataclasses.asdict(config), config.secrets)
     assert isinstance(plain, dict)
     return OmegaConf.to_yaml(OmegaConf.create(plain))
 
@@ -132,88 +140,63 @@ def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settin
     unknown: Settings = {}
     misplaced: set[str] = set()
     starts: dict[Key, list[Key]] = {}
+    beginnings = {split_key(known_key)[:end] for known_key in _known_keys()[0] for end in range(1, known_key.count(".") + 1)}
     for key, setting in settings.items():
-        if is_foreign(key, setting.value):
+        is_known, at, fault = _place(key, setting.value)
+        if is_known or is_foreign(key, setting.value):
             known[key] = setting
-        elif _is_unknown(key):
+        elif at:
+            misplaced.add(at)
+            problems.append(f"{describe(key, setting)}: {fault}")
+        else:
             unknown[key] = setting
-            starts.setdefault(_first_unknown(key), []).append(key)
-        elif (mixed_up := _mix_up(key, setting.value)) is not None:
-            misplaced.add(mixed_up[0])
-            problems.append(f"{describe(key, setting)}: {mixed_up[1]}")
-        else:
-            known[key] = setting
+            # The shortest beginning of the key that no known key begins with.
+            start = next((key[:end] for end in range(1, len(key)) if key[:end] not in beginnings), key)
+            starts.setdefault(start, []).append(key)
     for start, keys in starts.items():
-        first = settings[keys[0]]
+        first, nearest = settings[keys[0]], nearest_key(start)
+        hint = f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; docs/config.md lists them"
         if len(keys) == 1:
-            problems.append(f"{describe(keys[0], first)}: no such key{_hint(start)}")
+            problems.append(f"{describe(keys[0], first)}: no such key{hint}")
         else:
-            problems.append(f"{'.'.join(start)} ({first.origin}): no such section, with {len(keys)} keys{_hint(start)}")
+            problems.append(f"{'.'.join(start)} ({first.origin}): no such section, with {len(keys)} keys{hint}")
     return known, unknown, misplaced
 
 
-def _hint(key: Key) -> str:
-    nearest = nearest_key(key)
-    return f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; docs/config.md lists them"
-
-
-def _is_unknown(key: Key) -> bool:
-    """Whether the schema has no such key, and no value above it."""
-    section: type | None = RunConfig
-    for name in key:
-        if section is None:
-            return False
-        if name not in fields_of(section):
-            return True
-        section = section_of(fields_of(section)[name])
-    return False
-
-
-def _mix_up(key: Key, value: object) -> tuple[str, str] | None:
-    """The key at which a setting has keys below a value, or a value in place of a section, and what is wrong; None if all is right."""
+def _place(key: Key, value: object) -> tuple[bool, str, str]:
+    """Whether a setting fits into the schema; else the key at which it has keys below a value, or a value in place of a section."""
     section, hint = RunConfig, None
     for depth, name in enumerate(key, start=1):
+        if name not in fields_of(section):
+            return False, "", ""
         hint, dotted = fields_of(section)[name], ".".join(key[:depth])
         inner = section_of(hint)
         if inner is None:
             is_mapping = any(get_origin(kind) is dict for kind in (hint, *get_args(hint)))
-            return None if depth == len(key) or is_mapping else (dotted, f"{dotted} is a value and has no keys below it")
+            return depth == len(key) or is_mapping, dotted, f"{dotted} is a value and has no keys below it"
         section = inner
-    if value == {} or (value is None and type(None) in get_args(hint)):
-        return None
-    return ".".join(key), f"a section; set one of its keys: {', '.join(fields_of(section))}"
+    is_empty = value == {} or (value is None and type(None) in get_args(hint))
+    return is_empty, ".".join(key), f"a section; set one of its keys: {', '.join(fields_of(section))}"
 
 
 def nearest_key(key: Key) -> str | None:
     """The known key that was most likely meant: a sibling spelt alike, the same name elsewhere, or one alike; None if none is."""
     *parents, name = key
     prefix = "".join(f"{parent}." for parent in parents)
-    known = _known_keys()
+    known, names = _known_keys()
     siblings = list(dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)))
     if alike := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return prefix + alike[0]
-    names = _keys_by_name()
     # Of all names, and then of the few keys of that name: comparing every whole key takes seconds in a file with many unknown ones.
     closest = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return difflib.get_close_matches(prefix + name, names[closest[0]], n=1, cutoff=0.0)[0] if closest else None
 
 
-def _first_unknown(key: Key) -> Key:
-    """The shortest beginning of a key that no known key begins with."""
-    beginnings = (key[:depth] for depth in range(1, len(key)))
-    return next((start for start in beginnings if not any(known.startswith(".".join(start) + ".") for known in _known_keys())), key)
-
-
 @functools.cache
-def _known_keys() -> list[str]:
-    return [*KEYS, *sorted(DIALECT_KEYS - KEYS.keys())]
-
-
-@functools.cache
-def _keys_by_name() -> dict[str, list[str]]:
-    """The known keys that each name is a part of."""
-    names: dict[str, list[str]] = {}
-    for key in _known_keys():
+def _known_keys() -> tuple[list[str], dict[str, list[str]]]:
+    """All known keys, and the keys that each name is a part of."""
+    known, names = [*KEYS, *sorted(DIALECT_KEYS - KEYS.keys())], dict[str, list[str]]()
+    for key in known:
         for name in dict.fromkeys(key.split(".")):
             names.setdefault(name, []).append(key)
-    return names
+    return known, names

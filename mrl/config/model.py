@@ -45,19 +45,24 @@ def is_prepared(path: str) -> bool:
 
 def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:
     """The snapshot of a Hub id in the local cache; None if it is not there, or not all of it. Asks no network."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    # Whoever used only the tokenizer has no weights there: an error, or files that are not all there.
     with suppress(LocalEntryNotFoundError):
-        found = Path(snapshot_download(model, allow_patterns=_patterns(with_weights), local_files_only=True))
-        if _is_complete(found, with_weights):
-            return found
+        return _snapshot(model, with_weights, local_files_only=True)
     return None
 
 
-def _patterns(with_weights: bool) -> list[str]:
-    return [*_COMPANIONS, "*.safetensors"] if with_weights else _COMPANIONS
+def _snapshot(model: str, with_weights: bool, *, local_files_only: bool) -> Path | None:
+    """The folder of a Hub id, if all its files are there. Who used only the tokenizer has no weights; without a network, files may lack."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_COMPANIONS, "*.safetensors"] if with_weights else _COMPANIONS
+    folder = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=local_files_only))
+    try:
+        weights = weight_files(folder) if with_weights else []
+    except ValueError:
+        return None
+    return folder if (folder / "config.json").exists() and all(path.exists() for path in weights) else None
 
 
 def model_folder(model: str, *, with_weights: bool = True) -> Path:
@@ -73,15 +78,12 @@ def model_folder(model: str, *, with_weights: bool = True) -> Path:
         return Path(model)
     if (cached := cached_folder(model, with_weights=with_weights)) is not None:
         return cached
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     logger.info("%s is not in the local Hugging Face cache, or not all of it: downloading it", model)
     reason: Exception | str = "the Hub has no config.json of it, or not all of its safetensors files"
     try:
-        found = Path(snapshot_download(model, allow_patterns=_patterns(with_weights)))
-        # Without a network the hub library hands back what there is.
-        if _is_complete(found, with_weights):
+        if (found := _snapshot(model, with_weights, local_files_only=False)) is not None:
             return found
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = error
@@ -91,17 +93,8 @@ def model_folder(model: str, *, with_weights: bool = True) -> Path:
     )
 
 
-def _is_complete(folder: Path, with_weights: bool) -> bool:
-    try:
-        weights = weight_files(folder) if with_weights else []
-    except ValueError:
-        return False
-    return (folder / "config.json").exists() and all(path.exists() for path in weights)
-
-
 def with_local_folders(config: RunConfig) -> RunConfig:
-    """The config with local folders in place of ids of the Hugging Face Hub; they hold config and tokenizer, and weights only if they did
-    before.
+    """The config with local folders in place of Hub ids. They hold config and tokenizer, and weights only if they did before.
 
     Raises:
         ValueError: naming the key; an id is not in the local Hugging Face cache and cannot be downloaded.
@@ -115,21 +108,26 @@ def with_cached_folders(config: RunConfig) -> RunConfig:
 
 
 def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) -> RunConfig:
-    # Copies, because values that are not known can be copied, but not read.
-    config = copy.copy(config)
-    with suppress(NotKnown):
-        config.policy = copy.copy(config.policy)
-        config.policy.tokenizer = copy.copy(config.policy.tokenizer)
     for key in ("policy.model_name", "policy.tokenizer.name"):
-        section, _, name = key.rpartition(".")
         with suppress(NotKnown):
             model = str(value_at(config, key))
             try:
                 folder = folder_of(model)
             except ValueError as error:
                 raise ValueError(f"{key}={error}") from error
-            setattr(value_at(config, section), name, str(folder or model))
+            config = with_value(config, key, str(folder or model))
     return config
+
+
+def with_value(config: RunConfig, key: str, value: object) -> RunConfig:
+    """A copy of the config with another value at a dotted key; the config itself stays as it is."""
+    changed = section = copy.copy(config)
+    *sections, name = key.split(".")
+    for inner in sections:
+        setattr(section, inner, copy.copy(getattr(section, inner)))
+        section = getattr(section, inner)
+    setattr(section, name, value)
+    return changed
 
 
 @dataclass(frozen=True)
@@ -173,16 +171,19 @@ def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType(
     found = family(hf_config)
     if not found.can_train:
         trained = sorted(model_type for model_type, known in FAMILIES.items() if known.can_train)
-        raise ValueError(
-            f"config.json: model_type={hf_config['model_type']!r} can be converted, but not trained; give a model of one of {trained}"
-        )
-    arguments = found.megatron_arguments(hf_config)
-    canonical = found.canonical(hf_config)
+        given = f"model_type={hf_config['model_type']!r}"
+        raise ValueError(f"config.json: {given} can be converted, but not trained; give a model of one of {trained}")
+    arguments, canonical = found.megatron_arguments(hf_config), found.canonical(hf_config)
+    transformer = arguments["transformer"]
+    pattern, frequencies = arguments["model"].get("hybrid_override_pattern"), transformer.get("moe_layer_freq")
+    has_dense_mlp = 0 in frequencies if isinstance(frequencies, list) else "num_moe_experts" not in transformer
+    if isinstance(pattern, str):
+        has_dense_mlp = "-" in pattern
     # Mixtures of experts alone may state a width that no layer has.
     has_mlp = any(name.endswith("up_proj.weight") and "expert" not in name for name in canonical)
 
     def size(name: str) -> int:
-        value = (arguments["transformer"] | arguments["model"]).get(name, 0)
+        value = (transformer | arguments["model"]).get(name, 0)
         assert isinstance(value, int), name
         return value
 
@@ -198,18 +199,11 @@ def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType(
         moe_ffn_size=size("moe_ffn_hidden_size"),
         shared_expert_ffn_size=size("moe_shared_expert_intermediate_size"),
         latent_expert_size=size("moe_latent_size"),
-        has_expert_bias=bool(arguments["transformer"].get("moe_router_enable_expert_bias", False)),
-        has_dense_mlp=_has_dense_mlp(arguments),
+        has_expert_bias=bool(transformer.get("moe_router_enable_expert_bias", False)),
+        has_dense_mlp=has_dense_mlp,
         max_sequence_length=size("max_sequence_length"),
         num_parameters=sum(math.prod(shape) for shape in canonical.values()),
     )
-
-
-def _has_dense_mlp(arguments: dict[str, dict[str, object]]) -> bool:
-    pattern, frequencies = arguments["model"].get("hybrid_override_pattern"), arguments["transformer"].get("moe_layer_freq")
-    if isinstance(pattern, str):
-        return "-" in pattern
-    return 0 in frequencies if isinstance(frequencies, list) else "num_moe_experts" not in arguments["transformer"]
 
 
 KEY = "policy.hf_config_overrides"

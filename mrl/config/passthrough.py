@@ -14,7 +14,7 @@ from typing import Literal
 
 import yaml
 
-from mrl.config.bounds import SAFE_LOADER
+from mrl.config.dialect.tables import SAFE_LOADER
 from mrl.config.errors import NotKnown, Problems, spell
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
@@ -48,27 +48,8 @@ _SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "t
 
 
 def check_arguments(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem for every argument that the library does not know, that cannot have its value, or that is not for the user to set."""
-    megatron, generation = config.policy.megatron_cfg, config.policy.generation
-    _check_engine_arguments(config, problems)
-    _check_overrides(megatron.model_overrides, problems)
-    for prefix, given in (("policy.megatron_cfg", megatron.env_vars), (_ENGINE, generation.vllm_cfg.env_vars)):
-        for name in given or {}:  # without values, which may be secrets
-            if RESERVED_VARIABLES.fullmatch(name):
-                problems.extend([f"{prefix}.env_vars.{name}: mrl sets this variable itself; remove it"])
-            elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                problems.extend([f"{prefix}.env_vars.{name}: not a name of an environment variable; correct it"])
-    _check_remote_code("", config, problems)
-
-
-@functools.cache
-def arguments_of(library: Library) -> dict[str, list[str]]:
-    """By argument: the kinds of values that it takes, as scripts/library_fields.py found them in the library. Of parsers, their names."""
-    content = json.loads(Path(__file__).with_name("library_fields.json").read_text(encoding="utf-8"))
-    return content[library]["fields"]
-
-
-def _check_engine_arguments(config: RunConfig, problems: Problems) -> None:
+    """Each library knows the arguments that go to it, takes their values, and leaves them to the user."""
+    megatron, vllm = config.policy.megatron_cfg, config.policy.generation.vllm_cfg
     prefix, given = "policy.generation.vllm_kwargs", config.policy.generation.vllm_kwargs
     for name, value in given.items():
         instead = KEYS_OF_ENGINE_ARGUMENTS.get(name)
@@ -82,15 +63,11 @@ def _check_engine_arguments(config: RunConfig, problems: Problems) -> None:
             problems.add(f"{prefix}.{name}", FIXED_ENGINE_ARGUMENTS[name], "remove the key")
         else:
             _check_value("EngineArgs", prefix, name, value, problems)
-    compilation = given.get("compilation_config")
-    if isinstance(compilation, Mapping):
+    if isinstance(compilation := given.get("compilation_config"), Mapping):
         for name, value in compilation.items():
             _check_value("CompilationConfig", f"{prefix}.compilation_config", str(name), value, problems)
-
-
-def _check_overrides(given: Mapping[str, object], problems: Problems) -> None:
     prefix, own = "policy.megatron_cfg.model_overrides", {field.name for field in fields(MegatronConfig)}
-    for name, value in given.items():
+    for name, value in megatron.model_overrides.items():
         if name in own:
             problems.add(f"{prefix}.{name}", "it is a key of its own", f"set policy.megatron_cfg.{name}")
         elif name in arguments_of("TransformerConfig") and name not in OVERRIDABLE:
@@ -98,6 +75,20 @@ def _check_overrides(given: Mapping[str, object], problems: Problems) -> None:
             problems.add(f"{prefix}.{name}", rule, f"remove it (overridable are {', '.join(sorted(OVERRIDABLE))})")
         else:
             _check_value("TransformerConfig", prefix, name, value, problems)
+    for prefix, variables in (("policy.megatron_cfg", megatron.env_vars), (_ENGINE, vllm.env_vars)):
+        for name in variables or {}:  # without values, which may be secrets
+            if RESERVED_VARIABLES.fullmatch(name):
+                problems.extend([f"{prefix}.env_vars.{name}: mrl sets this variable itself; remove it"])
+            elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                problems.extend([f"{prefix}.env_vars.{name}: not a name of an environment variable; correct it"])
+    _check_remote_code("", config, problems)
+
+
+@functools.cache
+def arguments_of(library: Library) -> dict[str, list[str]]:
+    """By argument: the kinds of values that it takes, as scripts/library_fields.py found them in the library. Of parsers, their names."""
+    content = json.loads(Path(__file__).with_name("library_fields.json").read_text(encoding="utf-8"))
+    return content[library]["fields"]
 
 
 def _check_remote_code(key: str, value: object, problems: Problems) -> None:
@@ -124,12 +115,8 @@ def _check_value(library: Library, prefix: str, name: str, value: object, proble
     if name not in known:
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         problems.add(f"{prefix}.{name}", f"no argument of {DESCRIBED[library]}", f"the nearest is {nearest}")
-    elif not any(_fits(value, kind) for kind in known[name]):
+        return
+    own = {_SCALARS.get(type(value)), "number" if type(value) is int else None, f"={value}" if isinstance(value, str | int) else None}
+    if own.isdisjoint(known[name]):
         kinds = [kind.removeprefix("=") for kind in known[name]]
         problems.add(f"{prefix}.{name}", f"not a value of {DESCRIBED[library]}'s argument", f"use {' or '.join(kinds)}")
-
-
-def _fits(value: object, kind: str) -> bool:
-    if kind.startswith("="):
-        return isinstance(value, str | int) and str(value) == kind[1:]
-    return _SCALARS.get(type(value)) == kind or (kind == "number" and type(value) is int)

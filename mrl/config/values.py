@@ -7,30 +7,30 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args, get_origin
 
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.resolvers import oc
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from mrl.config.bounds import Number, of_numbers
-from mrl.config.files import Key, Setting, Settings, describe, split_key
+from mrl import env
+from mrl.config.files import MAX_DEPTH, Key, Setting, Settings, describe, split_key
 from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
-from mrl.config.secrets import register_resolvers
+from mrl.config.secrets import note_texts
 
 Section = TypeVar("Section")
+Number = int | float
+
+MAX_CHARACTERS = 1 << 20
+"""Of a value with its references written out."""
+MAX_EXPRESSION = 2000
+"""Characters of a value with an interpolation in it. The grammar of interpolations takes seconds for more."""
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-
-# NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
-RESOLVERS: dict[str, Callable[[object, object], Number]] = {
-    "equal": lambda a, b: a == b,
-    "mul": of_numbers(lambda a, b: a * b),
-    "add": of_numbers(lambda a, b: a + b),
-    "div": of_numbers(lambda a, b: a // b if a % b == 0 else a / b),
-    "max": of_numbers(max),
-}
+_REFERENCE_OR_SELECT = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)")
+_NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?")
 
 # The start of an error's type in pydantic -> what a config's author is told.
 _MESSAGES = {
@@ -47,11 +47,36 @@ class Unresolved(ValueError):
     """An expression cannot be resolved. The text says why."""
 
 
+def find_long_expressions(values: Mapping[str, object]) -> list[str]:
+    """A problem for every key whose value has too long an expression, or becomes too long once its references are written out."""
+    texts = {key: str(value) for key, value in values.items()}
+    known: dict[str, int] = {}
+
+    def length(name: str, above: tuple[str, ...]) -> int:
+        """Characters that a reference to a key, or to a section, stands for. One that leads back to itself is refused elsewhere."""
+        if name in above or len(above) > MAX_DEPTH:
+            return 0
+        if name not in known:
+            keys = [name] if name in texts else [key for key in texts if key.startswith(f"{name}.")]
+            references = [other for key in keys for other in _REFERENCE_OR_SELECT.findall(texts[key])]
+            known[name] = sum(len(texts[key]) for key in keys) + sum(length(other, (*above, name)) for other in references)
+        return known[name]
+
+    problems = []
+    for key, text in texts.items():
+        if "${" in text and len(text) > MAX_EXPRESSION:
+            problems.append(f"{key}: an expression of {len(text):,} characters; write at most {MAX_EXPRESSION:,}")
+        elif "${" in text and length(key, ()) > MAX_CHARACTERS:
+            problems.append(f"{key}: with its references written out, a value of more than {MAX_CHARACTERS:,} characters; refer to fewer")
+    return problems
+
+
 class Tree:
     """Settings over the schema's defaults, as they are written."""
 
-    def __init__(self, settings: Settings) -> None:
-        _register_resolvers()
+    def __init__(self, settings: Settings, secrets: set[str]) -> None:
+        """Secrets that values are read from are added to `secrets`."""
+        _register_resolvers(secrets)
         self._content = copy.deepcopy(_defaults(RunConfig))
         for key, setting in settings.items():
             _put(self._content, key, setting.value)
@@ -97,21 +122,23 @@ class Reader:
 
     def __init__(self, tree: Tree, settings: Settings, misplaced: set[str]) -> None:
         """`settings` say where the values were written. Of the keys in `misplaced` there are problems already."""
-        self._tree = tree
-        self._settings = settings
-        self._misplaced = misplaced
+        self._tree, self._settings, self._misplaced = tree, settings, misplaced
         self._problems: dict[str, str] = {}
 
     def section(self, kind: type[Section], prefix: str = "") -> Section:
         """The section whose keys begin with `prefix`. Values that are not known are left at their defaults."""
         values: dict[str, object] = {}
         for name, hint in fields_of(kind).items():
-            dotted, inner = prefix + name, section_of(hint)
+            dotted, inner, item = prefix + name, section_of(hint), _item_section(hint)
             if inner is not None:
                 values[name] = None if self._tree.written(dotted) is None else self.section(inner, f"{dotted}.")
                 continue
             try:
-                values[name] = self._value(dotted, hint)
+                value = self._tree.value(dotted)
+                if item is not None and isinstance(value, list):
+                    values[name] = [self._item(item, f"{dotted}[{index}]", each) for index, each in enumerate(value)]
+                else:
+                    values[name] = _validate(hint, value)
             except MissingMandatoryValue:
                 self._problems[dotted] = f"{dotted} is required and has no default; set it in the config file or as {dotted}=VALUE"
             except Unresolved as error:
@@ -140,12 +167,6 @@ class Reader:
             faults |= {key: faults[other] for key, other in followers.items()}
         return {key: key for key in wrong} | faults
 
-    def _value(self, dotted: str, hint: object) -> object:
-        value, item = self._tree.value(dotted), _item_section(hint)
-        if item is None or not isinstance(value, list):
-            return _validate(hint, value)
-        return [self._item(item, f"{dotted}[{index}]", each) for index, each in enumerate(value)]
-
     def _item(self, kind: type[Section], dotted: str, value: object) -> Section:
         names = fields_of(kind)
         if not isinstance(value, dict):
@@ -166,11 +187,6 @@ class Reader:
 
 
 def _validate(hint: object, value: object) -> object:
-    """The value as the type of a field wants it.
-
-    Raises:
-        ValidationError: it does not fit.
-    """
     if isinstance(value, str) and bool in (hint, *get_args(hint)):  # environment variables give text
         value = {"true": True, "false": False}.get(value.lower(), value)
     return _adapter(hint).validate_python(value)
@@ -205,10 +221,10 @@ def _defaults(section: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         inner = section_of(fields_of(section)[field.name])
-        if field.default_factory is not dataclasses.MISSING:
-            found[field.name] = _defaults(inner) if inner else field.default_factory()
-        else:
+        if field.default_factory is dataclasses.MISSING:
             found[field.name] = field.default
+        else:
+            found[field.name] = _defaults(inner) if inner else field.default_factory()
     return found
 
 
@@ -231,8 +247,52 @@ def _put(content: dict[str, Any], key: Key, value: object) -> None:
     content[key[-1]] = value
 
 
-@functools.cache
-def _register_resolvers() -> None:
-    register_resolvers()
+def _register_resolvers(secrets: set[str]) -> None:
+    """Registers NeMo RL's resolvers, and OmegaConf's own so that they add the secrets that they read to `secrets`."""
+
+    def read(name: str, *default: object) -> str | None:
+        value = oc.env(name, *default)
+        # Places and sizes are no secrets, nor are defaults, unless the variable is called like a secret.
+        if value is not None and (env.SECRET_NAME.search(name) or (env.variable(name) and not env.PLACE_NAME.fullmatch(name))):
+            note_texts(value, secrets)
+        return value
+
+    def decode(text: str | None, _parent_: Container, _node_: Node) -> object:
+        value = oc.decode(text, _parent_, _node_)
+        if any(secret in str(text) for secret in secrets):  # without the quotes a secret is another text
+            note_texts(value, secrets)
+        return value
+
+    OmegaConf.register_resolver("oc.env", read, replace=True, annotation_validation="off")
+    OmegaConf.register_resolver("oc.decode", decode, replace=True, annotation_validation="off")
     for name, resolver in RESOLVERS.items():
         OmegaConf.register_resolver(name, resolver, replace=True)
+
+
+def _of_numbers(operation: Callable[[Number, Number], Number]) -> Callable[[object, object], Number]:
+    """An operation that takes nothing but numbers, and gives none that no key can have. OmegaConf would warn beside the error."""
+
+    def number(value: object) -> Number:
+        if isinstance(value, str) and _NUMBER.fullmatch(value):  # environment variables give text
+            return float(value) if "." in value or "e" in value.lower() else int(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{str(value)[:40]!r} is not a number")
+        return value
+
+    def checked(a: object, b: object) -> Number:
+        result = operation(number(a), number(b))
+        if isinstance(result, int) and abs(result) >= 1 << 63:
+            raise ValueError("the result has more than 64 bits")
+        return result
+
+    return checked
+
+
+# NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
+RESOLVERS: dict[str, Callable[[object, object], Number]] = {
+    "equal": lambda a, b: a == b,
+    "mul": _of_numbers(lambda a, b: a * b),
+    "add": _of_numbers(lambda a, b: a + b),
+    "div": _of_numbers(lambda a, b: a // b if a % b == 0 else a / b),
+    "max": _of_numbers(max),
+}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
-from mrl.config.rules.environments import NEMO_GYM, environment_names, environment_of_agent
+from mrl.config.rules.data import NEMO_GYM, environment_names, environment_of_agent
 from mrl.config.texts import safe_text
 from mrl.data.chat import load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
 from mrl.data.files import find_data_files

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from conversion.files.durable import write_atomic
-from mrl.config.rules.data import train_datasets, validation_datasets
 from mrl.config.texts import safe_text
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, records
@@ -189,13 +188,12 @@ def read_split(
     that are held out of the training rows come first.
     """
     names, spool = Names(), Spool[Value]()
-    train_sets = list(train_datasets(data))
-    read = [read_rows(reader_of(key, dataset), data, names, spool, finish) for key, dataset in train_sets]
-    if not any(dataset.held_out for _, dataset in train_sets):
+    read = [read_rows(reader_of(key, dataset), data, names, spool, finish) for key, dataset in data.train_sets.items()]
+    if not any(dataset.held_out for dataset in data.train_sets.values()):
         names = Names()  # validation rows are never asked together with training rows
-    validation = [read_rows(reader_of(key, dataset), data, names, spool, finish) for key, dataset in validation_datasets(data)]
+    validation = [read_rows(reader_of(key, dataset), data, names, spool, finish) for key, dataset in data.validation_sets.items()]
     train, held_out = [], []
-    for (all_rows, _), (_, dataset) in zip(read, train_sets, strict=True):
+    for (all_rows, _), dataset in zip(read, data.train_sets.values(), strict=True):
         rows = all_rows.select(draw(len(all_rows), dataset.max_samples, seed=dataset.seed))
         kept, held = hold_out(len(rows), dataset.held_out, seed=dataset.seed)
         train.append(rows.select(kept))

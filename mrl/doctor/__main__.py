@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import env
+from mrl.config.secrets import run_entry, start_logging
 from mrl.doctor.findings import Finding, as_json, has_problem, merge_nodes, table
 from mrl.doctor.host import judge_machine
 from mrl.doctor.probe import HostFacts, probe_host
@@ -90,19 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--refit needs a config, e.g. python -m mrl.doctor grpo_tiny.yaml --refit")
     if options.refit and options.json:
         parser.error("--refit prints a table only; leave out --json")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    secrets = start_logging()
     config = None
     try:
         if options.config is not None:
             from mrl.config.load import load_config
-            from mrl.config.secrets import start_logging
 
-            start_logging()
             if options.refit:
                 from mrl.doctor.refit import run_refit
 
-                return run_refit(options.config, options.overrides)
-            config = load_config(options.config, options.overrides)
+                return run_refit(options.config, options.overrides, secrets)
+            config = load_config(options.config, options.overrides, secrets=secrets)
         findings = diagnose(config)
     except ValueError as error:
         logger.error("%s", error)
@@ -117,4 +116,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_entry(main))

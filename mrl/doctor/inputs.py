@@ -8,8 +8,7 @@ from conversion.files.hf_folder import weight_files
 from mrl import env
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.model import is_hub_id, read_model, with_cached_folders
-from mrl.config.rules.checkpointing import checkpoint_demand, existing_parent
-from mrl.config.rules.checks import find_problems
+from mrl.config.rules.checks import checkpoint_demand, existing_parent, find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.doctor.findings import Finding, has_problem
 from mrl.doctor.probe import HostFacts, read_disk

@@ -270,9 +270,9 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def run_refit(name: str, overrides: Sequence[str]) -> int:
+def run_refit(name: str, overrides: Sequence[str], secrets: set[str]) -> int:
     """Examines a config and logs the table. Exit code 0: no check failed; 1: one did. ValueError: the input is at fault."""
-    config = check_start(load_config(name, [*overrides, *SETTINGS]))
+    config = check_start(load_config(name, [*overrides, *SETTINGS], secrets=secrets))
     data = load_prompts(config)
     log_folder = Path(tempfile.mkdtemp(prefix="mrl-doctor-"))
     logger.info("Logs of the processes: %s (kept if a check fails)", log_folder)

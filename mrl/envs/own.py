@@ -44,7 +44,7 @@ POSITIONAL = ("prompt", "response", "reference_answer")
 def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environment:
     """Declares one of `env.own.functions`, or a function that an installed package offers; `endpoints` as `build_environment` has it."""
     # Here, so that children import no config.
-    from mrl.config.rules.environments import ENTRY_POINT_GROUP
+    from mrl.config.rules.data import ENTRY_POINT_GROUP
 
     own = config.own
     installed = {point.name: f"{point.module}:{point.attr}" for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}

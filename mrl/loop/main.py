@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic() - env.job_age_s()
     options = check.parse_arguments(arguments)
     if options.check:
-        return check.check_run(options.name, options.words)
+        return check.check_run(options.name, options.words, secrets=options.secrets)
     try:
         logger.info("Config: %s", find_config(options.name))
-        config, migration = load_run(options.name, options.words)
+        config, migration = load_run(options.name, options.words, secrets=options.secrets)
         migration.log()
         budget = Budget(config.checkpointing.must_save_by_s, started=started)
         budget.listen()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from conversion.files.durable import sync_file, write_atomic
-from mrl.config.rules.environments import environment_of_agent
+from mrl.config.rules.data import environment_of_agent
 from mrl.data.files import SUFFIXES
 from mrl.data.records import TABLES, records
 from mrl.data.rows import Fields, RowError, gym_conversation, json_object, text_of

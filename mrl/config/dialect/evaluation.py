@@ -10,7 +10,7 @@ import re
 
 from mrl.config.datasets import DATASETS
 from mrl.config.dialect.tables import NO_EFFECT
-from mrl.config.files import Setting, Settings, split_key
+from mrl.config.files import Settings, split_key
 from mrl.config.schema.data import DatasetConfig
 
 SECTIONS = {"generation": "policy.generation", "tokenizer": "policy.tokenizer"}
@@ -24,7 +24,6 @@ NAMES = {
     "data.solution_key": "data.validation.output_key",
 }
 """Keys that also have another name here."""
-ASKED = "data.validation"
 CONTEXT = "policy.generation.vllm_cfg.max_model_len"
 
 _DATA_KEYS = {field.name for field in dataclasses.fields(DatasetConfig)}
@@ -34,14 +33,6 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 def is_evaluation(settings: Settings) -> bool:
     """Whether settings are those of such a file."""
     return ("generation", "model_name") in settings
-
-
-def ask_only(settings: Settings) -> None:
-    """Whatever a file says of training, its rollouts are judged, and all held-out prompts are asked; in place."""
-    origin = "python -m mrl.evaluate"
-    settings[("algorithm",)] = Setting("grpo", origin)
-    settings[("grpo", "max_val_samples")] = Setting(None, origin)
-    settings.pop(("policy", "train_global_batch_size"), None)  # by default what a step samples
 
 
 def place_evaluation(settings: Settings) -> None:
@@ -55,11 +46,9 @@ def place_evaluation(settings: Settings) -> None:
         setting = settings.pop(key)
         if old.startswith("generation.val_") and setting.value == f"${{{old.replace('val_', '')}}}":
             continue  # what it refers to has its name here
-        value = setting.value
-        if new.endswith(".val_top_k") and value == -1:
-            value = None
+        value = None if new.endswith(".val_top_k") and setting.value == -1 else setting.value
         if old == "data.dataset_name" and value not in DATASETS:
-            new = f"{ASKED}.data_path"
+            new = "data.validation.data_path"
         moved[split_key(new)] = dataclasses.replace(setting, value=value, written_as=old)
     for key, setting in moved.items():
         settings.setdefault(key, setting)
@@ -70,17 +59,16 @@ def place_evaluation(settings: Settings) -> None:
         if key[:2] == ("data", "validation"):
             # Nothing is trained, but a config has training rows.
             settings.setdefault(("data", "train", *key[2:]), dataclasses.replace(settings[key], written_as=""))
-    context = settings.get(split_key(CONTEXT))
-    if context is not None:
+    if (context := settings.get(split_key(CONTEXT))) is not None:
         whole = dataclasses.replace(context, value=f"${{{CONTEXT}}}", written_as="")
         settings.setdefault(("policy", "max_total_sequence_length"), whole)
 
 
 def _name(old: str) -> str:
-    """What a key of such a file is called in the schema."""
+    """The name of a key of such a file in the schema."""
     section, _, rest = old.partition(".")
     if old in NAMES:
         return NAMES[old]
     if section in SECTIONS:
         return f"{SECTIONS[section]}.{rest}"
-    return f"{ASKED}.{rest}" if section == "data" and rest in _DATA_KEYS else old
+    return f"data.validation.{rest}" if section == "data" and rest in _DATA_KEYS else old

@@ -12,14 +12,11 @@ from mrl.config.datasets import GYM_PROCESSOR
 from mrl.config.dialect.tables import SAME_VALUE
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, split_key
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
-from mrl.config.rules.environments import NEMO_GYM
+from mrl.config.rules.data import NEMO_GYM
 
-MEGATRON = "policy.megatron_cfg"
-DTENSOR = "policy.dtensor_cfg"
+MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"
-OPTIMIZER = "policy.optimizer"
-SCHEDULER = "policy.scheduler"
-
+OPTIMIZER, SCHEDULER = "policy.optimizer", "policy.scheduler"
 OPTIMIZERS = ("torch.optim.AdamW",)
 LORA_INITS = {"xavier": "xavier", "uniform": "kaiming"}
 # Layers of Hugging Face models that Megatron fuses, and how they are called there.
@@ -71,7 +68,7 @@ class Translation:
 
     written: Settings
     value_of: Callable[[str], object]
-    """The resolved value of a dotted key."""
+    """Resolves a dotted key."""
     settings: Settings = field(default_factory=dict)
     """The new settings; they replace any for the same keys."""
     dropped: set[Key] = field(default_factory=set)
@@ -107,16 +104,17 @@ def translate(settings: Settings, value_of: Callable[[str], object]) -> Translat
     """What the rules make of `settings`; `value_of` resolves a dotted key of them."""
     found = Translation(settings, value_of)
     _choose_backend(found)
-    _inductor(found)
-    _gym(found)
-    _verifier(found)
-    _clip(found)
-    for source, target in ENGINE_ARGUMENTS.items():
-        _one_name(source, target, found)
+    _old_forms(found)
+    names = dict(ENGINE_ARGUMENTS)
     for section, target in TEMPLATE_VARIABLES.items():
         for key in map(".".join, settings):
             if key.startswith(f"{section}."):
-                _one_name(key, target + key.removeprefix(section), found)
+                names[key] = target + key.removeprefix(section)
+    for source, target in names.items():
+        setting = found.given(source)
+        if setting is not None and found.given(target) is not None and value_of(target) != value_of(source):
+            found.refuse(source, setting, f"two names of {target}, which is {value_of(target)}", "keep one of them")
+        found.put_same(source, target)
     return found
 
 
@@ -141,18 +139,14 @@ def _choose_backend(found: Translation) -> None:
     for key, setting in found.written.items():
         if key[:3] == ("policy", "dtensor_cfg", "env_vars") and setting.value != {}:
             found.put_same(".".join(key), ".".join(("policy", "megatron_cfg", *key[2:])))
-    _sequence_parallel(found)
+    # Megatron trains experts under tensor parallelism only with sequence parallelism, and that changes no value, so it follows the size.
+    size_key = f"{DTENSOR}.tensor_parallel_size"
+    parallel = found.given(f"{DTENSOR}.sequence_parallel") or found.given(size_key)
+    if parallel is not None:
+        size = found.value_of(size_key if found.given(size_key) else f"{MEGATRON}.tensor_model_parallel_size")
+        found.put(f"{DTENSOR}.sequence_parallel", parallel, f"{MEGATRON}.sequence_parallel", size != 1)
     _lora(found)
     _optimizer(found)
-
-
-def _sequence_parallel(found: Translation) -> None:
-    """Megatron trains experts under tensor parallelism only with it, and it changes no value, so it follows the size."""
-    size_key = f"{DTENSOR}.tensor_parallel_size"
-    setting = found.given(f"{DTENSOR}.sequence_parallel") or found.given(size_key)
-    if setting is not None:
-        size = found.value_of(size_key if found.given(size_key) else f"{MEGATRON}.tensor_model_parallel_size")
-        found.put(f"{DTENSOR}.sequence_parallel", setting, f"{MEGATRON}.sequence_parallel", size != 1)
 
 
 def _lora(found: Translation) -> None:
@@ -169,129 +163,112 @@ def _lora(found: Translation) -> None:
         found.put(f"{LORA}.match_all_linear", matches_all, f"{MEGATRON}.peft.target_modules", [])
         names.remove("target_modules")
     for name in names:
-        if (setting := found.given(f"{LORA}.{name}")) is not None:
-            _layers(f"{LORA}.{name}", setting, f"{MEGATRON}.peft.{name}", found)
-
-
-def _layers(source: str, setting: Setting, target: str, found: Translation) -> None:
-    layers = found.value_of(source)
-    wanted = {str(layer).removeprefix("*.").removeprefix("*") for layer in layers} if isinstance(layers, list) else {str(layers)}
-    names = [name for name, parts in FUSED_LAYERS.items() if wanted.issuperset(parts)]
-    if unknown := wanted - {part for name in names for part in FUSED_LAYERS[name]}:
-        rule = f"{', '.join(sorted(unknown))}: no whole layer of Megatron, where q_proj, k_proj, v_proj are one; so are gate_proj, up_proj"
-        found.refuse(source, setting, rule, f"name them together, or set {target} instead")
-    else:
-        found.put(source, setting, target, names)
+        source, target = f"{LORA}.{name}", f"{MEGATRON}.peft.{name}"
+        if (setting := found.given(source)) is None:
+            continue
+        layers = found.value_of(source)
+        wanted = {str(layer).removeprefix("*.").removeprefix("*") for layer in layers} if isinstance(layers, list) else {str(layers)}
+        fused = [layer for layer, parts in FUSED_LAYERS.items() if wanted.issuperset(parts)]
+        if unknown := wanted - {part for layer in fused for part in FUSED_LAYERS[layer]}:
+            parts = "where q_proj, k_proj, v_proj are one; so are gate_proj, up_proj"
+            rule = f"{', '.join(sorted(unknown))}: no whole layer of Megatron, {parts}"
+            found.refuse(source, setting, rule, f"name them together, or set {target} instead")
+        else:
+            found.put(source, setting, target, fused)
 
 
 def _optimizer(found: Translation) -> None:
-    betas = found.given(f"{OPTIMIZER}.kwargs.betas")
+    betas, name = found.given(f"{OPTIMIZER}.kwargs.betas"), found.given(f"{OPTIMIZER}.name")
     if betas is not None:
         values = found.value_of(f"{OPTIMIZER}.kwargs.betas")
         if isinstance(values, list) and len(values) == 2:
-            for name, value in zip(("adam_beta1", "adam_beta2"), values, strict=True):
-                found.put(f"{OPTIMIZER}.kwargs.betas", betas, f"{MEGATRON}.optimizer.{name}", value)
+            for beta, value in zip(("adam_beta1", "adam_beta2"), values, strict=True):
+                found.put(f"{OPTIMIZER}.kwargs.betas", betas, f"{MEGATRON}.optimizer.{beta}", value)
         else:
             found.refuse(f"{OPTIMIZER}.kwargs.betas", betas, "AdamW has two", "write for example [0.9, 0.999]")
-    name = found.given(f"{OPTIMIZER}.name")
     if name is not None and (value := found.value_of(f"{OPTIMIZER}.name")) not in OPTIMIZERS:
         found.refuse(f"{OPTIMIZER}.name", name, f"{value} is not supported", f"use {', '.join(OPTIMIZERS)}")
     schedule = [setting for key, setting in found.written.items() if key[:2] == ("policy", "scheduler") and setting.value is not None]
+    if not schedule and name is None:
+        return
+    # A rate that does not decay ends where it is.
+    scheduler: dict[str, object] = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0}
+    end: object = f"${{{MEGATRON}.optimizer.lr}}"
+    setting = schedule[0] if schedule else name
+    assert setting is not None
     if schedule:
-        _schedule(schedule[0], found)
-    elif name is not None:
-        _put_schedule(name, {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0}, None, found)
+        try:
+            changed, last = _schedule(found)
+        except (KeyError, TypeError, ValueError):
+            rule = "translated are a LinearLR up to 1.0 and its end as milestone, then ConstantLR at 1.0, LinearLR or CosineAnnealingLR"
+            found.refuse(SCHEDULER, setting, rule, f"set it to null and write {MEGATRON}.scheduler")
+            return
+        scheduler, end = scheduler | changed, end if last is None else last
+    for part, value in scheduler.items():
+        found.set(SCHEDULER, setting, f"{MEGATRON}.scheduler.{part}", value)
+    found.set(SCHEDULER, setting, f"{MEGATRON}.optimizer.min_lr", end)
+    values = ", ".join(f"{part}={value}" for part, value in scheduler.items())
+    found.lines.append(f"{SCHEDULER} ({setting.origin}) -> {MEGATRON}.scheduler: {values}")
 
 
-def _schedule(setting: Setting, found: Translation) -> None:
-    """A warmup by LinearLR, if any, then one of ConstantLR, LinearLR, CosineAnnealingLR: what Megatron has, too."""
+def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
+    """Megatron's schedule and last rate for a warmup by LinearLR, if any, then one of ConstantLR, LinearLR, CosineAnnealingLR.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is another one.
+    """
     written = found.value_of(SCHEDULER)
     parts = [part for part in (written if isinstance(written, list) else [written]) if isinstance(part, dict)]
     phases = [(str(part["name"]).rpartition(".")[2], part.get("kwargs") or {}) for part in parts if "name" in part]
     milestones = [part["milestones"] for part in parts if "milestones" in part]
     lr = found.settings.get(split_key(f"{MEGATRON}.optimizer.lr"))
-    peak = lr.value if lr is not None else found.value_of(f"{MEGATRON}.optimizer.lr")
-    scheduler: dict[str, object] = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0}
+    peak = float(str(lr.value if lr is not None else found.value_of(f"{MEGATRON}.optimizer.lr")))
+    scheduler: dict[str, object] = {}
     warmup, end = 0, None
-    try:
-        peak = float(str(peak))
-        if phases and phases[0][0] == "LinearLR" and float(phases[0][1].get("end_factor", 1.0)) == 1.0:
-            _, kwargs = phases.pop(0)
-            warmup = int(kwargs.get("total_iters", 5))
-            scheduler |= {"lr_warmup_iters": warmup, "lr_warmup_init": peak * float(kwargs.get("start_factor", 1 / 3))}
-        (kind, kwargs) = phases.pop(0) if phases else ("ConstantLR", {"factor": 1.0})
-        if kind == "CosineAnnealingLR":
-            scheduler |= {"lr_decay_style": "cosine", "lr_decay_iters": warmup + int(kwargs["T_max"])}
-            end = float(kwargs.get("eta_min", 0.0))
-        elif kind == "LinearLR" and float(kwargs.get("start_factor", 1 / 3)) == 1.0:
-            scheduler |= {"lr_decay_style": "linear", "lr_decay_iters": warmup + int(kwargs.get("total_iters", 5))}
-            end = peak * float(kwargs.get("end_factor", 1.0))
-        elif kind != "ConstantLR" or float(kwargs.get("factor", 1 / 3)) != 1.0:
-            raise ValueError(kind)
-        if phases or (milestones and milestones != [[warmup]]):
-            raise ValueError("further phases")
-    except (KeyError, TypeError, ValueError):
-        rule = "translated are a LinearLR up to 1.0 and its end as milestone, then ConstantLR at 1.0, LinearLR or CosineAnnealingLR"
-        found.refuse(SCHEDULER, setting, rule, f"set it to null and write {MEGATRON}.scheduler")
-        return
-    _put_schedule(setting, scheduler, end, found)
+    if phases and phases[0][0] == "LinearLR" and float(phases[0][1].get("end_factor", 1.0)) == 1.0:
+        _, kwargs = phases.pop(0)
+        warmup = int(kwargs.get("total_iters", 5))
+        scheduler |= {"lr_warmup_iters": warmup, "lr_warmup_init": peak * float(kwargs.get("start_factor", 1 / 3))}
+    kind, kwargs = phases.pop(0) if phases else ("ConstantLR", {"factor": 1.0})
+    if kind == "CosineAnnealingLR":
+        scheduler |= {"lr_decay_style": "cosine", "lr_decay_iters": warmup + int(kwargs["T_max"])}
+        end = float(kwargs.get("eta_min", 0.0))
+    elif kind == "LinearLR" and float(kwargs.get("start_factor", 1 / 3)) == 1.0:
+        scheduler |= {"lr_decay_style": "linear", "lr_decay_iters": warmup + int(kwargs.get("total_iters", 5))}
+        end = peak * float(kwargs.get("end_factor", 1.0))
+    elif kind != "ConstantLR" or float(kwargs.get("factor", 1 / 3)) != 1.0:
+        raise ValueError(kind)
+    if phases or (milestones and milestones != [[warmup]]):
+        raise ValueError("further phases")
+    return scheduler, end
 
 
-def _put_schedule(setting: Setting, scheduler: dict[str, object], end: float | None, found: Translation) -> None:
-    for name, value in scheduler.items():
-        found.set(SCHEDULER, setting, f"{MEGATRON}.scheduler.{name}", value)
-    # A rate that does not decay ends where it is.
-    found.set(SCHEDULER, setting, f"{MEGATRON}.optimizer.min_lr", f"${{{MEGATRON}.optimizer.lr}}" if end is None else end)
-    values = ", ".join(f"{name}={value}" for name, value in scheduler.items())
-    found.lines.append(f"{SCHEDULER} ({setting.origin}) -> {MEGATRON}.scheduler: {values}")
-
-
-def _one_name(source: str, target: str, found: Translation) -> None:
-    """Puts the value of `source` at `target`, and refuses it if that is set to another one."""
-    setting = found.given(source)
-    if setting is not None and found.given(target) is not None and found.value_of(target) != found.value_of(source):
-        found.refuse(source, setting, f"two names of {target}, which is {found.value_of(target)}", "keep one of them")
-    found.put_same(source, target)
-
-
-def _inductor(found: Translation) -> None:
-    """vLLM had a switch for what is now the name of a compiler."""
-    setting, written = found.given(USE_INDUCTOR), found.given(f"{COMPILATION}.backend")
-    if setting is None:
-        return
-    backend = "inductor" if found.value_of(USE_INDUCTOR) else "eager"
-    if written is not None and written.value != backend:
-        found.refuse(USE_INDUCTOR, setting, f"it means backend={backend}, and {COMPILATION}.backend={written.value}", "keep one of them")
-    found.put(USE_INDUCTOR, setting, f"{COMPILATION}.backend", backend)
-
-
-def _verifier(found: Translation) -> None:
-    """One environment of NeMo RL is two here: problems with a value, and questions with a letter."""
-    setting = found.given(VERIFIER)
-    if setting is None or (kind := found.value_of(VERIFIER)) in ("math", None):
-        return
-    if kind not in CHOICES:
-        found.refuse(VERIFIER, setting, "no such verifier", f"use one of math, {', '.join(CHOICES)}")
-        return
-    named = {key: other.value for key, other in found.written.items() if key[0] == "data" and key[-1] == "env_name"}
-    for key, name in {("data", "default", "env_name"): "math", **named}.items():
-        if name == "math":
-            found.put(VERIFIER, setting, ".".join(key), "mcqa")
-
-
-def _clip(found: Translation) -> None:
-    """In files that give both, NeMo RL's Megatron reads the optimizer's; who names the other on the command line means that."""
+def _old_forms(found: Translation) -> None:
+    """Older keys whose present form is another key: a switch of vLLM's compiler, rows of NeMo Gym, a verifier, a norm of gradients."""
+    inductor, compiler = found.given(USE_INDUCTOR), found.given(f"{COMPILATION}.backend")
+    if inductor is not None:
+        # vLLM had a switch for what is now the name of a compiler.
+        backend = "inductor" if found.value_of(USE_INDUCTOR) else "eager"
+        if compiler is not None and compiler.value != backend:
+            rule = f"it means backend={backend}, and {COMPILATION}.backend={compiler.value}"
+            found.refuse(USE_INDUCTOR, inductor, rule, "keep one of them")
+        found.put(USE_INDUCTOR, inductor, f"{COMPILATION}.backend", backend)
+    gym = found.given(USE_GYM)
+    if gym is not None and found.value_of(USE_GYM) is True and not any(key[:2] == ("data", "default") for key in found.written):
+        # Older files have one line for what are now four: with NeMo Gym, all rows are its own.
+        for name, value in GYM_DATA.items():
+            found.put(USE_GYM, gym, f"data.default.{name}", value)
+    verifier = found.given(VERIFIER)
+    if verifier is not None and (kind := found.value_of(VERIFIER)) not in ("math", None):
+        # One environment of NeMo RL is two here: problems with a value, and questions with a letter.
+        if kind not in CHOICES:
+            found.refuse(VERIFIER, verifier, "no such verifier", f"use one of math, {', '.join(CHOICES)}")
+        named = {key: other.value for key, other in found.written.items() if key[0] == "data" and key[-1] == "env_name"}
+        for key, name in {("data", "default", "env_name"): "math", **named}.items():
+            if kind in CHOICES and name == "math":
+                found.put(VERIFIER, verifier, ".".join(key), "mcqa")
+    # In files that give both, NeMo RL's Megatron reads the optimizer's; who names the other on the command line means that.
     clip, norm = found.given(CLIP), found.given(NORM)
-    if clip is None or found.value_of(f"{DTENSOR}.enabled") is True or (norm is not None and norm.origin == COMMAND_LINE):
-        return
-    if (value := found.value_of(CLIP) or 0.0) != (found.value_of(NORM) or 0.0):
-        found.put(CLIP, clip, NORM, value)
-
-
-def _gym(found: Translation) -> None:
-    """Older files have one line for what are now four: with NeMo Gym, all rows are its own."""
-    setting = found.given(USE_GYM)
-    if setting is None or found.value_of(USE_GYM) is not True or any(key[:2] == ("data", "default") for key in found.written):
-        return
-    for name, value in GYM_DATA.items():
-        found.put(USE_GYM, setting, f"data.default.{name}", value)
+    if clip is not None and found.value_of(f"{DTENSOR}.enabled") is not True and (norm is None or norm.origin != COMMAND_LINE):
+        if (value := found.value_of(CLIP) or 0.0) != (found.value_of(NORM) or 0.0):
+            found.put(CLIP, clip, NORM, value)

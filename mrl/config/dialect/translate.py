@@ -14,27 +14,13 @@ from pathlib import Path
 from mrl import env
 from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, translate
 from mrl.config.dialect.tables import FOREIGN, RENAMED, TRANSLATED, VALUES, Foreign
-from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, find_prompt_file
+from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, packaged_configs
 
 logger = logging.getLogger(__name__)
 
 DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
 """Every key that is accepted in a config beside those of the schema."""
-
-PROMPT_FILES = ("prompt_file", "system_prompt_file")
 HF_HOME = "${oc.env:HF_HOME}"
-
-SECTION_DEPTH = 2
-"""Parts of a key that name its section in the report: `policy.dtensor_cfg`, `grpo`."""
-
-
-@dataclass(frozen=True)
-class WithoutEffect:
-    """A setting that changes nothing, and why."""
-
-    key: Key
-    setting: Setting
-    reason: str
 
 
 @dataclass
@@ -43,12 +29,25 @@ class Migration:
 
     renamed: list[str] = field(default_factory=list)
     translated: list[str] = field(default_factory=list)
-    without_effect: list[WithoutEffect] = field(default_factory=list)
+    without_effect: list[tuple[Key, Setting, str]] = field(default_factory=list)
+    """Settings that change nothing, and why."""
 
     def sections(self) -> dict[str, list[str]]:
-        """The lines by what became of the keys, empty groups left out."""
-        groups = {"renamed": self.renamed, "translated": self.translated, "without effect": _by_section(self.without_effect)}
-        return {title: lines for title, lines in groups.items() if lines}
+        """The lines by what became of the keys, empty groups left out.
+
+        Keys without effect have one line each, or one for all those of a section that have one reason and stand in files.
+        """
+        groups: dict[object, list[tuple[Key, Setting, str]]] = {}
+        for key, setting, reason in self.without_effect:
+            group = key if setting.origin == COMMAND_LINE else (key[:2], reason)
+            groups.setdefault(group, []).append((key, setting, reason))
+        lines = []
+        for members in groups.values():
+            key, setting, reason = members[0]
+            shared = f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {len(members)} keys"
+            lines.append(f"{describe(key, setting) if len(members) == 1 else shared}: {reason}")
+        found = {"renamed": self.renamed, "translated": self.translated, "without effect": lines}
+        return {title: lines for title, lines in found.items() if lines}
 
     def log(self) -> None:
         """Logs what was renamed and translated line by line, and of what has no effect only the number."""
@@ -58,18 +57,14 @@ class Migration:
             logger.info("Config: %d keys have no effect here; `--check` lists them with the reasons", len(self.without_effect))
 
 
-def name_dataset_lists(settings: Settings) -> None:
-    """Moves a list at `data.train` or `data.validation` to the key `datasets` below, in place."""
+def use_own_forms(settings: Settings) -> None:
+    """Moves a list at `data.train` or `data.validation` to the key `datasets` below, and writes out HF_HOME if it is not set; in place."""
     for key in (("data", "train"), ("data", "validation")):
         if key in settings and isinstance(settings[key].value, list):
             settings[(*key, "datasets")] = settings.pop(key)
-
-
-def use_hf_home(settings: Settings) -> None:
-    """Writes out HF_HOME where that variable is not set, in place: the folder that the Hugging Face libraries use then."""
     for key, setting in settings.items():
         if isinstance(setting.value, str) and HF_HOME in setting.value and not env.HF_HOME.read():
-            home = str(Path("~/.cache/huggingface").expanduser())
+            home = str(Path("~/.cache/huggingface").expanduser())  # the folder that the Hugging Face libraries use then
             settings[key] = replace(setting, value=setting.value.replace(HF_HOME, home))
 
 
@@ -81,12 +76,11 @@ def entry_of(key: Key) -> Foreign | None:
     return next((entry for entry in sections if entry is not None and entry.is_section), None)
 
 
-def is_foreign(setting_key: Key, value: object) -> bool:
+def is_foreign(key: Key, value: object) -> bool:
     """Whether a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
-    dotted = ".".join(setting_key)
-    if entry_of(setting_key) is not None or is_translated(setting_key):
+    if entry_of(key) is not None or is_translated(key):
         return True
-    return value in (None, {}) and any(known.startswith(f"{dotted}.") for known in DIALECT_KEYS)
+    return value in (None, {}) and any(known.startswith(f"{'.'.join(key)}.") for known in DIALECT_KEYS)
 
 
 def is_translated(key: Key) -> bool:
@@ -102,55 +96,38 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
     translation = translate(settings, value_of)
     report.translated += translation.lines
     problems += translation.problems
-    _report_dropped(settings, translation.dropped, report)
+    for key, setting in settings.items():
+        if key in translation.dropped and setting.value not in (None, {}):
+            active = "policy.dtensor_cfg" if key[:2] == ("policy", "megatron_cfg") else "policy.megatron_cfg"
+            report.without_effect.append((key, setting, f"{active} is the backend that is enabled"))
     kept: Settings = {}
     for key, setting in settings.items():
         if key in translation.dropped or is_translated(key):
             continue
-        if (entry := entry_of(key)) is not None:
-            _judge(key, setting, entry, value_of, report, problems)
-        elif not is_foreign(key, setting.value):
-            kept[key] = _new_value(key, setting, report)
+        entry, value = entry_of(key), setting.value
+        if entry is None:
+            if not is_foreign(key, value):
+                kept[key] = _in_own_words(key, setting, report)
+            continue
+        # What has no effect at any value need not be an expression that can be resolved here.
+        value = value if entry.same is None else value_of(".".join(key))
+        same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
+        if entry.same is None or value in same:
+            report.without_effect.append((key, setting, entry.reason))
+        else:
+            problems.append(f"{describe(key, Setting(value, setting.origin))}: {entry.reason}; {entry.way_out}")
     return kept | translation.settings, report
 
 
-def _new_value(key: Key, setting: Setting, report: Migration) -> Setting:
+def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
     old = setting.value
-    new = VALUES.get(".".join(key), {}).get(old, old) if isinstance(old, Hashable) else old
-    if key[0] == "data" and key[-1] in PROMPT_FILES and isinstance(old, str):
-        new = find_prompt_file(old)
+    new = VALUES.get((".".join(key), old), old) if isinstance(old, Hashable) else old
+    if key[0] == "data" and key[-1] in ("prompt_file", "system_prompt_file") and isinstance(old, str):
+        # Of a file `.../prompts/NAME` that is not there, the packaged one is meant, if there is one.
+        packaged = packaged_configs() / "prompts" / Path(old).name
+        if not os.path.exists(old) and Path(old).parent.name == "prompts" and os.path.isfile(packaged):
+            new = str(packaged)
     if new == old:
         return setting
     report.translated.append(f"{describe(key, setting)} -> {new}")
     return Setting(new, setting.origin)
-
-
-def _judge(key: Key, setting: Setting, entry: Foreign, value_of: Callable[[str], object], report: Migration, problems: list[str]) -> None:
-    # What has no effect at any value need not be an expression that can be resolved here.
-    value = setting.value if entry.same is None else value_of(".".join(key))
-    same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
-    if entry.same is None or value in same:
-        report.without_effect.append(WithoutEffect(key, setting, entry.reason))
-    else:
-        problems.append(f"{describe(key, Setting(value, setting.origin))}: {entry.reason}; {entry.way_out}")
-
-
-def _report_dropped(settings: Settings, dropped: set[Key], report: Migration) -> None:
-    for key, setting in settings.items():
-        if key in dropped and setting.value not in (None, {}):
-            active = "policy.dtensor_cfg" if key[:2] == ("policy", "megatron_cfg") else "policy.megatron_cfg"
-            report.without_effect.append(WithoutEffect(key, setting, f"{active} is the backend that is enabled"))
-
-
-def _by_section(entries: list[WithoutEffect]) -> list[str]:
-    """One line for each entry, and one for all those of a section that have one reason and stand in files: a command line expects more."""
-    groups: dict[object, list[WithoutEffect]] = {}
-    for entry in entries:
-        is_alone = entry.setting.origin == COMMAND_LINE
-        groups.setdefault(entry.key if is_alone else (entry.key[:SECTION_DEPTH], entry.reason), []).append(entry)
-    lines = []
-    for group in groups.values():
-        first = group[0]
-        shared = ".".join(os.path.commonprefix([entry.key[:-1] for entry in group]))
-        lines.append(f"{describe(first.key, first.setting) if len(group) == 1 else f'{shared}: {len(group)} keys'}: {first.reason}")
-    return lines

@@ -19,12 +19,7 @@ VALIDATION_METRICS = {
 
 
 def check_algorithm(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem for every key of GRPO that another one contradicts, or leaves without effect."""
-    for check in (_objective, _importance, _kl_in_reward, _updates, _rewards, _penalties):
-        check(config, problems)
-
-
-def _objective(config: RunConfig, problems: Problems) -> None:
+    """The keys of GRPO's loss, advantages and rewards go together."""
     loss = config.loss_fn
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         rule = "a ratio of the sequence (GSPO) goes with a mean over sequences, and loss_fn.token_level_loss=true"
@@ -45,15 +40,29 @@ def _objective(config: RunConfig, problems: Problems) -> None:
     if loss.ratio_clip_c is not None and loss.disable_ppo_ratio:
         rule = "loss_fn.disable_ppo_ratio=true leaves no ratio to clip"
         problems.add("loss_fn.ratio_clip_c", rule, "set it to null, or the other to false")
+    _check_importance(config, problems)
+    if loss.use_kl_in_reward:
+        estimator, generation = config.grpo.adv_estimator.name, config.policy.generation
+        truncates = generation.top_p < 1.0 or generation.top_k is not None
+        others = {
+            f"only reinforce_plus_plus has rewards of tokens, and grpo.adv_estimator.name={estimator}": estimator != "reinforce_plus_plus",
+            "loss_fn.reference_policy_kl_penalty=0 leaves nothing to subtract": loss.reference_policy_kl_penalty == 0,
+            "it needs old logprobs, which loss_fn.force_on_policy_ratio=true does not compute": not config.needs_old_logprobs,
+            "the reference is not truncated, but policy.generation.top_p or top_k truncates the policy": truncates,
+        }
+        for rule in (rule for rule, is_so in others.items() if is_so):
+            problems.add("loss_fn.use_kl_in_reward", rule, "set it to false, or change the other")
+    batch, rollouts = config.policy.train_global_batch_size, config.grpo.num_rollouts_per_step
+    if loss.force_on_policy_ratio and batch != rollouts:
+        rule = f"it is right for one update per step, and policy.train_global_batch_size={batch} makes several of {rollouts} rollouts"
+        problems.add("loss_fn.force_on_policy_ratio", rule, "leave the latter out, or set this to false")
+    _check_rewards(config, problems)
 
 
-def _importance(config: RunConfig, problems: Problems) -> None:
+def _check_importance(config: RunConfig, problems: Problems) -> None:
     loss, prefix = config.loss_fn, "loss_fn.truncated_importance_sampling"
-    kind, high, low = (
-        loss.truncated_importance_sampling_type,
-        loss.truncated_importance_sampling_ratio,
-        loss.truncated_importance_sampling_ratio_min,
-    )
+    kind, high = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio
+    low = loss.truncated_importance_sampling_ratio_min
     given = [f"{prefix}_{name}" for name, value in {"type": kind, "ratio": high, "ratio_min": low}.items() if value is not None]
     if not loss.use_importance_sampling_correction:
         for key in given:
@@ -73,30 +82,8 @@ def _importance(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{prefix}_type", rule, "use tis or icepop")
 
 
-def _kl_in_reward(config: RunConfig, problems: Problems) -> None:
-    loss, estimator, generation = config.loss_fn, config.grpo.adv_estimator.name, config.policy.generation
-    if not loss.use_kl_in_reward:
-        return
-    truncates = generation.top_p < 1.0 or generation.top_k is not None
-    rules = {
-        f"only reinforce_plus_plus has rewards of tokens, and grpo.adv_estimator.name={estimator}": estimator != "reinforce_plus_plus",
-        "loss_fn.reference_policy_kl_penalty=0 leaves nothing to subtract": loss.reference_policy_kl_penalty == 0,
-        "it needs old logprobs, which loss_fn.force_on_policy_ratio=true does not compute": not config.needs_old_logprobs,
-        "the reference is not truncated, but policy.generation.top_p or top_k truncates the policy": truncates,
-    }
-    for rule in (rule for rule, is_so in rules.items() if is_so):
-        problems.add("loss_fn.use_kl_in_reward", rule, "set it to false, or change the other")
-
-
-def _updates(config: RunConfig, problems: Problems) -> None:
-    batch, rollouts = config.policy.train_global_batch_size, config.grpo.num_rollouts_per_step
-    if config.loss_fn.force_on_policy_ratio and batch != rollouts:
-        rule = f"it is right for one update per step, and policy.train_global_batch_size={batch} makes several of {rollouts} rollouts"
-        problems.add("loss_fn.force_on_policy_ratio", rule, "leave the latter out, or set this to false")
-
-
-def _rewards(config: RunConfig, problems: Problems) -> None:
-    grpo = config.grpo
+def _check_rewards(config: RunConfig, problems: Problems) -> None:
+    grpo, penalties, ids = config.grpo, config.reward_penalties, config.reward_penalties.token_ids
     low, high, scaling, shaping = grpo.advantage_clip_low, grpo.advantage_clip_high, grpo.reward_scaling, grpo.reward_shaping
     if low is not None and high is not None and low > high:
         problems.add("grpo.advantage_clip_low", f"must be at most grpo.advantage_clip_high={high:g}", "lower it")
@@ -106,18 +93,10 @@ def _rewards(config: RunConfig, problems: Problems) -> None:
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         rule = f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}"
         problems.add("grpo.reward_scaling.source_min", rule, "lower it")
-    needed = {
-        "overlong_buffer_length": shaping.overlong_buffer_length,
-        "overlong_buffer_penalty": shaping.overlong_buffer_penalty,
-        "max_response_length": shaping.max_response_length,
-    }
-    missing = [f"grpo.reward_shaping.{name}" for name, value in needed.items() if value is None]
+    needed = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+    missing = [f"grpo.reward_shaping.{name}" for name in needed if getattr(shaping, name) is None]
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and missing:
         problems.add("grpo.reward_shaping.enabled", f"it needs {', '.join(missing)}", "set them, or stop_properly_penalty_coef")
-
-
-def _penalties(config: RunConfig, problems: Problems) -> None:
-    penalties, ids = config.reward_penalties, config.reward_penalties.token_ids
     if penalties.penalize_unwanted_tokens and not (ids and ids.unwanted):
         rule = "it needs reward_penalties.token_ids.unwanted"
         problems.add("reward_penalties.penalize_unwanted_tokens", rule, "list the tokens that no rollout may hold")
@@ -127,7 +106,7 @@ def _penalties(config: RunConfig, problems: Problems) -> None:
 
 
 def check_batch(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem if the rollouts of a step, or the data-parallel ranks, do not divide into global batches."""
+    """The rollouts of a step divide into global batches, and these into the data-parallel ranks."""
     rollouts, batch, dp = config.grpo.num_rollouts_per_step, config.policy.train_global_batch_size, config.data_parallel_size
     if rollouts % batch:
         rule = f"must divide grpo.num_prompts_per_step x grpo.num_generations_per_prompt = {rollouts}, the rollouts of a step"
@@ -138,7 +117,7 @@ def check_batch(config: RunConfig, problems: Problems) -> None:
 
 
 def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem for every rule that sampling ahead of the training, dynamic sampling or validation breaks."""
+    """Sampling ahead of the training, dynamic sampling and validation have what they need."""
     grpo, lag = config.grpo, config.grpo.async_grpo.max_lag_steps
     if lag > 0 and config.policy.generation.colocated.enabled:
         rule = "engines that share their GPUs with the policy cannot sample while it trains (policy.generation.colocated.enabled=true)"
@@ -156,7 +135,7 @@ def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
 
 
 def check_early_stop(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem if the run should stop at a metric that is never measured, or at no threshold."""
+    """The metric at which the run stops is measured, and has a threshold."""
     metric, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
     if (metric is None) != (threshold is None):
         given, missing = ("metric", "threshold") if threshold is None else ("threshold", "metric")
@@ -168,42 +147,38 @@ def check_early_stop(config: RunConfig, problems: Problems) -> None:
 
 
 def check_supervised(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem for every rule that a run without engines breaks."""
-    algorithm, training, stage = config.algorithm, config.training, (config.checkpointing.metric_name or "").partition(":")
+    """A run without engines trains something, and can rank its checkpoints."""
+    algorithm, (stage, _, metric) = config.algorithm, (config.checkpointing.metric_name or "").partition(":")
     known = {"train": METRICS[algorithm], "val": VALIDATION_METRICS[algorithm]}
-    if config.checkpointing.enabled and stage[0] in known and stage[2] not in known[stage[0]]:
+    if config.checkpointing.enabled and stage in known and metric not in known[stage]:
         rule = f"algorithm={algorithm} has no such metric, and checkpoints could not be ranked"
         problems.add("checkpointing.metric_name", rule, f"use val:{known['val'][0]}, or null")
-    if training.max_num_steps == 0:
+    if config.training.max_num_steps == 0:
         problems.add(f"{algorithm}.max_num_steps", "the run would train nothing", "use 1 or more, or -1 for whole epochs")
     if algorithm == "dpo" and config.dpo.preference_loss_weight == config.dpo.sft_loss_weight == 0:
         problems.add("dpo.preference_loss_weight", "with dpo.sft_loss_weight=0 the run would train nothing", "raise one of them")
     if config.policy.router_replay.enabled:
-        problems.add(
-            "policy.router_replay.enabled", f"algorithm={algorithm} has no engines whose routes it could follow", "set it to false"
-        )
+        rule = f"algorithm={algorithm} has no engines whose routes it could follow"
+        problems.add("policy.router_replay.enabled", rule, "set it to false")
 
 
 def check_reward_model(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem if the model has a reward head and the algorithm trains none, or the other way round, or cannot train it."""
-    enabled, is_trained = config.policy.reward_model_cfg.enabled, config.algorithm == "rm"
-    if enabled not in (None, is_trained):
+    """The model has a reward head if, and only if, the algorithm trains one, and it can be trained."""
+    policy, megatron, is_trained = config.policy, config.policy.megatron_cfg, config.algorithm == "rm"
+    if policy.reward_model_cfg.enabled not in (None, is_trained):
         problems.add("policy.reward_model_cfg.enabled", f"it follows from algorithm={config.algorithm}", "leave it out")
-    if is_trained and config.policy.megatron_cfg.peft.enabled:
+    if is_trained and megatron.peft.enabled:
         rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
         problems.add("policy.megatron_cfg.peft.enabled", rule, "set it to false")
-    if is_trained and config.policy.megatron_cfg.pipeline_model_parallel_size > 1 and _ties_embeddings(Path(config.policy.model_name)):
-        rule = "the model's output layer is its embedding, whose copy on the last stage a reward model gives no gradient"
-        problems.add("policy.megatron_cfg.pipeline_model_parallel_size", rule, "set it to 1")
-
-
-def _ties_embeddings(model: Path) -> bool:
-    file = model / "config.json"
-    return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("tie_word_embeddings", False))
+    if is_trained and megatron.pipeline_model_parallel_size > 1:
+        file = Path(policy.model_name) / "config.json"
+        if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("tie_word_embeddings", False):
+            rule = "the model's output layer is its embedding, whose copy on the last stage a reward model gives no gradient"
+            problems.add("policy.megatron_cfg.pipeline_model_parallel_size", rule, "set it to 1")
 
 
 def check_evaluation(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem for every rule of an evaluation that a training run need not follow."""
+    """There is something to ask, and enough answers for the score."""
     if not config.data.has_validation:
         problems.add("data.validation", "there is nothing to ask", "give data.validation.data_path")
     if config.eval.k_value > config.eval.num_tests_per_prompt:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mrl.config.errors import ConfigError, NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules.algorithms import (
-    check_algorithm,
-    check_batch,
-    check_early_stop,
-    check_evaluation,
-    check_reward_model,
-    check_rollout_queue,
-    check_supervised,
-)
-from mrl.config.rules.checkpointing import check_checkpointing, check_disk, existing_parent
-from mrl.config.rules.data import check_data
-from mrl.config.rules.engines import check_engines, check_lengths, check_servers
-from mrl.config.rules.environments import check_environments
-from mrl.config.rules.layout import check_cluster, check_layout, check_ports
-from mrl.config.rules.training import check_logprobs, check_optimizer, check_recomputing, check_routing, check_rows, check_trained
+from mrl.config.rules import algorithms, data, layout, training
 from mrl.config.schema.run import RunConfig
 
 _NOT_CACHED = "not in the local Hugging Face cache; it is downloaded at the start of the run, or give a folder"
@@ -45,7 +35,7 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
     rules = RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
     try:
         model = _read_model(config, problems)
-        rules |= {} if model is None else {name: _of_model(check, model) for name, check in MODEL_RULES.items()}
+        rules |= {} if model is None else {name: partial(_check_model, check, model) for name, check in MODEL_RULES.items()}
     except NotKnown as error:
         skipped[error.key] = list(MODEL_RULES)
     for name, check in rules.items():
@@ -76,7 +66,8 @@ def _read_model(config: RunConfig, problems: Problems) -> ModelSizes | None:
         return None
 
 
-def _check_folders(config: RunConfig, problems: Problems) -> None:
+def check_folders(config: RunConfig, problems: Problems) -> None:
+    """The tokenizer is there, and the run may write its folders."""
     tokenizer = config.policy.tokenizer.name
     if not os.path.isdir(tokenizer):
         if is_hub_id(tokenizer):
@@ -92,44 +83,115 @@ def _check_folders(config: RunConfig, problems: Problems) -> None:
             problems.add(key, f"you may not write {existing}", "choose a folder that you may write", Unprovided)
 
 
+def check_checkpointing(config: RunConfig, problems: Problems) -> None:
+    """Checkpoints can be ranked and kept as section `checkpointing` says."""
+    section, metric_name, limit = config.checkpointing, config.checkpointing.metric_name, config.checkpointing.checkpoint_must_save_by
+    if section.ft_save_period is not None and section.ft_keep_latest_k is None:
+        rule = "it needs checkpointing.ft_keep_latest_k, the number of these checkpoints that are kept"
+        problems.add("checkpointing.ft_save_period", rule, "set it, for example to 1")
+    if metric_name is not None:
+        stage, _, metric = metric_name.partition(":")
+        if stage not in ("train", "val") or not metric:
+            rule = "must be train:<metric> or val:<metric>"
+            problems.add("checkpointing.metric_name", rule, "write for example val:accuracy, or null")
+        elif stage == "val" and section.enabled and not config.data.has_validation:
+            rule = "there is no validation, because data.validation=null and no training rows are held out"
+            problems.add("checkpointing.metric_name", rule, "use train:reward, or give data.validation")
+    if limit is not None and not re.fullmatch(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}", limit):
+        problems.add("checkpointing.checkpoint_must_save_by", "must be DD:HH:MM:SS after the start", "write for example 00:03:40:00")
+
+
+@dataclass(frozen=True)
+class CheckpointDemand:
+    """The disk space that the checkpoints of a run need and have."""
+
+    num_kept: int
+    checkpoint_bytes: int
+    needed_bytes: int
+    """Of those still to be written and kept, and one written aside."""
+    free_bytes: int
+
+
+def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDemand:
+    """Where the run keeps all checkpoints, their number is not known before the end: then one has to fit."""
+    section = config.checkpointing
+    weights = 2 if config.policy.precision == "bfloat16" else 4
+    # Main parameter and both moments, in float32; those of adapters are next to nothing.
+    optimizer = 12 if section.save_optimizer and not config.policy.megatron_cfg.peft.enabled else 0
+    checkpoint_bytes = num_parameters * (weights + optimizer)
+    num_present = sum(1 for path in Path(section.checkpoint_dir).glob("step_*") if path.is_dir())
+    num_kept = num_kept_at_most(config) or 1
+    needed = checkpoint_bytes * (max(0, num_kept - num_present) + 1)
+    return CheckpointDemand(num_kept, checkpoint_bytes, needed, shutil.disk_usage(existing_parent(section.checkpoint_dir)).free)
+
+
+def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> None:
+    """The checkpoints of the run fit on their disk."""
+    if not config.checkpointing.enabled:
+        return
+    demand = checkpoint_demand(config, num_parameters)
+    if demand.needed_bytes > demand.free_bytes:
+        rule = (
+            f"{demand.num_kept} checkpoints of {demand.checkpoint_bytes / 1e9:.2f} GB and one being written need "
+            f"{demand.needed_bytes / 1e9:.2f} GB more, {demand.free_bytes / 1e9:.2f} GB are free"
+        )
+        way_out = "free or choose another disk, or lower checkpointing.keep_top_k"
+        problems.add("checkpointing.checkpoint_dir", rule, way_out, Unprovided)
+
+
+def num_kept_at_most(config: RunConfig) -> int | None:
+    """How many checkpoints are kept at the same time, if that is bounded by less than the steps of the run."""
+    section = config.checkpointing
+    # keep_top_k of a million is how NeMo RL's files say "all".
+    if section.keep_top_k is None or section.keep_top_k >= config.grpo.max_num_steps // section.save_period:
+        return None
+    return section.keep_top_k + (section.ft_keep_latest_k or 1)
+
+
+def existing_parent(folder: str) -> Path:
+    """The folder itself, or the nearest above it that exists."""
+    path = Path(folder).absolute()
+    return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+
+
 Check = Callable[[RunConfig, Problems], None]
 ModelCheck = Callable[[RunConfig, ModelSizes, Problems], None]
 
 
-def _of_model(check: ModelCheck, model: ModelSizes) -> Check:
-    return lambda config, problems: check(config, model, problems)
+def _check_model(check: ModelCheck, model: ModelSizes, config: RunConfig, problems: Problems) -> None:
+    check(config, model, problems)
 
 
 RULES: dict[str, Check] = {
-    "folders": _check_folders,
-    "data": check_data,
+    "folders": check_folders,
+    "data": data.check_data,
     "checkpoints": check_checkpointing,
-    "early stop": check_early_stop,
+    "early stop": algorithms.check_early_stop,
     "arguments of libraries": check_arguments,
-    "rows": check_rows,
-    "optimizer": check_optimizer,
-    "log-probabilities": check_logprobs,
-    "ports": check_ports,
-    "reward model": check_reward_model,
-    "parallel layout": check_cluster,
+    "rows": training.check_rows,
+    "optimizer": training.check_optimizer,
+    "log-probabilities": training.check_logprobs,
+    "ports": layout.check_ports,
+    "reward model": algorithms.check_reward_model,
+    "parallel layout": layout.check_cluster,
 }
-"""What a group of rules is about, and what applies them."""
+"""What a group of rules is about -> the check that adds a problem for each of them that is broken."""
 ROLLOUT_RULES: dict[str, Check] = {
-    "environments": check_environments,
-    "batches": check_batch,
-    "lengths": check_lengths,
-    "engines": check_engines,
-    "rollout queue": check_rollout_queue,
-    "loss and advantages": check_algorithm,
-    "HTTP server": check_servers,
+    "environments": data.check_environments,
+    "batches": algorithms.check_batch,
+    "lengths": layout.check_lengths,
+    "engines": layout.check_engines,
+    "rollout queue": algorithms.check_rollout_queue,
+    "loss and advantages": algorithms.check_algorithm,
+    "HTTP server": layout.check_servers,
 }
-SUPERVISED_RULES: dict[str, Check] = {"supervised training": check_supervised}
+SUPERVISED_RULES: dict[str, Check] = {"supervised training": algorithms.check_supervised}
+EVALUATION_RULES: dict[str, Check] = {"evaluation": algorithms.check_evaluation}
 MODEL_RULES: dict[str, ModelCheck] = {
-    "layout of the model": check_layout,
-    "what is trained": lambda config, model, problems: check_trained(config, problems),
-    "recomputing": check_recomputing,
-    "routing": check_routing,
+    "layout of the model": layout.check_layout,
+    "what is trained": lambda config, model, problems: training.check_trained(config, problems),
+    "recomputing": training.check_recomputing,
+    "routing": training.check_routing,
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }
 """Those that need the model's config.json."""
-EVALUATION_RULES: dict[str, Check] = {"evaluation": check_evaluation}

@@ -1,36 +1,45 @@
-"""Rules of section `data`: data sets that are known and can be found, processors, prompt files, environments."""
+"""Rules of sections `data` and `env`: data sets that can be found, their processors and prompt files, and environments that exist."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 from mrl.config.datasets import DATASETS, GYM_PROCESSOR, PROCESSORS, known_dataset
 from mrl.config.errors import Problems, Unprovided
 from mrl.config.model import is_hub_id, is_prepared
-from mrl.config.rules.environments import NEMO_GYM, environment_names
-from mrl.config.schema.data import DataConfig, DataDefaultConfig, DatasetConfig, TrainDatasetConfig
+from mrl.config.schema.data import DataDefaultConfig, DatasetConfig
+from mrl.config.schema.env import BUILT_IN, EnvConfig
 from mrl.config.schema.run import RunConfig
 
+ENTRY_POINT_GROUP = "mrl.rewards"
+NEMO_GYM = "nemo_gym"
+"""What `data.default.env_name` says where rows name their environment by `agent_ref`."""
 
-def train_datasets(data: DataConfig) -> Iterator[tuple[str, TrainDatasetConfig]]:
-    """Every training set with the key that it stands under: `data.train`, or `data.train.datasets[0]` and so on."""
-    if data.train.datasets is None:
-        yield "data.train", data.train
-    for index, dataset in enumerate(data.train.datasets or ()):
-        yield f"data.train.datasets[{index}]", dataset
+SERVERS: Mapping[str, str] = {
+    "math_with_judge": "math",
+    "mcqa": "mcqa",
+    "code_gen": "code",
+    "instruction_following": "instruction_following",
+    "structured_outputs": "structured_outputs",
+    "workplace_assistant": "workplace_assistant",
+}
+"""NeMo Gym's resource servers, and the environments that do what they do. Rows name the agent `<server>_simple_agent`."""
 
 
-def validation_datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """Every data set of `data.validation` with the key that it stands under."""
-    section = data.validation
-    if section is None:
-        return
-    if section.datasets is None:
-        yield "data.validation", section
-    for index, dataset in enumerate(section.datasets or ()):
-        yield f"data.validation.datasets[{index}]", dataset
+def environment_names(config: EnvConfig) -> tuple[str, ...]:
+    """Names that a row may give: built-in environments, the user's own functions, and those of installed packages."""
+    installed = (entry_point.name for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+    built_in = tuple(SERVERS[server] for server in config.gym_servers if server in SERVERS) or BUILT_IN
+    return tuple(dict.fromkeys((*built_in, *config.own.functions, *installed)))
+
+
+def environment_of_agent(agent_name: str) -> str | None:
+    """The environment that does what this agent of NeMo Gym does; None if there is none."""
+    return SERVERS.get(agent_name.removesuffix("_simple_agent"))
 
 
 def key_of(name: str, default: DataDefaultConfig, dataset: DatasetConfig, key: str) -> str:
@@ -38,12 +47,34 @@ def key_of(name: str, default: DataDefaultConfig, dataset: DatasetConfig, key: s
     return f"data.default.{name}" if vars(default)[name] == vars(dataset)[name] else f"{key}.{name}"
 
 
+def check_environments(config: RunConfig, problems: Problems) -> None:
+    """The environments of section `env`, and the one of `data.default.env_name`, exist."""
+    section = config.env
+    for server in section.gym_servers:
+        if server not in SERVERS:
+            way_out = f"leave it out, or use {', '.join(SERVERS)}"
+            problems.add("env.nemo_gym.config_paths", f"no environment does what {server} does", way_out)
+    for name, path in section.own.functions.items():
+        key, module = f"env.own.functions.{name}", path.partition(":")[0].partition(".")[0]
+        if name in (*BUILT_IN, NEMO_GYM):
+            problems.add(key, "a built-in environment has that name", "choose another")
+        if not (":" in path and all(part.isidentifier() for part in path.replace(":", ".", 1).split("."))):
+            problems.add(key, "must be MODULE:FUNCTION", f"write for example my_rewards:{name}")
+        elif name not in BUILT_IN and importlib.util.find_spec(module) is None:
+            problems.add(key, f"there is no module {module}", "start the run in its folder, install it, or set PYTHONPATH")
+    tables = section.workplace_assistant.tables_path
+    if tables is not None and not os.path.exists(tables):
+        problems.add("env.workplace_assistant.tables_path", f"no such file or folder in {os.getcwd()}", "correct the path")
+    names = (*environment_names(section), *((NEMO_GYM,) if section.should_use_nemo_gym else ()))
+    if config.data.default.env_name not in names:
+        problems.add("data.default.env_name", "no such environment", f"use one of {', '.join(names)}")
+
+
 def check_data(config: RunConfig, problems: Problems) -> None:
-    """Adds the problems of section `data`."""
+    """The data sets can be found and read."""
     data = config.data
-    for key, dataset in (*train_datasets(data), *validation_datasets(data)):
-        _check_source(key, dataset, data.default, problems)
-        _check_processing(key, dataset, data.default, problems)
+    for key, dataset in (data.train_sets | data.validation_sets).items():
+        _check_dataset(key, dataset, data.default, problems)
         names = (*environment_names(config.env), NEMO_GYM)
         # The rules of environments check data.default.env_name.
         if config.has_engines and dataset.env_name not in (*names, data.default.env_name):
@@ -53,7 +84,7 @@ def check_data(config: RunConfig, problems: Problems) -> None:
             problems.extend([f"{key}=[]: a list of data sets has one at least; give a data set"])
 
 
-def _check_source(key: str, dataset: DatasetConfig, default: DataDefaultConfig, problems: Problems) -> None:
+def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig, problems: Problems) -> None:
     name, path = dataset.dataset_name, dataset.data_path
     if name is not None and name not in DATASETS:
         name_key = key_of("dataset_name", default, dataset, key)
@@ -61,16 +92,11 @@ def _check_source(key: str, dataset: DatasetConfig, default: DataDefaultConfig, 
     elif path is None and known_dataset(name).hub_id is None:
         problems.extend([f"{key}.data_path is required and has no default; set it in the config file or as {key}.data_path=VALUE"])
     elif path is not None and not os.path.exists(path) and not is_hub_id(path):
-        way_out = (
-            "correct the path: it names a .jsonl, .json, .parquet or .arrow file, a folder of them, "
-            "or a data set's id on the Hugging Face Hub"
-        )
+        kinds = "a .jsonl, .json, .parquet or .arrow file, a folder of them, or a data set's id on the Hugging Face Hub"
+        way_out = f"correct the path: it names {kinds}"
         if is_prepared(path):
             way_out = "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)"
         problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, Unprovided)
-
-
-def _check_processing(key: str, dataset: DatasetConfig, default: DataDefaultConfig, problems: Problems) -> None:
     for name, path in (("prompt_file", dataset.prompt_file), ("system_prompt_file", dataset.system_prompt_file)):
         file_key = key_of(name, default, dataset, key)
         if path is not None and dataset.processor == GYM_PROCESSOR:

@@ -20,50 +20,44 @@ RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts
 
 
 def check_rows(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem if the longest sequence does not fit into a row."""
-    policy = config.policy
-    total, packing, dynamic, multiple = (
-        policy.max_total_sequence_length,
-        policy.sequence_packing,
-        policy.dynamic_batching,
-        policy.row_multiple,
-    )
+    """The longest sequence fits into a row."""
+    policy, packing, dynamic = config.policy, config.policy.sequence_packing, config.policy.dynamic_batching
+    total, multiple = policy.max_total_sequence_length, policy.row_multiple
     if packing.enabled and dynamic.enabled:
         rule = "policy.sequence_packing.enabled=true fills the same rows in another way"
         problems.add("policy.dynamic_batching.enabled", rule, "set one of them to false")
-        return
-    name, section = ("sequence_packing", packing) if packing.enabled else ("dynamic_batching", dynamic)
-    if not section.enabled:
-        return  # rows of a fixed number of sequences
-    longest = math.ceil(total / multiple) * multiple
-    rule = f"a row must hold policy.max_total_sequence_length={total}, padded to a multiple of {multiple}"
-    for key, tokens in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
-        if tokens < longest:
-            problems.add(f"policy.{name}.{key}", rule, f"use at least {longest}")
+    elif packing.enabled or dynamic.enabled:  # else rows have a fixed number of sequences
+        name, section = ("sequence_packing", packing) if packing.enabled else ("dynamic_batching", dynamic)
+        longest = math.ceil(total / multiple) * multiple
+        rule = f"a row must hold policy.max_total_sequence_length={total}, padded to a multiple of {multiple}"
+        for key, tokens in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
+            if tokens < longest:
+                problems.add(f"policy.{name}.{key}", rule, f"use at least {longest}")
 
 
 def check_logprobs(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem if two keys say how many logits are in memory."""
+    """Only one key says how many logits are in memory."""
     megatron = config.policy.megatron_cfg
     if config.policy.logprob_chunk_size is not None and megatron.use_fused_linear_logprobs:
-        rule = (
-            "policy.megatron_cfg.use_fused_linear_logprobs=true takes "
-            f"policy.megatron_cfg.fused_linear_logprobs_chunk_size={megatron.fused_linear_logprobs_chunk_size} tokens at a time"
-        )
+        size = f"{_MEGATRON}.fused_linear_logprobs_chunk_size={megatron.fused_linear_logprobs_chunk_size}"
+        rule = f"policy.megatron_cfg.use_fused_linear_logprobs=true takes {size} tokens at a time"
         problems.add("policy.logprob_chunk_size", rule, "leave out the one or the other")
 
 
 def check_optimizer(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem for every key of optimizer and schedule that contradicts another one."""
-    policy, optimizer, scheduler = config.policy, config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
-    prefix, lr = f"{_MEGATRON}.optimizer", f"must be at most {_MEGATRON}.optimizer.lr={optimizer.lr:g}"
-    _check_overlap(config, problems)
-    needed = {
-        "use_distributed_optimizer": optimizer.use_distributed_optimizer,
-        "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
-        "bf16": optimizer.bf16,
-    }
-    missing = [f"{prefix}.{name}=true" for name, is_on in needed.items() if not is_on]
+    """The keys of optimizer and schedule agree with each other."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    optimizer, scheduler, ddp = megatron.optimizer, megatron.scheduler, megatron.distributed_data_parallel_config
+    overlap = f"{_MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
+    if ddp.overlap_param_gather and not optimizer.use_distributed_optimizer:
+        way_out = "set it to false, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true"
+        problems.add(overlap, "only the distributed optimizer gathers parameters", way_out)
+    elif ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
+        way_out = "set it to false, or overlap_grad_reduce=true beside it"
+        problems.add(overlap, "Megatron overlaps both or only the reduction", way_out)
+    prefix, below_peak = f"{_MEGATRON}.optimizer", f"must be at most {_MEGATRON}.optimizer.lr={optimizer.lr:g}"
+    needed = ("use_distributed_optimizer", "use_precision_aware_optimizer", "bf16")
+    missing = [f"{prefix}.{name}=true" for name in needed if not getattr(optimizer, name)]
     if optimizer.optimizer_cpu_offload and missing:
         rule = "Megatron cannot load checkpoints of any other optimizer on the host"
         problems.add(f"{prefix}.optimizer_cpu_offload", rule, f"set {' and '.join(missing)}, or it to false")
@@ -73,11 +67,10 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
         rule = f"must equal policy.max_grad_norm={policy.max_grad_norm:g}, which means the same"
         problems.add(f"{prefix}.clip_grad", rule, "leave it out, and it follows")
     if optimizer.min_lr > optimizer.lr:
-        problems.add(f"{prefix}.min_lr", lr, "lower it")
-    prefix = f"{_MEGATRON}.scheduler"
+        problems.add(f"{prefix}.min_lr", below_peak, "lower it")
+    prefix, decay = f"{_MEGATRON}.scheduler", scheduler.lr_decay_iters
     if scheduler.lr_warmup_init > optimizer.lr:
-        problems.add(f"{prefix}.lr_warmup_init", lr, "lower it")
-    decay = scheduler.lr_decay_iters
+        problems.add(f"{prefix}.lr_warmup_init", below_peak, "lower it")
     if decay is not None and scheduler.lr_warmup_iters >= decay:
         rule = f"the warmup must end before the decay, at {prefix}.lr_decay_iters={decay}"
         problems.add(f"{prefix}.lr_warmup_iters", rule, f"use at most {decay - 1}")
@@ -87,50 +80,35 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{prefix}.end_weight_decay", rule, "leave both out, and they follow the optimizer's")
 
 
-def _check_overlap(config: RunConfig, problems: Problems) -> None:
-    ddp, key = config.policy.megatron_cfg.distributed_data_parallel_config, f"{_MEGATRON}.distributed_data_parallel_config"
-    if ddp.overlap_param_gather and not config.policy.megatron_cfg.optimizer.use_distributed_optimizer:
-        way_out = "set it to false, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true"
-        problems.add(f"{key}.overlap_param_gather", "only the distributed optimizer gathers parameters", way_out)
-    elif ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
-        way_out = "set it to false, or overlap_grad_reduce=true beside it"
-        problems.add(f"{key}.overlap_param_gather", "Megatron overlaps both or only the reduction", way_out)
-
-
 def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """Adds a problem for every part to recompute that Megatron would ignore or refuse."""
-    megatron, key = config.policy.megatron_cfg, f"{_MEGATRON}.recompute_modules"
-    if megatron.recompute_modules is None:
+    """Megatron can recompute every part that the config names."""
+    modules, key = config.policy.megatron_cfg.recompute_modules, f"{_MEGATRON}.recompute_modules"
+    if modules is None:
         return
-    if megatron.recompute_granularity == "full":
+    if config.policy.megatron_cfg.recompute_granularity == "full":
         rule = "policy.megatron_cfg.recompute_granularity=full recomputes everything"
         problems.add(key, rule, "set it to null, or that to selective")
-    elif not megatron.recompute_modules:
+        return
+    if not modules:
         problems.add(key, "it names nothing", "set it to null for the default, or policy.megatron_cfg.activation_checkpointing=false")
-    else:
-        for name in megatron.recompute_modules:
-            _check_recomputed(name, config, model, problems)
-
-
-def _check_recomputed(name: str, config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    key = f"{_MEGATRON}.recompute_modules"
     absent = {
         "mlp": "" if model.has_dense_mlp else "dense MLP layers",
         "moe": "" if model.num_experts else "experts",
         "moe_act": "" if model.num_experts else "experts",
         "shared_experts": "" if model.shared_expert_ffn_size else "shared experts",
     }
-    if name not in RECOMPUTED:
-        problems.add(key, f"{name!r} is nothing that Megatron recomputes", f"use any of {', '.join(RECOMPUTED)}")
-    elif absent.get(name):
-        problems.add(key, f"the model has no {absent[name]}, which {name!r} recomputes", "leave it out")
-    elif name == "moe_act" and config.cluster.gpus_per_node == 0:
-        rule = "'moe_act' is a part of Transformer Engine's experts, and cluster.gpus_per_node=0"
-        problems.add(key, rule, "use 'moe', which holds it")
+    for name in modules:
+        if name not in RECOMPUTED:
+            problems.add(key, f"{name!r} is nothing that Megatron recomputes", f"use any of {', '.join(RECOMPUTED)}")
+        elif absent.get(name):
+            problems.add(key, f"the model has no {absent[name]}, which {name!r} recomputes", "leave it out")
+        elif name == "moe_act" and config.cluster.gpus_per_node == 0:
+            rule = "'moe_act' is a part of Transformer Engine's experts, and cluster.gpus_per_node=0"
+            problems.add(key, rule, "use 'moe', which holds it")
 
 
 def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """Adds a problem for every key of routing that would do nothing, or something else than the engines."""
+    """The keys of routing have an effect, and trainer and engines route alike."""
     megatron = config.policy.megatron_cfg
     if megatron.moe_router_enable_expert_bias not in (None, model.has_expert_bias):
         rule = f"the model's routers have {'a' if model.has_expert_bias else 'no'} bias per expert, and the engines route as the model says"
@@ -138,12 +116,7 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
     if megatron.moe_router_bias_update_rate > 0 and not model.has_expert_bias:
         rule = "the model's routers have no bias per expert to update"
         problems.add(f"{_MEGATRON}.moe_router_bias_update_rate", rule, "set it to 0")
-    _check_auxiliary_loss(config, model, problems)
-    _check_dispatch(config, model, problems)
-
-
-def _check_auxiliary_loss(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    kind, coefficient = config.policy.megatron_cfg.moe_router_load_balancing_type, config.policy.megatron_cfg.moe_aux_loss_coeff
+    kind, coefficient = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     if kind == "none" and coefficient > 0:
         rule = "it weights no loss, because policy.megatron_cfg.moe_router_load_balancing_type=none"
         problems.add(f"{_MEGATRON}.moe_aux_loss_coeff", rule, "set it to 0, or choose a type of loss")
@@ -153,16 +126,28 @@ def _check_auxiliary_loss(config: RunConfig, model: ModelSizes, problems: Proble
         rule = "a loss of policy.megatron_cfg.moe_aux_loss_coeff=0 changes nothing"
         way_out = "set it to none, or the coefficient above 0, for example to 1e-3"
         problems.add(f"{_MEGATRON}.moe_router_load_balancing_type", rule, way_out)
+    _check_dispatch(config, model, problems)
 
 
 def _check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     megatron = config.policy.megatron_cfg
-    dispatcher, overlap = megatron.moe_token_dispatcher_type, f"{_MEGATRON}.moe_shared_expert_overlap"
+    dispatcher, key, overlap = (
+        megatron.moe_token_dispatcher_type,
+        f"{_MEGATRON}.moe_token_dispatcher_type",
+        f"{_MEGATRON}.moe_shared_expert_overlap",
+    )
+    no_deepep = "use alltoall, and set moe_enable_deepep to false"
     if megatron.moe_enable_deepep != (dispatcher == "flex"):
         rule = f"must agree with policy.megatron_cfg.moe_token_dispatcher_type={dispatcher}: flex and nothing else is DeepEP"
         problems.add(f"{_MEGATRON}.moe_enable_deepep", rule, f"set it to {spell(dispatcher == 'flex')}, or choose the dispatcher")
-    elif dispatcher == "flex":
-        _check_deepep(config, problems)
+    elif dispatcher == "flex" and config.cluster.gpus_per_node == 0:
+        problems.add(key, "DeepEP needs GPUs, and cluster.gpus_per_node=0", no_deepep)
+    elif dispatcher == "flex" and megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
+        rule = "DeepEP needs policy.megatron_cfg.expert_model_parallel_size or expert_tensor_parallel_size above 1"
+        problems.add(key, rule, no_deepep)
+    elif dispatcher == "flex" and megatron.moe_router_dtype == "fp64":
+        rule = "policy.megatron_cfg.moe_token_dispatcher_type=flex is DeepEP, which takes weights of experts in float32"
+        problems.add(f"{_MEGATRON}.moe_router_dtype", rule, "set it to fp32")
     if not megatron.moe_shared_expert_overlap:
         return
     if dispatcher != "alltoall":
@@ -175,31 +160,17 @@ def _check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) ->
         problems.add(overlap, "Megatron has no overlap for the model's latent experts", "set it to false")
 
 
-def _check_deepep(config: RunConfig, problems: Problems) -> None:
-    megatron = config.policy.megatron_cfg
-    key, way_out = f"{_MEGATRON}.moe_token_dispatcher_type", "use alltoall, and set moe_enable_deepep to false"
-    if config.cluster.gpus_per_node == 0:
-        problems.add(key, "DeepEP needs GPUs, and cluster.gpus_per_node=0", way_out)
-    elif megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
-        rule = "DeepEP needs policy.megatron_cfg.expert_model_parallel_size or expert_tensor_parallel_size above 1"
-        problems.add(key, rule, way_out)
-    elif megatron.moe_router_dtype == "fp64":
-        rule = "policy.megatron_cfg.moe_token_dispatcher_type=flex is DeepEP, which takes weights of experts in float32"
-        problems.add(f"{_MEGATRON}.moe_router_dtype", rule, "set it to fp32")
-
-
 def check_trained(config: RunConfig, problems: Problems) -> None:
-    """Adds a problem for every rule of `peft` and `freeze_config` that cannot be followed; the model folder is readable."""
+    """The keys of `peft` and `freeze_config` leave something of the model to train. The model's folder is readable."""
+    peft, patterns = config.policy.megatron_cfg.peft, config.policy.megatron_cfg.freeze_config.modules
     hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
-    if config.policy.megatron_cfg.peft.enabled:
+    if peft.enabled:
         _check_adapters(config, hf_config, problems)
-    patterns, key = config.policy.megatron_cfg.freeze_config.modules, f"{_MEGATRON}.freeze_config.modules"
-    names = list(family(hf_config).canonical(hf_config))
+    key, names = f"{_MEGATRON}.freeze_config.modules", list(family(hf_config).canonical(hf_config))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             problems.add(key, f"{pattern!r} matches no tensor of the model", f"use for example {names[0]}")
-    is_frozen = all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names)
-    if is_frozen and not config.policy.megatron_cfg.peft.enabled:
+    if not peft.enabled and all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
         problems.add(key, "nothing is left to train", "freeze fewer tensors, or enable peft")
 
 
@@ -210,12 +181,10 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
         problems.add(f"{prefix}.exclude_modules", rule, "empty one of the two")
     for key, patterns in {"target_modules": peft.target_modules, "exclude_modules": peft.exclude_modules}.items():
         try:
-            layers = adapted_layers(family(hf_config), hf_config, **{key: patterns})
+            if not adapted_layers(family(hf_config), hf_config, **{key: patterns}):
+                problems.add(f"{prefix}.{key}", "no layer is left to adapt", "exclude fewer layers")
         except ValueError as error:
             problems.extend([f"{prefix}.{key}={spell(patterns)}: {error}"])
-        else:
-            if not layers:
-                problems.add(f"{prefix}.{key}", "no layer is left to adapt", "exclude fewer layers")
     zeros = [peft.lora_A_init_method, peft.lora_B_init_method].count("zero")
     if zeros != 1:
         rule = f"with peft.lora_A_init_method={peft.lora_A_init_method}, training would not start from the model's own weights"

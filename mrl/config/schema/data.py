@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -142,18 +141,22 @@ class DataConfig:
     """null = no validation, unless rows of `data.train` are held out."""
 
     @property
-    def train_sets(self) -> Sequence[TrainDatasetConfig]:
-        """The training data sets, one at least."""
-        return [self.train] if self.train.datasets is None else self.train.datasets
+    def train_sets(self) -> dict[str, TrainDatasetConfig]:
+        """The training data sets by the key that they stand under: `data.train`, or `data.train.datasets[0]` and so on."""
+        if self.train.datasets is None:
+            return {"data.train": self.train}
+        return {f"data.train.datasets[{index}]": dataset for index, dataset in enumerate(self.train.datasets)}
 
     @property
-    def validation_sets(self) -> Sequence[DatasetConfig]:
-        """The data sets of `data.validation`."""
+    def validation_sets(self) -> dict[str, DatasetConfig]:
+        """The data sets of `data.validation`, likewise."""
         if self.validation is None:
-            return []
-        return [self.validation] if self.validation.datasets is None else self.validation.datasets
+            return {}
+        if self.validation.datasets is None:
+            return {"data.validation": self.validation}
+        return {f"data.validation.datasets[{index}]": dataset for index, dataset in enumerate(self.validation.datasets)}
 
     @property
     def has_validation(self) -> bool:
         """Whether there are validation rows: their own, or held out of the training rows."""
-        return bool(self.validation_sets) or any(dataset.held_out for dataset in self.train_sets)
+        return bool(self.validation_sets) or any(dataset.held_out for dataset in self.train_sets.values())

@@ -29,21 +29,6 @@ class MathEnvConfig(WorkersConfig):
 
 
 @dataclass
-class McqaEnvConfig(WorkersConfig):
-    pass
-
-
-@dataclass
-class InstructionFollowingEnvConfig(WorkersConfig):
-    pass
-
-
-@dataclass
-class StructuredOutputsEnvConfig(WorkersConfig):
-    pass
-
-
-@dataclass
 class CodeEnvConfig(WorkersConfig):
     num_workers: Workers = 8
     """Child processes that score rollouts, one program at a time each; never more than the host has cores."""
@@ -90,10 +75,10 @@ class NemoGymConfig:
 @dataclass
 class EnvConfig:
     math: MathEnvConfig = field(default_factory=MathEnvConfig)
-    mcqa: McqaEnvConfig = field(default_factory=McqaEnvConfig)
+    mcqa: WorkersConfig = field(default_factory=WorkersConfig)
     code: CodeEnvConfig = field(default_factory=CodeEnvConfig)
-    instruction_following: InstructionFollowingEnvConfig = field(default_factory=InstructionFollowingEnvConfig)
-    structured_outputs: StructuredOutputsEnvConfig = field(default_factory=StructuredOutputsEnvConfig)
+    instruction_following: WorkersConfig = field(default_factory=WorkersConfig)
+    structured_outputs: WorkersConfig = field(default_factory=WorkersConfig)
     workplace_assistant: WorkplaceEnvConfig = field(default_factory=WorkplaceEnvConfig)
     own: OwnEnvConfig = field(default_factory=OwnEnvConfig)
     should_use_nemo_gym: bool = False

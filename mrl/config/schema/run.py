@@ -72,14 +72,14 @@ class ClusterConfig:
         return range(self.master_port_range_low or 0, self.master_port_range_high or 0)
 
     @property
-    def units_per_node(self) -> int:
+    def slots_per_node(self) -> int:
         """Worker units of a node: its GPUs, or its policy ranks where there are none."""
         return self.gpus_per_node or self.cpu_units_per_node
 
     @property
-    def num_units(self) -> int:
-        """Worker units of all nodes. On hosts without GPUs dedicated engines add theirs (`RunConfig.num_units`)."""
-        return self.num_nodes * self.units_per_node
+    def num_slots(self) -> int:
+        """Worker units of all nodes. On hosts without GPUs dedicated engines add theirs (`RunConfig.num_slots`)."""
+        return self.num_nodes * self.slots_per_node
 
 
 @dataclass
@@ -103,6 +103,8 @@ class DeadlinesConfig:
 class RunConfig:
     """A whole run. Code takes the narrowest section it needs."""
 
+    secrets = frozenset[str]()
+    """Secrets that the values hold. No key: `load_config` sets it."""
     algorithm: Literal["grpo", "sft", "dpo", "rm"] = "grpo"
     """How the policy is trained: by rollouts and their rewards (grpo), on conversations as they are (sft), or on pairs of answers of which
     one is preferred: to give the preferred ones more probability (dpo), or as a reward model to score them higher (rm). A file that has
@@ -161,7 +163,7 @@ class RunConfig:
         return self.has_engines and (not self.loss_fn.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None)
 
     @property
-    def num_dedicated_units(self) -> int:
+    def num_dedicated_slots(self) -> int:
         """Worker units that carry an engine worker and no policy rank; 0 where engines are colocated, or there are none."""
         generation = self.policy.generation
         if generation.colocated.enabled or not self.has_engines:
@@ -181,12 +183,12 @@ class RunConfig:
     @property
     def num_policy_ranks(self) -> int:
         """Worker units that carry a policy rank: the world size of the trainer."""
-        return self.cluster.num_units - (self.num_dedicated_units if self.cluster.gpus_per_node else 0)
+        return self.cluster.num_slots - (self.num_dedicated_slots if self.cluster.gpus_per_node else 0)
 
     @property
-    def num_units(self) -> int:
+    def num_slots(self) -> int:
         """Worker units in all."""
-        return self.num_policy_ranks + self.num_dedicated_units
+        return self.num_policy_ranks + self.num_dedicated_slots
 
     @property
     def data_parallel_size(self) -> int:
@@ -200,7 +202,7 @@ class RunConfig:
             return 0
         if self.cluster.gpus_per_node == 0:
             return self.policy.generation.num_cpu_engines
-        return (self.num_dedicated_units or self.num_policy_ranks) // self.policy.generation.vllm_cfg.tensor_parallel_size
+        return (self.num_dedicated_slots or self.num_policy_ranks) // self.policy.generation.vllm_cfg.tensor_parallel_size
 
 
 def section_of(hint: object) -> type | None:

@@ -78,7 +78,7 @@ class Loggers:
         is_resumed = self._file.exists()
         self._memory = Memory(**json.loads(self._file.read_text(encoding="utf-8"))) if is_resumed else Memory(time.time())
         self._memory.last_step = max(self._memory.last_step, last_step)
-        plain = redact(asdict(config))
+        plain = redact(asdict(config), config.secrets)
         assert isinstance(plain, dict)
         if names := switched_on(config.logger):
             self._save()
@@ -86,7 +86,7 @@ class Loggers:
             SinkThread(
                 name,
                 config.logger,
-                LoggedRun(str(log_folder), str(run_folder), self._memory.run_ids.get(name), plain),
+                LoggedRun(str(log_folder), str(run_folder), self._memory.run_ids.get(name), plain, config.secrets),
                 on_open=lambda run_id, name=name: self._remember(name, run_id),
             )
             for name in names

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from mrl.config.schema.logger import LoggerConfig
-from mrl.config.secrets import redact_text
+from mrl.config.secrets import redact_text, run_entry
 from mrl.store.loggers.sink import SINKS, LoggedRun, Sink
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class SinkThread:
 
         self._next_try = time.monotonic() + REOPEN_INTERVAL_S
         if self._attempt(make_sink) and self._sink is not None:
-            logger.info("%s: %s", self._title, redact_text(self._sink.place))
+            logger.info("%s: %s", self._title, redact_text(self._sink.place, self._run.secrets))
             self._on_open(self._sink.run_id)
 
     def _attempt(self, call: Callable[..., object], *arguments: Sink) -> bool:
@@ -116,17 +116,15 @@ class SinkThread:
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:
             logger.warning(
-                "%s fails, and the run goes on without it: %s. Said once; what is lost is counted.", self._title, redact_text(reason)
+                "%s fails, and the run goes on without it: %s. Said once; what is lost is counted.",
+                self._title,
+                redact_text(reason, self._run.secrets),
             )
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends this process with the exit code of `main`, even while a logger hangs: Python would wait for its library's threads and hooks."""
-    try:
-        code = main()
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
+    code = run_entry(main)
     if any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate()):
         logging.shutdown()
         sys.stdout.flush()

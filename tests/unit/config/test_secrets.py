@@ -1,12 +1,11 @@
 import logging
-import sys
 from pathlib import Path
 
 import pytest
 
 from mrl import check
 from mrl.config.load import load_config, resolved_yaml
-from mrl.config.secrets import redact, redact_text, split_secrets, start_logging
+from mrl.config.secrets import redact, redact_text, run_entry, split_secrets, start_logging
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 
@@ -94,8 +93,7 @@ def canaries(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nothing_that_a_run_folder_writes_has_a_secret(canaries: Path, capsys: pytest.CaptureFixture[str]):
-    config = load_config("grpo_tiny.yaml", [*SECRETIVE, "policy.model_name=canary-5"])
-    start_logging()
+    config = load_config("grpo_tiny.yaml", [*SECRETIVE, "policy.model_name=canary-5"], secrets=start_logging())
     with RunFolder(config) as folder:
         folder.open()
         folder.newest_checkpoint()
@@ -128,12 +126,17 @@ def test_no_message_has_a_secret(canaries: Path, capsys: pytest.CaptureFixture[s
 
 def test_tracebacks_have_no_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("HF_TOKEN", "canary-1")
-    start_logging()
-    try:
-        raise RuntimeError("401 for canary-1")
-    except RuntimeError as error:
-        logging.getLogger("some.library").exception("asked with %s", "canary-1")
-        sys.excepthook(RuntimeError, error, error.__traceback__)
+    monkeypatch.setenv("PROXY", "canary-5")
+    load_config("grpo_tiny.yaml", ["policy.tokenizer.name=${oc.env:PROXY}"], secrets=start_logging())
+
+    def fail() -> int:
+        try:
+            raise RuntimeError("401 for canary-1")
+        except RuntimeError:
+            logging.getLogger("some.library").exception("asked with %s", "canary-1 by canary-5")
+            raise
+
+    assert run_entry(fail) == 1
     printed = capsys.readouterr()
     assert printed.out.count("RuntimeError: 401 for <redacted>") == printed.err.count("RuntimeError: 401 for <redacted>") == 1
     assert "asked with <redacted>" in printed.out and "canary" not in printed.out + printed.err

@@ -216,6 +216,7 @@ def test_a_process_ends_while_a_logger_hangs(tmp_path: Path, arguments: list[str
 def test_a_command_line_with_a_secret_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", "canary-of-the-environment")
     monkeypatch.setattr(sys, "argv", ["train.py", "grpo_tiny.yaml"])
-    assert not command_has_secret()
+    assert not command_has_secret(frozenset())
     monkeypatch.setattr(sys, "argv", ["train.py", "env.judge.header=canary-of-the-environment"])
-    assert command_has_secret()
+    assert command_has_secret(frozenset())
+    assert command_has_secret(frozenset({"judge.header"}))

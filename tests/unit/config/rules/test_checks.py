@@ -9,8 +9,7 @@ import pytest
 from mrl.config.errors import ConfigError, value_at
 from mrl.config.fields import Only, Range
 from mrl.config.load import load_config
-from mrl.config.rules.checkpointing import num_kept_at_most
-from mrl.config.rules.checks import check_config, find_problems
+from mrl.config.rules.checks import check_config, find_problems, num_kept_at_most
 from mrl.config.schema.run import KEYS, RunConfig
 from scripts.config_page import markers
 from tests.unit.config.problems import problems_of as found
@@ -59,11 +58,11 @@ DEDICATED_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "num_policy_ranks", "num_units", "num_engines"), DEDICATED_LAYOUTS)
-def test_dedicated_engines_that_fit(workplace: Path, overrides: list[str], num_policy_ranks: int, num_units: int, num_engines: int):
+@pytest.mark.parametrize(("overrides", "num_policy_ranks", "num_slots", "num_engines"), DEDICATED_LAYOUTS)
+def test_dedicated_engines_that_fit(workplace: Path, overrides: list[str], num_policy_ranks: int, num_slots: int, num_engines: int):
     config = load_config("grpo_tiny.yaml", [*overrides, "grpo.num_generations_per_prompt=24"])
     assert find_problems(config) == []
-    assert (config.num_policy_ranks, config.num_units, config.num_engines) == (num_policy_ranks, num_units, num_engines)
+    assert (config.num_policy_ranks, config.num_slots, config.num_engines) == (num_policy_ranks, num_slots, num_engines)
     assert config.data_parallel_size == num_policy_ranks // 2
 
 

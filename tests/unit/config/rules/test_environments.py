@@ -1,7 +1,7 @@
 import pytest
 
 from mrl.config.errors import Problems
-from mrl.config.rules.environments import check_environments, environment_names, environment_of_agent
+from mrl.config.rules.data import check_environments, environment_names, environment_of_agent
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.data import DataConfig, DataDefaultConfig
 from mrl.config.schema.env import BUILT_IN, EnvConfig, NemoGymConfig, OwnEnvConfig

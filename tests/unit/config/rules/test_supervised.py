@@ -36,7 +36,7 @@ def test_a_run_without_engines_has_no_rules_for_them(workplace: Path):
     assert find_problems(load_config("sft_tiny.yaml", ["policy.generation.vllm_cfg.enforce_eager=false"])) == []
     config = load_config("sft_tiny.yaml", ["policy.generation.colocated={enabled: false}", "policy.train_global_batch_size=7"])
     assert find_problems(config) == []
-    assert (config.num_engines, config.num_policy_ranks, config.num_units) == (0, 4, 4)
+    assert (config.num_engines, config.num_policy_ranks, config.num_slots) == (0, 4, 4)
 
 
 def test_two_algorithms_without_a_choice_are_refused(tmp_path: Path):

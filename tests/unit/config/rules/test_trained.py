@@ -4,7 +4,7 @@ import pytest
 
 from mrl.config.errors import Problems, Unchecked
 from mrl.config.load import load_config
-from mrl.config.rules.checkpointing import check_disk
+from mrl.config.rules.checks import check_disk
 from tests.unit.config.problems import problems_of
 
 PEFT, FREEZE = "policy.megatron_cfg.peft", "policy.megatron_cfg.freeze_config.modules"

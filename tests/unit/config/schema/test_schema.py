@@ -21,4 +21,4 @@ def test_every_key_is_read_by_product_code():
 
 
 def test_sections_can_be_made_by_hand():
-    assert RunConfig().num_units == 1
+    assert RunConfig().num_slots == 1
