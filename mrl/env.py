@@ -24,27 +24,23 @@ class Variable:
 
 HF_TOKEN = Variable("HF_TOKEN", "Hugging Face access token, used by the libraries.", is_secret=True)
 WANDB_API_KEY = Variable("WANDB_API_KEY", "Weights & Biases key, used by the library.", is_secret=True)
-
+SWANLAB_API_KEY = Variable("SWANLAB_API_KEY", "SwanLab key, used by the library.", is_secret=True)
+MLFLOW_TRACKING_PASSWORD = Variable("MLFLOW_TRACKING_PASSWORD", "Password of an MLflow server, used by the library.", is_secret=True)
+MLFLOW_TRACKING_TOKEN = Variable("MLFLOW_TRACKING_TOKEN", "Token of an MLflow server, used by the library.", is_secret=True)
 HF_HOME = Variable("HF_HOME", "Folder of the Hugging Face libraries' own caches; default: ~/.cache/huggingface.")
 MRL_CACHE = Variable(
     "MRL_CACHE",
     "Folder of converted models, which all nodes must share; default: mrl in HF_HOME. "
     "With `off` every rank reads the Hugging Face files instead.",
 )
-
 MRL_ENDPOINTS = Variable(
     "MRL_ENDPOINTS",
     "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see docs/http.md.",
 )
-
 SLURM_JOB_START_TIME = Variable(
     "SLURM_JOB_START_TIME",
     "When the Slurm job started, in seconds since 1970, set by Slurm: checkpointing.checkpoint_must_save_by counts from it.",
 )
-
-SWANLAB_API_KEY = Variable("SWANLAB_API_KEY", "SwanLab key, used by the library.", is_secret=True)
-MLFLOW_TRACKING_PASSWORD = Variable("MLFLOW_TRACKING_PASSWORD", "Password of an MLflow server, used by the library.", is_secret=True)
-MLFLOW_TRACKING_TOKEN = Variable("MLFLOW_TRACKING_TOKEN", "Token of an MLflow server, used by the library.", is_secret=True)
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", "The Slurm job, set by Slurm: its next start takes the run folder over at once.")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "How often Slurm has requeued the job, set by Slurm.")
 SLURM_JOB_NUM_NODES = Variable("SLURM_JOB_NUM_NODES", "Nodes of the job, set by Slurm: mrl.doctor says how many of them have not joined.")
@@ -58,26 +54,7 @@ PYTORCH_ALLOC_CONF = Variable(
 )
 PYTORCH_CUDA_ALLOC_CONF = Variable("PYTORCH_CUDA_ALLOC_CONF", "The older name of PYTORCH_ALLOC_CONF, which counts if that is not set.")
 
-VARIABLES: tuple[Variable, ...] = (
-    HF_TOKEN,
-    WANDB_API_KEY,
-    SWANLAB_API_KEY,
-    MLFLOW_TRACKING_PASSWORD,
-    MLFLOW_TRACKING_TOKEN,
-    HF_HOME,
-    MRL_CACHE,
-    MRL_ENDPOINTS,
-    SLURM_JOB_START_TIME,
-    SLURM_JOB_ID,
-    SLURM_RESTART_COUNT,
-    SLURM_JOB_NUM_NODES,
-    RAY_ADDRESS,
-    NCCL_SOCKET_IFNAME,
-    GLOO_SOCKET_IFNAME,
-    FI_PROVIDER,
-    PYTORCH_ALLOC_CONF,
-    PYTORCH_CUDA_ALLOC_CONF,
-)
+VARIABLES = tuple(value for value in list(globals().values()) if isinstance(value, Variable))
 
 SECRET_NAME = re.compile(
     r"(^|[_-])(token|secret|password|passwd|passphrase|credentials?|bearer|(api|access|private|secret|auth)_?key(_id)?)$", re.IGNORECASE

@@ -17,33 +17,25 @@ Place = Literal["device", "host", "none"]
 class Residency:
     """Where each kind of memory is during a phase. Without a GPU, device and host are the same memory and nothing moves."""
 
-    weights: Place
+    weights: Place = "device"
     """The policy's parameters and persistent buffers (the arena). Always on the device: CUDA frees no memory that another process maps, and
     engine workers map it once, at start."""
-    gradients: Place
-    optimizer: Place
-    activations: Place
-    engine_weights: Place
-    kv_cache: Place
+    gradients: Place = "none"
+    optimizer: Place = "host"
+    activations: Place = "none"
+    engine_weights: Place = "none"
+    kv_cache: Place = "none"
 
 
 PHASES: dict[Phase, Residency] = {
-    "load": Residency(weights="device", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="none"),
-    "logprob": Residency(
-        weights="device", gradients="none", optimizer="host", activations="device", engine_weights="none", kv_cache="none"
-    ),
-    "train": Residency(
-        weights="device", gradients="device", optimizer="device", activations="device", engine_weights="none", kv_cache="none"
-    ),
+    "load": Residency(engine_weights="device"),
+    "logprob": Residency(activations="device"),
+    "train": Residency(gradients="device", optimizer="device", activations="device"),
     # Both copies of the weights are live, so everything else has left, and the KV cache comes only afterwards.
-    "refit": Residency(weights="device", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="none"),
-    "generate": Residency(
-        weights="device", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="device"
-    ),
+    "refit": Residency(engine_weights="device"),
+    "generate": Residency(engine_weights="device", kv_cache="device"),
     # Weights are saved between a refit or a validation and the next generation: the engine keeps what it was given.
-    "checkpoint": Residency(
-        weights="device", gradients="none", optimizer="host", activations="none", engine_weights="device", kv_cache="none"
-    ),
+    "checkpoint": Residency(engine_weights="device"),
 }
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {

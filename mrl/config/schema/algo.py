@@ -28,14 +28,11 @@ class AsyncGrpoConfig:
     max_generation_failures: Count = 0
     """How often in a row an engine that was started again may die before it has finished a rollout; then the run ends, to be resumed."""
     in_flight_weight_updates: bool = False
-    """Give the engines new weights between two of their steps, and let unfinished rollouts go on with them; false: wait for those first.
-    Each token keeps the logprob that its own weights gave it, so that the correction holds token by token."""
+    """Unfinished rollouts go on with new weights; each token keeps the logprob of its own weights. false: wait for them before a refit."""
     recompute_kv_cache_after_weight_updates: bool = False
-    """Rollouts that go on with new weights compute the keys, values and states of their tokens anew; false: they keep the old ones. Later
-    rollouts never share them. Without `in_flight_weight_updates` nothing is unfinished, and all caches are empty after an update."""
+    """Unfinished rollouts compute their KV cache anew with new weights. false: they keep the old one. New rollouts never share it."""
     sample_freshest_first: bool = False
-    """A step takes the groups that are ready and the freshest; what is older than the limit by then is generated again. false: a step
-    takes its prompts in their order, and waits for the slowest of them."""
+    """A step takes the freshest groups that are ready, and older ones may be generated again. false: it takes its prompts in order."""
 
     @property
     def keeps_kv_cache(self) -> bool:
@@ -51,16 +48,13 @@ class AsyncGrpoConfig:
 @dataclass
 class AdvantageEstimatorConfig:
     name: Estimator = "grpo"
-    """How rewards become advantages. grpo: against the other rollouts of the prompt (arXiv:2402.03300; without normalize_rewards it is the
-    RLOO of arXiv:2402.14740 or the Dr. GRPO of arXiv:2503.20783). gdpo: the same for each component of the reward, weighted, then over
-    the batch (arXiv:2601.05242). reinforce_plus_plus: over all tokens of the step (arXiv:2501.03262)."""
+    """grpo compares with the prompt's other rollouts, gdpo does so for each reward component, reinforce_plus_plus for the whole step."""
     normalize_rewards: bool = follows("grpo.normalize_rewards")
     """Divide advantages by the standard deviation of rewards of the group. Not for reinforce_plus_plus."""
     use_leave_one_out_baseline: bool = follows("grpo.use_leave_one_out_baseline")
     """Baseline of a rollout: mean reward of the others of its group; false: of the whole group. Not for reinforce_plus_plus."""
     normalize_by_whole_group: bool = False
-    """normalize_rewards divides by the standard deviation of all rewards of the group, which bounds advantages by the square root of its
-    size; false: of those that the baseline is the mean of, and not at all where these are equal, as NeMo RL does."""
+    """normalize_rewards takes the deviation of the whole group. false, as in NeMo RL: of the rollouts that make the baseline."""
     minus_baseline: bool = True
     """For reinforce_plus_plus: subtract the mean reward of the group before the batch is normalised."""
     reward_weights: list[Finite] | None = None
@@ -106,8 +100,7 @@ class GrpoConfig:
     max_num_epochs: Positive = 1
     """The run ends after this many passes over the training prompts, those that dynamic sampling leaves out included."""
     max_rollout_turns: Positive = 1
-    """Most turns of a rollout: how often the model speaks, if its environment answers. With env.should_use_nemo_gym at least 6, because
-    NeMo Gym's agents count for themselves."""
+    """Most turns of a rollout, if its environment answers. With env.should_use_nemo_gym it is at least 6, as in NeMo Gym's agents."""
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of rewards of the group."""
     use_leave_one_out_baseline: bool = True
@@ -118,8 +111,7 @@ class GrpoConfig:
     advantage_clip_high: Finite | None = None
     """Advantages above this become this; null = no bound."""
     invalid_tool_call_advantage: Finite | None = None
-    """Advantage of the tokens of a turn with a tool call that cannot be read, for example -5.0, within the bounds above; null = that of
-    the rollout."""
+    """Advantage of tokens of a turn with an unreadable tool call, such as -5.0, within the bounds above; null = that of the rollout."""
     malformed_thinking_advantage: Finite | None = None
     """Advantage of the tokens of a turn whose think tags do not pair, unless its tool call is invalid; null = that of the rollout."""
     overlong_filtering: bool = False
@@ -137,19 +129,15 @@ class GrpoConfig:
     val_at_end: bool = False
     """Validate after the last step."""
     stop_at_validation_metric: str | None = None
-    """The run saves and ends once this metric of a validation, `accuracy` for example, is `stop_at_validation_threshold` or more; null =
-    it goes on."""
+    """The run saves and ends when this validation metric, such as `accuracy`, reaches `stop_at_validation_threshold`; null = never."""
     stop_at_validation_threshold: Finite | None = None
     """What `stop_at_validation_metric` has to reach."""
     max_val_samples: Positive | None = 256
     """Validation prompts used, the first ones of the file; null = all."""
     val_num_generations_per_prompt: Positive = 1
-    """Rollouts of each validation prompt. `val/accuracy` is their mean reward; from 2 on `val/pass_k` is the share of prompts of which one
-    at least has a reward above 0, and `val/pass_at_1`, `val/pass_at_2`, `val/pass_at_4` ... estimate the same for fewer rollouts."""
+    """Rollouts of each validation prompt. From 2 on, validation also measures `val/pass_k` and `val/pass_at_1`, `val/pass_at_2` ..."""
     use_dynamic_sampling: bool = False
-    """Train only on groups whose rewards differ, and ask for further prompts until `num_prompts_per_step` such groups are there
-    (arXiv:2503.14476). `train/reward` is then over all rollouts, `train/filtered_reward` over those trained on. Groups beyond the number
-    are left to the next step: as they are, if they are not older than rollouts may be then, else their prompts are asked again."""
+    """Train only on groups whose rewards differ, and ask further prompts until a step has enough (arXiv:2503.14476)."""
     dynamic_sampling_max_gen_batches: Positive = 10
     """The run ends if so many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
     batch_multiplier: Annotated[float, Range(1, 2**15)] = 1.0
@@ -184,12 +172,9 @@ class LossConfig:
     ratio_clip_max: AboveZero = 0.2
     """The policy ratio is clipped above at 1 + this."""
     ratio_clip_c: Annotated[float, Range(1, is_low_open=True)] | None = None
-    """Dual clip (arXiv:1912.09729): where the advantage is negative, the loss is at most -advantage times this, which is above 1;
-    null = not bounded."""
+    """Dual clip (arXiv:1912.09729): a negative advantage gives a loss of at most -advantage times this, above 1; null = no bound."""
     max_log_ratio: AboveZero | None = None
-    """Hold the log-ratios of the policy to the old one, and of that to the generator, within +- this, 10 for example: a token beyond it
-    has no gradient. null = as in NeMo RL they are what they are, and a correction weight that overflows is 0. `train/bounded_fraction` is
-    the share of tokens that this, or overflow, changes."""
+    """Log-ratios stay within +- this, such as 10; tokens beyond it have no gradient. null = no bound, and an overflowing weight is 0."""
     disable_ppo_ratio: bool = False
     """REINFORCE: -advantage * logprob, without ratio and clip."""
     use_cispo: bool = False
@@ -197,14 +182,11 @@ class LossConfig:
     sequence_level_importance_ratios: bool = False
     """GSPO (arXiv:2507.18071): one ratio per sequence, the geometric mean over its tokens. Needs token_level_loss=false."""
     force_on_policy_ratio: bool = False
-    """The ratio is 1 by definition, its gradient that of the logprob, and old logprobs are not computed (unless
-    grpo.seq_logprob_error_threshold asks for them). Right only with one update per rollout."""
+    """The ratio is 1 with the logprob's gradient, and no old logprobs are computed for it. Right only with one update per rollout."""
     use_importance_sampling_correction: bool = False
-    """Weight each token by exp(old_logprobs - generator_logprobs), to correct for differences between trainer and generator; with
-    sequence_level_importance_ratios, by the product over the sequence."""
+    """Weight tokens by exp(old_logprobs - generator_logprobs), or, with sequence_level_importance_ratios, by the sequence's product."""
     truncated_importance_sampling_type: Truncation | None = None
-    """What happens to these weights outside their bounds. tis: held at the bound; icepop: the token is left out; seq-mask-tis: sequences
-    whose geometric mean is outside are left out, the others keep their weights; null = tis, if there is a bound."""
+    """Outside the bounds: tis holds weights at them, icepop drops tokens, seq-mask-tis drops sequences by geometric mean; null = tis."""
     truncated_importance_sampling_ratio: AboveZero | None = None
     """Upper bound of these weights; null = no bound."""
     truncated_importance_sampling_ratio_min: NotNegative | None = None
@@ -214,13 +196,11 @@ class LossConfig:
     use_kl_in_reward: bool = False
     """Subtract the KL penalty from the rewards of reinforce_plus_plus, token by token, instead of adding it to the loss."""
     positive_example_nll_weight: NotNegative = 0.0
-    """Weight of the negative log-likelihood of rollouts with a reward above 0, averaged over their tokens in the batch
-    (arXiv:2504.05118)."""
+    """Weight of the mean negative log-likelihood of tokens of rollouts with a reward above 0 (arXiv:2504.05118)."""
     token_level_loss: bool = True
     """Mean over the valid tokens of the global batch; false: mean over sequences of each sequence's token mean."""
     constant_length_normalizer: Positive | None = None
-    """Divide the sum over each sequence's tokens by this many tokens instead of by its length (Dr. GRPO, arXiv:2503.20783). Needs
-    token_level_loss=false; null = by its length."""
+    """Divide each sequence's sum by this, not by its length (Dr. GRPO, arXiv:2503.20783). Needs token_level_loss=false."""
 
     @property
     def kl_in_loss(self) -> float:
@@ -260,14 +240,8 @@ class RewardPenaltiesConfig:
     @property
     def is_enabled(self) -> bool:
         """Whether there is anything to penalise."""
-        return any(
-            (
-                self.penalize_duplicated_reasoning,
-                self.penalize_empty_final_answer,
-                self.penalize_unwanted_tokens,
-                self.penalize_malformed_think_tag,
-            )
-        )
+        by_thought = self.penalize_duplicated_reasoning or self.penalize_malformed_think_tag
+        return by_thought or self.penalize_empty_final_answer or self.penalize_unwanted_tokens
 
 
 @dataclass

@@ -23,9 +23,7 @@ class MathEnvConfig(WorkersConfig):
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """How an answer is compared with the expected one: the last mathematical expression by value, or the text after the last `Answer:`."""
     strict: bool = False
-    """Whether an answer must be a final value: where a number is expected, an integer, a decimal or a fraction in lowest terms; else no
-    operation (sum, integral, factorial) that the expected answer lacks. Off, as in NeMo RL, `12+30` is as good as 42. Not with
-    `dapo_math_verify`, which compares texts."""
+    """Answers must be final values: `12+30` is no longer as good as 42. Not with `dapo_math_verify`, which compares texts."""
 
 
 @dataclass
@@ -33,13 +31,11 @@ class CodeEnvConfig(WorkersConfig):
     num_workers: Workers = 8
     """Child processes that score rollouts, one program at a time each; never more than the host has cores."""
     timeout_s: AboveZero = 60.0
-    """Seconds for all tests of one rollout, after which its program has failed. A child that takes 10 s more is killed; if it does so
-    twice, the reward is 0."""
+    """Seconds for all tests of a rollout; then its program has failed. A child that takes 10 s more is killed; twice gives reward 0."""
     unit_test_timeout_s: AboveZero = 10.0
     """Seconds for one test, after which the program has failed."""
     allow_unconfined: bool = False
-    """true: run the model's programs where the kernel cannot confine them too (Landlock, seccomp), and count them as
-    `rollout/code/unconfined`: they may then read and change what the run's user may. false: the environment does not start there."""
+    """Run programs also where the kernel cannot confine them (Landlock, seccomp): they may do what the run's user may. false: refuse."""
 
 
 @dataclass
@@ -47,29 +43,25 @@ class WorkplaceEnvConfig(WorkersConfig):
     timeout_s: AboveZero = 5.0
     """Seconds for one turn; then its child is killed and its reward is 0, unless the machine kept it from its work."""
     tables_path: str | None = None
-    """The records that a conversation begins with: a folder with WorkBench's CSV files, which the rows of the Nemotron-3-Nano blend are
-    about, or a JSON file `{"emails": [...], "events": [...], ...}`. A row's own `tables` go before it; null = none but those."""
+    """First records of a conversation: a folder of WorkBench's CSV files, or a JSON file of tables. A row's own `tables` win."""
 
 
 @dataclass
 class OwnEnvConfig(WorkersConfig):
     functions: dict[str, str] = field(default_factory=dict)
-    """Reward functions of your own, `name: pkg.mod:fn`; rows choose one by `env_name: name`. Functions that installed packages offer in
-    the entry point group `mrl.rewards` need no line here."""
+    """Your reward functions, `name: pkg.mod:fn`; rows choose by `env_name`. Entry points of group `mrl.rewards` need no line here."""
     num_workers: Workers = 1
     """Child processes of each function."""
     timeout_s: AboveZero = 10.0
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
     allow: list[Literal["network", "processes", "files"]] = field(default_factory=list)
-    """What your functions may do once they are loaded: open sockets, start processes, write outside their temporary folder. Empty = none
-    of it: they compute, read files and use threads."""
+    """What your functions may do once loaded: open sockets, start processes, write files. Empty = compute, read files, use threads."""
 
 
 @dataclass
 class NemoGymConfig:
     config_paths: list[str] = field(default_factory=list)
-    """Servers of NeMo Gym, `resources_servers/<name>/...`: rows may use the environments that do what these do. Empty = all. Its
-    `responses_api_models/...` are left out: rollouts come from the run's own engines."""
+    """Servers of NeMo Gym, `resources_servers/<name>/...`, whose environments rows may use; empty = all. Other paths have no effect."""
 
 
 @dataclass
@@ -85,8 +77,7 @@ class EnvConfig:
     """Rows are NeMo Gym's and name their environment by `agent_ref`; it runs here, without a server."""
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
     should_mask_flagged_samples: bool = True
-    """Keep rollouts that their environment flags with `mask_sample` out of the loss; their rewards count in the baseline of their group.
-    false: train on them."""
+    """Keep rollouts flagged with `mask_sample` out of the loss; their rewards count in the group's baseline. false: train on them."""
 
     @property
     def gym_servers(self) -> tuple[str, ...]:

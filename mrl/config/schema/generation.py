@@ -19,10 +19,9 @@ class EngineResourcesConfig:
 @dataclass
 class ColocatedConfig:
     enabled: bool = True
-    """Engines share the policy ranks' units; false: engines have units of their own, and both keep their memory in all phases."""
+    """Engines share the policy ranks' GPUs; false: engines have GPUs of their own, and both keep their memory in all phases."""
     resources: EngineResourcesConfig = field(default_factory=EngineResourcesConfig)
-    """Units of the engines if not `enabled`, out of the cluster's GPUs. On hosts without GPUs both stay null: there the engines' units
-    are further processes, `num_cpu_engines` times the engine's TP."""
+    """GPUs of the engines if not `enabled`. On hosts without GPUs both stay null: engines are `num_cpu_engines` x TP more processes."""
 
 
 @dataclass
@@ -36,8 +35,7 @@ class ServingChatConfig:
     tool_parser: str | None = None
     """How the model writes calls of tools: a name of vLLM's, `qwen3_coder` for Nemotron 3, or one that `tool_parser_plugin` registers."""
     reasoning_parser: str | None = None
-    """How the model marks thoughts, which answers then have apart: a name of vLLM's, `nemotron_v3` for Nemotron 3, or one that
-    `reasoning_parser_plugin` registers; null = they stay in the text."""
+    """How the model marks thoughts: a name of vLLM's, `nemotron_v3` for Nemotron 3, or the plugin's; null = they stay in the text."""
 
 
 @dataclass
@@ -51,13 +49,11 @@ class VllmConfig:
     precision: Precision = follows("policy.precision")
     """Type of the engine's weights."""
     kv_cache_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
-    """Type of cached keys and values; auto = `precision`. On hosts without GPUs only auto. Caches in 8 bits have scales, which no refit
-    brings."""
+    """Type of cached keys and values; auto = `precision`, the only one without GPUs. 8-bit caches need scales, which no refit brings."""
     logprobs_mode: Annotated[str, Only("processed_logprobs", "logprobs of another distribution than that of the tokens are no use")] = (
         "processed_logprobs"
     )
-    """Logprobs of the distribution that tokens are drawn from, after temperature, top-k and top-p, or of the model's; the trainer compares
-    its own with the former, so that it must be processed_logprobs."""
+    """Logprobs of the distribution that tokens are drawn from, after temperature, top-k and top-p, with which the trainer compares."""
     env_vars: dict[str, str] | None = None
     """Environment variables of the engine processes. They win over mrl's own, as those of `policy.megatron_cfg.env_vars` do."""
     gpu_memory_utilization: ShareAboveZero = 0.6
@@ -71,8 +67,7 @@ class VllmConfig:
     max_num_batched_tokens: Positive = 4096
     """Tokens of one engine step."""
     enable_prefix_caching: bool | None = None
-    """Prompts that begin alike share the cache of that beginning, until the next refit; null = as vLLM does for the model, and not on hosts
-    without GPUs. With policy.router_replay it is on with GPUs and off without, whatever this says: only so all routes are known."""
+    """Prompts share the cache of a common beginning until the next refit. null = as vLLM does; policy.router_replay decides itself."""
     enforce_eager: bool = False
     """No CUDA graphs. Must be true on hosts without GPUs."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
@@ -80,8 +75,7 @@ class VllmConfig:
     expose_http_server: bool = False
     """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md."""
     http_server_share: ShareAboveZero = 0.25
-    """Share of `max_num_seqs` that requests over HTTP may have at the same time, one at least; what comes on top of it waits, so that
-    rollouts of training keep the rest."""
+    """Share of `max_num_seqs`, at least one, that HTTP requests may have at once; more of them wait, and rollouts keep the rest."""
     http_server_serving_chat_kwargs: ServingChatConfig = field(default_factory=ServingChatConfig)
     tool_parser_plugin: str | None = None
     """A Python file or module that registers a parser of tool calls with vLLM."""
@@ -103,8 +97,7 @@ class GenerationConfig:
     temperature: AboveZero = 1.0
     """Sampling temperature, above 0."""
     top_p: ShareAboveZero = 1.0
-    """Sample among the likeliest tokens whose probabilities add up to this; 1.0 = all. The trainer's logprobs are over the same tokens,
-    except those of the KL penalty."""
+    """Sample among the likeliest tokens whose probabilities add up to this; 1.0 = all. The trainer's logprobs follow, but not the KL's."""
     top_k: Positive | None = None
     """Sample among the k likeliest tokens, before `top_p`; null = all. As for `top_p`, the trainer follows."""
     val_temperature: NotNegative = follows("policy.generation.temperature")
@@ -118,8 +111,7 @@ class GenerationConfig:
     stop_strings: list[str] | None = None
     """Texts that end a rollout with the token that completes one; null = none."""
     longest_first: bool = True
-    """Ask for the rollouts first that will probably be the longest: as long as those of the same prompt in an earlier epoch, else as the
-    mean of its environment, then by the prompt's own length. See the metric `rollout/engine_idle_fraction`."""
+    """Ask for the rollouts first that were the longest in an earlier epoch. The metric `rollout/engine_idle_fraction` shows the effect."""
     num_cpu_engines: Positive = 1
     """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
     port_range_low: Port = 3000
@@ -129,5 +121,4 @@ class GenerationConfig:
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs by name, as far as no key of ours and no rule of refits says them; of
-    `compilation_config`, fields by name."""
+    """Further arguments of vLLM's EngineArgs by name, unless a key here or a refit decides them; `compilation_config` by its fields."""

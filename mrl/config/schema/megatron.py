@@ -16,8 +16,7 @@ class PeftConfig:
     enabled: bool = False
     """Train low-rank adapters (LoRA) beside the linear layers and nothing else. Engines get the merged weights."""
     target_modules: list[str] = field(default_factory=list)
-    """Linear layers with adapters: names as linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, out_proj, or full names with
-    wildcards as *.layers.0.*.linear_qkv, layers counted over the whole model. Empty = all of attention, MLPs, experts and Mamba."""
+    """Layers with adapters: names such as linear_qkv, linear_fc1, in_proj, or full names with wildcards. Empty = all linear layers."""
     exclude_modules: list[str] = field(default_factory=list)
     """Linear layers without adapters, in the same form. Only with empty `target_modules`."""
     dim: Positive = 8
@@ -70,12 +69,9 @@ class OptimizerConfig:
     clip_grad: NotNegative = follows("policy.max_grad_norm")
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     use_precision_aware_optimizer: bool = True
-    """Leave main parameters to Transformer Engine's FusedAdam, which reads gradients as they are, without a float32 copy. Checkpoints stay
-    float32. No effect without a GPU, Transformer Engine, `use_distributed_optimizer` and `bf16`."""
+    """Leave main parameters to Transformer Engine's FusedAdam; checkpoints stay float32. Needs GPUs, distributed optimizer and `bf16`."""
     optimizer_cpu_offload: bool = False
-    """Keep main parameters and moments on the host and update them there, `optimizer_offload_fraction` of them. Needs
-    `use_distributed_optimizer`, `use_precision_aware_optimizer` and `bf16`. No effect without a GPU. If false, both lie on the host only
-    between train steps, and only if engines share the GPUs."""
+    """Update `optimizer_offload_fraction` of the optimizer's state on the host. Needs the distributed, precision-aware one and `bf16`."""
     optimizer_offload_fraction: Share = 0.0
     """Share of the parameters that the host updates if `optimizer_cpu_offload`."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
@@ -147,20 +143,17 @@ class MegatronConfig:
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Which of Transformer Engine's attention kernels to use. No effect without a GPU and Transformer Engine."""
     env_vars: dict[str, str] | None = None
-    """Environment variables of the processes of policy ranks. They win over mrl's own: on GPUs the options of torch's allocator
-    (PYTORCH_ALLOC_CONF), and in float32 those that keep libraries from TF32 (NVIDIA_TF32_OVERRIDE, TRITON_F32_DEFAULT)."""
+    """Environment variables of policy ranks. They win over mrl's own, such as PYTORCH_ALLOC_CONF and those that forbid TF32 in float32."""
     sequence_parallel: bool = False
     """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
     defer_fp32_logits: bool = False
-    """Make float32 logits of bfloat16 ones for some tokens at a time; false = for a whole packed row. The values are the same. Always so
-    where policy.logprob_chunk_size limits the logits themselves."""
+    """Make float32 logits for some tokens at a time, with the same values. Always so with policy.logprob_chunk_size."""
     use_fused_linear_logprobs: bool = False
     """The same as policy.logprob_chunk_size, which then stays null, with the number of tokens below."""
     fused_linear_logprobs_chunk_size: Positive = 256
     """Tokens whose logits are in memory at the same time if `use_fused_linear_logprobs`."""
     empty_unused_memory_level: Annotated[int, Range(0, 2)] = 1
-    """Give memory that the allocator keeps back to the GPU: 1 = after the backward pass of a step, 2 = after its update too, 0 = never.
-    For an engine that shares the GPU it is given back between phases in any case."""
+    """Give unused memory back to the GPU: 1 = after the backward pass, 2 = also after the update, 0 = only between phases that need it."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: all that `recompute_granularity` names."""
     recompute_granularity: Literal["full", "selective"] = "full"
@@ -174,8 +167,7 @@ class MegatronConfig:
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"
     """Type in which routing scores are computed; null = that of the activations."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
-    """Auxiliary loss that draws tokens towards unused experts: of each packed row (so that its value depends on the packing), of each
-    sequence, or of the global batch as far as it has been seen. Padding does not count. Metrics train/moe/*load_balancing_loss."""
+    """Auxiliary loss that spreads tokens over experts: per packed row, per sequence, or over the global batch. Padding does not count."""
     moe_aux_loss_coeff: NotNegative = 0.0
     """Weight of the auxiliary loss beside the policy's; 1 is its value at perfect balance."""
     moe_router_enable_expert_bias: bool | None = None
@@ -195,16 +187,13 @@ class MegatronConfig:
     moe_permute_fusion: bool = True
     """Order tokens by expert with Transformer Engine's kernel. No effect without a GPU and Transformer Engine."""
     apply_rope_fusion: bool = True
-    """Apply rotary positions with Transformer Engine's kernel. No effect without a GPU and Transformer Engine, or with YaRN, which the
-    kernel lacks."""
+    """Apply rotary positions with Transformer Engine's kernel. No effect without a GPU and Transformer Engine, or with YaRN."""
     bias_activation_fusion: bool = True
     """Compile gate and activation of gated MLPs and experts into one kernel. No effect without a GPU, or with other activations."""
     use_fused_weighted_squared_relu: bool = False
-    """Compile squared ReLU and the router's weights into one kernel, in the experts of Nemotron models. No effect without a GPU and
-    Transformer Engine."""
+    """Compile squared ReLU and router weights of Nemotron's experts into one kernel. No effect without a GPU and Transformer Engine."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of Megatron's TransformerConfig by name, as far as they say how something is computed; what is computed follows
-    from the model's config.json and the other keys of `policy`."""
+    """Further arguments of Megatron's TransformerConfig that say how something is computed; the model and other keys say what."""
     gradient_accumulation_fusion: bool = False
     """Add weight gradients to their float32 sums within the matrix product. No effect without a GPU and NVIDIA Apex."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -26,15 +26,13 @@ class TokenizerConfig:
 @dataclass
 class SequencePackingConfig:
     enabled: bool = True
-    """Pack sequences into rows up to a number of tokens. false (and no dynamic batching) = a fixed number of sequences a row, side by
-    side without padding between them: train_micro_batch_size and logprob_batch_size."""
+    """Pack sequences into rows of a number of tokens. false: train_micro_batch_size and logprob_batch_size sequences a row."""
     train_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
     """Tokens of a packed row in training. Of pairs of answers (dpo, rm) a row holds as many of each kind."""
     logprob_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
     """Tokens of a packed row in logprob passes. Another number than train_mb_tokens gives these passes rows of their own."""
     algorithm: PackingAlgorithm = "balanced"
-    """How sequences are assigned to rows. balanced: first to data-parallel ranks, so that all have the same tokens and the same work, then
-    to the rows of the rank; the others pack all sequences into rows (docs/performance.md compares them) and deal the rows to the ranks."""
+    """balanced: equal tokens and work for each data-parallel rank, then rows. Others: rows first (docs/performance.md compares them)."""
     microbatch_order: Literal["packer", "largest_first"] = "packer"
     """Order of the rows of a rank: as the algorithm made them, or by their tokens, most first, so that memory is at its peak at once."""
     sequence_length_round: Positive = 64
@@ -44,9 +42,7 @@ class SequencePackingConfig:
 @dataclass
 class RouterReplayConfig:
     enabled: bool = False
-    """Train with the experts that the engine chose: its routes come with the rollouts, and the policy's routers follow them in logprob and
-    train passes, weighting the experts by their own scores. Removes the part of the mismatch between trainer and engine that comes from
-    tokens going through other experts. The reference model routes by itself. For models with experts."""
+    """Train with the experts that the engine chose, so that routing adds no mismatch. The reference model routes by itself. MoE only."""
 
 
 @dataclass
@@ -74,19 +70,16 @@ class PolicyConfig:
     model_name: str = required()
     """Folder of the starting model in Hugging Face format, or its id on the Hub."""
     hf_config_overrides: dict[str, Any] = field(default_factory=dict)
-    """Values of the model's config.json that are others in this run, for trainer, engines and what is exported: `rope_scaling` for YaRN,
-    for example, or `max_position_embeddings`. The tensors must stay those of the checkpoint."""
+    """Other values of the model's config.json for trainer, engines and export, such as `rope_scaling` for YaRN. Tensors stay the same."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: Positive = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
-    """Sequences per optimizer step; of pairs of answers (dpo, rm) the pairs. In GRPO it divides the rollouts of a step: several updates go
-    through them in their order, by ratios to the policy before the first of them."""
+    """Sequences per optimizer step (dpo, rm: pairs). In GRPO it divides a step's rollouts, which then make several updates in order."""
     train_micro_batch_size: Positive = 1
     """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
     logprob_batch_size: Positive = follows("policy.train_micro_batch_size")
     """The same for a row of logprob passes."""
     logprob_chunk_size: Positive | None = None
-    """Tokens whose logits are in memory at the same time, in logprob passes and in training: the output layer and its gradient are
-    computed for so many at a time, twice in training. null = the logits of a whole packed row are made once and kept for the gradient."""
+    """Tokens whose logits are in memory at once; training then computes the output layer twice. null = all of a row, kept for backward."""
     max_total_sequence_length: AtLeastTwo = 512
     """Longest prompt plus rollout, in tokens."""
     make_sequence_length_divisible_by: Positive = follows("policy.megatron_cfg.tensor_model_parallel_size")
@@ -96,10 +89,9 @@ class PolicyConfig:
     max_grad_norm: NotNegative = 1.0
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     offload_optimizer_for_logprob: bool = False
-    """Keep gradients and optimizer off the GPUs outside of train steps where engines have GPUs of their own, too; where they share the
-    policy's, that is always so."""
+    """Keep gradients and optimizer off the GPUs outside of train steps, also where engines have their own GPUs."""
     refit_buffer_size_gb: AboveZero = 0.25
-    """Exchange buffer of a unit during a refit, in GB (10^9 bytes). Smaller = more rounds."""
+    """Exchange buffer of a GPU or policy rank during a refit, in GB (10^9 bytes). Smaller = more rounds."""
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     reward_model_cfg: RewardModelConfig = field(default_factory=RewardModelConfig)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)

@@ -26,8 +26,7 @@ class CheckpointingConfig:
     checkpoint_dir: str = "results/grpo"
     """Folder of the run. A run resumes from the newest complete checkpoint in it."""
     metric_name: str | None = "val:accuracy"
-    """What ranks checkpoints: `train:<metric>` or `val:<metric>`; null = the newer, the better. A checkpoint without that metric is the
-    worst."""
+    """Ranks checkpoints: `train:<metric>` or `val:<metric>`; null = the newer, the better. One without the metric is the worst."""
     higher_is_better: bool = True
     """Direction of that metric."""
     keep_top_k: Positive | None = 3
@@ -41,8 +40,7 @@ class CheckpointingConfig:
     save_optimizer: bool = True
     """Save optimizer state; without it a run cannot resume exactly."""
     checkpoint_must_save_by: str | None = None
-    """DD:HH:MM:SS after the start of the Slurm job (SLURM_JOB_START_TIME), or else of the process: the run saves and ends before a step
-    that would, as long as the mean step, end later. null = never."""
+    """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends before a step that would end later; null = never."""
 
     @property
     def must_save_by_s(self) -> float | None:
@@ -73,20 +71,19 @@ class ClusterConfig:
 
     @property
     def slots_per_node(self) -> int:
-        """Worker units of a node: its GPUs, or its policy ranks where there are none."""
+        """Slots of a node for policy ranks and engine workers: its GPUs, or `cpu_units_per_node`."""
         return self.gpus_per_node or self.cpu_units_per_node
 
     @property
     def num_slots(self) -> int:
-        """Worker units of all nodes. On hosts without GPUs dedicated engines add theirs (`RunConfig.num_slots`)."""
+        """Slots of all nodes. On hosts without GPUs dedicated engines add theirs (`RunConfig.num_slots`)."""
         return self.num_nodes * self.slots_per_node
 
 
 @dataclass
 class DeadlinesConfig:
     start_s: AboveZero | None = None
-    """Seconds for all processes to start and hold their weights; null = by the size of the weights, as `--check` says: 300 s for a small
-    model on CPU hosts, half an hour for 60 GB on GPUs."""
+    """Seconds until all processes hold their weights; null = by the size of the weights: `--check` prints it."""
     generate_s: AboveZero = 600.0
     """Seconds without a finished rollout after which generation has failed."""
     reward_s: AboveZero = 120.0
@@ -106,9 +103,7 @@ class RunConfig:
     secrets = frozenset[str]()
     """Secrets that the values hold. No key: `load_config` sets it."""
     algorithm: Literal["grpo", "sft", "dpo", "rm"] = "grpo"
-    """How the policy is trained: by rollouts and their rewards (grpo), on conversations as they are (sft), or on pairs of answers of which
-    one is preferred: to give the preferred ones more probability (dpo), or as a reward model to score them higher (rm). A file that has
-    the section of another algorithm than grpo, and none for grpo, means that one."""
+    """How the policy learns: from rollouts and rewards (grpo), conversations (sft), or pairs, as a policy (dpo) or reward model (rm)."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
@@ -127,15 +122,7 @@ class RunConfig:
     @property
     def training(self) -> GrpoConfig | SftConfig | DpoConfig | RmConfig:
         """The section of the algorithm."""
-        match self.algorithm:
-            case "grpo":
-                return self.grpo
-            case "sft":
-                return self.sft
-            case "dpo":
-                return self.dpo
-            case "rm":
-                return self.rm
+        return getattr(self, self.algorithm)
 
     @property
     def learns_pairs(self) -> bool:
@@ -164,7 +151,7 @@ class RunConfig:
 
     @property
     def num_dedicated_slots(self) -> int:
-        """Worker units that carry an engine worker and no policy rank; 0 where engines are colocated, or there are none."""
+        """Slots with an engine worker and no policy rank; 0 where engines are colocated, or there are none."""
         generation = self.policy.generation
         if generation.colocated.enabled or not self.has_engines:
             return 0
@@ -182,12 +169,12 @@ class RunConfig:
 
     @property
     def num_policy_ranks(self) -> int:
-        """Worker units that carry a policy rank: the world size of the trainer."""
+        """Slots with a policy rank: the world size of the trainer."""
         return self.cluster.num_slots - (self.num_dedicated_slots if self.cluster.gpus_per_node else 0)
 
     @property
     def num_slots(self) -> int:
-        """Worker units in all."""
+        """Slots in all."""
         return self.num_policy_ranks + self.num_dedicated_slots
 
     @property
