@@ -77,7 +77,7 @@ def test_data_sets_follow_the_default_unless_they_say_otherwise(tmp_path: Path):
         "  validation: {data_path: b, split: test}\n",
     )
     data = load_config(path).data
-    first, second = data.train_sets
+    first, second = data.train_sets.values()
     assert (first.data_path, first.prompt_file, first.input_key, first.split) == ("a", None, "q", "dev")
     assert (second.source, second.prompt_file, second.input_key, second.seed) == (
         "agentica-org/DeepScaleR-Preview-Dataset",
@@ -85,10 +85,10 @@ def test_data_sets_follow_the_default_unless_they_say_otherwise(tmp_path: Path):
         "p",
         7,
     )
-    (validation,) = data.validation_sets
+    (validation,) = data.validation_sets.values()
     assert (validation.split, validation.prompt_file) == ("test", "cot.txt")
     # One set in place of the list, by an override.
-    assert [dataset.data_path for dataset in load_config(path, ["data.train={data_path: c}"]).data.train_sets] == ["c"]
+    assert [dataset.data_path for dataset in load_config(path, ["data.train={data_path: c}"]).data.train_sets.values()] == ["c"]
 
 
 def test_keys_of_listed_data_sets_are_checked(tmp_path: Path):

@@ -22,7 +22,7 @@ class Stage:
         return self.loss.ratio_clip_min
 
 def rows(data: DataConfig) -> list[str]:
-    return [dataset.prompt_key for dataset in data.train_sets]
+    return [dataset.prompt_key for dataset in data.train_sets.values()]
 """
     assert readers(text) == {"loss_fn.ratio_clip_min", "data.train.prompt_key", "data.train.datasets", "data.default.prompt_key"}
 
