@@ -266,8 +266,7 @@ def _rename(flat: Settings) -> Settings:
         name = RENAMED.get(dotted)
         setting = Setting(value, setting.origin, dotted if name else "")
         target = split_key(name) if name else key
-        other = renamed.setdefault(target, setting)
-        if other.value != setting.value:
+        if (other := renamed.get(target)) is not None and other.value != setting.value:
             raise ConfigError([_two_names(target, other, setting)])
         renamed[target] = setting
     return renamed
