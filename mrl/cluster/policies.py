@@ -138,12 +138,10 @@ class PolicyGroup(Actors[PolicyVerbs]):
         """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `Policy.set_batch`."""
         for position, batch in enumerate(batches):
             sequences = [{index: batch.sequences[index] for row in rows for index in row} for rows in batch.rows]
-            pending = {
-                self.name(rank): ask(
-                    actor, PolicyActor.set_batch, sequences[dp_rank], batch.rows[dp_rank], batch.logprob_rows[dp_rank], position > 0
-                )
-                for rank, (actor, dp_rank) in enumerate(zip(self.handles, self.dp_ranks, strict=True))
-            }
+            pending = {}
+            for rank, dp_rank in enumerate(self.dp_ranks):
+                mine = sequences[dp_rank], batch.rows[dp_rank], batch.logprob_rows[dp_rank]
+                pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, *mine, position > 0)
             self.wait(pending, deadline_s=None, what="set_batch")
 
 

@@ -112,7 +112,15 @@ def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_exp
         findings.append(_alike("packages on the nodes", not differing, f"the same {len(packages)}", some(differing), remedy))
         gpus, remedy = _groups(facts, _spell_gpus), "ask for nodes of one kind, with one driver and one NCCL"
         findings.append(_alike("GPUs on the nodes", len(gpus) == 1, f"the same: {next(iter(gpus))}", _differing(gpus), remedy))
-    findings += _clocks(reports)
+    known = [(report, report.clock_ahead_s) for report in reports if report.clock_ahead_s is not None]
+    # The question and its answer took time on their way, which is no fault of a clock.
+    off = [f"{report.name} {ahead_s:+.1f} s" for report, ahead_s in known if abs(ahead_s) - report.clock_uncertainty_s > MAX_SKEW_S]
+    if off:
+        remedy = "start NTP (chronyc tracking, timedatectl) on these nodes"
+        findings.append(Finding("clocks", "problem", f"apart from this host's: {some(off)}", remedy))
+    elif known:
+        most_s = max(abs(ahead_s) for _, ahead_s in known) + max(report.clock_uncertainty_s for report, _ in known)
+        findings.append(Finding("clocks", "ok", f"within {most_s:.3f} s of this host's"))
     folders = dict.fromkeys(folder for report in reports if report.look for folder in report.look.sees)
     return findings + [_shared(folder, reports) for folder in folders]
 
@@ -129,19 +137,6 @@ def _spell_gpus(facts: HostFacts) -> str:
     gpus = facts.gpus.driver.gpus
     kinds = sorted({gpu.name for gpu in gpus})
     return f"{len(gpus)} x {' and '.join(kinds)}, driver {facts.gpus.driver.version}, NCCL {facts.gpus.probe.nccl or 'unknown'}"
-
-
-def _clocks(reports: Sequence[NodeReport]) -> list[Finding]:
-    known = [(report, report.clock_ahead_s) for report in reports if report.clock_ahead_s is not None]
-    if not known:
-        return []
-    # The question and its answer took time on their way, which is no fault of a clock.
-    off = [(report, ahead_s) for report, ahead_s in known if abs(ahead_s) - report.clock_uncertainty_s > MAX_SKEW_S]
-    if not off:
-        most_s = max(abs(ahead_s) for _, ahead_s in known) + max(report.clock_uncertainty_s for report, _ in known)
-        return [Finding("clocks", "ok", f"within {most_s:.3f} s of this host's")]
-    found = some([f"{report.name} {ahead_s:+.1f} s" for report, ahead_s in off])
-    return [Finding("clocks", "problem", f"apart from this host's: {found}", "start NTP (chronyc tracking, timedatectl) on these nodes")]
 
 
 def _shared(folder: str, reports: Sequence[NodeReport]) -> Finding:

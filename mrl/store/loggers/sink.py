@@ -68,19 +68,15 @@ class Sink(Protocol):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records metrics of a training step; on disk, or on its way, when this returns."""
-        ...
 
     def log_host(self, metrics: Mapping[str, float], seconds: int) -> None:
         """Records metrics of the hosts, `seconds` after the first start of the run."""
-        ...
 
     def log_samples(self, samples: list[Sample], step: int) -> None:
         """Records validation rollouts as text."""
-        ...
 
     def close(self) -> None:
         """Sends what is left and ends the run at the service."""
-        ...
 
 
 def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
