@@ -112,6 +112,8 @@ class Refit:
         return [WorkerRefit(self.inputs, slot, handles_for(self.schedule, slot, self._handles)) for slot in self.slots[engine]]
 
     def _refit(self, engines: Sequence[int], *, witness: Digests | None = None, died: int | None = None) -> RefitReport:
+        """Refits `engines`, and those that die meanwhile: dedicated ones take part in the exchange of a refit that is not theirs."""
+
         def attempt(restarted: set[int]) -> RefitReport:
             with self.engines.held():
                 return self._attempt(sorted({*engines, *restarted}), witness)
@@ -166,6 +168,7 @@ class Refit:
         )
 
     def _prepare(self) -> None:
+        """Makes the exchange group of all participants, and tells every engine where its sources are."""
         num_ranks = len(self.schedule.source_class)
         num_members = sum(len(self.slots[index]) for index in self.dedicated)
         address = None

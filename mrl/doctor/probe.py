@@ -285,6 +285,7 @@ def source_digest(root: Path) -> str:
 
 
 def _output(*command: str) -> str:
+    """The output of a command; "" if it is missing, fails or takes longer than `COMMAND_TIMEOUT_S`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -211,6 +211,7 @@ class RolloutQueue:
             self._fill(state.step + 1, state.weight_version)
 
     def _fill(self, step: int, weight_version: int) -> None:
+        """Asks for as many prompts as there is room for: one batch for `step` and one for each step of the lag."""
         again, self._again = self._again, []
         self._num_regenerated += len(again)
         self._ask(again, weight_version)

@@ -154,6 +154,7 @@ class RunFolder:
 
     @contextmanager
     def _may_fail(self, what: str) -> Iterator[None]:
+        """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning."""
         try:
             yield
         except (OSError, ValueError) as error:
