@@ -76,32 +76,17 @@ def model_overrides(target: Target) -> Iterator[list[str]]:
         yield replace(target, model=exported.absolute()).model_overrides()
 
 
-def preflight(config: RunConfig) -> tuple[RunConfig, PromptData]:
-    """Checks everything that can be checked before a process starts; returns the config of the start, and the data."""
-    check_evaluation(config, problems := Problems(config))
-    if problems.texts:
-        raise ConfigError(problems.texts)
-    config = check_start(config)
-    return config, load_prompts(config)
-
-
-def report(config: RunConfig, name: str, groups: Sequence[RolloutGroup]) -> Path:
-    """Logs the scores and writes them to a file; returns its path."""
+def report(config: RunConfig, path: Path, groups: Sequence[RolloutGroup]) -> None:
+    """Logs the scores and writes them to a file."""
     k, metric = config.eval.k_value, config.eval.metric.replace("k", str(config.eval.k_value))
     scores = scores_by_environment(groups, k=k)
     if metric not in scores[ALL]:
         logger.warning("eval.metric=%s: no environment here extracts answers that could be counted", config.eval.metric)
     for line in table_lines(scores, first=metric):
         logger.info("%s", line)
-    path = results_folder(config) / f"{name}.json"
     described: dict[str, object] = {"model": config.policy.model_name, "metric": metric, "k": k, "seed": config.eval.seed}
     write_results(path, described=described, scores=scores, groups=groups)
-    return path
-
-
-def results_folder(config: RunConfig) -> Path:
-    """The folder for results and logs of actors."""
-    return Path(config.eval.save_path or Path(config.checkpointing.checkpoint_dir) / "evaluations").absolute()
+    logger.info("Results: %s", path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,11 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with model_overrides(target) as model:
             config, migration = load_run(find_config(target.config), [*model, *overrides], to_evaluate=True, secrets=options.secrets)
             migration.log()
-            config, data = preflight(config)
-            log_folder = results_folder(config) / "logs"
+            # All that can be checked before a process starts.
+            check_evaluation(config, problems := Problems(config))
+            if problems.texts:
+                raise ConfigError(problems.texts)
+            config = check_start(config)
+            data = load_prompts(config)
+            folder = Path(config.eval.save_path or Path(config.checkpointing.checkpoint_dir) / "evaluations").absolute()
+            log_folder = folder / "logs"
             log_folder.mkdir(parents=True, exist_ok=True)
-            groups = evaluate(config, data, log_folder=log_folder)
-            logger.info("Results: %s", report(config, target.name, groups))
+            report(config, folder / f"{target.name}.json", evaluate(config, data, log_folder=log_folder))
     except ValueError as error:
         logger.error("%s", error)
         return 2

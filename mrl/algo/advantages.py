@@ -35,7 +35,7 @@ def train_sequences(groups: Sequence[RolloutGroup], config: GrpoConfig) -> tuple
         "malformed_thinking": config.malformed_thinking_advantage,
         "invalid_tool_call": config.invalid_tool_call_advantage,
     }
-    advantage_of = {kind: advantage for kind, advantage in fixed.items() if advantage is not None}
+    advantage_of: dict[FlawKind, float] = {kind: advantage for kind, advantage in fixed.items() if advantage is not None}
     sequences, judged, num_overlong = list[TrainSequence](), list[tuple[RolloutInfo, Verdict]](), 0
     for group, advantages in zip(groups, batch_advantages(groups, config), strict=True):
         rewards = shaped_rewards(group, config)

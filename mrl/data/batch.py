@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -146,8 +145,3 @@ def as_rollout(sequence: TokenSequence, prompt_id: str, index: int) -> Rollout:
         earlier_turns=tuple(turns[:-1]),
         last_turn_start=turns[-1].start,
     )
-
-
-def as_in_validation(policy: PolicyConfig, micro_batch_size: int) -> PolicyConfig:
-    """The policy with this many examples in a row, where rows have a number of them."""
-    return dataclasses.replace(policy, train_micro_batch_size=micro_batch_size)

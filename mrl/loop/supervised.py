@@ -14,7 +14,7 @@ from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
-from mrl.data.batch import as_in_validation, batch_examples
+from mrl.data.batch import batch_examples
 from mrl.data.order import prompts_of_step
 from mrl.data.planning import SequenceCost, sequence_cost
 from mrl.data.supervised import Example, SupervisedData, load_examples
@@ -61,7 +61,7 @@ class ExampleSupplier:
         parts: list[tuple[float, dict[str, float]]] = []
         self.session.enter("train")
         for examples in batches[:num_batches] if num_batches > 0 else batches:
-            batch = self._batch(examples, as_in_validation(config.policy, training.val_micro_batch_size))
+            batch = self._batch(examples, replace(config.policy, train_micro_batch_size=training.val_micro_batch_size))
             self.session.policies.set_batches([batch])
             if config.keeps_reference:
                 self.session.policies.call(PolicyVerbs.compute_reference_logprobs)
