@@ -124,21 +124,17 @@ def _factors(rule: Rule, dim: int) -> tuple[Rule, Rule]:
     cut = _cut(rule)
     first = cut.tensors[0]
     a = Canonical(_factor(first.name, "A"), (dim, first.shape[1]))
-    return _rule(rule, RowParallel(a) if isinstance(cut, RowParallel) else Replicated(a), INPUT), _rule(rule, _output_cut(cut, dim), OUTPUT)
-
-
-def _output_cut(cut: Cut, dim: int) -> Cut:
-    def b(tensor: Canonical) -> Canonical:
-        return Canonical(_factor(tensor.name, "B"), (tensor.shape[0], dim))
-
+    b = [Canonical(_factor(tensor.name, "B"), (tensor.shape[0], dim)) for tensor in cut.tensors]
     if isinstance(cut, Qkv):
-        return replace(cut, query=b(cut.query), key=b(cut.key), value=b(cut.value))
-    if isinstance(cut, Gated):
-        return Gated(b(cut.gate), b(cut.up))
-    if isinstance(cut, ColumnParallel | Sections):
-        return replace(cut, tensor=b(cut.tensor))
-    assert isinstance(cut, RowParallel | Replicated), cut
-    return Replicated(b(cut.tensor))
+        output: Cut = replace(cut, query=b[0], key=b[1], value=b[2])
+    elif isinstance(cut, Gated):
+        output = Gated(*b)
+    elif isinstance(cut, ColumnParallel | Sections):
+        output = replace(cut, tensor=b[0])
+    else:
+        assert isinstance(cut, RowParallel | Replicated), cut
+        output = Replicated(b[0])
+    return _rule(rule, RowParallel(a) if isinstance(cut, RowParallel) else Replicated(a), INPUT), _rule(rule, output, OUTPUT)
 
 
 def _rule(rule: Rule, cut: Cut, suffix: str) -> Rule:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 Box = tuple[tuple[int, int], ...]
 """(start, stop) for each dimension."""
 
+ALIGNMENT = 64
+"""Bytes to which every box in an exchange buffer is aligned: a cache line, and more than any dtype needs."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
 
 
@@ -48,6 +50,11 @@ class SlotLayout:
 
 
 Layout = dict[Slot, SlotLayout]
+
+
+def align(size: int, multiple: int = ALIGNMENT) -> int:
+    """`size` rounded up to a multiple of `multiple`."""
+    return -(-size // multiple) * multiple
 
 
 def full(shape: Sequence[int]) -> Box:

@@ -1,21 +1,33 @@
-"""Converts a Hugging Face folder to a Megatron checkpoint and back, in bounded memory."""
+"""Converts a Hugging Face folder to a Megatron checkpoint and back, compares two folders, and verifies one; in bounded memory."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from conversion.boxes import DTYPE_BYTES, Layout
+import torch
+
+from conversion.boxes import DTYPE_BYTES, Layout, lengths
 from conversion.families.common import MegatronParallel
 from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.durable import IO_TIMEOUT_S, built_aside
 from conversion.files.hf_folder import copy_companions, read_config, write_json
-from conversion.files.manifest import MANIFEST, TABLE_VERSION, TensorRecord, check_files, check_same_tensors, read_manifest, seal
+from conversion.files.manifest import (
+    MANIFEST,
+    TABLE_VERSION,
+    TensorRecord,
+    check_files,
+    check_same_tensors,
+    file_faults,
+    read_manifest,
+    seal,
+)
 from conversion.files.reading import file_state
 from conversion.files.safetensors import SafetensorsFolder, write_safetensors
 from conversion.files.torch_dist import (
@@ -31,7 +43,7 @@ from conversion.files.torch_dist import (
 from conversion.files.torch_dist_writer import MAX_CHUNK_BYTES, files_of_ranks, files_of_size, write_torch_dist
 from conversion.lora_export import RUN_CONFIG_FILE, CheckpointAdapters, MergedTensors, find_adapters, write_peft
 from conversion.progress import Progress, counter
-from conversion.tensors import content_checksums, dtype_name, torch_dtype
+from conversion.tensors import BoxSource, blocks, byte_view, content_checksums, dtype_name, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -187,3 +199,67 @@ def _with_dtypes(layout: Layout, dtypes: Mapping[str, str]) -> Layout:
             )
         stored[slot] = replace(content, dtype=found.pop())
     return stored
+
+
+def differences(first: Path, second: Path) -> Iterator[str]:
+    """How the canonical tensors of two folders differ, one line each: names, shapes, dtypes, values bit for bit. Nothing if they are equal.
+
+    Memory holds a block of each.
+    """
+    with ExitStack() as stack:
+        (names, a), (other_names, b) = (_opened(folder, stack) for folder in (first, second))
+        yield from (f"{name}: only in {first}" for name in sorted(names - other_names))
+        yield from (f"{name}: only in {second}" for name in sorted(other_names - names))
+        for name in sorted(names & other_names):
+            if a.shape(name) != b.shape(name):
+                yield f"{name}: shape {a.shape(name)} and {b.shape(name)}"
+                continue
+            faults = [_value_fault(a, b, name)]
+            if a.dtype(name) != b.dtype(name):
+                faults.insert(0, f"dtype {dtype_name(a.dtype(name))} and {dtype_name(b.dtype(name))}")
+            if any(faults):
+                yield f"{name}: {'; '.join(filter(None, faults))}"
+
+
+def faults_against_manifest(folder: Path) -> Iterator[str]:
+    """How a folder differs from its manifest, one line each: every file, then the values of every tensor."""
+    files = file_faults(folder)
+    yield from files
+    if files:
+        return
+    expected = read_manifest(folder).tensors
+    with ExitStack() as stack:
+        names, source = _opened(folder, stack)
+        yield from (f"{name}: in the manifest or in the files, but not in both" for name in sorted(names ^ expected.keys()))
+        for name in sorted(names & expected.keys()):
+            record = expected[name]
+            found = (dtype_name(source.dtype(name)), source.shape(name))
+            if found != (record.dtype, record.shape):
+                yield f"{name}: {found[0]} {found[1]} instead of {record.dtype} {record.shape}"
+            elif content_checksums(source, name, torch_dtype(record.dtype)) != (record.sha256, record.crc32):
+                yield f"{name}: its values are not those of the model that was converted"
+
+
+def _opened(folder: Path, stack: ExitStack) -> tuple[set[str], BoxSource]:
+    if (folder / "config.json").exists():
+        source = stack.enter_context(SafetensorsFolder(folder))
+        return source.names, source
+    tensors = open_checkpoint(folder).tensors
+    return set(tensors.names), tensors
+
+
+def _value_fault(a: BoxSource, b: BoxSource, name: str) -> str:
+    """How the values of two tensors of one shape differ; empty if they do not. Compares equal dtypes bit by bit."""
+    num_different, largest, shape = 0, 0.0, a.shape(name)
+    # Of two dtypes the wider one holds the values of both.
+    dtype = torch.promote_types(a.dtype(name), b.dtype(name))
+    for box in blocks(shape, dtype.itemsize):
+        first, second = (torch.empty(lengths(box), dtype=dtype) for _ in range(2))
+        a.read_into(name, box, first)
+        b.read_into(name, box, second)
+        if byte_view(first) == byte_view(second):
+            continue
+        left, right = (tensor.reshape(-1).view(torch.uint8).view(-1, dtype.itemsize) for tensor in (first, second))
+        num_different += int((left != right).any(dim=1).sum())
+        largest = max(largest, float((first.double() - second.double()).abs().nan_to_num(float("inf")).max()))
+    return f"{num_different} of {torch.Size(shape).numel()} values differ, by at most {largest:.3g}" if num_different else ""

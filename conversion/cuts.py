@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from conversion.boxes import Box, Piece, full
+from conversion.boxes import Box, Piece, align, full
 
 MEGATRON_VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times tp."""
@@ -91,7 +90,7 @@ class ColumnParallel(Cut):
     transform: str | None = None
 
     def megatron(self, shard: AxisRank) -> Cutout:
-        return _stack(self.tensor, [shard.part(self.tensor.shape[0], f"rows of {self.tensor.name}")])
+        return _rows((self.tensor, *shard.part(self.tensor.shape[0], f"rows of {self.tensor.name}")))
 
     def vllm(self, shard: AxisRank) -> Cutout:
         cut = self.megatron(shard)
@@ -121,10 +120,10 @@ class Vocabulary(Cut):
     """Rows in a Megatron checkpoint; None for what Megatron pads to at tp 1."""
 
     def megatron(self, shard: AxisRank) -> Cutout:
-        return self._padded(shard, _round_up(self.tensor.shape[0], MEGATRON_VOCABULARY_MULTIPLE * shard.size))
+        return self._padded(shard, align(self.tensor.shape[0], MEGATRON_VOCABULARY_MULTIPLE * shard.size))
 
     def vllm(self, shard: AxisRank) -> Cutout:
-        return self._padded(shard, _round_up(self.tensor.shape[0], VLLM_VOCABULARY_MULTIPLE))
+        return self._padded(shard, align(self.tensor.shape[0], VLLM_VOCABULARY_MULTIPLE))
 
     def checkpoint(self) -> dict[str, Cutout]:
         return {"": self.megatron(WHOLE) if self.padded_rows is None else self._padded(WHOLE, self.padded_rows)}
@@ -134,7 +133,7 @@ class Vocabulary(Cut):
         start, stop = shard.part(padded_rows, f"padded rows of {self.tensor.name}")
         shape = (stop - start, *tail)
         num_real = max(0, min(stop, rows) - start)
-        pieces = _stack(self.tensor, [(start, start + num_real)]).pieces if num_real else ()
+        pieces = _rows((self.tensor, start, start + num_real)).pieces if num_real else ()
         padding = ((num_real, stop - start), *_full(tuple(tail)))
         return Cutout(shape, pieces, (padding,) if num_real < stop - start else ())
 
@@ -165,7 +164,7 @@ class Sections(Cut):
     def checkpoint(self) -> dict[str, Cutout]:
         cuts, offset = {}, 0
         for section in self.sections:
-            cuts[f".{section.label}"] = _stack(self.tensor, [(offset, offset + section.rows)])
+            cuts[f".{section.label}"] = _rows((self.tensor, offset, offset + section.rows))
             offset += section.rows
         return cuts
 
@@ -175,9 +174,9 @@ class Sections(Cut):
             part = WHOLE if share_single_units and section.num_units == 1 else shard
             start, stop = part.part(section.num_units, f"heads or groups in section {section.label} of {self.tensor.name}")
             unit = section.rows // section.num_units
-            ranges.append((offset + start * unit, offset + stop * unit))
+            ranges.append((self.tensor, offset + start * unit, offset + stop * unit))
             offset += section.rows
-        return _stack(self.tensor, ranges)
+        return _rows(*ranges)
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class Qkv(Cut):
             if first < last:
                 clipped.append((tensor, start + first - offset, start + last - offset))
             offset += stop - start
-        return _concatenate(clipped)
+        return _rows(*clipped)
 
     def vllm(self, shard: AxisRank) -> Cutout:
         """[q of the worker | k | v]; with more workers than key heads, several workers hold the same key head."""
@@ -221,7 +220,7 @@ class Qkv(Cut):
             high = low + 1
         dim = self.head_dim
         key_rows = (low * dim, high * dim)
-        return _concatenate([(self.query, first * dim, last * dim), (self.key, *key_rows), (self.value, *key_rows)])
+        return _rows((self.query, first * dim, last * dim), (self.key, *key_rows), (self.value, *key_rows))
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ class Gated(Cut):
 
     def megatron(self, shard: AxisRank) -> Cutout:
         start, stop = shard.part(self.gate.shape[0], f"rows of {self.gate.name}")
-        return _concatenate([(self.gate, start, stop), (self.up, start, stop)])
+        return _rows((self.gate, start, stop), (self.up, start, stop))
 
 
 @dataclass(frozen=True)
@@ -265,9 +264,9 @@ class Experts:
             for index in range(*expert_shard.part(self.num_experts, "experts"))
         ]
 
-    def checkpoint(self) -> Cutout:
-        """The global tensor [experts, ...] of a Megatron checkpoint."""
-        return self._stacked(self.cut.megatron(WHOLE), range(self.num_experts))
+    def checkpoint(self) -> dict[str, Cutout]:
+        """The global tensor [experts, ...] of a Megatron checkpoint; see `Cut.checkpoint`."""
+        return {"": self._stacked(self.cut.megatron(WHOLE), range(self.num_experts))}
 
     def vllm(self, expert_shard: AxisRank, shard: AxisRank) -> Cutout:
         """The tensor [local experts, ...] of a worker under vLLM's linear placement, where the first workers may hold one expert more."""
@@ -284,15 +283,7 @@ class Experts:
         return Cutout((len(experts), *cut.shape), tuple(pieces))
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _stack(tensor: Canonical, ranges: Sequence[tuple[int, int]]) -> Cutout:
-    return _concatenate([(tensor, start, stop) for start, stop in ranges])
-
-
-def _concatenate(parts: Sequence[tuple[Canonical, int, int]]) -> Cutout:
+def _rows(*parts: tuple[Canonical, int, int]) -> Cutout:
     """Row ranges (tensor, start, stop), one below the other."""
     tail = parts[0][0].shape[1:]
     columns = _full(tail)

@@ -94,6 +94,12 @@ def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_confi
     for weight, pair in adapters.factors.items():
         for letter, factor in zip("AB", pair, strict=True):
             content[f"base_model.model.{weight.removesuffix('.weight')}.lora_{letter}.weight"] = read_whole(tensors, factor)
+    adapted, weights, targets = set(adapters.factors), family(hf_config).canonical(hf_config), set()
+    for weight in adapted:
+        module = weight.removesuffix(".weight")
+        last = module.rpartition(".")[2]
+        # The last part of a name, where all modules that end so are adapted; else the full name.
+        targets.add(last if all(name in adapted for name in weights if name.endswith(f".{last}.weight")) else module)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -102,7 +108,7 @@ def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_confi
         # PEFT and vLLM declare it an integer.
         "lora_alpha": int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha,
         "lora_dropout": 0.0,
-        "target_modules": _target_modules(set(adapters.factors), set(family(hf_config).canonical(hf_config))),
+        "target_modules": sorted(targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -110,13 +116,3 @@ def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_confi
     with built_aside(out, {"adapters": adapters.layers}) as folder:
         save_file(content, folder / _PEFT_WEIGHTS, {"format": "pt"})
         write_json(folder / _PEFT_CONFIG, config)
-
-
-def _target_modules(adapted: set[str], weights: set[str]) -> list[str]:
-    targets = set()
-    for weight in adapted:
-        module = weight.removesuffix(".weight")
-        last = "." + module.rpartition(".")[2] + ".weight"
-        is_everywhere = all(name in adapted for name in weights if name.endswith(last))
-        targets.add(module.rpartition(".")[2] if is_everywhere else module)
-    return sorted(targets)

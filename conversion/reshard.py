@@ -19,6 +19,7 @@ from conversion.boxes import (
     Layout,
     Piece,
     Slot,
+    align,
     find_overlap,
     intersect,
     lengths,
@@ -29,7 +30,7 @@ from conversion.boxes import (
     volume,
 )
 from conversion.rounds import MIN_BUFFER_BYTES, Bin, Draft, Turns, cut_rounds, split_copy
-from conversion.schedule import CHECKSUM_BYTES, Copy, EngineWorker, Holding, Link, Schedule, WorkerClass, align
+from conversion.schedule import CHECKSUM_BYTES, Copy, EngineWorker, Holding, Link, Schedule, WorkerClass
 
 
 class ScheduleError(ValueError):
@@ -73,27 +74,21 @@ def reshard(
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return _reshard(sources, targets, gpu_of, node_of, buffer_bytes)
+        found = _sources(sources, node_of)
+        drafts, class_of = _drafts(found, targets, gpu_of, node_of, buffer_bytes)
+        _check_all_read(found, [draft.layout for draft in drafts])
+        ranks = _assign(found, drafts, class_of, gpu_of, node_of)
+        classes, turns = cut_rounds(drafts, class_of, ranks, buffer_bytes)
+        _prove(classes, drafts, class_of)
+        workers, body_bytes = _engine_workers(classes, class_of, gpu_of, ranks, turns)
+        last_rounds = [(classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()]
+        return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
     finally:
         # Puts what is new among the old objects, which are not looked through at once.
         gc.freeze()
         gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-def _reshard(
-    sources: Mapping[int, Layout], targets: Mapping[int, Layout], gpu_of: Mapping[int, int], node_of: Mapping[int, int], buffer_bytes: int
-) -> Schedule:
-    found = _sources(sources, node_of)
-    drafts, class_of = _drafts(found, targets, gpu_of, node_of, buffer_bytes)
-    _check_all_read(found, [draft.layout for draft in drafts])
-    ranks = _assign(found, drafts, class_of, gpu_of, node_of)
-    classes, turns = cut_rounds(drafts, class_of, ranks, buffer_bytes)
-    _prove(classes, drafts, class_of)
-    workers, body_bytes = _engine_workers(classes, class_of, gpu_of, ranks, turns)
-    last_rounds = [(classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()]
-    return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
 
 
 def _sources(sources: Mapping[int, Layout], node_of: Mapping[int, int]) -> _Sources:
@@ -113,10 +108,6 @@ def _sources(sources: Mapping[int, Layout], node_of: Mapping[int, int]) -> _Sour
         class_of[rank] = by_id[id(layout)]
         ranks[class_of[rank]].append(rank)
         on_node[node_of[rank]][class_of[rank]].append(rank)
-    return _Sources(class_of, ranks, _holdings(layouts, ranks), on_node)
-
-
-def _holdings(layouts: Sequence[Layout], ranks: Sequence[Sequence[int]]) -> _Holdings:
     holdings: _Holdings = defaultdict(dict)
     for source_class, layout in enumerate(layouts):
         for slot, content in layout.items():
@@ -134,7 +125,7 @@ def _holdings(layouts: Sequence[Layout], ranks: Sequence[Sequence[int]]) -> _Hol
             fault = tiling_fault(content.shape, [*(piece.local for piece in content.pieces), *content.padding])
             if fault is not None:
                 raise ScheduleError(f"{source}: {fault}, so that the table does not say what all of it is")
-    return holdings
+    return _Sources(class_of, ranks, holdings, on_node)
 
 
 def _check_piece(slot: Slot, shape: tuple[int, ...], piece: Piece) -> None:
@@ -194,7 +185,10 @@ def _copies(layout: Layout, holdings: _Holdings, own: int | None, near: frozense
                 parts = [common for part in rest if (common := intersect(part, held_box)) is not None]
                 if parts:
                     for part in parts:
-                        part_holders = holders if part == held_box else _narrowed(holders, held_box, part)
+                        part_holders = holders
+                        if part != held_box:
+                            parts_of = {kept: kept._replace(box=place(part, held_box, kept.box)) for kept in set(holders.values())}
+                            part_holders = {source_class: parts_of[kept] for source_class, kept in holders.items()}
                         num_bytes = volume(part) * DTYPE_BYTES[next(iter(holders.values())).dtype]
                         local = place(part, piece.box, piece.local)
                         copies.append(Copy(slot, local, content.dtype, piece.transform, part_holders, num_bytes))
@@ -204,14 +198,6 @@ def _copies(layout: Layout, holdings: _Holdings, own: int | None, near: frozense
             if rest:
                 raise ScheduleError(f"{slot} needs box {rest[0]} of {piece.name}, which no source holds")
     return copies
-
-
-def _narrowed(holders: _Holders, held_box: Box, part: Box) -> _Holders:
-    if len(holders) == 1:
-        ((source_class, (slot, box, dtype)),) = holders.items()
-        return {source_class: Holding(slot, place(part, held_box, box), dtype)}
-    parts = {holding: holding._replace(box=place(part, held_box, holding.box)) for holding in set(holders.values())}
-    return {source_class: parts[holding] for source_class, holding in holders.items()}
 
 
 def _check_all_read(found: _Sources, layouts: Iterable[Layout]) -> None:
@@ -249,18 +235,14 @@ def _draft(
         # As many sources as there are classes to choose from; more where ranks would otherwise have nothing to send.
         num_bins = min(len(members), max(len(candidates), math.ceil(num_ranks / num_targets)))
         link: Link = "node" if candidates <= near else "network"
-        bins += _spread(members, num_bins, link, candidates)
+        group = [Bin(link, candidates) for _ in range(num_bins)]
+        heap = [(0, index) for index in range(num_bins)]
+        for copy in sorted(members, key=lambda copy: -copy.num_bytes):
+            num_bytes, index = heap[0]
+            group[index].add(copy)
+            heapq.heapreplace(heap, (num_bytes + copy.num_bytes, index))
+        bins += group
     return Draft(layout, own_copies, bins, num_shares)
-
-
-def _spread(copies: Sequence[Copy], num_bins: int, link: Link, candidates: frozenset[int]) -> list[Bin]:
-    bins = [Bin(link, candidates) for _ in range(num_bins)]
-    heap = [(0, index) for index in range(num_bins)]
-    for copy in sorted(copies, key=lambda copy: -copy.num_bytes):
-        num_bytes, index = heap[0]
-        bins[index].add(copy)
-        heapq.heapreplace(heap, (num_bytes + copy.num_bytes, index))
-    return bins
 
 
 def _assign(
@@ -315,6 +297,7 @@ def _engine_workers(
     classes: Sequence[WorkerClass], class_of: Mapping[int, int], gpu_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], turns: Turns
 ) -> tuple[dict[int, EngineWorker], dict[int, int]]:
     """Gives each worker its places in the exchange memory of its GPU: checksums of own copies first, then one region each."""
+    num_turns, turn_of = turns
     ends: dict[int, int] = defaultdict(int)
     checksums, regions = {}, {}
     for target, index in class_of.items():
@@ -324,9 +307,7 @@ def _engine_workers(
         regions[target] = ends[gpu_of[target]]
         ends[gpu_of[target]] += align(classes[index].region_bytes)
     workers = {
-        target: EngineWorker(
-            gpu_of[target], index, tuple(ranks[target]), turns.turn_of[target], turns.num_turns, checksums[target], regions[target]
-        )
+        target: EngineWorker(gpu_of[target], index, tuple(ranks[target]), turn_of[target], num_turns, checksums[target], regions[target])
         for target, index in class_of.items()
     }
     return workers, dict(ends)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import NamedTuple
 
-from conversion.boxes import DTYPE_BYTES, Box, Layout, lengths, place, volume
-from conversion.schedule import ALIGNMENT, CHECKSUM_BYTES, Copy, Holding, Link, Message, Source, WorkerClass, align
+from conversion.boxes import ALIGNMENT, DTYPE_BYTES, Box, Layout, align, lengths, place, volume
+from conversion.schedule import CHECKSUM_BYTES, Copy, Holding, Link, Message, Source, WorkerClass
 
 MIN_BUFFER_BYTES = 2 * ALIGNMENT
 """Room for the smallest message: a box and its checksum."""
@@ -47,11 +47,8 @@ class Draft:
     """Workers that share the buffer of one GPU."""
 
 
-class Turns(NamedTuple):
-    """Workers that one rank cannot serve at the same time receive one after the other; see `EngineWorker.turn`."""
-
-    num_turns: int
-    turn_of: Mapping[int, int]
+Turns = tuple[int, Mapping[int, int]]
+"""How many turns there are, and that of each worker: those that one rank cannot serve at the same time receive one after the other."""
 
 
 class _Cuts(NamedTuple):
@@ -73,7 +70,10 @@ def split_copy(copy: Copy, buffer_bytes: int) -> list[Copy]:
     for box in split(copy.box, max_bytes // element):
         parts: dict[Holding, Holding] = {}
         for holding in copy.holders.values():
-            parts[holding] = holding._replace(box=_part_of(holding.box, copy.box, box))
+            # The part of the holding that corresponds to `box`; either may have leading dimensions of length 1.
+            shared = min(len(box), len(holding.box))
+            assert lengths(holding.box)[-shared:] == lengths(copy.box)[-shared:], (holding, copy.box)
+            parts[holding] = holding._replace(box=place(box[-shared:], copy.box[-shared:], holding.box))
         holders = {source_class: parts[holding] for source_class, holding in copy.holders.items()}
         copies.append(copy._replace(box=box, holders=holders, num_bytes=volume(box) * element))
     return copies
@@ -92,13 +92,6 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
         yield from split(part, max_elements)
 
 
-def _part_of(other: Box, box: Box, part: Box) -> Box:
-    """The part of `other` that corresponds to `part` of `box`; either may have leading dimensions of length 1."""
-    num_shared = min(len(part), len(other))
-    assert lengths(other)[-num_shared:] == lengths(box)[-num_shared:], (other, box)
-    return place(part[-num_shared:], box[-num_shared:], other)
-
-
 def cut_rounds(
     drafts: Sequence[Draft], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
 ) -> tuple[list[WorkerClass], Turns]:
@@ -107,12 +100,19 @@ def cut_rounds(
     `class_of` and `ranks` (the rank behind each bin) are by worker.
     """
     orders = [_interleave(draft.bins) for draft in drafts]
-    turns = Turns(1, dict.fromkeys(class_of, 0))
+    turns: Turns = 1, dict.fromkeys(class_of, 0)
     capacity = buffer_bytes
     while True:
         regions = [max(MIN_BUFFER_BYTES, capacity // draft.num_shares) for draft in drafts]
         cuts = [_cut(order, len(draft.bins), size) for order, draft, size in zip(orders, drafts, regions, strict=True)]
-        most = _most_sent(cuts, class_of, ranks)
+        num_rounds = max((len(found.counts) for found in cuts), default=0)
+        padded = [[sizes + [0] * (num_rounds - len(sizes)) for sizes in found.num_bytes] for found in cuts]
+        sent: dict[int, list[int]] = {}
+        for worker, index in class_of.items():
+            for sizes, rank in zip(padded[index], ranks[worker], strict=True):
+                sent[rank] = list(map(add, sent[rank], sizes)) if rank in sent else sizes
+        # The most bytes that a rank sends in a round, if all workers receive at the same time.
+        most = max((max(sizes) for sizes in sent.values()), default=0)
         if most <= buffer_bytes:
             break
         # A little less than in proportion, because boxes do not divide.
@@ -156,16 +156,6 @@ def _cut(order: Sequence[tuple[int, int]], num_bins: int, region_bytes: int) -> 
     return _Cuts(counts, by_bin, max(map(sum, sizes), default=0))
 
 
-def _most_sent(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]]) -> int:
-    num_rounds = max((len(found.counts) for found in cuts), default=0)
-    padded = [[sizes + [0] * (num_rounds - len(sizes)) for sizes in found.num_bytes] for found in cuts]
-    sent: dict[int, list[int]] = {}
-    for worker, index in class_of.items():
-        for sizes, rank in zip(padded[index], ranks[worker], strict=True):
-            sent[rank] = list(map(add, sent[rank], sizes)) if rank in sent else sizes
-    return max((max(sizes) for sizes in sent.values()), default=0)
-
-
 def _take_turns(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int) -> Turns:
     """Few ranks send to many workers: these take turns, in as many groups as the senders' buffers ask for."""
     groups: list[dict[int, int]] = []
@@ -185,7 +175,7 @@ def _take_turns(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mappi
             groups.append(defaultdict(int))
         for rank, num_bytes in sent.items():
             groups[turn_of[worker]][rank] += num_bytes
-    return Turns(len(groups), turn_of)
+    return len(groups), turn_of
 
 
 def _worker_class(draft: Draft, cuts: _Cuts) -> WorkerClass:

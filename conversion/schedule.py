@@ -16,10 +16,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from conversion.boxes import DTYPE_BYTES, Box, Slot, volume
+from conversion.boxes import DTYPE_BYTES, Box, Slot, align, volume
 
-ALIGNMENT = 64
-"""Bytes to which every box in an exchange buffer is aligned: a cache line, and more than any dtype needs."""
 CHECKSUM_BYTES = 8
 
 # Tensors named in one line of the log.
@@ -27,11 +25,6 @@ _MAX_NAMED = 6
 
 Link = Literal["gpu", "node", "network"]
 """How far a copy goes: from memory of the worker's own GPU, from another GPU of its node, from another node."""
-
-
-def align(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """`num_bytes` rounded up to a multiple of `alignment`."""
-    return -(-num_bytes // alignment) * alignment
 
 
 class Holding(NamedTuple):
@@ -251,7 +244,12 @@ class Schedule:
                 source = next(iter(copy.holders.values())).dtype
                 if source != copy.dtype:
                     names[source, copy.dtype].add(re.sub(r"\d+", "*", copy.target.name, count=1))
-        return [_cast_line(source, target, sorted(kinds)) for (source, target), kinds in sorted(names.items())]
+        lines = []
+        for (source, target), kinds in sorted(names.items()):
+            named = ", ".join(sorted(kinds)[:_MAX_NAMED]) + (f" and {len(kinds) - _MAX_NAMED} more" if len(kinds) > _MAX_NAMED else "")
+            verb = "round to" if DTYPE_BYTES[target] < DTYPE_BYTES[source] else "keep as"
+            lines.append(f"Engines {verb} {target} what the trainer holds as {source}: {named}")
+        return lines
 
     def fingerprint(self) -> str:
         """A digest of everything: two processes with the same one send and read the same messages."""
@@ -282,9 +280,3 @@ class Schedule:
             for item in of_worker:
                 rounds[item.round].append(item)
         return rounds
-
-
-def _cast_line(source: str, target: str, kinds: list[str]) -> str:
-    named = ", ".join(kinds[:_MAX_NAMED]) + (f" and {len(kinds) - _MAX_NAMED} more" if len(kinds) > _MAX_NAMED else "")
-    verb = "round to" if DTYPE_BYTES[target] < DTYPE_BYTES[source] else "keep as"
-    return f"Engines {verb} {target} what the trainer holds as {source}: {named}"

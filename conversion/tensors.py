@@ -152,15 +152,11 @@ def read_stored(file: int, stored: StoredTensor, box: Box, target: Tensor) -> No
     for low in range(start, stop, step):
         part = target[low - start : min(low + step, stop) - start]
         rows = part if is_direct else torch.empty((len(part), *stored.shape[1:]), dtype=stored.dtype)
-        _read_exactly(file, stored.path, stored.offset + low * row_bytes, byte_view(rows))
+        content, offset, done = byte_view(rows), stored.offset + low * row_bytes, 0
+        while done < len(content):
+            num_bytes = os.preadv(file, [content[done:]], offset + done)
+            if not num_bytes:
+                raise ValueError(f"{stored.path} ends at byte {offset + done}, before the tensor that it should hold; the file is damaged")
+            done += num_bytes
         if not is_direct:
             part.copy_(box_view(rows, ((0, len(part)), *rest)))
-
-
-def _read_exactly(file: int, path: Path, offset: int, target: memoryview) -> None:
-    done = 0
-    while done < len(target):
-        num_bytes = os.preadv(file, [target[done:]], offset + done)
-        if not num_bytes:
-            raise ValueError(f"{path} ends at byte {offset + done}, before the tensor that it should hold; the file is damaged")
-        done += num_bytes

@@ -10,9 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from conversion.cache_gc import DAY_S, Item, cache_items, collect_garbage
-from conversion.compare import differences, faults_against_manifest
-from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, export_adapters
+from conversion.cache import DAY_S, cache_items, collect_garbage
+from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, differences, export_adapters, faults_against_manifest
 from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
 from mrl import env
@@ -58,30 +57,26 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "verify":
         return _report(faults_against_manifest(options.folder), f"{options.folder} is what its manifest says: every file and every tensor")
     started = time.monotonic()
+    progress = bar_progress(options.command, sys.stderr) if sys.stderr.isatty() else log_progress(options.command)
     if options.command == _ADAPTERS:
         export_adapters(options.mcore, options.out)
+    elif options.command == _TO_HF:
+        max_shard_bytes = size_in_bytes(options.max_shard_size)
+        convert_mcore_to_hf(
+            options.mcore, options.out, max_shard_bytes=max_shard_bytes, dtype=_DTYPES.get(options.dtype), progress=progress
+        )
     else:
-        _convert(options)
+        parallel = MegatronParallel(
+            tp=options.tp,
+            pp=options.pp,
+            ep=options.ep,
+            etp=options.etp,
+            num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
+        )
+        convert_hf_to_mcore(model_folder(options.hf), options.out, parallel=parallel, dtype=_DTYPES.get(options.dtype), progress=progress)
     logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
     return 0
-
-
-def _convert(options: argparse.Namespace) -> None:
-    dtype = _DTYPES.get(options.dtype)
-    progress = bar_progress(options.command, sys.stderr) if sys.stderr.isatty() else log_progress(options.command)
-    if options.command == _TO_HF:
-        max_shard_bytes = size_in_bytes(options.max_shard_size)
-        convert_mcore_to_hf(options.mcore, options.out, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress)
-        return
-    parallel = MegatronParallel(
-        tp=options.tp,
-        pp=options.pp,
-        ep=options.ep,
-        etp=options.etp,
-        num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
-    )
-    convert_hf_to_mcore(model_folder(options.hf), options.out, parallel=parallel, dtype=dtype, progress=progress)
 
 
 def list_cache() -> None:
@@ -90,9 +85,13 @@ def list_cache() -> None:
     lines = [("key", "size", "unused for", "state", "dtype", "model")]
     items = cache_items(root)
     for item in items:
-        entry = item.entry
-        dtype, model = (entry.dtype or "as stored", entry.model) if entry else ("", "")
-        lines.append((item.key[:KEY_LENGTH], _size(item.num_bytes), _age(time.time() - item.used), _state(item), dtype, model))
+        if item.entry is not None:
+            dtype, model, state = item.entry.dtype or "as stored", item.entry.model, "in use" if item.is_live else "complete"
+        else:
+            dtype, model, state = "", "", "being built" if item.is_live else "leftover"
+        seconds = time.time() - item.used
+        age = f"{seconds / DAY_S:.1f} days" if seconds >= DAY_S else f"{max(seconds, 0) / 3600:.1f} hours"
+        lines.append((item.key[:KEY_LENGTH], _size(item.num_bytes), age, state, dtype, model))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         logger.info("%s", "  ".join(field.ljust(width) for field, width in zip(line, widths, strict=True)).rstrip())
@@ -100,7 +99,7 @@ def list_cache() -> None:
 
 
 def clean_cache(*, older_than_days: float | None, max_bytes: int | None) -> None:
-    """Removes the entries and leftovers that `conversion.cache_gc.collect_garbage` finds, and logs each removal."""
+    """Removes the entries and leftovers that `conversion.cache.collect_garbage` finds, and logs each removal."""
     removals = collect_garbage(cache_folder(), now=time.time(), older_than_days=older_than_days, max_bytes=max_bytes)
     for removal in removals:
         model = removal.item.entry.model if removal.item.entry else ""
@@ -115,21 +114,11 @@ def cache_folder() -> Path:
     return root
 
 
-def _state(item: Item) -> str:
-    if item.entry is not None:
-        return "in use" if item.is_live else "complete"
-    return "being built" if item.is_live else "leftover"
-
-
 def _size(num_bytes: int) -> str:
     for unit, factor in (("GB", 10**9), ("MB", 10**6)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
     return f"{num_bytes / 1e3:.1f} kB"
-
-
-def _age(seconds: float) -> str:
-    return f"{seconds / DAY_S:.1f} days" if seconds >= DAY_S else f"{max(seconds, 0) / 3600:.1f} hours"
 
 
 def _report(lines: Iterable[str], if_none: str) -> int:
@@ -175,16 +164,13 @@ def _parser() -> argparse.ArgumentParser:
         "verify", help="files and tensors of a converted folder against its manifest; exit code 1 if one is damaged"
     )
     verify.add_argument("folder", type=Path, metavar="DIR", help="a folder that hf-to-mcore or mcore-to-hf has written")
-    _add_cache_commands(commands.add_parser("cache", help="the cache of converted models that training runs fill"))
-    return parser
-
-
-def _add_cache_commands(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="cache_command", required=True)
-    commands.add_parser("list", help="entries and leftovers: key, size, time since the last use, state, dtype, model")
-    clean = commands.add_parser("gc", help="remove what killed processes left, and entries as asked for, but none that is in use")
+    cache = commands.add_parser("cache", help="the cache of converted models that training runs fill")
+    cache_commands = cache.add_subparsers(dest="cache_command", required=True)
+    cache_commands.add_parser("list", help="entries and leftovers: key, size, time since the last use, state, dtype, model")
+    clean = cache_commands.add_parser("gc", help="remove what killed processes left, and entries as asked for, but none that is in use")
     clean.add_argument("--older-than", type=float, metavar="DAYS", help="entries that were not used for so long")
     clean.add_argument("--max-size", metavar="SIZE", help="the longest unused, until the others take no more, with MB, GB, MiB or GiB")
+    return parser
 
 
 def _positive(text: str) -> int:

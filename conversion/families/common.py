@@ -52,38 +52,27 @@ class MegatronParallel:
 
     def layers_of(self, pp_rank: int, num_layers: int, chunk: int = 0) -> range:
         """Global indices of the layers of a chunk of a stage; without virtual stages, of the whole stage."""
-        sizes = self._stage_sizes(num_layers)
-        self._check_chunks(sizes)
-        start = (chunk * num_layers + sum(sizes[:pp_rank])) // self.vpp
-        return range(start, start + sizes[pp_rank] // self.vpp)
-
-    def _stage_sizes(self, num_layers: int) -> list[int]:
-        fixed = {}
-        if self.num_layers_in_first_pipeline_stage is not None:
-            fixed[0] = self.num_layers_in_first_pipeline_stage
-        if self.num_layers_in_last_pipeline_stage is not None:
-            fixed[self.pp - 1] = self.num_layers_in_last_pipeline_stage
-        rest, num_even = num_layers - sum(fixed.values()), self.pp - len(fixed)
+        ends = ((0, self.num_layers_in_first_pipeline_stage), (self.pp - 1, self.num_layers_in_last_pipeline_stage))
+        given = {stage: size for stage, size in ends if size is not None}
+        rest, num_even = num_layers - sum(given.values()), self.pp - len(given)
         if rest < 0 or (rest % num_even if num_even else rest):
             raise ValueError(
                 f"pipeline_model_parallel_size={self.pp} with first stage {self.num_layers_in_first_pipeline_stage} and last stage "
                 f"{self.num_layers_in_last_pipeline_stage} leaves {rest} of {num_layers} layers for {num_even} equal stages; "
                 "set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides"
             )
-        return [fixed.get(stage, rest // max(num_even, 1)) for stage in range(self.pp)]
-
-    def _check_chunks(self, sizes: list[int]) -> None:
-        if self.vpp == 1:
-            return
+        sizes = [given.get(stage, rest // max(num_even, 1)) for stage in range(self.pp)]
         setting = f"virtual_pipeline_model_parallel_size={self.vpp}"
-        if self.pp == 1:
+        if self.vpp > 1 and self.pp == 1:
             # Megatron would build every layer in every chunk.
             raise ValueError(f"{setting}: needs pipeline_model_parallel_size of at least 2; leave it out")
-        if self.num_layers_in_first_pipeline_stage and self.num_layers_in_last_pipeline_stage and self.pp == 2:
+        if self.vpp > 1 and self.num_layers_in_first_pipeline_stage and self.num_layers_in_last_pipeline_stage and self.pp == 2:
             # Megatron divides by the number of stages between them.
             raise ValueError(f"{setting}: with both stages' layers given, Megatron needs a third stage; give one of them")
         if any(size % self.vpp for size in sizes):
             raise ValueError(f"{setting}: does not divide the layers of each stage {sizes}; use a common divisor")
+        start = (chunk * num_layers + sum(sizes[:pp_rank])) // self.vpp
+        return range(start, start + sizes[pp_rank] // self.vpp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +259,7 @@ def _torch_dist_layout(family: Family, config_key: str, dtype: str, padded_vocab
         return _stacked_layers(model, dtype)
     layout: Layout = {}
     for layer, rule in model.all():
-        for suffix, cutout in _global_tensors(rule).items():
+        for suffix, cutout in rule.cut.checkpoint().items():
             layout[Slot(_name("decoder.layers.{layer}.", layer, rule.checkpoint or rule.megatron) + suffix)] = _slot(
                 cutout, rule.dtype or dtype
             )
@@ -280,10 +269,10 @@ def _torch_dist_layout(family: Family, config_key: str, dtype: str, padded_vocab
 def _stacked_layers(model: Model, dtype: str) -> Layout:
     layout: Layout = {}
     for rule in (*model.first, *model.last):
-        layout[Slot(rule.checkpoint or rule.megatron)] = _slot(_global_tensors(rule)[""], rule.dtype or dtype)
+        layout[Slot(rule.checkpoint or rule.megatron)] = _slot(rule.cut.checkpoint()[""], rule.dtype or dtype)
     for rules in zip(*model.layers, strict=True):
         key, num_layers = rules[0].checkpoint or rules[0].megatron, len(rules)
-        cutouts = [_global_tensors(rule)[""] for rule in rules]
+        cutouts = [rule.cut.checkpoint()[""] for rule in rules]
         pieces = tuple(
             Piece(piece.name, piece.box, ((layer, layer + 1), *piece.local), piece.transform)
             for layer, cutout in enumerate(cutouts)
@@ -291,10 +280,6 @@ def _stacked_layers(model: Model, dtype: str) -> Layout:
         )
         layout[Slot("decoder.layers." + key)] = SlotLayout((num_layers, *cutouts[0].shape), rules[0].dtype or dtype, pieces)
     return layout
-
-
-def _global_tensors(rule: Rule) -> dict[str, Cutout]:
-    return {"": rule.cut.checkpoint()} if isinstance(rule.cut, Experts) else rule.cut.checkpoint()
 
 
 def _name(layer_prefix: str, layer: int | None, name: str) -> str:

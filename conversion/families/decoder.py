@@ -170,9 +170,15 @@ def decoder_family(read: Callable[[HfConfig], Decoder]) -> Family:
     """The family whose config.json `read` understands."""
 
     def model(hf_config: HfConfig, padded_vocabulary: int | None) -> Model:
-        decoder = read(hf_config)
-        layers = tuple(decoder_layer(f"model.layers.{index}.", decoder, index) for index in range(decoder.num_layers))
-        return with_ends(layers, decoder, padded_vocabulary)
+        decoder, layers = read(hf_config), []
+        for index in range(decoder.num_layers):
+            prefix = f"model.layers.{index}."
+            if decoder.moe is not None and decoder.moe.layers[index]:
+                mlp = (*moe_norm(prefix, decoder.hidden), *gated_experts(prefix, decoder.hidden, decoder.moe))
+            else:
+                mlp = dense_mlp(prefix, decoder)
+            layers.append((*attention(prefix, decoder), *mlp))
+        return with_ends(tuple(layers), decoder, padded_vocabulary)
 
     return Family(model, lambda hf_config: megatron_arguments(read(hf_config)), model_class="gpt", vllm_layers="model.layers.{layer}.")
 
@@ -191,13 +197,6 @@ def with_ends(layers: tuple[tuple[Rule, ...], ...], decoder: Decoder, padded_voc
         last=(norm_rule,) if decoder.tied else (norm_rule, rule),
         tied_output=rule if decoder.tied else None,
     )
-
-
-def decoder_layer(prefix: str, decoder: Decoder, index: int) -> tuple[Rule, ...]:
-    """The rules of one layer: grouped-query attention, then experts or a gated MLP."""
-    if decoder.moe is not None and decoder.moe.layers[index]:
-        return (*attention(prefix, decoder), *moe_norm(prefix, decoder.hidden), *gated_experts(prefix, decoder.hidden, decoder.moe))
-    return (*attention(prefix, decoder), *dense_mlp(prefix, decoder))
 
 
 def attention(prefix: str, decoder: Decoder) -> tuple[Rule, ...]:
@@ -259,21 +258,15 @@ def gated_experts(prefix: str, hidden: int, moe: Moe) -> tuple[Rule, ...]:
     expert = block + "experts.{expert}."
     first = Experts(_gated(expert, (gate, up), moe.width, hidden), moe.num_experts)
     second = Experts(RowParallel(Canonical(f"{expert}{down}.weight", (hidden, moe.width))), moe.num_experts)
-    return (
-        Rule(_replicated(block + "gate.weight", moe.num_experts, hidden), "mlp.router.weight", moe.block + "gate.weight"),
-        _experts(first, "linear_fc1", moe.block + "experts.routed_experts.w13_weight"),
-        _experts(second, "linear_fc2", moe.block + "experts.routed_experts.w2_weight"),
-    )
+    router = Rule(_replicated(block + "gate.weight", moe.num_experts, hidden), "mlp.router.weight", moe.block + "gate.weight")
+    vllm = moe.block + "experts.routed_experts."
+    return router, expert_rule(first, "linear_fc1", vllm + "w13_weight"), expert_rule(second, "linear_fc2", vllm + "w2_weight")
 
 
-def _experts(cut: Experts, megatron: str, vllm: str) -> Rule:
-    return Rule(
-        cut,
-        f"mlp.experts.{megatron}.weight{{expert}}",
-        vllm,
-        local=f"mlp.experts.local_experts.{{expert}}.{megatron}.weight",
-        checkpoint=f"mlp.experts.experts.{megatron}.weight",
-    )
+def expert_rule(cut: Experts, megatron: str, vllm: str) -> Rule:
+    """One linear layer of all experts."""
+    local, key = f"mlp.experts.local_experts.{{expert}}.{megatron}.weight", f"mlp.experts.experts.{megatron}.weight"
+    return Rule(cut, f"mlp.experts.{megatron}.weight{{expert}}", vllm, local=local, checkpoint=key)
 
 
 def _gated(hf: str, names: tuple[str, str], width: int, hidden: int) -> Gated:

@@ -114,6 +114,13 @@ def _norm(hf: str, fused: str, local: str, size: int) -> Rule:
 def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
     found, topk = _decoder(hf_config), positive_integer(hf_config, "num_experts_per_tok")
     kv_rank, plain, rotary, value = (positive_integer(hf_config, key) for key in _LATENT_KEYS)
+    _, kind, given = decoder.rope_settings(hf_config)
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"config.json: rope_type={kind!r} is not supported for deepseek_v3; only default and yarn are")
+    rope: dict[str, object] = dict(rope_type="rope")
+    if kind == "yarn":
+        numbers = {name: positive_number(given, key, default) for key, (name, default) in _YARN.items()}
+        rope = dict(rope_type="yarn", rotary_scaling_factor=positive_number(given, "factor"), **numbers)
     return decoder.megatron_arguments(
         found,
         multi_latent_attention=True,
@@ -125,20 +132,10 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
         # The width of a head after attention.
         kv_channels=value,
         rotary_base=found.rope.base,
-        **_rope_arguments(hf_config),
+        **rope,
         moe_shared_expert_intermediate_size=_shared_width(hf_config),
         **sigmoid_router(hf_config, topk),
     )
-
-
-def _rope_arguments(hf_config: HfConfig) -> dict[str, object]:
-    _, kind, given = decoder.rope_settings(hf_config)
-    if kind == "default":
-        return dict(rope_type="rope")
-    if kind != "yarn":
-        raise ValueError(f"config.json: rope_type={kind!r} is not supported for deepseek_v3; only default and yarn are")
-    numbers = {name: positive_number(given, key, default) for key, (name, default) in _YARN.items()}
-    return dict(rope_type="yarn", rotary_scaling_factor=positive_number(given, "factor"), **numbers)
 
 
 FAMILY = Family(model, megatron_arguments, model_class="gpt", vllm_layers=None, can_train=False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from conversion.cuts import Canonical, ColumnParallel, Experts, Qkv, Replicated, RowParallel, Section, Sections, Vocabulary
 from conversion.families.common import Family, HfConfig, Model, Rule
+from conversion.families.decoder import expert_rule
 from conversion.families.settings import check_settings, optional_integer, positive_integer, positive_number, sigmoid_router
 
 # Names of transformers 5 (`layers_block_type`) and letters of NVIDIA's files (`hybrid_override_pattern`).
@@ -130,6 +131,8 @@ def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
     hidden, shared_width = sizes["hidden_size"], sizes["moe_shared_expert_intermediate_size"]
     gate = Canonical(prefix + "mixer.gate.weight", (sizes["n_routed_experts"], hidden))
     bias = Canonical(prefix + "mixer.gate.e_score_correction_bias", (sizes["n_routed_experts"],))
+    latent = sizes.get("moe_latent_size")
+    projections = {"fc1_latent_proj": (latent, hidden), "fc2_latent_proj": (hidden, latent)} if latent else {}
     return (
         _norm(prefix, sizes, "pre_mlp_layernorm.weight"),
         Rule(Replicated(gate), "mlp.router.weight", "mixer.gate.weight"),
@@ -137,26 +140,19 @@ def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
         _experts(prefix, sizes, "up_proj", "linear_fc1", "w13_weight"),
         _experts(prefix, sizes, "down_proj", "linear_fc2", "w2_weight"),
         *_dense(f"{prefix}mixer.shared_experts.", hidden, shared_width, "mlp.shared_experts.", "mixer.shared_experts."),
-        *(_latent_projections(prefix, hidden, sizes["moe_latent_size"]) if "moe_latent_size" in sizes else ()),
+        *(
+            Rule(Replicated(Canonical(f"{prefix}mixer.{name}.weight", shape)), f"mlp.{name}.weight", f"mixer.{name}.weight")
+            for name, shape in projections.items()
+        ),
     )
-
-
-def _latent_projections(prefix: str, hidden: int, latent: int) -> Iterator[Rule]:
-    for name, shape in (("fc1_latent_proj", (latent, hidden)), ("fc2_latent_proj", (hidden, latent))):
-        yield Rule(Replicated(Canonical(f"{prefix}mixer.{name}.weight", shape)), f"mlp.{name}.weight", f"mixer.{name}.weight")
 
 
 def _experts(prefix: str, sizes: Sizes, hf: str, megatron: str, vllm: str) -> Rule:
     width = sizes.get("moe_latent_size", sizes["hidden_size"])
     shape = (sizes["moe_intermediate_size"], width) if hf == "up_proj" else (width, sizes["moe_intermediate_size"])
     cut = ColumnParallel if hf == "up_proj" else RowParallel
-    return Rule(
-        Experts(cut(Canonical(f"{prefix}mixer.experts.{{expert}}.{hf}.weight", shape)), sizes["n_routed_experts"]),
-        f"mlp.experts.{megatron}.weight{{expert}}",
-        f"mixer.experts.routed_experts.{vllm}",
-        local=f"mlp.experts.local_experts.{{expert}}.{megatron}.weight",
-        checkpoint=f"mlp.experts.experts.{megatron}.weight",
-    )
+    experts = Experts(cut(Canonical(f"{prefix}mixer.experts.{{expert}}.{hf}.weight", shape)), sizes["n_routed_experts"])
+    return expert_rule(experts, megatron, f"mixer.experts.routed_experts.{vllm}")
 
 
 def _mlp(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:

@@ -7,10 +7,9 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 from isal import isal_zlib
 
@@ -67,7 +66,7 @@ class Manifest:
     table_version: int = TABLE_VERSION
 
 
-class HashedFile:
+class HashedFile(AbstractContextManager["HashedFile"]):
     """A file that is written from front to back, while other threads hash it and force it to disk. A context manager."""
 
     def __init__(self, path: Path) -> None:
@@ -78,10 +77,7 @@ class HashedFile:
         self._sync: Future[None] | None = None
         self._num_synced = 0
 
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._pool.shutdown()
         self._file.close()
         if error is None and self._sync is not None:
@@ -122,7 +118,7 @@ class HashedFile:
         return FileRecord(self._size, self._sha256.hexdigest(), self._crc32)
 
 
-class FinishedFiles:
+class FinishedFiles(AbstractContextManager["FinishedFiles"]):
     """The files of a folder that is not complete. Each finished one has a record beside it, so that a later attempt keeps it."""
 
     def __init__(self) -> None:
@@ -130,10 +126,7 @@ class FinishedFiles:
         self._records: dict[str, FileRecord] = {}
         self._synced: list[Future[None]] = []
 
-    def __enter__(self) -> FinishedFiles:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def written(self, path: Path, write: Callable[[HashedFile], object]) -> tuple[object, bool]:

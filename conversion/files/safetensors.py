@@ -10,8 +10,8 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import cast
 
 import torch
@@ -32,7 +32,7 @@ Checksums = tuple[str, int]
 """sha256 and CRC-32 of a tensor's content, row by row, little-endian."""
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
     """The weights of a Hugging Face folder. A context manager: files stay open until it exits. Threads may share it."""
 
     def __init__(self, folder: Path | str) -> None:
@@ -51,10 +51,7 @@ class SafetensorsFolder:
         except (OSError, ValueError) as error:
             raise ValueError(f"{self._folder}: no readable {INDEX_FILE} or {SINGLE_FILE} ({error}); name a Hugging Face folder") from error
 
-    def __enter__(self) -> SafetensorsFolder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for descriptor, _ in self._open_files.values():
             os.close(descriptor)
         self._open_files.clear()

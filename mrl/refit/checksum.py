@@ -113,11 +113,8 @@ class _DeviceSums:
         return sums
 
 
-class _Part(NamedTuple):
-    source: np.ndarray
-    gathered: np.ndarray
-    raw: memoryview
-    """The bytes of `gathered`."""
+_Part = tuple[np.ndarray, np.ndarray, memoryview]
+"""Part of a strided box, where it is gathered, and the bytes there."""
 
 
 def _host_sum(prepared: memoryview | list[_Part] | Value) -> int:
@@ -126,9 +123,9 @@ def _host_sum(prepared: memoryview | list[_Part] | Value) -> int:
     if isinstance(prepared, Value):
         return checksum(prepared.now())
     value = 0
-    for part in prepared:
-        np.copyto(part.gathered, part.source)
-        value = crc32(part.raw, value)
+    for source, gathered, raw in prepared:
+        np.copyto(gathered, source)
+        value = crc32(raw, value)
     return value
 
 
@@ -139,7 +136,7 @@ def _prepare(tensor: Tensor, buffer: np.ndarray) -> memoryview | list[_Part]:
     parts = []
     for source in _split(as_runs(tensor, contiguous_from(tensor)), len(buffer)):
         raw = buffer[: source.nbytes]
-        parts.append(_Part(source, raw.view(source.dtype).reshape(source.shape), raw.data))
+        parts.append((source, raw.view(source.dtype).reshape(source.shape), raw.data))
     return parts
 
 

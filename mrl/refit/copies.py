@@ -49,7 +49,13 @@ class Copies:
         plain = [copy for copy in copies if copy.is_plain]
         self._changing = [copy for copy in copies if not copy.is_plain]
         self._on_host = _host_copies([copy for copy in plain if copy.target.device.type == "cpu"])
-        self._on_device = _box_copies([copy for copy in plain if copy.target.device.type != "cpu"])
+        on_device = [copy for copy in plain if copy.target.device.type != "cpu"]
+        self._on_device: BoxCopies | None = None
+        if on_device:
+            # Triton comes with torch for GPUs; hosts without one need not have it.
+            from mrl.refit.triton_kernels import BoxCopies
+
+            self._on_device = BoxCopies([copy.target for copy in on_device], [copy.source for copy in on_device])
 
     @property
     def num_calls(self) -> int:
@@ -123,12 +129,3 @@ def _join(pairs: list[_Arrays]) -> Iterator[_Arrays]:
 
 def _distances(first: _Arrays, second: _Arrays) -> tuple[int, int]:
     return second[0].ctypes.data - first[0].ctypes.data, second[1].ctypes.data - first[1].ctypes.data
-
-
-def _box_copies(copies: Sequence[TensorCopy]) -> BoxCopies | None:
-    if not copies:
-        return None
-    # Triton comes with torch for GPUs; hosts without one need not have it.
-    from mrl.refit.triton_kernels import BoxCopies
-
-    return BoxCopies([copy.target for copy in copies], [copy.source for copy in copies])

@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from conversion.boxes import Box, Slot, lengths
-from conversion.schedule import Copy, Delivery, EngineWorker, Schedule, align
+from conversion.boxes import Box, Slot, align, lengths
+from conversion.schedule import Copy, Delivery, Schedule
 from conversion.tensors import box_view, torch_dtype
 from mrl.refit.checksum import Checksums, Value
 from mrl.refit.copies import Copies, TensorCopy
@@ -79,32 +78,26 @@ def handles_for(schedule: Schedule, worker: int, handles: Mapping[int, GpuHandle
     return GpuHandles(own.gpu, own.arena, own.exchange, {rank: arena for rank in near if (arena := handles[rank].arena) is not None})
 
 
-class _EngineBox(NamedTuple):
-    slot: Slot
-    box: Box
-    transform: str | None
-    dtype: str
-
-
 class _Sums:
     """Checksums of boxes of this rank's weights: each is taken once a refit, however many workers read the box."""
 
     def __init__(self, weights: Mapping[Slot, Tensor]) -> None:
         self._weights = weights
         self.seconds = 0.0
-        self._rows: dict[_EngineBox, int] = {}
+        self._rows: dict[tuple[Slot, Box, str | None, str], int] = {}
+        """By slot, box, and transform and dtype of the engine's copy."""
         self._values: list[int] = []
 
     def prepare(self, copies: Sequence[Copy], source_class: int, out: Tensor) -> Callable[[], None]:
         """A function that writes the checksums of `copies` to `out` (int64). Those prepared earlier must have run earlier."""
         holdings = [copy.holders[source_class] for copy in copies]
-        boxes = [_EngineBox(held.slot, held.box, copy.transform, copy.dtype) for copy, held in zip(copies, holdings, strict=True)]
+        boxes = [(held.slot, held.box, copy.transform, copy.dtype) for copy, held in zip(copies, holdings, strict=True)]
         new = [box for box in dict.fromkeys(boxes) if box not in self._rows]
         first = len(self._rows)
         self._rows |= {box: first + index for index, box in enumerate(new)}
         self._values += [0] * len(new)
         rows = [self._rows[box] for box in boxes]
-        sums = Checksums([Value(box_view(self._weights[item.slot], item.box), item.transform, torch_dtype(item.dtype)) for item in new])
+        sums = Checksums([Value(box_view(self._weights[slot], box), transform, torch_dtype(dtype)) for slot, box, transform, dtype in new])
 
         def write() -> None:
             start = time.perf_counter()
@@ -143,11 +136,17 @@ class Exchange:
         # In the order in which they run, because a checksum that two of them need is taken by the first.
         self._outgoing = [self._pack(sent[0], buffer)]
         own_class = schedule.source_class.get(gpu, -1)
-        self._own = [
-            self._own_checksums(worker, schedule.classes[worker.class_index].own, own_class) for worker in schedule.workers_on(gpu)
-        ]
+        # All own copies run in round 0.
+        self._own: list[Callable[[], None]] = []
+        for worker in schedule.workers_on(gpu):
+            copies = schedule.classes[worker.class_index].own
+            out = bytes_as(self._parts.body, worker.checksums_base, (len(copies),), torch.int64)
+            self._own.append(self._sums.prepare(copies, own_class, out))
         self._outgoing += [self._pack(deliveries, buffer) for deliveries in sent[1:]]
-        self._incoming = [[self._arrival(delivery) for delivery in deliveries] for deliveries in schedule.received_on(gpu)]
+        self._incoming: list[list[Incoming]] = []
+        for deliveries in schedule.received_on(gpu):
+            views = [self._parts.body[item.offset : item.offset + item.message.num_bytes] for item in deliveries]
+            self._incoming.append([Incoming(item.rank, self._traveling(item, view)) for item, view in zip(deliveries, views, strict=True)])
         assert group is not None or not any(self._outgoing + self._incoming), "messages need a group"
 
     def handles(self) -> GpuHandles:
@@ -183,13 +182,8 @@ class Exchange:
         wait_for(self._device)
 
     def _write_own_checksums(self, round_index: int) -> None:
-        # All own copies run in round 0.
         for write in self._own if round_index == 0 else ():
             write()
-
-    def _own_checksums(self, worker: EngineWorker, copies: Sequence[Copy], source_class: int) -> Callable[[], None]:
-        out = bytes_as(self._parts.body, worker.checksums_base, (len(copies),), torch.int64)
-        return self._sums.prepare(copies, source_class, out)
 
     def _pack(self, deliveries: Sequence[Delivery], buffer: Tensor) -> list[Outgoing]:
         outgoing, start = [], 0
@@ -207,10 +201,6 @@ class Exchange:
             steps = (Copies(packing).run, self._sums.prepare(message.copies, delivery.source_class, checksums))
             outgoing.append(Outgoing(delivery.gpu, self._traveling(delivery, view), partial(_run_all, steps)))
         return outgoing
-
-    def _arrival(self, delivery: Delivery) -> Incoming:
-        view = self._parts.body[delivery.offset : delivery.offset + delivery.message.num_bytes]
-        return Incoming(delivery.rank, self._traveling(delivery, view))
 
     def _traveling(self, delivery: Delivery, view: Tensor) -> Tensor:
         return view[delivery.message.checksums_offset :] if reads_arena(delivery, self._device) else view

@@ -15,13 +15,13 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from conversion.boxes import Slot
+from conversion.files.owners import start_of
 from mrl.refit import RefitError
 
 # The page: magic, epoch, start time of the owner, number of bytes behind it.
@@ -125,7 +125,7 @@ class SharedMemory:
     def bump_epoch(self) -> None:
         """Makes every handle and mapping given out so far invalid, because what the bytes mean has changed."""
         self._epoch = next(_EPOCHS)
-        _HEADER.pack_into(self._map, 0, _MAGIC, self._epoch, _start_time(self._pid) or 0, self._mapped_bytes - _HEADER_BYTES)
+        _HEADER.pack_into(self._map, 0, _MAGIC, self._epoch, start_of(self._pid) or 0, self._mapped_bytes - _HEADER_BYTES)
 
 
 def _release(memory: mmap.mmap, fd: int, owner: int) -> None:
@@ -156,13 +156,24 @@ class MappedMemory:
         finally:
             os.close(fd)
         self.check()
-        if handle.gpu:
-            self.tensor = self._map_gpu(handle.gpu)
+        if handle.gpu is None:
+            with warnings.catch_warnings():
+                # torch warns that the tensor is not writable, which is what we want.
+                warnings.simplefilter("ignore", UserWarning)
+                self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[_HEADER_BYTES:]
             return
-        with warnings.catch_warnings():
-            # torch warns that the tensor is not writable, which is what we want.
-            warnings.simplefilter("ignore", UserWarning)
-            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[_HEADER_BYTES:]
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        device = next((device for device in devices if _gpu_uuid(device) == handle.gpu.uuid), None)
+        if device is None:
+            raise RefitError(
+                f"cannot map {self}: it is on GPU {handle.gpu.uuid}, which this process does not see; "
+                "an engine worker pulls from the trainer rank on its own GPU"
+            )
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle.gpu.ipc[1:])
+        except RuntimeError as error:
+            raise RefitError(f"cannot map {self} on GPU {handle.gpu.uuid}: {error}") from error
+        self.tensor = torch.tensor([], dtype=torch.uint8, device=device).set_(storage)[: handle.num_bytes]
 
     def __str__(self) -> str:
         return f"memory {self.handle.name!r} of process {self.handle.pid}"
@@ -172,25 +183,11 @@ class MappedMemory:
         magic, epoch, start_time, num_bytes = _HEADER.unpack_from(self._map, 0)
         if magic != _MAGIC or num_bytes != self.handle.mapped_bytes - _HEADER_BYTES:
             raise RefitError(f"{self} is not shared memory of ours")
-        if _start_time(self.handle.pid) != start_time:
+        if start_of(self.handle.pid) != start_time:
             raise RefitError(f"the owner of {self} is gone; restart it and prepare the refit again")
         if epoch != self.handle.epoch:
             now = "was released" if epoch == _RELEASED else f"is at epoch {epoch}"
             raise RefitError(f"stale handle: {self} {now}, the handle is of epoch {self.handle.epoch}; prepare the refit again")
-
-    def _map_gpu(self, gpu: GpuBytes) -> Tensor:
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        device = next((device for device in devices if _gpu_uuid(device) == gpu.uuid), None)
-        if device is None:
-            raise RefitError(
-                f"cannot map {self}: it is on GPU {gpu.uuid}, which this process does not see; "
-                "an engine worker pulls from the trainer rank on its own GPU"
-            )
-        try:
-            storage = torch.UntypedStorage._new_shared_cuda(device.index, *gpu.ipc[1:])
-        except RuntimeError as error:
-            raise RefitError(f"cannot map {self} on GPU {gpu.uuid}: {error}") from error
-        return torch.tensor([], dtype=torch.uint8, device=device).set_(storage)[: self.handle.num_bytes]
 
 
 def bytes_as(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -203,17 +200,6 @@ def wait_for(device: torch.device) -> None:
     """Returns when all that this process has queued on a GPU is done: another process looks at the memory next."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot; None if it does not run. Tells a process from a later one with its id."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The command (field 2) may hold spaces and parentheses; the state is field 3, the start time field 22.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _gpu_uuid(device: torch.device) -> str:

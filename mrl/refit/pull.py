@@ -18,7 +18,7 @@ from mrl.refit.checksum import Checksums, Value
 from mrl.refit.copies import Copies, TensorCopy
 from mrl.refit.device_checksum import bytes_of
 from mrl.refit.exchange import ExchangeMemory, GpuHandles
-from mrl.refit.memory import ArenaRow, MappedMemory, SharedMemory, bytes_as, wait_for
+from mrl.refit.memory import MappedMemory, SharedMemory, bytes_as, wait_for
 
 # Enough to see a pattern; a wrong layout makes thousands.
 _MAX_REPORTED = 8
@@ -47,18 +47,6 @@ class _Round(NamedTuple):
     """int64: where the expected checksums are in the memory's body, in words."""
     num_bytes: int
     """Of the live boxes."""
-
-
-class _Arena(NamedTuple):
-    memory: MappedMemory
-    table: Mapping[Slot, ArenaRow]
-
-
-@dataclass(frozen=True)
-class _Padding:
-    slot: Slot
-    box: Box
-    target: Tensor
 
 
 class Puller:
@@ -100,9 +88,9 @@ class Puller:
         mapped = dict(handles.peers) | ({handles.gpu: handles.arena} if handles.arena else {})
         if memory.tensor.device.type == "cpu":
             assert schedule.mappable_ranks(worker) <= mapped.keys(), "handles without the arenas of the node: see handles_for"
-        self._arenas = {rank: _Arena(MappedMemory(arena.memory), arena.table) for rank, arena in mapped.items()}
+        self._arenas = {rank: (MappedMemory(arena.memory), arena.table) for rank, arena in mapped.items()}
         self._rounds = [self._prepare(tensors, pulls) for pulls in rounds]
-        self._padding = [_Padding(slot, box, box_view(tensors[slot], box)) for slot, boxes in padding.items() for box in boxes]
+        self._padding = [(slot, box, box_view(tensors[slot], box)) for slot, boxes in padding.items() for box in boxes]
         self._last_written = 0
         self._reports: dict[int, VerifyReport] = {}
 
@@ -111,12 +99,18 @@ class Puller:
         """Copies the boxes of one round into the live tensors and returns their bytes there. Round 0 also zeroes the padding."""
         if round_index == 0:
             self._reports = {}
-            for padding in self._padding:
-                padding.target.zero_()
-        for memory in [self._exchange, *(arena.memory for arena in self._arenas.values())]:
+            for _, _, target in self._padding:
+                target.zero_()
+        for memory in [self._exchange, *(memory for memory, _ in self._arenas.values())]:
             if memory is not None:
                 memory.check()
-        self._check_stamps(round_index)
+        current, num_written = self._parts.stamps.tolist()
+        if current != round_index or num_written == self._last_written:
+            raise RefitError(
+                f"GPU {self._gpu} has not exchanged round {round_index} since the last pull: "
+                f"its memory holds round {current}, the {num_written}th written"
+            )
+        self._last_written = num_written
         self._rounds[round_index].copies.run()
         wait_for(self._parts.body.device)
         return self._rounds[round_index].num_bytes
@@ -127,12 +121,14 @@ class Puller:
         plan = self._rounds[round_index]
         expected = self._parts.body.view(torch.int64)[plan.expected_words].cpu()
         different = (plan.checksums.take() != expected).nonzero().flatten().tolist()
-        mismatches, padding_bytes = [self._describe(plan.pulls[index]) for index in different], 0
-        for padding in self._padding if round_index == 0 else ():
-            padding_bytes += padding.target.nbytes
+        mismatches, padding_bytes = [], 0
+        for pull in (plan.pulls[index] for index in different):
+            mismatches.append(f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} (pulled on GPU {self._gpu})")
+        for slot, box, target in self._padding if round_index == 0 else ():
+            padding_bytes += target.nbytes
             # By bytes: a negative zero or a NaN is not what the forward pass of a fresh engine would read.
-            if bytes_of(padding.target).any():
-                mismatches.append(f"padding of {padding.slot} box {padding.box} is not zero on the worker of GPU {self._gpu}")
+            if bytes_of(target).any():
+                mismatches.append(f"padding of {slot} box {box} is not zero on the worker of GPU {self._gpu}")
         report = VerifyReport(plan.num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
         self._reports[round_index] = report
         return report
@@ -181,18 +177,6 @@ class Puller:
             raise RefitError(
                 f"{len(moved)} engine tensors were rebound, added or lost after the refit was prepared: {', '.join(moved[:_MAX_REPORTED])}"
             )
-
-    def _check_stamps(self, round_index: int) -> None:
-        current, num_written = self._parts.stamps.tolist()
-        if current != round_index or num_written == self._last_written:
-            raise RefitError(
-                f"GPU {self._gpu} has not exchanged round {round_index} since the last pull: "
-                f"its memory holds round {current}, the {num_written}th written"
-            )
-        self._last_written = num_written
-
-    def _describe(self, pull: Pull) -> str:
-        return f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} (pulled on GPU {self._gpu})"
 
 
 def _addresses(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:

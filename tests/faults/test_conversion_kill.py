@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from conversion import convert as conversion_module
-from conversion.compare import differences, faults_against_manifest
-from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, differences, faults_against_manifest
 from tests.unit.conversion.cached_models import light_processes
 from tests.unit.conversion.hf_folders import large_config, write_large_folder
 

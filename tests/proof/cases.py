@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from conversion.boxes import DTYPE_BYTES, Layout, Slot, SlotLayout, volume
+from conversion.boxes import ALIGNMENT, DTYPE_BYTES, Layout, Slot, SlotLayout, volume
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
-from conversion.schedule import ALIGNMENT, CHECKSUM_BYTES, Delivery, Pull, Schedule
+from conversion.schedule import CHECKSUM_BYTES, Delivery, Pull, Schedule
 from tests.proof.models import RandomCase, random_case
 from tests.unit.conversion.dense import PADDING, UNWRITTEN, index_arrays, part
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.cache import cached_mcore, mcore_in_use
-from conversion.cache_gc import DAY_S, cache_items
+from conversion.cache import DAY_S, cache_items, cached_mcore, mcore_in_use
 from conversion.files.owners import owned_name
 from mrl.convert import main
 from tests.unit.conversion.cached_models import save_model

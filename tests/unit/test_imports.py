@@ -35,7 +35,7 @@ ALLOWED_BESIDE = {("mrl.config", "conversion"), ("mrl.config", "mrl.env")}
 HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 # The files of conversion/ that touch bytes; all others are tables and need the standard library only.
 BYTE_MODULES = {
-    *(f"conversion.{name}" for name in "compare convert lora_export tensors".split()),
+    *(f"conversion.{name}" for name in "convert lora_export tensors".split()),
     *(f"conversion.files.{name}" for name in "checkpoint_metadata manifest safetensors torch_dist torch_dist_writer".split()),
 }
 # What a bare GPU machine has: enough to try the policy and the refit without the rest.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.compare import differences
+from conversion.convert import differences
 from tests.long.record import Row, record
 from tests.sources import ROOT
 from tests.unit.conversion.hf_folders import large_config, write_large_folder

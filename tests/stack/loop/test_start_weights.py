@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conversion.cache import check_entry, mcore_in_use
-from conversion.cache_gc import cache_items
+from conversion.cache import cache_items, check_entry, mcore_in_use
 from mrl import env
 from tests.stack.loop.conftest import LiveRun
 

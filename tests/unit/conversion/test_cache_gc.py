@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from conversion import cache, cache_gc
-from conversion.cache import MARKER, cached_mcore, check_entry, entry_key, mcore_in_use
-from conversion.cache_gc import DAY_S, cache_items, collect_garbage
+from conversion import cache
+from conversion.cache import DAY_S, MARKER, cache_items, cached_mcore, check_entry, collect_garbage, entry_key, mcore_in_use
 from conversion.convert import convert_hf_to_mcore
 from conversion.files.owners import ABANDONED_S, owned, owned_name
 from tests.unit.conversion.cached_models import save_model
@@ -85,7 +84,7 @@ def test_what_is_in_use_stays(root: Path, models: list[Path]):
 
 
 def test_a_use_that_begins_while_gc_decides_is_respected(root: Path, monkeypatch: pytest.MonkeyPatch):
-    look, looks = cache_gc._is_leased, []
+    look, looks = cache._is_leased, []
 
     def look_too_early(entry: Path, key: str) -> bool:
         looks.append(key)
@@ -95,7 +94,7 @@ def test_a_use_that_begins_while_gc_decides_is_respected(root: Path, monkeypatch
             (root / "leases" / owned_name(looks[0])).touch()
         return found
 
-    monkeypatch.setattr(cache_gc, "_is_leased", look_too_early)
+    monkeypatch.setattr(cache, "_is_leased", look_too_early)
     assert len(collect_garbage(root, now=time.time(), max_bytes=0)) == 2
     (item,) = cache_items(root)
     assert item.is_live

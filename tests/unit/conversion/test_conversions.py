@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from conversion.boxes import tiling_fault
-from conversion.compare import differences, faults_against_manifest
-from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, differences, faults_against_manifest
 from conversion.families.common import MegatronParallel
 from conversion.families.registry import FAMILIES, family
 from conversion.files.manifest import check_files, read_manifest

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conversion.schedule import align
+from conversion.boxes import align
 from mrl.refit import RefitError
 from mrl.refit.memory import MappedMemory, SharedMemory, with_expandable_segments
 
@@ -75,7 +75,7 @@ def test_a_mapping_notices_that_its_owner_died(owner):
 def test_a_reused_process_id_is_another_owner(monkeypatch):
     memory = SharedMemory(10, "test", CPU)
     mapped = MappedMemory(memory.handle())
-    monkeypatch.setattr("mrl.refit.memory._start_time", lambda pid: 1)
+    monkeypatch.setattr("mrl.refit.memory.start_of", lambda pid: 1)
     with pytest.raises(RefitError, match="owner.*gone"):
         mapped.check()
 
