@@ -53,9 +53,9 @@ class Copies:
         self._on_device: BoxCopies | None = None
         if on_device:
             # Triton comes with torch for GPUs; hosts without one need not have it.
-            from mrl.refit.triton_kernels import BoxCopies
+            from mrl.refit import triton_kernels
 
-            self._on_device = BoxCopies([copy.target for copy in on_device], [copy.source for copy in on_device])
+            self._on_device = triton_kernels.BoxCopies([copy.target for copy in on_device], [copy.source for copy in on_device])
 
     @property
     def num_calls(self) -> int:
