@@ -6,7 +6,6 @@ An adapter cuts A where columns of its layer's weight are cut, and B where rows 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +29,7 @@ from conversion.tensors import box_view, merge_lora, torch_dtype
 from mrl.policy import parallel, specs
 from mrl.policy.checkpoint_entries import LayoutEntries
 from mrl.policy.model import keep_gradients_flowing
-from mrl.policy.weights import live_tensors
+from mrl.policy.weights import live_tensors, name_seed
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import PeftConfig
@@ -225,10 +224,9 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
             for piece in layout[slot].pieces if slot in layout else ():
                 # Draws each canonical factor whole, from the seed and its name, and takes this rank's part.
                 whole = torch.empty(canonical[piece.name])
-                key = hashlib.sha256(f"{seed}/{piece.name}".encode()).digest()[:8]
                 is_a = piece.name.removesuffix(".weight").endswith("A")
                 init = _INITS[settings.lora_A_init_method if is_a else settings.lora_B_init_method]
-                init(whole, torch.Generator().manual_seed(int.from_bytes(key, "big", signed=True)))
+                init(whole, torch.Generator().manual_seed(name_seed(seed, piece.name)))
                 with torch.no_grad():
                     box_view(tensor, piece.local).copy_(box_view(whole, piece.box))
     return Lora(layout, by_weight, {"dim": settings.dim, "alpha": settings.alpha, "layers": list(targets)})

@@ -172,10 +172,14 @@ def perturb(tensors: Mapping[Slot, Tensor], layout: Layout, *, seed: int) -> Non
             view.copy_(view.float() * (1 + SCALE * noise) + OFFSET * noise)
 
 
+def name_seed(seed: int, name: str) -> int:
+    """A 64-bit seed of its own for each canonical tensor, whatever the layout."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big", signed=True)
+
+
 def canonical_noise(name: str, box: Box, *, seed: int) -> Tensor:
     """Numbers in [-1, 1), float32, of the box's shape: a function of seed, canonical name and position in the canonical tensor."""
-    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big", signed=True)
-    state = torch.tensor(key)
+    state = torch.tensor(name_seed(seed, name))
     for start, stop in box:
         # Mixed dimension by dimension, so that no two positions of a tensor fall together. 64-bit arithmetic wraps around; the shifts
         # keep the sign, which does no harm here.
