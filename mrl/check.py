@@ -58,7 +58,7 @@ def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`check_run` of a command line of `python -m mrl.train`."""
+    """`python -m mrl.train --check`."""
     options = parse_arguments(arguments)
     return check_run(options.name, options.words, secrets=options.secrets)
 

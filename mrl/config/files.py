@@ -77,9 +77,6 @@ def find_config(name: str | Path) -> Path:
     """The config file that `name` stands for: a path as given or in the working directory, else the name of a packaged config.
 
     Of a path into NeMo RL's examples that is not there, the name decides, and a log line says so.
-
-    Raises:
-        ConfigError: there is neither.
     """
     for path in (Path(name), packaged_configs() / name):
         if os.path.isfile(path):
@@ -93,11 +90,7 @@ def find_config(name: str | Path) -> Path:
 
 
 def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
-    """Settings of a config file over those of its `defaults`, a file name or a list of them relative to the file; later ones win.
-
-    Raises:
-        ConfigError: a file is missing, is not a YAML mapping, inherits itself, or gives a key by two names with two values.
-    """
+    """Settings of a config file over those of its `defaults`, a file name or a list of them relative to the file; later ones win."""
     if path in inherited_by:
         chain = " -> ".join(file.name for file in (*inherited_by, path))
         raise ConfigError([f"{path}: defaults={path.name} leads back to itself ({chain}); remove one of them"])
@@ -225,12 +218,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, int]]:
 
 
 def check_yaml(text: str) -> None:
-    """Returns if a YAML text can be loaded within seconds.
-
-    Raises:
-        ValueError: it is nested too deeply, or its aliases make it too large.
-        yaml.YAMLError: it is no YAML.
-    """
+    """Raises ValueError or yaml.YAMLError unless a YAML text can be loaded within seconds."""
     # Parsing gives one event after the other. Loading recurses, and writes out every alias.
     sizes: dict[str, int] = {}
     opened: list[tuple[str | None, int]] = [(None, 0)]

@@ -16,8 +16,7 @@ from typing import get_args, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from mrl.config.dialect.evaluation import is_evaluation, place_evaluation
-from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate, use_own_forms
+from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_evaluation, is_foreign, migrate, place_evaluation, use_own_forms
 from mrl.config.errors import ConfigError, hide
 from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings, split_key
 from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
@@ -33,10 +32,8 @@ MISSING_ALGORITHMS = {"ppo": "PPO", "distillation": "distillation", "on_policy_d
 def load_config(name: str | Path, overrides: Sequence[str] = (), *, secrets: set[str] | None = None) -> RunConfig:
     """The config of the file that `find_config(name)` gives, with `overrides` applied in order: plain dataclasses, all values resolved.
 
-    Its secrets are added to `secrets`, the set of `start_logging`, as soon as they are read, so that no log line has them.
-
-    Raises:
-        ConfigError: with every problem of the files, the overrides, the types and the ranges at once.
+    Its secrets are added to `secrets`, the set of `start_logging`, as soon as they are read, so that no log line has them. Raises
+    ConfigError with every problem of the files, the overrides, the types and the ranges at once.
     """
     return load_run(name, overrides, secrets=secrets)[0]
 
@@ -44,11 +41,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = (), *, secrets: set
 def load_run(
     name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None
 ) -> tuple[RunConfig, Migration]:
-    """`load_config`, and what became of the keys that NeMo RL has and the schema has not. `to_evaluate`, the config only samples.
-
-    Raises:
-        ConfigError: as `load_config`.
-    """
+    """`load_config`, and what became of the keys that NeMo RL has and the schema has not. `to_evaluate`, the config only samples."""
     config, migration, problems = read_run(name, overrides, to_evaluate=to_evaluate, secrets=secrets)
     if config is None or problems:
         raise ConfigError(problems)
@@ -69,8 +62,8 @@ def read_run(
     problems = apply_overrides(settings, list(overrides))
     if long := find_long_expressions({".".join(key): setting.value for key, setting in settings.items()}):
         raise ConfigError(long)
-    if algorithm_problems := choose_algorithm(settings):
-        return None, Migration(), [*problems, *algorithm_problems]
+    if unclear := choose_algorithm(settings):
+        return None, Migration(), [*problems, *unclear]
     if is_evaluation(settings):
         if not to_evaluate:
             raise ConfigError([f"{name} says how to evaluate, and nothing of training; run `python -m mrl.evaluate {name}`"])

@@ -137,8 +137,10 @@ class Reader:
                 value = self._tree.value(dotted)
                 if item is not None and isinstance(value, list):
                     values[name] = [self._item(item, f"{dotted}[{index}]", each) for index, each in enumerate(value)]
-                else:
-                    values[name] = _validate(hint, value)
+                    continue
+                if isinstance(value, str) and bool in (hint, *get_args(hint)):  # environment variables give text
+                    value = {"true": True, "false": False}.get(value.lower(), value)
+                values[name] = _adapter(hint).validate_python(value)
             except MissingMandatoryValue:
                 self._problems[dotted] = f"{dotted} is required and has no default; set it in the config file or as {dotted}=VALUE"
             except Unresolved as error:
@@ -184,12 +186,6 @@ class Reader:
             above = self._settings.get(split_key(dotted.partition("[")[0]))
             setting = Setting(value, above.origin if above else "")
         return describe(split_key(dotted), setting)
-
-
-def _validate(hint: object, value: object) -> object:
-    if isinstance(value, str) and bool in (hint, *get_args(hint)):  # environment variables give text
-        value = {"true": True, "false": False}.get(value.lower(), value)
-    return _adapter(hint).validate_python(value)
 
 
 @functools.cache

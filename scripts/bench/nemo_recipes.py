@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from mrl.check import examine
-from mrl.config.dialect.evaluation import is_evaluation
+from mrl.config.dialect.translate import is_evaluation
 from mrl.config.files import Settings, read_settings
 from tests.long.record import Row, record
 

@@ -114,7 +114,7 @@ class Simulation:
         return {node: dict(re.findall(r"--([a-z-]+)(?:=(\{.*?\}|\S+))?", words)) for node, _, words in starts}
 
     def units(self) -> dict[str, int]:
-        """Worker units of each node."""
+        """Slots of each node."""
         return {node: json.loads(options["resources"])["worker_units"] for node, options in self.ray_starts().items()}
 
     def wait_for(self, text: str) -> None:

@@ -64,7 +64,7 @@ REASONS = {
     "grpo.sed=1 (a.yaml:4): no such key; the nearest is grpo.seed": "grpo.sed: no such key",
     "teacher (ppo_1B.v2.yaml:12): no such section, with 41 keys; x": "teacher: no such section, with N keys",
     "env.url=http://a:80/b (a.yml:1): no such key; x": "env.url: no such key",
-    "a.b=8: does not divide the 4 worker units of c.d=2 nodes; use 1, 2": "a.b: does not divide the N worker units of c.d=… nodes",
+    "a.b=8: does not divide the 4 slots of c.d=2 nodes; use 1, 2": "a.b: does not divide the N slots of c.d=… nodes",
     "a.b is required and has no default; set it": "a.b: is required and has no default",
 }
 

@@ -91,8 +91,7 @@ def _check_rewards(config: RunConfig, problems: Problems) -> None:
         rule = f"it weights components that grpo.adv_estimator.name={grpo.adv_estimator.name} does not look at"
         problems.add("grpo.adv_estimator.reward_weights", rule, "use gdpo, or null")
     if scaling.enabled and scaling.source_min >= scaling.source_max:
-        rule = f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}"
-        problems.add("grpo.reward_scaling.source_min", rule, "lower it")
+        problems.add("grpo.reward_scaling.source_min", f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}", "lower it")
     needed = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     missing = [f"grpo.reward_shaping.{name}" for name in needed if getattr(shaping, name) is None]
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and missing:

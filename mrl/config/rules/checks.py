@@ -20,11 +20,7 @@ _NOT_CACHED = "not in the local Hugging Face cache; it is downloaded at the star
 
 
 def check_config(config: RunConfig) -> None:
-    """Returns if a run of this config can start from here.
-
-    Raises:
-        ConfigError: with every problem at once: key, value, rule, way out.
-    """
+    """Raises ConfigError with every problem at once (key, value, rule, way out) if a run of this config cannot start from here."""
     if problems := find_problems(config):
         raise ConfigError(problems)
 
@@ -73,8 +69,7 @@ def check_folders(config: RunConfig, problems: Problems) -> None:
         if is_hub_id(tokenizer):
             problems.extend([Unprovided(f"policy.tokenizer.name={tokenizer}: {_NOT_CACHED}")])
         else:
-            way_out = "give the folder of the model's tokenizer"
-            problems.add("policy.tokenizer.name", f"no such folder in {Path.cwd()}", way_out, Unprovided)
+            problems.add("policy.tokenizer.name", f"no such folder in {Path.cwd()}", "give the folder of the model's tokenizer", Unprovided)
     for key, folder in (("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir), ("logger.log_dir", config.logger.log_dir)):
         existing = existing_parent(folder)
         if not existing.is_dir():
@@ -92,8 +87,7 @@ def check_checkpointing(config: RunConfig, problems: Problems) -> None:
     if metric_name is not None:
         stage, _, metric = metric_name.partition(":")
         if stage not in ("train", "val") or not metric:
-            rule = "must be train:<metric> or val:<metric>"
-            problems.add("checkpointing.metric_name", rule, "write for example val:accuracy, or null")
+            problems.add("checkpointing.metric_name", "must be train:<metric> or val:<metric>", "write for example val:accuracy, or null")
         elif stage == "val" and section.enabled and not config.data.has_validation:
             rule = "there is no validation, because data.validation=null and no training rows are held out"
             problems.add("checkpointing.metric_name", rule, "use train:reward, or give data.validation")
@@ -135,8 +129,7 @@ def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> No
             f"{demand.num_kept} checkpoints of {demand.checkpoint_bytes / 1e9:.2f} GB and one being written need "
             f"{demand.needed_bytes / 1e9:.2f} GB more, {demand.free_bytes / 1e9:.2f} GB are free"
         )
-        way_out = "free or choose another disk, or lower checkpointing.keep_top_k"
-        problems.add("checkpointing.checkpoint_dir", rule, way_out, Unprovided)
+        problems.add("checkpointing.checkpoint_dir", rule, "free or choose another disk, or lower checkpointing.keep_top_k", Unprovided)
 
 
 def num_kept_at_most(config: RunConfig) -> int | None:

@@ -8,7 +8,7 @@ import os
 
 from mrl.config.errors import Problems, Unprovided, spell
 from mrl.config.model import ModelSizes
-from mrl.config.passthrough import arguments_of
+from mrl.config.passthrough import Library, arguments_of
 from mrl.config.schema.run import RunConfig
 
 MAX_SUGGESTED_SIZE = 1024
@@ -147,8 +147,7 @@ def _check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> 
     tp, ep, etp = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
     _check_tensor_parallel(f"{_MEGATRON}.tensor_model_parallel_size", tp, model, problems, model.num_mamba_groups)
     if model.num_experts == 0 and ep * etp > 1:
-        way_out = "set it and expert_tensor_parallel_size to 1"
-        problems.add(f"{_MEGATRON}.expert_model_parallel_size", "the model has no experts", way_out)
+        problems.add(f"{_MEGATRON}.expert_model_parallel_size", "the model has no experts", "set it and expert_tensor_parallel_size to 1")
     else:
         if model.num_experts % ep:
             rule = f"does not divide the model's {model.num_experts} experts"
@@ -242,7 +241,7 @@ def check_servers(config: RunConfig, problems: Problems) -> None:
     chat, prefix = vllm.http_server_serving_chat_kwargs, f"{_ENGINE}.http_server_serving_chat_kwargs"
     if chat.enable_auto_tools and chat.tool_parser is None:
         problems.add(f"{prefix}.enable_auto_tools", "a tool_parser finds calls of tools", "name one beside it, for example qwen3_coder")
-    parsers = (
+    parsers: tuple[tuple[Library, str | None, str | None], ...] = (
         ("tool_parser", chat.tool_parser, vllm.tool_parser_plugin),
         ("reasoning_parser", chat.reasoning_parser, vllm.reasoning_parser_plugin),
     )

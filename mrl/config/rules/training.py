@@ -53,8 +53,7 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
         way_out = "set it to false, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true"
         problems.add(overlap, "only the distributed optimizer gathers parameters", way_out)
     elif ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
-        way_out = "set it to false, or overlap_grad_reduce=true beside it"
-        problems.add(overlap, "Megatron overlaps both or only the reduction", way_out)
+        problems.add(overlap, "Megatron overlaps both or only the reduction", "set it to false, or overlap_grad_reduce=true beside it")
     prefix, below_peak = f"{_MEGATRON}.optimizer", f"must be at most {_MEGATRON}.optimizer.lr={optimizer.lr:g}"
     needed = ("use_distributed_optimizer", "use_precision_aware_optimizer", "bf16")
     missing = [f"{prefix}.{name}=true" for name in needed if not getattr(optimizer, name)]
@@ -86,8 +85,7 @@ def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) 
     if modules is None:
         return
     if config.policy.megatron_cfg.recompute_granularity == "full":
-        rule = "policy.megatron_cfg.recompute_granularity=full recomputes everything"
-        problems.add(key, rule, "set it to null, or that to selective")
+        problems.add(key, "policy.megatron_cfg.recompute_granularity=full recomputes everything", "set it to null, or that to selective")
         return
     if not modules:
         problems.add(key, "it names nothing", "set it to null for the default, or policy.megatron_cfg.activation_checkpointing=false")
@@ -114,8 +112,7 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
         rule = f"the model's routers have {'a' if model.has_expert_bias else 'no'} bias per expert, and the engines route as the model says"
         problems.add(f"{_MEGATRON}.moe_router_enable_expert_bias", rule, "leave it out")
     if megatron.moe_router_bias_update_rate > 0 and not model.has_expert_bias:
-        rule = "the model's routers have no bias per expert to update"
-        problems.add(f"{_MEGATRON}.moe_router_bias_update_rate", rule, "set it to 0")
+        problems.add(f"{_MEGATRON}.moe_router_bias_update_rate", "the model's routers have no bias per expert to update", "set it to 0")
     kind, coefficient = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     if kind == "none" and coefficient > 0:
         rule = "it weights no loss, because policy.megatron_cfg.moe_router_load_balancing_type=none"
@@ -124,8 +121,7 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
         problems.add(f"{_MEGATRON}.moe_router_load_balancing_type", "the model has no experts", "set it to none")
     elif kind != "none" and coefficient == 0:
         rule = "a loss of policy.megatron_cfg.moe_aux_loss_coeff=0 changes nothing"
-        way_out = "set it to none, or the coefficient above 0, for example to 1e-3"
-        problems.add(f"{_MEGATRON}.moe_router_load_balancing_type", rule, way_out)
+        problems.add(f"{_MEGATRON}.moe_router_load_balancing_type", rule, "set it to none, or the coefficient above 0, for example to 1e-3")
     _check_dispatch(config, model, problems)
 
 
@@ -143,8 +139,7 @@ def _check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) ->
     elif dispatcher == "flex" and config.cluster.gpus_per_node == 0:
         problems.add(key, "DeepEP needs GPUs, and cluster.gpus_per_node=0", no_deepep)
     elif dispatcher == "flex" and megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
-        rule = "DeepEP needs policy.megatron_cfg.expert_model_parallel_size or expert_tensor_parallel_size above 1"
-        problems.add(key, rule, no_deepep)
+        problems.add(key, "DeepEP needs policy.megatron_cfg.expert_model_parallel_size or expert_tensor_parallel_size above 1", no_deepep)
     elif dispatcher == "flex" and megatron.moe_router_dtype == "fp64":
         rule = "policy.megatron_cfg.moe_token_dispatcher_type=flex is DeepEP, which takes weights of experts in float32"
         problems.add(f"{_MEGATRON}.moe_router_dtype", rule, "set it to fp32")
@@ -192,5 +187,4 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
             rule = "with peft.lora_A_init_method=zero too, no gradient would ever reach the adapters"
         problems.add(f"{prefix}.lora_B_init_method", rule, "set one of the two to zero")
     if peft.lora_dtype == "bfloat16" and config.policy.precision == "float32":
-        rule = "adapters cannot be coarser than policy.precision=float32"
-        problems.add(f"{prefix}.lora_dtype", rule, "leave it out, and it follows")
+        problems.add(f"{prefix}.lora_dtype", "adapters cannot be coarser than policy.precision=float32", "leave it out, and it follows")

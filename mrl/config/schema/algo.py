@@ -148,12 +148,10 @@ class GrpoConfig:
 
     @property
     def num_prompts_per_batch(self) -> int:
-        """Prompts asked for at a time."""
         return int(self.num_prompts_per_step * self.batch_multiplier)
 
     @property
     def num_rollouts_per_step(self) -> int:
-        """Rollouts per step, all prompts together."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
 
@@ -204,7 +202,6 @@ class LossConfig:
 
     @property
     def kl_in_loss(self) -> float:
-        """Weight of the KL term in the loss."""
         return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
 
     @property
@@ -239,7 +236,6 @@ class RewardPenaltiesConfig:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is anything to penalise."""
         by_thought = self.penalize_duplicated_reasoning or self.penalize_malformed_think_tag
         return by_thought or self.penalize_empty_final_answer or self.penalize_unwanted_tokens
 

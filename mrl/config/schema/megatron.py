@@ -38,7 +38,6 @@ class PeftConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of the two factors is multiplied by."""
         return self.alpha / self.dim
 
 

@@ -44,10 +44,9 @@ class CheckpointingConfig:
 
     @property
     def must_save_by_s(self) -> float | None:
-        """`checkpoint_must_save_by` in seconds."""
         if self.checkpoint_must_save_by is None:
             return None
-        days, hours, minutes, seconds = (int(part) for part in self.checkpoint_must_save_by.split(":"))
+        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
@@ -121,12 +120,10 @@ class RunConfig:
 
     @property
     def training(self) -> GrpoConfig | SftConfig | DpoConfig | RmConfig:
-        """The section of the algorithm."""
         return getattr(self, self.algorithm)
 
     @property
     def learns_pairs(self) -> bool:
-        """Whether a row of data is a pair of answers."""
         return self.algorithm in ("dpo", "rm")
 
     @property
@@ -164,7 +161,6 @@ class RunConfig:
 
     @property
     def max_rollout_turns(self) -> int:
-        """Most turns of a rollout."""
         return max(self.grpo.max_rollout_turns, GYM_TURNS if self.env.should_use_nemo_gym else 1)
 
     @property
@@ -184,7 +180,6 @@ class RunConfig:
 
     @property
     def num_engines(self) -> int:
-        """Engines in all."""
         if not self.has_engines:
             return 0
         if self.cluster.gpus_per_node == 0:
