@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mrl.algo.supervised import perplexity
 from mrl.cluster.payload import put_batch
 from mrl.cluster.session import Session, start_policies
 from mrl.cluster.verbs import PolicyVerbs
+from mrl.config.model import with_value
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
@@ -94,7 +95,7 @@ def prepare(config: RunConfig) -> Training[ExampleSupplier]:
         )
     # Only the data tell how many steps an epoch has.
     num_steps = num_steps if training.max_num_steps < 0 else min(num_steps, training.max_num_steps)
-    config = replace(config, **{config.algorithm: replace(training, max_num_steps=num_steps)})
+    config = with_value(config, f"{config.algorithm}.max_num_steps", num_steps)
 
     @contextmanager
     def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[ExampleSupplier]]:

@@ -100,7 +100,7 @@ class RunConfig:
     """A whole run. Code takes the narrowest section it needs."""
 
     secrets = frozenset[str]()
-    """Secrets that the values hold. No key: `load_config` sets it."""
+    """Secrets that the values hold; no key. `load_config` sets it; `with_value` keeps it, and `dataclasses.replace` does not."""
     algorithm: Literal["grpo", "sft", "dpo", "rm"] = "grpo"
     """How the policy learns: from rollouts and rewards (grpo), conversations (sft), or pairs, as a policy (dpo) or reward model (rm)."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)

@@ -5,6 +5,7 @@ import pytest
 
 from mrl import check
 from mrl.config.load import load_config, resolved_yaml
+from mrl.config.model import with_value
 from mrl.config.secrets import redact, redact_text, run_entry, split_secrets, start_logging
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
@@ -140,6 +141,14 @@ def test_tracebacks_have_no_secret(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     printed = capsys.readouterr()
     assert printed.out.count("RuntimeError: 401 for <redacted>") == printed.err.count("RuntimeError: 401 for <redacted>") == 1
     assert "asked with <redacted>" in printed.out and "canary" not in printed.out + printed.err
+
+
+def test_a_changed_config_keeps_its_secrets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PROXY", "canary-5")
+    config = load_config("grpo_tiny.yaml", ["policy.tokenizer.name=${oc.env:PROXY}"])
+    changed = with_value(config, "grpo.max_num_steps", 3)
+    assert changed.secrets == config.secrets == {"canary-5"}
+    assert (changed.grpo.max_num_steps, changed.policy) == (3, config.policy) and config.grpo.max_num_steps != 3
 
 
 def test_short_values_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch):
