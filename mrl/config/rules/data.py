@@ -92,8 +92,10 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
     elif path is None and known_dataset(name).hub_id is None:
         problems.extend([f"{key}.data_path is required and has no default; set it in the config file or as {key}.data_path=VALUE"])
     elif path is not None and not os.path.exists(path) and not is_hub_id(path):
-        kinds = "a .jsonl, .json, .parquet or .arrow file, a folder of them, or a data set's id on the Hugging Face Hub"
-        way_out = f"correct the path: it names {kinds}"
+        way_out = (
+            "correct the path: it names a .jsonl, .json, .parquet or .arrow file, a folder of them, "
+            "or a data set's id on the Hugging Face Hub"
+        )
         if is_prepared(path):
             way_out = "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)"
         problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, Unprovided)
