@@ -101,5 +101,5 @@ def hide(config: Config, faults: Mapping[str, str]) -> Config:
 
         if name in vars(section):
             kind = type(section)
-            section.__class__ = type(kind.__name__, (kind,), {name: property(read)})
+            object.__setattr__(section, "__class__", type(kind.__name__, (kind,), {name: property(read)}))
     return hidden
