@@ -44,6 +44,9 @@ class PolicyActor:
     def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int) -> int:
         """Builds the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
         # Imported here: the driver holds this class too, and must not import megatron.
+        from mrl.policy.megatron_import import import_megatron
+
+        import_megatron()
         from mrl.policy.policy import Policy
 
         self.config = config

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._device import _device_constructors
 
+from mrl.policy.megatron_import import as_it_is, import_megatron
+
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
@@ -49,6 +51,7 @@ def install() -> None:
     """Applies the patches that this host needs, once per process, before a process group or a model is made. Imports megatron.core."""
     if REPLACED:
         return
+    import_megatron()
     for patch in PATCHES:
         if not patch.is_needed():
             continue
@@ -122,7 +125,7 @@ def _cpu_for_cuda() -> dict[str, object]:
         return real_type(self).replace("torch.", "torch.cuda.", 1)
 
     return {
-        "torch._dynamo.config.disable": True,
+        "torch.compile": as_it_is,
         "torch.cuda.current_device": lambda: CPU,
         "torch.cuda.device_count": lambda: 1,
         "torch.cuda.synchronize": lambda *_: None,

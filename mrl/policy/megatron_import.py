@@ -1,0 +1,56 @@
+"""Imports megatron-core without the optional libraries that a policy rank waits for and never calls."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from unittest.mock import patch
+
+import torch
+
+# Megatron defines the Triton kernels of its own inference while it imports these.
+WITH_KERNELS = ("megatron.core", "megatron.core.ssm.mamba_mixer")
+
+
+class _Unused(types.ModuleType):
+    """A module in place of one that is not installed. Functions can be decorated with its names, and are never called."""
+
+    def __init__(self, name: str, **values: object) -> None:
+        super().__init__(name)
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return as_it_is
+
+
+def as_it_is(function: object = None, *_: object, **__: object) -> object:
+    """A decorator, with or without arguments, that changes nothing."""
+    return function if callable(function) else as_it_is
+
+
+def import_megatron() -> None:
+    """Imports megatron.core, once per process. Call it before anything else imports a part of Megatron.
+
+    Megatron 0.16.1 imports wandb, for its inference contexts, and all of torch._inductor, because it decorates small fusions with
+    `torch.compile`: 10 of the 16 CPU seconds of its import. No rank uses that wandb, and hosts without CUDA neither compile nor run Triton kernels.
+    """
+    if "megatron.core" in sys.modules:
+        return
+    compiler = torch.compile
+    instead: dict[str, types.ModuleType | None] = {"wandb": None}
+    if not torch.cuda.is_available():
+        compiler = as_it_is
+        language = _Unused("triton.language")
+        instead |= {"triton": _Unused("triton", __version__="0", language=language), "triton.language": language}
+    instead = {name: module for name, module in instead.items() if name not in sys.modules}
+    with patch.object(torch, "compile", compiler):
+        sys.modules.update(instead)  # type: ignore[arg-type]  # None refuses the import of that name
+        try:
+            for name in WITH_KERNELS:
+                importlib.import_module(name)
+        finally:
+            for name in instead:
+                del sys.modules[name]
