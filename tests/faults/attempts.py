@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.sources import ROOT
+
 ATTEMPT_TIMEOUT_S = 300.0
 # Tiny checkpoints are written in milliseconds.
 POLL_S = 0.002
@@ -28,14 +30,15 @@ class Attempt:
     overrides: list[str]
     log: Path
     config: str = "grpo_tiny.yaml"
+    working_folder: Path = ROOT
     process: subprocess.Popen = field(init=False)
 
     def __enter__(self) -> Attempt:
         command = [sys.executable, "-m", "mrl.train", self.config, *self.overrides]
         # A mark that every process of this attempt inherits, so that leftovers can be told from everything else.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MRL_TEST_ATTEMPT": self.mark}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MRL_TEST_ATTEMPT": self.mark}
         with self.log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=self.working_folder)
         return self
 
     def __exit__(self, *_: object) -> None:

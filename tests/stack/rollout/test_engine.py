@@ -71,6 +71,7 @@ def test_same_bits_again(engine: Engine, alone: dict[str, Rollout]) -> None:
     assert differences(alone, {key: value for one in REQUESTS for key, value in run(engine, [one]).items()}) == []
 
 
+@pytest.mark.smoke
 def test_same_bits_together(engine: Engine, alone: dict[str, Rollout]) -> None:
     assert differences(alone, run(engine, REQUESTS)) == []
 
@@ -208,6 +209,7 @@ def test_running_requests_may_keep_what_they_have_cached(
     assert differences(alone, rollouts) == [] and not preempted
 
 
+@pytest.mark.smoke
 def test_logprobs_are_those_of_transformers(start_engine: StartEngine) -> None:
     parity = Parity()
     for seed in range(3):
