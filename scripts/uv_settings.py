@@ -56,10 +56,15 @@ def _exists(place: str) -> bool:
     return url.scheme not in ("", "file") or Path(unquote(url.path)).exists()
 
 
+def pip_variables() -> dict[str, str]:
+    """What uv's environment needs for the settings of this interpreter's pip."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=60).stdout
+    return variables(settings(listed))
+
+
 def main() -> None:
     """Prints `export NAME=VALUE` for each variable that is not set."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=60).stdout
-    for name, value in variables(settings(listed)).items():
+    for name, value in pip_variables().items():
         if name not in os.environ:
             print(f"export {name}={shlex.quote(value)}")
 

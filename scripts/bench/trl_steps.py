@@ -1,0 +1,65 @@
+"""Seconds of every step of TRL's GRPOTrainer on grpo_tiny.yaml's model, prompts and rewards; vs_trl.py runs it in TRL's own environment.
+
+Usage: python trl_steps.py PREPARED NEW_TOKENS STEPS OUT. PREPARED is the folder of `python -m mrl.prepare tiny`; OUT gets a JSON list.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+PROMPTS_PER_STEP, GENERATIONS, LEARNING_RATE = 32, 16, 1e-3
+
+
+def main() -> None:
+    """Trains STEPS steps of 32 x 16 rollouts of NEW_TOKENS tokens."""
+    # Only TRL's environment has these.
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    prepared, new_tokens, steps, out = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    rows = [json.loads(line) for line in (prepared / "data" / "train.jsonl").read_text().splitlines()]
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows])
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            ends.append(time.monotonic())
+
+    def is_right(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
+        return [float(completion[0]["content"].strip() == right) for completion, right in zip(completions, answer, strict=True)]
+
+    config = GRPOConfig(
+        output_dir=str(out.with_suffix(".trl")),
+        per_device_train_batch_size=PROMPTS_PER_STEP * GENERATIONS,
+        num_generations=GENERATIONS,
+        max_completion_length=new_tokens,
+        generation_kwargs={"min_new_tokens": new_tokens},
+        max_steps=steps,
+        learning_rate=LEARNING_RATE,
+        beta=0.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(prepared / "model", dtype="float32"),
+        reward_funcs=is_right,
+        args=config,
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(prepared / "model"),
+        callbacks=[Clock()],
+    )
+    started = time.monotonic()
+    trainer.train()
+    out.write_text(json.dumps([end - begin for begin, end in zip([started, *ends[:-1]], ends, strict=True)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Seconds of a GRPO step here and in TRL: the same model, prompts, batch, rewards and host, taking turns. Writes docs/data/vs_trl.json.
+
+Usage: python -m scripts.bench.vs_trl [--no-record] [--repeats 3]
+
+Run it where `scripts/test.sh` has installed. TRL gets an environment of its own (build/trl), with the same torch and transformers.
+Every rollout has exactly as many tokens as the row says. The first two steps of each run warm up and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from scripts.uv_settings import pip_variables
+from tests.long.record import Row, record
+
+ROOT = Path(__file__).parents[2]
+TRL_ENVIRONMENT = ROOT / "build" / "trl"
+TRL = "trl==1.16.0"
+TARGETS = {3: 20.0, 64: 10.0}
+"""The least ratio by the new tokens of a rollout."""
+STEPS = {3: (30, 6), 64: (12, 5)}
+"""Steps of a run here and in TRL."""
+WARM_UP = 2
+TIMEOUT_S = 1800.0
+
+
+def main() -> int:
+    """Measures, prints a JSON line per row, and records; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    install_trl()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(sys.executable, "-m", "mrl.prepare", "tiny", folder=folder)
+        for new_tokens in TARGETS:
+            ours: list[float] = []
+            theirs: list[float] = []
+            for _ in range(arguments.repeats):
+                ours.append(statistics.median(mrl_steps(folder, new_tokens)))
+                theirs.append(statistics.median(trl_steps(folder, new_tokens)))
+            ratios = [trl / mrl for trl, mrl in zip(theirs, ours, strict=True)]
+            rows.append(
+                {
+                    "new tokens": new_tokens,
+                    "rollouts a step": 512,
+                    "mrl s": round(statistics.median(ours), 2),
+                    "TRL s": round(statistics.median(theirs), 2),
+                    "TRL / mrl": round(statistics.median(ratios), 1),
+                    "at least": TARGETS[new_tokens],
+                    "lowest to highest": f"{min(ratios):.1f} to {max(ratios):.1f}",
+                    "repeats": arguments.repeats,
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    if not arguments.no_record:
+        record("vs_trl", rows, command="python -m scripts.bench.vs_trl")
+    return int(any(row["TRL / mrl"] < row["at least"] for row in rows))
+
+
+def install_trl() -> None:
+    """Makes TRL's environment unless it is there."""
+    python = TRL_ENVIRONMENT / "bin" / "python"
+    if subprocess.run([python, "-c", "import trl"], capture_output=True).returncode if python.exists() else True:
+        subprocess.run([sys.executable, "-m", "uv", "venv", "--quiet", "--clear", "--python", sys.executable, TRL_ENVIRONMENT], check=True)
+        pins = [*("--constraint", ROOT / "constraints-cpu.txt"), *("--index-strategy", "unsafe-best-match")]
+        command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", python, *pins, TRL, "torch", "jinja2"]
+        subprocess.run(command, check=True, env=pip_variables() | os.environ)
+
+
+def mrl_steps(folder: Path, new_tokens: int) -> list[float]:
+    """Seconds of the steps of one run of grpo_tiny.yaml, without validation and checkpoints."""
+    run_folder = Path(tempfile.mkdtemp(dir=folder))
+    overrides = {
+        "grpo.max_num_steps": STEPS[new_tokens][0],
+        "grpo.val_period": 0,
+        "grpo.val_at_start": "false",
+        "grpo.val_at_end": "false",
+        "policy.generation.max_new_tokens": new_tokens,
+        # Rollouts end at max_new_tokens, and only there.
+        "policy.generation.stop_token_ids": "[]",
+        "checkpointing.enabled": "false",
+        "checkpointing.checkpoint_dir": run_folder,
+        "logger.tensorboard_enabled": "false",
+    }
+    run(sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *(f"{key}={value}" for key, value in overrides.items()), folder=folder)
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["time/total"] for row in rows if row["step"] > WARM_UP]
+
+
+def trl_steps(folder: Path, new_tokens: int) -> list[float]:
+    """Seconds of the steps of one run of TRL."""
+    out = folder / "trl.json"
+    script = Path(__file__).with_name("trl_steps.py")
+    prepared = folder / "prepared" / "tiny"
+    python = TRL_ENVIRONMENT / "bin" / "python"
+    # One process with as many threads as there are cores, where mrl has several with one each.
+    run(python, script, prepared, new_tokens, STEPS[new_tokens][1], out, folder=folder, OMP_NUM_THREADS=str(os.cpu_count()))
+    return json.loads(out.read_text())[WARM_UP:]
+
+
+def run(*command: object, folder: Path, **variables: str) -> None:
+    """Runs a command in a folder; ends this program with its output if it fails."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} exited with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
