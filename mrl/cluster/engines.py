@@ -20,7 +20,7 @@ import ray
 from mrl.cluster.calls import Actors, ask, fetch, start_actor, wait_all
 from mrl.cluster.environment import engine_variables, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
-from mrl.cluster.payload import PayloadRef, describe, with_transcripts
+from mrl.cluster.payload import PayloadRef, describe, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import ENGINE, EngineSlots, RequestBook, lost_engine, start_deadline
 from mrl.cluster.verbs import EngineVerbs
@@ -82,15 +82,15 @@ class EngineActor:
         self._self = ray.get_runtime_context().current_actor
         return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._serve_soon)
 
-    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, list[Rollout]]:
-        """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, payload second (same order)."""
+    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, list[bytes]]:
+        """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, packed payload second (same order)."""
         self.engine.add(with_transcripts(requests, timeout_s=self.fetch_timeout_s))
         start = time.monotonic()
         finished, self._finished_between = self._finished_between, []
         while self.engine.num_unfinished and time.monotonic() < start + budget_s:
             finished += self.engine.step()
         self._wake()
-        return ([describe(rollout) for rollout in finished], time.monotonic() - start), finished
+        return ([describe(rollout) for rollout in finished], time.monotonic() - start), pack(finished)
 
     def serve(self) -> None:
         """Steps the engine for HTTP requests between two polls, and keeps rollouts that it finishes for the next poll.

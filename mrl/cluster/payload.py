@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,10 +18,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PayloadRef:
-    """One item of a list that an actor returned."""
+    """One item of a list that an actor has packed and returned."""
 
     reference: ray.ObjectRef
     index: int
+
+
+def pack(items: Iterable[Rollout | Transcript]) -> list[bytes]:
+    """Each item as bytes, so that a receiver restores only what it needs: Ray would restore every small array of the list by itself."""
+    return [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
 
 
 def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
@@ -47,7 +53,7 @@ def put_batch(examples: ExampleBatch) -> Batch:
     infos: dict[int, RolloutInfo] = {}
     for rows in examples.rows:
         mine = sorted(index for row in rows for index in row)
-        reference = ray.put([examples.rollouts[index] for index in mine])
+        reference = ray.put(pack(examples.rollouts[index] for index in mine))
         infos |= {index: describe(examples.rollouts[index], PayloadRef(reference, place)) for place, index in enumerate(mine)}
     learned = [sum(turn.stop - turn.start for turn in rollout.turns) for rollout in examples.rollouts]
     return Batch(
@@ -85,6 +91,6 @@ def _fetch(payloads: Sequence[PayloadRef], kind: type[T], what: str, *, timeout_
         lists = dict(zip(references, ray.get(references, timeout=timeout_s) if references else [], strict=True))
     except RayError as error:
         raise RuntimeError(f"{what} could not be pulled within {timeout_s:g} s: {error}") from error
-    items = {payload: lists[payload.reference][payload.index] for payload in payloads}
+    items = {payload: pickle.loads(lists[payload.reference][payload.index]) for payload in payloads}
     assert all(isinstance(item, kind) for item in items.values())
     return items

@@ -14,7 +14,7 @@ import ray
 
 from mrl.cluster.calls import Background, ask, fetch, start_actor, wait_all
 from mrl.cluster.environment import start_actor_process
-from mrl.cluster.payload import PayloadRef, pull
+from mrl.cluster.payload import PayloadRef, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import start_deadline
 from mrl.config.rules.data import NEMO_GYM
@@ -86,10 +86,10 @@ class RewardActor:
             answers.append(Answer(info.request_id, prompt.env_name, task))
         self.scorer.submit(answers)
 
-    def decide(self, timeout_s: float) -> tuple[list[tuple[str, Ending | None]], list[Transcript]]:
+    def decide(self, timeout_s: float) -> tuple[list[tuple[str, Ending | None]], list[bytes]]:
         """Decisions on turns judged since the last call, waiting up to `timeout_s` for the first: `(request id, why the rollout ends)`.
 
-        The second list has the transcripts of those that go on (None in the first), in the same order.
+        The second list has the packed transcripts of those that go on (None in the first), in the same order.
         """
         decisions: list[tuple[str, Ending | None]] = []
         transcripts: list[Transcript] = []
@@ -99,7 +99,7 @@ class RewardActor:
             if isinstance(following, Transcript):
                 transcripts.append(following)
             decisions.append((request_id, None if isinstance(following, Transcript) else following))
-        return decisions, transcripts
+        return decisions, pack(transcripts)
 
     def collect(self) -> tuple[Mapping[str, Verdict], float]:
         verdicts, seconds = self.scorer.collect(patience_s=PATIENCE_SHARE * self.deadlines.reward_s, timeout_s=self.deadlines.reward_s)
@@ -122,7 +122,7 @@ class Rewards:
         self._ready = ask(self.actor, RewardActor.ready)
         self._submitted: list[ray.ObjectRef[None]] = []
         self._undecided: set[str] = set()
-        self._poll: tuple[ray.ObjectRef[list[tuple[str, Ending | None]]], ray.ObjectRef[list[Transcript]]] | None = None
+        self._poll: tuple[ray.ObjectRef[list[tuple[str, Ending | None]]], ray.ObjectRef[list[bytes]]] | None = None
 
     @property
     def num_undecided(self) -> int:

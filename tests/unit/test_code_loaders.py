@@ -43,6 +43,7 @@ REASONS = {
     ("mrl/envs/sandbox.py", "importlib.import_module"): "the modules of the prelude, listed in the file",
     ("mrl/envs/sandbox.py", "runpy.run_path"): "the program under reward, in a child of its own",
     ("mrl/store/loggers/thread.py", "importlib.import_module"): "sinks of mrl.store.loggers, named by its own table",
+    ("mrl/cluster/payload.py", "pickle.loads"): "what another actor of the run has packed; Ray's own answers are pickles, too",
     ("mrl/data/reading.py", "pickle.loads"): "rows that this process wrote into its own temporary file, which has no name",
     ("mrl/config/dialect/tables.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/config/passthrough.py", "yaml.load"): "a file of mrl's own, by a safe loader",
