@@ -171,6 +171,34 @@ def _tail_safe(out_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
+def _causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    conv_states: Tensor,
+    has_initial_state: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    **unused: object,
+) -> Tensor:
+    """vLLM's function, with all sequences of one length at once: `x` and the result are [channels, tokens]."""
+    assert activation == "silu"
+    width = weight.shape[1]
+    out, lengths = torch.empty_like(x), query_start_loc.diff()
+    # Neither empty sequences nor padding have a state.
+    for length in lengths[(lengths > 0) & (cache_indices >= 0)].unique().tolist():
+        chosen = ((lengths == length) & (cache_indices >= 0)).nonzero()[:, 0]
+        positions = query_start_loc[chosen].long()[:, None] + torch.arange(length)
+        slots = cache_indices[chosen].long()
+        before = conv_states[slots, :, : width - 1].masked_fill(~has_initial_state[chosen][:, None, None], 0)
+        window = torch.cat([before, x[:, positions].transpose(0, 1)], dim=-1).contiguous()
+        result = F.silu(F.conv1d(window, weight.unsqueeze(1), bias, groups=len(weight)))
+        out[:, positions] = result.transpose(0, 1)
+        conv_states[slots, :, : width - 1] = window[..., length:]
+    return out
+
+
 def _causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -291,6 +319,13 @@ PATCHES = (
         "vLLM's CPU experts pack their weights, know no relu^2, and give an expert's few rows other bits than many",
         "vLLM's CPU experts read weights as loaded, know relu^2, and their rows do not depend on their number",
         _prefer_plain_experts,
+    ),
+    Patch(
+        "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_fn",
+        "the same function, for all sequences of one length at once",
+        "vLLM's takes one sequence after the other, a quarter of the time of a small model",
+        "vLLM's takes several at once",
+        lambda _: _causal_conv1d,
     ),
     Patch(
         "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update", _PREFILL, _DECODE, _SAME_BITS, lambda _: _causal_conv1d_update
