@@ -1,0 +1,135 @@
+"""Tokens per second of mrl's engine and of plain `vllm.LLM.generate`, with the same requests, taking turns: docs/data/engine.json.
+
+Usage: python -m scripts.bench.engine [--no-record] [--repeats 5]
+
+512 requests of 20 prompt tokens; each gets a seed of its own and the logprobs of its tokens. Both engines have one core and the same
+limits. On hosts without GPUs mrl replaces some of vLLM's kernels (docs/cpu_hosts.md); plain vLLM has its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.long.record import Row, record
+
+NUM_REQUESTS, PROMPT_LENGTH = 512, 20
+NEW_TOKENS = (3, 64)
+LIMITS = {"max_model_len": 256, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+TARGET = 0.9
+TIMEOUT_S = 600.0
+
+
+def main() -> int:
+    """Measures, prints a JSON line per row, and records; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    rows = [row for model_type in ("qwen3", "qwen3_moe") for row in measure(model_type, arguments.repeats)]
+    if not arguments.no_record:
+        record("engine", rows, command="python -m scripts.bench.engine")
+    return int(any(row["mrl / vLLM"] < TARGET for row in rows))
+
+
+def measure(model_type: str, repeats: int) -> list[Row]:
+    """A row for each number of new tokens."""
+    from tests.models import save_model
+
+    rows: list[Row] = []
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), model_type)
+        connections = {}
+        for kind in (plain, ours):
+            connections[kind], theirs = context.Pipe()
+            context.Process(target=kind, args=(folder, theirs), daemon=True).start()
+        for new_tokens in NEW_TOKENS:
+            ratios, speeds = [], {plain: [], ours: []}
+            # The first pass warms up.
+            for repeat in range(repeats + 1):
+                for kind, connection in connections.items():
+                    connection.send(new_tokens)
+                    assert connection.poll(TIMEOUT_S), f"{kind.__name__}: no answer in {TIMEOUT_S:g} s"
+                    seconds = connection.recv()
+                    if repeat:
+                        speeds[kind].append(NUM_REQUESTS * new_tokens / seconds)
+                if repeat:
+                    ratios.append(speeds[ours][-1] / speeds[plain][-1])
+            row: Row = {
+                "model": model_type,
+                "new tokens": new_tokens,
+                "mrl tokens/s": round(statistics.median(speeds[ours])),
+                "vLLM tokens/s": round(statistics.median(speeds[plain])),
+                "mrl / vLLM": round(statistics.median(ratios), 2),
+                "at least": TARGET,
+                "lowest to highest": f"{min(ratios):.2f} to {max(ratios):.2f}",
+                "repeats": repeats,
+            }
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+        for connection in connections.values():
+            connection.send(None)
+    return rows
+
+
+def prompts() -> list[list[int]]:
+    """The token ids of every request; runs of bytes, as the tiny models know them."""
+    rng = random.Random(0)
+    return [[rng.randrange(256) for _ in range(PROMPT_LENGTH)] for _ in range(NUM_REQUESTS)]
+
+
+def ours(model: str, connection: Connection) -> None:
+    """Answers a number of new tokens with the seconds of all requests in mrl's engine, until it gets None."""
+    from mrl.rollout.environment import engine_environment
+
+    os.environ |= engine_environment(has_gpu=False)
+    from mrl.config.schema.generation import GenerationConfig, VllmConfig
+    from mrl.rollout.engine import Engine
+    from tests.rollouts import request, run
+
+    settings = VllmConfig(precision="float32", enforce_eager=True, enable_prefix_caching=False, **LIMITS)
+    engine = Engine(model, GenerationConfig(max_new_tokens=max(NEW_TOKENS), vllm_cfg=settings), seed=1, worker_timeout_s=TIMEOUT_S)
+    engine.set_weight_version(0)
+    tokens = prompts()
+    while new_tokens := connection.recv():
+        requests = [request(token_ids, prompt_id=f"p{index}", max_new_tokens=new_tokens) for index, token_ids in enumerate(tokens)]
+        started = time.perf_counter()
+        rollouts = run(engine, requests)
+        connection.send(time.perf_counter() - started)
+        assert sum(len(rollout.token_ids) for rollout in rollouts.values()) == NUM_REQUESTS * new_tokens
+
+
+def plain(model: str, connection: Connection) -> None:
+    """The same with `vllm.LLM.generate`."""
+    from mrl.rollout.environment import engine_environment
+
+    os.environ |= engine_environment(has_gpu=False)
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, enable_prefix_caching=False, disable_log_stats=True, **LIMITS
+    )
+    tokens = prompts()
+    while new_tokens := connection.recv():
+        requests = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in tokens]
+        sampling = [
+            SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=0, seed=index, detokenize=False) for index in range(len(tokens))
+        ]
+        started = time.perf_counter()
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
+        connection.send(time.perf_counter() - started)
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == NUM_REQUESTS * new_tokens
+
+
+if __name__ == "__main__":
+    sys.exit(main())
