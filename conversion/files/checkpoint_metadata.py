@@ -119,8 +119,8 @@ class CheckpointMetadata:
                 # torch's TensorProperties are a tuple whose first value is the dtype.
                 state = getattr(properties, "state", None)
                 dtype = state[0] if isinstance(state, tuple) and state else None
-                is_sound = isinstance(key, str) and isinstance(dtype, torch.dtype) and isinstance(size, torch.Size)
-                if not is_sound or not isinstance(chunks, list) or not isinstance(size, tuple) or len(size) > MAX_DIMENSIONS:
+                is_sound = isinstance(key, str) and isinstance(size, torch.Size) and len(size) <= MAX_DIMENSIONS
+                if not (is_sound and isinstance(dtype, torch.dtype) and isinstance(size, tuple) and isinstance(chunks, list)):
                     raise ValueError(f"{problem}: {METADATA_FILE} describes no tensors; restore the checkpoint")
                 self.shapes[key], self.dtypes[key], self._chunks[key] = tuple(size), dtype, chunks
         self._places = {(getattr(index, "fqn", None), _plain(getattr(index, "offset", None))): info for index, info in places.items()}

@@ -127,11 +127,15 @@ class PolicyGroup(Actors[PolicyVerbs]):
         # this run: each checks and reads a file of its own.
         with nullcontext() if root is None else mcore_in_use(hf, root, parallel=parallel) as cached:
             self.dp_ranks = list(self.wait(building, deadline_s=self.start_s, what="build of the model").values())
-            if cached is None:
-                self.call(PolicyVerbs.load_hf, hf, deadline_s=self.start_s)
-            else:
-                repair_unless(self._check_cached, hf, cached, parallel)
-                self.call(PolicyVerbs.load_mcore, cached, deadline_s=self.start_s)
+            self.load(hf, cached, parallel)
+
+    def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
+        """Has every rank load its part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""
+        if cached is None:
+            self.call(PolicyVerbs.load_hf, hf, deadline_s=self.start_s)
+        else:
+            repair_unless(self._check_cached, hf, cached, parallel)
+            self.call(PolicyVerbs.load_mcore, cached, deadline_s=self.start_s)
 
     def _check_cached(self, folder: Path) -> None:
         pending = {self.name(rank): ask(actor, PolicyActor.check_cached, folder) for rank, actor in enumerate(self.handles)}
