@@ -28,6 +28,12 @@ def test_neg_exp_is_computed_in_float32():
 def test_dtypes_have_names():
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         assert torch_dtype(dtype_name(dtype)) is dtype
+
+
+@pytest.mark.parametrize("name", ["float33", "nn", "__class__", "complex64"])
+def test_a_name_of_no_weight_dtype_is_refused(name: str):
+    with pytest.raises(ValueError, match=name):
+        torch_dtype(name)
     with pytest.raises(ValueError, match="float8_e4m3fn of a weight is not supported"):
         dtype_name(torch.float8_e4m3fn)
 
