@@ -1,5 +1,0 @@
-"""Tests against real Megatron-Core, vLLM and Ray. Modules of this folder import Megatron at their top."""
-
-from mrl.policy.megatron_import import import_megatron
-
-import_megatron()
