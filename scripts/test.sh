@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs, then tests on a CPU host. tests/README.md says what each part shows.
 #   scripts/test.sh                what a newcomer runs, at most 10 minutes: style, types, unit tests, proof, and a small real run
-#   scripts/test.sh --full         every suite, at most 35 minutes; CI runs this
+#   scripts/test.sh --full         every suite, at most 45 minutes; CI runs this
 #   scripts/test.sh --long [PART]  the tests marked long("PART"), or all of them part by part, at most 60 minutes each
 set -euo pipefail
 WITH_DEV=1
@@ -85,9 +85,9 @@ part pyright 30 bash -c "result pyright"
 part proof 30 bash -c "result proof"
 if [[ ${1:-} == --full ]]; then
     part hostile 60 bash -c "result hostile"
-    part stack 1080 "$PYTHON" -m pytest tests/stack --durations=10
-    part learn 360 "$PYTHON" -m pytest tests/learn --durations=5
-    part faults 330 "$PYTHON" -m pytest tests/faults --durations=5
+    part stack 1260 "$PYTHON" -m pytest tests/stack --durations=10
+    part learn 420 "$PYTHON" -m pytest tests/learn --durations=5
+    part faults 390 "$PYTHON" -m pytest tests/faults --durations=5
     install_slurm
     part cluster 150 "$PYTHON" -m pytest tests/cluster --durations=5
 else
