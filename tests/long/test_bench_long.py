@@ -62,3 +62,19 @@ def test_the_default_packing_fills_rows_and_balances_ranks():
         if row["algorithm"] == SequencePackingConfig().algorithm:
             assert number(row, "rows / lower bound") <= 1.01, row
             assert number(row, "tokens max/mean") <= 1.02 and number(row, "cost max/mean") <= 1.02, row
+
+
+def test_the_engine_is_nearly_as_fast_as_plain_vllm():
+    rows = bench("engine")
+    assert {(row["model"], row["new tokens"]) for row in rows} == {
+        (model, length) for model in ("qwen3", "qwen3_moe") for length in (3, 64)
+    }
+    for row in rows:
+        assert number(row, "mrl / vLLM") >= number(row, "at least"), row
+
+
+def test_a_step_is_many_times_as_fast_as_trls():
+    rows = bench("vs_trl")
+    assert {row["new tokens"] for row in rows} == {3, 64}
+    for row in rows:
+        assert number(row, "TRL / mrl") >= number(row, "at least"), row
