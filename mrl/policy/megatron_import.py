@@ -35,7 +35,7 @@ def import_megatron() -> None:
     """Imports megatron.core, once per process. Call it before anything else imports a part of Megatron.
 
     Megatron 0.16.1 imports wandb, for its inference contexts, and all of torch._inductor, because it decorates small fusions with
-    `torch.compile`: 10 of the 16 CPU seconds of its import. No rank uses wandb. Hosts without CUDA neither compile nor run Triton kernels.
+    `torch.compile`: 4 of the 6 CPU seconds of its import. No rank uses wandb. Hosts without CUDA neither compile nor run Triton kernels.
     """
     if "megatron.core" in sys.modules:
         return
