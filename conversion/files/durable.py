@@ -36,12 +36,16 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by `text`: a reader sees the old or the new content, never a part."""
+    """Replaces `path` by `text`: a reader sees the old or the new content, never a part. An error leaves the old content, and no part."""
     # Not the process id: on a shared file system several hosts may write the same file.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    aside.write_text(text, encoding="utf-8")
-    sync_file(aside)
-    aside.rename(path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        sync_file(aside)
+        aside.rename(path)
+    except (OSError, ValueError):
+        aside.unlink(missing_ok=True)
+        raise
     sync_file(path.parent)
 
 

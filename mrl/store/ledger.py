@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -30,13 +31,14 @@ class LedgerState:
 
 
 class Ledger:
-    """Appends events to `ledger.jsonl`; an event is on disk when the call returns."""
+    """Appends events to `ledger.jsonl`; an event is on disk when the call returns, or is written with the next one if the disk is full."""
 
     def __init__(self, path: Path, *, check_owner: Callable[[], None] = unowned) -> None:
         """`check_owner` raises if another process owns the folder by now; see `mrl.store.ownership`."""
         self.path = path
         self._check_owner = check_owner
         self.state = replay(path)
+        self._unwritten = b""
 
     def take(self, step: int, prompts: Sequence[PromptKey]) -> None:
         """Records that the run asks for rollouts of these prompts while `step` is the next to train."""
@@ -59,13 +61,33 @@ class Ledger:
 
     def _append(self, event: dict[str, object]) -> None:
         self._check_owner()
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        apply_event(self.state, event)
+        had_room = not self._unwritten
+        self._unwritten += (json.dumps(event) + "\n").encode()
         try:
-            os.write(descriptor, (json.dumps(event) + "\n").encode())
+            self.flush()
+        except OSError as error:
+            if had_room:
+                logger.warning(
+                    "%s cannot be written: %s. The run goes on; no checkpoint is made before the ledger is whole", self.path, error
+                )
+
+    def flush(self) -> None:
+        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before."""
+        if not self._unwritten:
+            return
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(descriptor).st_size
+        try:
+            if os.write(descriptor, self._unwritten) < len(self._unwritten):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
+        except OSError:
+            os.truncate(descriptor, size)
+            raise
         finally:
             os.close(descriptor)
-        apply_event(self.state, event)
+        self._unwritten = b""
 
 
 def replay(path: Path) -> LedgerState:

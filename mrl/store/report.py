@@ -19,9 +19,10 @@ SUPERVISED_PHASES = ("train", "validation", "checkpoint")
 PAIRS = "val/validation-default_"
 """Prefix of the metrics of held-out pairs."""
 NUM_SAMPLES = 24
+# Their rows have a few KB each.
+SAMPLES_BYTES = 2**19
 METRIC_KEYS = {"step"}
 SAMPLE_KEYS = {"step", "split", "prompt", "text", "extracted", "expected", "reward", "status"}
-MAX_SAMPLE_CHARACTERS = 600
 WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 30, 28
 COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#dc2626", "#0891b2", "#6b7280")
@@ -41,7 +42,8 @@ td.text { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-
 
 def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: str) -> None:
     """Writes the page from the run's metrics and samples, and replaces an older page at once. Leaves out torn lines, and counts them."""
-    (rows, num_torn_rows), (samples, num_torn_samples) = _read(metrics_file, METRIC_KEYS), _read(samples_file, SAMPLE_KEYS)
+    rows, num_torn_rows = _read(metrics_file, METRIC_KEYS)
+    samples, num_torn_samples = _read(samples_file, SAMPLE_KEYS, last_bytes=SAMPLES_BYTES)
     num_torn = num_torn_rows + num_torn_samples
     note = f"<p>{num_torn} torn lines of {escape(metrics_file.name)} and {escape(samples_file.name)} are left out.</p>" if num_torn else ""
     is_supervised = any("train/loss" in row for row in rows) and not any("train/reward" in row or "val/accuracy" in row for row in rows)
@@ -86,10 +88,16 @@ def _held_out_loss(rows: Sequence[dict]) -> Series:
     return _series(rows, "val/val_loss") or _series(rows, f"{PAIRS}loss")
 
 
-def _read(path: Path, keys: Set[str]) -> tuple[list[dict], int]:
+def _read(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> tuple[list[dict], int]:
     """The objects of a file that have these keys, and the number of other lines, which a full disk or a power cut has torn."""
-    found, num_torn = [], 0
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    found, num_torn, lines = [], 0, list[bytes]()
+    if path.exists():
+        with path.open("rb") as file:
+            start = max(0, path.stat().st_size - last_bytes) if last_bytes else 0
+            file.seek(start)
+            # The first of the last lines may lack its beginning.
+            lines = file.read().splitlines()[1 if start else 0 :]
+    for line in lines:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -118,13 +126,9 @@ def _headline(rows: Sequence[dict]) -> str:
 def _sample_table(samples: Sequence[dict]) -> str:
     header = "<tr><th>step</th><th>split</th><th>prompt</th><th>rollout</th><th>extracted</th><th>expected</th><th>reward</th></tr>"
     body = ""
-
-    def cut(text: str) -> str:
-        return escape(text if len(text) <= MAX_SAMPLE_CHARACTERS else text[:MAX_SAMPLE_CHARACTERS] + " …")
-
     for sample in samples:
         reward = f"{sample['reward']:g}" if sample["status"] == "ok" else f"masked ({escape(sample['status'])})"
-        cells = "".join(f"<td class='text'>{cut(sample[key])}</td>" for key in ("prompt", "text", "extracted", "expected"))
+        cells = "".join(f"<td class='text'>{escape(sample[key])}</td>" for key in ("prompt", "text", "extracted", "expected"))
         body += f"<tr><td>{sample['step']}</td><td>{escape(sample['split'])}</td>{cells}<td>{reward}</td></tr>"
     return f"<table>{header}{body}</table>"
 

@@ -19,9 +19,9 @@ from mrl.store.checkpoints import Checkpoint, CheckpointStore
 from mrl.store.console import step_header, step_lines, supervised_lines
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
-from mrl.store.ownership import Ownership
+from mrl.store.ownership import FolderLost, Ownership
 from mrl.store.report import write_report
-from mrl.store.samples import Split, append_report_samples, best_and_worst, sample_lines, write_step_data
+from mrl.store.samples import Split, append_report_samples, best_and_worst, drop_old_step_data, sample_lines, write_step_data
 from mrl.types import RolloutGroup, TrainSequence
 
 logger = logging.getLogger(__name__)
@@ -59,17 +59,20 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._ownership.take()
             self.log_folder.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.remove_unfinished()
+            self.ledger = Ledger(self.path / "ledger.jsonl", check_owner=self._ownership.check)
+            write_atomic(self.path / "config.yaml", resolved_yaml(self.config))
         except OSError as error:
-            raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; choose another folder") from error
-        self.checkpoints.remove_unfinished()
-        self.ledger = Ledger(self.path / "ledger.jsonl", check_owner=self._ownership.check)
-        write_atomic(self.path / "config.yaml", resolved_yaml(self.config))
+            way_out = "free space there, or choose another folder"
+            raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; {way_out}") from error
         logger.info("Using log directory: %s", self.log_folder)
 
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._metrics is not None and kind is not FolderLost:
+            self._render_report()
         if self._metrics is not None:
             with self._may_fail(METRICS):
                 self._metrics.close()
@@ -100,7 +103,7 @@ class RunFolder:
             self._loggers = None
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step's metrics, hands them to every logger and renews the report."""
+        """Writes one step's metrics and hands them to every logger; after a validation or a checkpoint renews the report."""
         assert self._metrics is not None, "newest_checkpoint comes first"
         num_lost = self._failed_writes.total() + (self._loggers.num_lost if self._loggers is not None else 0)
         if num_lost:
@@ -109,15 +112,16 @@ class RunFolder:
             self._metrics.log(metrics, step)
         if self._loggers is not None:
             self._loggers.log(metrics, step)
-        with self._may_fail(REPORT):
-            write_report(self.path / REPORT, metrics_file=self.path / METRICS, samples_file=self.path / SAMPLES, title=self.path.name)
+        if "time/checkpoint" in metrics or any(name.startswith("val/") for name in metrics):
+            self._render_report()
 
     def log_samples(self, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence] = ()) -> None:
         """Writes a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. `sequences`: see `write_step_data`."""
         with self._may_fail(SAMPLES):
             append_report_samples(self.path / SAMPLES, step, split, groups)
-        with self._may_fail("the files *_data_stepN.jsonl"):
-            write_step_data(self.log_folder, step, split, groups, sequences)
+        with self._may_fail("the files *_data_stepN.jsonl.gz"):
+            drop_old_step_data(self.log_folder.parent, step, self.config.logger)
+            write_step_data(self.log_folder, step, split, groups, sequences, self.config.logger)
         if split == "validation":
             shown = best_and_worst(groups, self.config.logger.num_val_samples_to_print)
             for line in sample_lines(shown, step):
@@ -152,6 +156,10 @@ class RunFolder:
             # transformers looks here first: prompts must have the template that the model was trained with.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
 
+    def _render_report(self) -> None:
+        with self._may_fail(REPORT):
+            write_report(self.path / REPORT, metrics_file=self.path / METRICS, samples_file=self.path / SAMPLES, title=self.path.name)
+
     @contextmanager
     def _may_fail(self, what: str) -> Iterator[None]:
         """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning."""
@@ -180,10 +188,12 @@ class JsonlLogger:
 
 
 def drop_later_steps(path: Path, step: int) -> bool:
-    """Drops lines of steps after `step`, which run again, from a file of JSON lines. Returns whether `step` itself has a line."""
-    kept = [(found, line) for found, line in _lines(path) if found <= step]
-    path.write_text("".join(line + "\n" for _, line in kept), encoding="utf-8")
-    return any(found == step for found, _ in kept)
+    """Drops lines of steps after `step`, which run again, and torn lines. Returns whether `step` itself has a line."""
+    lines = _lines(path)
+    kept = [line for found, line in lines if found <= step]
+    if len(kept) < len(lines):
+        write_atomic(path, "".join(line + "\n" for line in kept))
+    return any(found == step for found, _ in lines)
 
 
 def last_step_in(path: Path) -> int:

@@ -1,29 +1,37 @@
-"""Rollouts as text: some of each step for the report, all as NeMo RL's `*_data_stepN.jsonl`, and validation samples for readers."""
+"""Rollouts as text: a few lines of each step for the report, NeMo RL's `*_data_stepN.jsonl`, and validation samples for readers."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from isal import igzip
+
+from mrl.config.schema.logger import LoggerConfig
 from mrl.store.loggers.sink import Sample
-from mrl.types import RolloutGroup, TrainSequence
+from mrl.types import RolloutGroup, TrainSequence, Verdict
 
 Split = Literal["train", "validation"]
 
-NUM_REPORT_SAMPLES = 4
+NUM_SAMPLES = 4
+"""Prompts of a step whose rollouts are its sample."""
+MAX_REPORT_CHARACTERS = 600
+DUMP_NAMES: dict[Split, str] = {"train": "train", "validation": "val"}
 RULE = "-" * 62
 
 
 def append_report_samples(path: Path, step: int, split: Split, groups: Sequence[RolloutGroup]) -> None:
-    """Appends the first rollout of the first groups for the report, one JSON line each."""
+    """Appends the first rollout of the first groups for the report, one JSON line each, its texts shortened."""
     lines = ""
-    for group in groups[:NUM_REPORT_SAMPLES]:
+    for group in groups[:NUM_SAMPLES]:
         prompt, first = group.prompt, group.verdicts[0]
-        row = {"step": step, "split": split, "prompt": prompt.text, "expected": prompt.expected_answer, "text": first.text}
-        lines += json.dumps(row | {"extracted": first.extracted, "reward": first.reward, "status": first.status}) + "\n"
+        texts = {"prompt": prompt.text, "expected": prompt.expected_answer, "text": first.text, "extracted": first.extracted}
+        row = {"step": step, "split": split, **{name: _shorten(text) for name, text in texts.items()}}
+        lines += json.dumps(row | {"reward": first.reward, "status": first.status}) + "\n"
     with path.open("ab+") as file:
         # A full disk may have torn the last line; the next one starts on a line of its own.
         if file.tell() > 0:
@@ -32,20 +40,56 @@ def append_report_samples(path: Path, step: int, split: Split, groups: Sequence[
         file.write(lines.encode("ascii"))
 
 
-def write_step_data(folder: Path, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> None:
-    """Writes every rollout of a step as one JSON line, by NeMo RL's names and keys; `sequences` of the same rollouts, none in validation.
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_REPORT_CHARACTERS else text[:MAX_REPORT_CHARACTERS] + " …"
 
-    Tokens and logprobs never reach the driver, so these files have no `token_ids`, `generation_logprobs` or `prev_logprobs`.
+
+def write_step_data(
+    folder: Path, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], config: LoggerConfig
+) -> None:
+    """Writes the rollouts of a step that `logger.rollouts` wants as compressed JSON lines, by NeMo RL's names and keys, and some of ours.
+
+    `sequences` are of the same rollouts, none in validation. Tokens and logprobs never reach the driver, so these files have no
+    `token_ids`, `generation_logprobs` or `prev_logprobs`. An error leaves no part of the file.
     """
-    name = {"train": "train", "validation": "val"}[split]
-    judged = [(group, *pair) for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
-    with (folder / f"{name}_data_step{step}.jsonl").open("w", encoding="utf-8") as file:
-        for index, (group, rollout, verdict) in enumerate(judged):
-            row: dict[str, object] = {"content": [group.prompt.text, verdict.text], "rewards": verdict.reward}
-            row["input_lengths"] = rollout.num_tokens
-            if sequences:
-                row |= {"advantages": sequences[index].advantage, "sample_loss_mask": float(sequences[index].is_valid)}
-            file.write(json.dumps({**row, "idx": index}) + "\n")
+    if config.rollouts == "none":
+        return
+    path = folder / f"{DUMP_NAMES[split]}_data_step{step}.jsonl.gz"
+    aside = path.with_name(f".{path.name}")
+    judged = [(group.prompt, *pair) for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
+    if config.rollouts == "sample":
+        judged = judged[: sum(len(group.rollouts) for group in groups[:NUM_SAMPLES])]
+    try:
+        with igzip.open(aside, "wt", encoding="ascii") as file:
+            for index, (prompt, rollout, verdict) in enumerate(judged):
+                sequence = sequences[index] if sequences else None
+                row: dict[str, object] = {"content": [prompt.text, verdict.text], "rewards": verdict.reward}
+                row["input_lengths"] = rollout.num_tokens
+                if sequence is not None:
+                    row |= {"advantages": sequence.advantage, "sample_loss_mask": float(sequence.is_valid)}
+                row |= {"prompt_id": prompt.prompt_id, "environment": prompt.env_name, "reward_components": dict(verdict.components)}
+                row |= {"finish_reason": rollout.finish_reason, "masked": _mask_reason(verdict, sequence)}
+                file.write(json.dumps({**row, "idx": index}) + "\n")
+        aside.rename(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _mask_reason(verdict: Verdict, sequence: TrainSequence | None) -> str | None:
+    """Why the driver keeps a rollout out of the loss; None if it does not."""
+    if not verdict.is_valid:
+        return f"{verdict.status}: {verdict.reason}" if verdict.reason else verdict.status
+    return "grpo.overlong_filtering" if sequence is not None and not sequence.is_valid else None
+
+
+def drop_old_step_data(log_dir: Path, step: int, config: LoggerConfig) -> None:
+    """Removes files of rollouts of any attempt that are `logger.rollouts_keep_steps` steps or more before `step`."""
+    if config.rollouts_keep_steps is None:
+        return
+    for path in log_dir.glob("exp_*/*_data_step*.jsonl.gz"):
+        if int(re.findall(r"\d+", path.name)[-1]) <= step - config.rollouts_keep_steps:
+            path.unlink(missing_ok=True)
 
 
 def best_and_worst(groups: Sequence[RolloutGroup], count: int) -> list[Sample]:

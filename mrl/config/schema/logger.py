@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mrl.config.fields import AboveZero, Count, follows
+from mrl.config.fields import AboveZero, Count, Positive, follows
 
 
 @dataclass
@@ -74,6 +74,10 @@ class GpuMonitoringConfig:
 class LoggerConfig:
     log_dir: str = follows("checkpointing.checkpoint_dir") + "/logs"
     """Folder of logs; each start of a run gets `exp_NNN` below it."""
+    rollouts: Literal["all", "sample", "none"] = "all"
+    """Rollouts of a step that are written as text into `exp_NNN`: all, those of its first four prompts, or none."""
+    rollouts_keep_steps: Positive | None = None
+    """Keep the texts of this many steps, and remove older ones; null = of all steps."""
     num_val_samples_to_print: Count = 0
     """Validation rollouts that each validation prints, and gives to the loggers as text: best and worst in equal parts."""
     wandb_enabled: bool = False

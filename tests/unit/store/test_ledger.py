@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,3 +110,20 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     ledger.train(1, [(0, "a:1")])
     with pytest.raises(RuntimeError, match="1 trained steps, .* step 5"):
         ledger.roll_back(5)
+
+
+def test_what_the_disk_has_no_room_for_is_written_later_and_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.take(1, [(0, "a")])
+    whole, write = path.read_bytes(), os.write
+    with monkeypatch.context() as patch:
+        # The kernel writes what there is room for, and says how much that was.
+        patch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:7]))
+        ledger.train(1, [(0, "a")])
+        ledger.take(2, [(0, "b")])
+        with pytest.raises(OSError, match="No space left"):
+            ledger.flush()
+    assert path.read_bytes() == whole and list(ledger.state.trained) == [1]
+    ledger.flush()
+    assert replay(path) == ledger.state

@@ -8,7 +8,10 @@ import pytest
 from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
+from mrl.store.ledger import replay
+from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
+from tests.sources import ROOT
 
 
 def config(folder: Path) -> RunConfig:
@@ -55,8 +58,68 @@ def test_files_that_cannot_be_written_are_counted_and_end_nothing(tmp_path: Path
             (folder.path / name).mkdir()
         for step in (1, 2):
             folder.log_samples(step, "train", [])
-            folder.log_metrics(step, {"train/loss": 1.0})
+            folder.log_metrics(step, {"val/loss": 1.0})
     rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [{"step": 1, "train/loss": 1.0, "logger/lost": 1.0}, {"step": 2, "train/loss": 1.0, "logger/lost": 3.0}]
+    assert rows == [{"step": 1, "val/loss": 1.0, "logger/lost": 1.0}, {"step": 2, "val/loss": 1.0, "logger/lost": 3.0}]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [warning.split(" cannot")[0] for warning in warnings] == ["samples.jsonl", "report.html"]
+
+
+def test_the_report_is_rendered_after_validations_and_checkpoints_and_at_the_end(tmp_path: Path):
+    folder = RunFolder(config(tmp_path))
+    folder.open()
+    page = folder.path / "report.html"
+    with folder:
+        folder.newest_checkpoint()
+        for step, (metrics, is_rendered) in enumerate(
+            [({}, False), ({"val/accuracy": 0.5}, True), ({"time/checkpoint": 1.0}, True), ({}, False)]
+        ):
+            page.unlink(missing_ok=True)
+            folder.log_metrics(step, {"train/reward": 0.5, **metrics})
+            assert page.exists() == is_rendered
+    assert "4 steps" not in page.read_text() and "3 steps" in page.read_text()
+
+
+def test_an_attempt_that_lost_the_folder_renders_no_report(tmp_path: Path):
+    folder = RunFolder(config(tmp_path))
+    folder.open()
+    with pytest.raises(FolderLost), folder:
+        folder.newest_checkpoint()
+        raise FolderLost
+    assert not (folder.path / "report.html").exists()
+
+
+FULL = """
+import logging, resource, sys
+from pathlib import Path
+from mrl.store.run_folder import RunFolder
+from tests.unit.store.test_run_folder import config
+from tests.unit.store.test_samples import group_of
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+folder = RunFolder(config(Path(sys.argv[1])))
+folder.open()
+with folder:
+    folder.newest_checkpoint()
+    for step in range(1, 7):
+        # Between these steps no file may get a byte.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if 2 <= step <= 4 else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        folder.ledger.take(step, [(0, f"p:{step}")])
+        folder.ledger.train(step, [(0, f"p:{step}")])
+        folder.log_samples(step, "train", [group_of("a", 1.0)])
+        folder.log_metrics(step, {"val/accuracy": 1.0})
+"""
+
+
+def test_a_full_disk_costs_texts_and_nothing_that_a_resume_needs(tmp_path: Path):
+    """Python ignores SIGXFSZ, so that a write beyond the limit fails as on a full disk."""
+    ended = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    said = [line.split(" cannot be written")[0].removeprefix(f"{tmp_path}/run/") for line in ended.stdout.splitlines()]
+    assert said == ["ledger.jsonl", "samples.jsonl", "the files *_data_stepN.jsonl.gz", "metrics.jsonl", "report.html"]
+    run = tmp_path / "run"
+    assert sorted(replay(run / "ledger.jsonl").trained) == [1, 2, 3, 4, 5, 6]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["logger/lost"] == 12
+    assert sorted(path.name for path in (run / "logs/exp_001").iterdir()) == [f"train_data_step{step}.jsonl.gz" for step in (1, 5, 6)]
+    # No part of a file is left.
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]

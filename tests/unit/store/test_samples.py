@@ -1,7 +1,12 @@
+import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from mrl.store.samples import best_and_worst, sample_lines, write_step_data
+import pytest
+
+from mrl.config.schema.logger import LoggerConfig
+from mrl.store.samples import append_report_samples, best_and_worst, drop_old_step_data, sample_lines, write_step_data
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, TrainSequence, Verdict
 
 
@@ -34,11 +39,13 @@ def test_samples_on_the_console():
 
 def test_every_rollout_of_a_step_is_one_line_under_nemo_rls_names(tmp_path: Path):
     groups = [group_of("a", 1.0, -1.0), group_of("b", 0.5, 0.0)]
+    failed = Verdict(-1.0, False, "crash", "", "answer a1", reason="no answer")
+    groups[0] = replace(groups[0], verdicts=(groups[0].verdicts[0], failed))
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sequences = [TrainSequence(rollout, 0.1 * index, index != 1) for index, rollout in enumerate(rollouts)]
-    write_step_data(tmp_path, 7, "train", groups, sequences)
-    write_step_data(tmp_path, 7, "validation", groups, [])
-    rows = [json.loads(line) for line in (tmp_path / "train_data_step7.jsonl").read_text().splitlines()]
+    write_step_data(tmp_path, 7, "train", groups, sequences, LoggerConfig())
+    write_step_data(tmp_path, 7, "validation", groups, [], LoggerConfig())
+    rows = rows_of(tmp_path / "train_data_step7.jsonl.gz")
     assert [row["idx"] for row in rows] == [0, 1, 2, 3]
     assert [row["advantages"] for row in rows] == [0.0, 0.1, 0.2, 0.1 * 3]
     assert [row["sample_loss_mask"] for row in rows] == [1.0, 0.0, 1.0, 1.0]
@@ -49,6 +56,61 @@ def test_every_rollout_of_a_step_is_one_line_under_nemo_rls_names(tmp_path: Path
         "sample_loss_mask": 0.0,
         "advantages": 0.1,
         "idx": 1,
+        "prompt_id": "a",
+        "environment": "math",
+        "reward_components": {},
+        "finish_reason": "stop",
+        "masked": "crash: no answer",
     }
-    validation = [json.loads(line) for line in (tmp_path / "val_data_step7.jsonl").read_text().splitlines()]
+    validation = rows_of(tmp_path / "val_data_step7.jsonl.gz")
     assert len(validation) == 4 and "advantages" not in validation[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train_data_step7.jsonl.gz", "val_data_step7.jsonl.gz"]
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def test_a_row_says_why_its_rollout_is_masked(tmp_path: Path):
+    group = group_of("a", 1.0, 0.5, 0.0)
+    judged = (
+        group.verdicts[0],
+        replace(group.verdicts[1], components={"format": 0.5}),
+        Verdict(0.0, False, "crash", "", "", reason="gone"),
+    )
+    group = replace(group, verdicts=judged)
+    sequences = [TrainSequence(rollout, 0.0, index == 0) for index, rollout in enumerate(group.rollouts)]
+    write_step_data(tmp_path, 1, "train", [group], sequences, LoggerConfig())
+    rows = rows_of(tmp_path / "train_data_step1.jsonl.gz")
+    assert [row["masked"] for row in rows] == [None, "grpo.overlong_filtering", "crash: gone"]
+    assert [row["reward_components"] for row in rows] == [{}, {"format": 0.5}, {}]
+
+
+@pytest.mark.parametrize(("rollouts", "num_rows"), [("all", 12), ("sample", 8), ("none", None)])
+def test_as_many_rollouts_as_wanted_are_written(tmp_path: Path, rollouts, num_rows: int | None):
+    groups = [group_of(str(index), 1.0, 0.0) for index in range(6)]
+    write_step_data(tmp_path, 1, "validation", groups, [], LoggerConfig(rollouts=rollouts))
+    files = list(tmp_path.iterdir())
+    assert [len(rows_of(path)) for path in files] == ([] if num_rows is None else [num_rows])
+
+
+def test_texts_of_old_steps_go_in_all_attempts(tmp_path: Path):
+    for name in ("exp_001", "exp_002"):
+        (tmp_path / name).mkdir()
+        for step in (3, 10, 11, 12):
+            write_step_data(tmp_path / name, step, "train", [group_of("a", 1.0)], [], LoggerConfig())
+    (tmp_path / "exp_001" / "notes.txt").touch()
+    drop_old_step_data(tmp_path, 12, LoggerConfig())
+    assert len(list(tmp_path.glob("*/*.gz"))) == 8
+    drop_old_step_data(tmp_path, 12, LoggerConfig(rollouts_keep_steps=2))
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*"))
+    names = [f"{name}/train_data_step{step}.jsonl.gz" for name in ("exp_001", "exp_002") for step in (11, 12)]
+    assert left == sorted([*names, "exp_001/notes.txt"])
+
+
+def test_samples_of_the_report_are_short(tmp_path: Path):
+    group = group_of("a", 1.0)
+    long = replace(group, verdicts=(replace(group.verdicts[0], text="x" * 150_000),))
+    append_report_samples(tmp_path / "samples.jsonl", 1, "train", [long] * 9)
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 4 and all(len(line) < 1000 and json.loads(line)["text"] == "x" * 600 + " …" for line in lines)
