@@ -14,6 +14,11 @@ fail() {
     exit 1
 }
 
+case "$(uname -s) $(uname -m)" in
+    "Linux x86_64" | "Linux aarch64") ;;
+    *) fail "mrl runs on Linux, on x86-64 and aarch64, and not on $(uname -s) on $(uname -m); use a Linux host, on Windows WSL 2" ;;
+esac
+
 find_python() {
     local version candidate
     for version in 3.11 3.12 3.13; do

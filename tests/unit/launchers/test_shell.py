@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.sources import ROOT
 
 SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.sh"), ROOT / "scripts" / "ray.sub"])
@@ -23,3 +25,14 @@ def test_shellcheck_finds_nothing():
     words = [shellcheck, "--shell=bash", "--severity=warning", "--external-sources", *map(str, SCRIPTS)]
     done = subprocess.run(words, cwd=ROOT / "scripts", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("MINGW64_NT-10.0", "x86_64"), ("Linux", "riscv64")])
+def test_the_installer_refuses_hosts_without_wheels_in_a_sentence(system: str, machine: str):
+    uname = f"uname() {{ if [[ $1 == -s ]]; then echo {system}; else echo {machine}; fi; }}"
+    words = ["bash", "-c", f"{uname}; export -f uname; source scripts/setup.sh; echo installed"]
+    done = subprocess.run(words, cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"setup: mrl runs on Linux, on x86-64 and aarch64, and not on {system} on {machine}; use a Linux host, on Windows WSL 2\n"
+    )
