@@ -75,6 +75,8 @@ TINY: Mapping[str, Mapping[str, object]] = {
             original_max_position_embeddings=8192,
         ),
     ),
+    # Not of mrl's: docs/extend/family.md adds it.
+    "mistral": _TINY_DECODER | dict(sliding_window=None, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "mixtral": _TINY_DECODER | dict(num_local_experts=8, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "nemotron_h": TINY_NEMOTRON_H,
     # head_dim is no setting of qwen2; vLLM has kernels for 32 and up.

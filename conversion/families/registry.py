@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+
 from conversion.families import deepseek_v3, nemotron_h
 from conversion.families.common import Family
 from conversion.families.decoder import COMMON_SUPPORTED, Decoder, Moe, decoder_family
 from conversion.families.settings import HfConfig, check_settings, choice, positive_integer, softmax_router
 
+ENTRY_POINT_GROUP = "mrl.families"
 MAX_LAYERS = 1000
 MAX_EXPERTS = 200_000
 """Of all layers together: ten times those of the largest published models. Each is a tensor or more of every table here."""
@@ -80,12 +84,31 @@ FAMILIES = {"deepseek_v3": deepseek_v3.FAMILY, "nemotron_h": nemotron_h.FAMILY} 
 }
 
 
+@functools.cache
+def installed_family(model_type: str) -> Family | None:
+    """The family of this name that an installed package offers under the entry point group `mrl.families`."""
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=model_type):
+        try:
+            found = point.load()
+        except Exception as error:  # importing a module runs the user's code
+            raise ValueError(f"entry point {point.value} of {ENTRY_POINT_GROUP}: {type(error).__name__}: {error}") from error
+        if isinstance(found, Family):
+            return found
+        raise ValueError(
+            f"entry point {point.value} of {ENTRY_POINT_GROUP} is a {type(found).__name__}; make it a conversion.families.common.Family, "
+            "for example decoder_family(read) of a function read(hf_config) -> Decoder"
+        )
+    return None
+
+
 def family(hf_config: HfConfig) -> Family:
     """The family of a config.json."""
     model_type = hf_config.get("model_type")
-    found = FAMILIES.get(str(model_type))
+    found = FAMILIES.get(str(model_type)) or installed_family(str(model_type))
     if found is None:
-        raise ValueError(f"config.json: model_type={model_type!r} is not supported; use one of {sorted(FAMILIES)}")
+        raise ValueError(
+            f"config.json: model_type={model_type!r} is not supported; use one of {sorted(FAMILIES)}, or add a family of your own"
+        )
     layers = hf_config.get("num_hidden_layers") or len(str(hf_config.get("hybrid_override_pattern") or ""))
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise ValueError(f"config.json: num_hidden_layers={layers} is more than {MAX_LAYERS}; give the config.json of a model")

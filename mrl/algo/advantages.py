@@ -5,13 +5,16 @@ G rollouts of one prompt, N valid rollouts of a batch, T packed tokens of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from mrl.algo.rewards import num_out_of_range, scale_reward, shaped_rewards, shaped_rewards_of
+from mrl.config.own import find
 from mrl.types import FixedAdvantage, FlawKind, RolloutGroup, RolloutInfo, TrainSequence, Verdict
 
 if TYPE_CHECKING:
@@ -129,7 +132,23 @@ def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list
             advantages = _gdpo(groups, config)
         case "reinforce_plus_plus":
             advantages = _reinforce_plus_plus(groups, config)
+        case path:
+            return _by_own_estimator(path, groups, config)
     return [advantages_G.tolist() for advantages_G in advantages]
+
+
+def _by_own_estimator(path: str, groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[list[float]]:
+    returned, rows = find(path)([shaped_rewards(group, config) for group in groups], groups), list[list[float]]()
+    with suppress(TypeError, ValueError):
+        rows = [[float(value) for value in row] for row in cast("Sequence[Sequence[float]]", returned)]
+    are_finite = all(math.isfinite(value) for row in rows for value in row)
+    if [len(row) for row in rows] != [len(group.rollouts) for group in groups] or not are_finite:
+        sizes = sorted({len(group.rollouts) for group in groups})
+        raise ValueError(
+            f"grpo.adv_estimator.name={path} returned {returned!r:.200}; return a list for each of the {len(groups)} groups, "
+            f"with a finite number for each of its rollouts ({', '.join(map(str, sizes))})"
+        )
+    return rows
 
 
 def _gdpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:

@@ -6,6 +6,7 @@ Every sum is divided by a count over the global batch: rows, micro-batches and r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mrl.algo.ratios import KlType, Segments, correction_weight, importance_weights, is_bounded, kl_divergence, log_weights, ratio
+from mrl.config.own import find
 
 if TYPE_CHECKING:
     from mrl.config.schema.algo import LossConfig
@@ -91,6 +93,8 @@ def policy_loss(
     clipped_ratio_T = ratio_T.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
     is_reinforce = config.disable_ppo_ratio and not config.force_on_policy_ratio
     objective = cispo if config.use_cispo else reinforce if is_reinforce else clipped_surrogate
+    if config.token_loss is not None:
+        objective = own_loss(config.token_loss)
     token_loss_T, is_clipped_T = objective(tokens, ratio_T, clipped_ratio_T, config)
     drift_T = tokens.old_logprobs_T - tokens.generator_logprobs_T
     importance_T, is_outside_T = importance_weights(drift_T, segments, config)
@@ -172,6 +176,24 @@ def cispo(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: Loss
 def reinforce(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     """The policy gradient itself (arXiv:2402.14740); nothing is clipped."""
     return -tokens.advantages_T * tokens.logprobs_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+
+
+def own_loss(path: str) -> Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[Tensor, Tensor]]:
+    """`loss_fn.token_loss`, which is called as the losses above; a ValueError says that it does not return what they do."""
+    function = find(path)
+
+    def token_loss(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+        returned = function(tokens, ratio_T, clipped_ratio_T, config)
+        parts = returned if isinstance(returned, tuple) else (returned,)
+        if len(parts) != 2 or not all(isinstance(part, Tensor) and part.shape == ratio_T.shape for part in parts):
+            shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+            raise ValueError(
+                f"loss_fn.token_loss={path} returned {shapes}; return two tensors of shape {tuple(ratio_T.shape)}: each token's loss, and "
+                "whether it is clipped"
+            )
+        return parts
+
+    return token_loss
 
 
 def kl_term(tokens: Tokens, reference_logprobs_T: Tensor | None, config: LossConfig) -> Tensor:

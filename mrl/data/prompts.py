@@ -13,7 +13,7 @@ from mrl.config.rules.data import NEMO_GYM, environment_names, environment_of_ag
 from mrl.config.texts import safe_text
 from mrl.data.chat import load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
 from mrl.data.files import find_data_files
-from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split
+from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
 from mrl.data.rows import Fields, RowError, answer_keys, first_key, parse_row
 from mrl.types import Prompt, SamplingParams
 
@@ -128,7 +128,7 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
         identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
         return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest)), row.row_id, identity)
 
-    return Reader(key, dataset.source, find_data_files(dataset, setting=key), parse, dataset.repeat)
+    return Reader(key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat)
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

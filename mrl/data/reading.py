@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from conversion.files.durable import write_atomic
+from mrl.config.datasets import PROCESSORS
+from mrl.config.own import find
 from mrl.config.texts import safe_text
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, records
@@ -72,6 +74,25 @@ class Reader(Generic[Value]):
     files: list[Path]
     parse: Callable[[Fields], Parsed[Value]]
     repeat: int = 1
+
+
+def with_processor(processor: str, parse: Callable[[Fields], Parsed[Value]]) -> Callable[[Fields], Parsed[Value]]:
+    """`parse` of what the user's own processor makes of a row; for one of NeMo RL's names, `parse` itself."""
+    if processor in PROCESSORS:
+        return parse
+    function = find(processor)
+
+    def parse_processed(fields: Fields) -> Parsed[Value]:
+        try:
+            # A row goes to its environment as JSON.
+            row = json.loads(json.dumps(function(fields)))
+        except Exception as error:  # the user's code
+            raise RowError(f"processor {processor} failed with {type(error).__name__}: {error}") from error
+        if not isinstance(row, dict):
+            raise RowError(f"processor {processor} returned a {type(row).__name__}, not a dict")
+        return parse(row)
+
+    return parse_processed
 
 
 class Spool(Generic[Value]):

@@ -11,7 +11,7 @@ import numpy as np
 
 from mrl.data.chat import load_chat_format, load_tokenizer, use_chat_template, with_prompts
 from mrl.data.files import find_data_files
-from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split
+from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split, with_processor
 from mrl.data.rows import Fields, Message, RowError, optional_text, parse_pair, parse_row
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
             raise TooLong(longest)
         return Parsed(Example("", tuple(sequences)), optional_text(fields, "id"))
 
-    return Reader(key, dataset.source, find_data_files(dataset, setting=key), parse, dataset.repeat)
+    return Reader(key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat)
 
 
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> TokenSequence:

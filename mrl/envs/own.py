@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import inspect
-import itertools
 import json
 import numbers
-import operator
 import os
 import socket
 import sys
@@ -17,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import env
+from mrl.config.own import find, reward_parameters
 from mrl.envs.task import MASK_SAMPLE, Environment, Outcome, Score, Task
 
 if TYPE_CHECKING:
@@ -31,14 +28,12 @@ VALUES: dict[str, Callable[[Task], object]] = {
     "reference_answer": lambda task: task.expected,
     "turns": lambda task: list(task.turns),
     "row": lambda task: task.fields,
-    # verl's names
     "data_source": lambda task: task.fields.get("data_source", ""),
     "solution_str": lambda task: task.text,
     "ground_truth": lambda task: task.expected,
     "extra_info": lambda task: task.fields,
 }
-"""The value of a parameter, by its name."""
-POSITIONAL = ("prompt", "response", "reference_answer")
+"""The value of a parameter, by its name: those of `REWARD_VALUES`."""
 
 
 def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environment:
@@ -62,14 +57,11 @@ def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environ
 
 def make(function: str) -> Score:
     """The reward function `pkg.mod:fn`; a ValueError says that it is not there, or that its parameters are not known."""
-    module, _, name = function.partition(":")
     try:
-        found = operator.attrgetter(name)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"no reward function {function!r}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{function!r} is not a function")
-    names = arguments_of(found, function)
+        found = find(function)
+        names = reward_parameters(found)
+    except ValueError as error:
+        raise ValueError(f"reward function {function!r} {error}") from error
 
     def score(task: Task) -> Outcome:
         try:
@@ -86,24 +78,6 @@ def make(function: str) -> Score:
             ) from error
 
     return score
-
-
-def arguments_of(function: Callable[..., object], name: str) -> list[str]:
-    """The name in `VALUES` for each parameter, in order; three parameters without defaults of other names get `POSITIONAL`."""
-    parameters = list(inspect.signature(function).parameters.values())
-    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    unknown = [parameter for parameter in needed if parameter not in VALUES]
-    # Up to the first unknown name: it has a default, and so has every parameter behind it.
-    known = [p.name for p in itertools.takewhile(lambda p: p.name in VALUES, plain)]
-    if not unknown and len(known) >= len(needed):
-        return known
-    if len(needed) == len(POSITIONAL) == len([p for p in plain if p.default is p.empty]):
-        return list(POSITIONAL)
-    raise ValueError(
-        f"reward function {name!r}: parameters {', '.join(unknown or needed)} are not known; "
-        f"take three, {', '.join(POSITIONAL)}, or any of {', '.join(VALUES)}"
-    )
 
 
 def outcome(returned: object) -> Outcome:

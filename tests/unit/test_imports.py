@@ -42,7 +42,7 @@ BYTE_MODULES = {
 BARE_LIBRARIES = {"isal", "megatron", "numpy", "safetensors", "torch", "triton"}
 HEAVY_LIBRARIES = {"megatron", "ray", "safetensors", "tokenizers", "torch", "transformers", "vllm"}
 
-ENTRY_POINT_GROUPS = {"mrl.rewards"}
+ENTRY_POINT_GROUPS = {"mrl.rewards", "mrl.families"}
 
 OURS = re.compile(r"(mrl|conversion)(\.\w+)+(:\w+)?")
 HEAVY = re.compile(r"(megatron|vllm|ray)(\.\w+)+")

@@ -13,7 +13,7 @@ from pathlib import Path
 from mrl.config.errors import ConfigError, NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, layout, training
+from mrl.config.rules import algorithms, data, layout, own, training
 from mrl.config.schema.run import RunConfig
 
 _NOT_CACHED = "not in the local Hugging Face cache; it is downloaded at the start of the run, or give a folder"
@@ -166,6 +166,7 @@ RULES: dict[str, Check] = {
     "log-probabilities": training.check_logprobs,
     "ports": layout.check_ports,
     "reward model": algorithms.check_reward_model,
+    "own functions and classes": own.check_own,
     "parallel layout": layout.check_cluster,
 }
 """What a group of rules is about -> the check that adds a problem for each of them that is broken."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from mrl.config.datasets import DATASETS, GYM_PROCESSOR, PROCESSORS, known_dataset
+from mrl.config.datasets import DATASETS, GYM_PROCESSOR, known_dataset
 from mrl.config.errors import Problems, Unprovided
 from mrl.config.model import is_hub_id, is_prepared
 from mrl.config.schema.data import DataDefaultConfig, DatasetConfig
@@ -54,14 +53,10 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
         if server not in SERVERS:
             way_out = f"leave it out, or use {', '.join(SERVERS)}"
             problems.add("env.nemo_gym.config_paths", f"no environment does what {server} does", way_out)
-    for name, path in section.own.functions.items():
-        key, module = f"env.own.functions.{name}", path.partition(":")[0].partition(".")[0]
+    for name in section.own.functions:
+        key = f"env.own.functions.{name}"
         if name in (*BUILT_IN, NEMO_GYM):
             problems.add(key, "a built-in environment has that name", "choose another")
-        if not (":" in path and all(part.isidentifier() for part in path.replace(":", ".", 1).split("."))):
-            problems.add(key, "must be MODULE:FUNCTION", f"write for example my_rewards:{name}")
-        elif name not in BUILT_IN and importlib.util.find_spec(module) is None:
-            problems.add(key, f"there is no module {module}", "start the run in its folder, install it, or set PYTHONPATH")
     tables = section.workplace_assistant.tables_path
     if tables is not None and not os.path.exists(tables):
         problems.add("env.workplace_assistant.tables_path", f"no such file or folder in {os.getcwd()}", "correct the path")
@@ -106,6 +101,3 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
             problems.add(file_key, rule, "set it to null, or use another processor")
         elif path is not None and not os.path.isfile(path):
             problems.add(file_key, f"no such file in {Path.cwd()}", "correct the path", Unprovided)
-    if dataset.processor not in PROCESSORS:
-        processor_key = key_of("processor", default, dataset, key)
-        problems.add(processor_key, "no such processor", f"use one of {', '.join(PROCESSORS)}")

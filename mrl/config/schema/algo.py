@@ -47,8 +47,11 @@ class AsyncGrpoConfig:
 
 @dataclass
 class AdvantageEstimatorConfig:
-    name: Estimator = "grpo"
-    """grpo compares with the prompt's other rollouts, gdpo does so for each reward component, reinforce_plus_plus for the whole step."""
+    name: str = "grpo"
+    """`grpo` compares with the prompt's other rollouts, `gdpo` does so for each reward component, `reinforce_plus_plus` for the whole step.
+
+    `package.module:name` is a function of yours (docs/extend/estimator.md).
+    """
     normalize_rewards: bool = follows("grpo.normalize_rewards")
     """Divide advantages by the standard deviation of rewards of the group. Not for reinforce_plus_plus."""
     use_leave_one_out_baseline: bool = follows("grpo.use_leave_one_out_baseline")
@@ -157,6 +160,8 @@ class GrpoConfig:
 
 @dataclass
 class LossConfig:
+    token_loss: str | None = None
+    """Your own loss of a token, `package.module:name` (docs/extend/loss.md); null = PPO's, or what the keys below switch on."""
     reference_policy_kl_penalty: NotNegative = 0.01
     """Weight of the KL term to the frozen starting model; 0 = no reference model is kept."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"

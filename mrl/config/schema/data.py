@@ -38,7 +38,10 @@ class RowsConfig:
     tool_key: str = "tools"
     """Key of the tools that a conversation may call."""
     processor: str = "math_data_processor"
-    """How a row becomes a prompt: nemo_gym_data_processor leaves conversations as the rows give them, the others apply the prompt files."""
+    """How a row becomes a prompt: nemo_gym_data_processor ignores prompt files, NeMo RL's others apply them.
+
+    `package.module:name` is a function of yours (docs/extend/processor.md), and the prompt files apply.
+    """
     env_name: str = "math"
     """The environment that scores rollouts of rows that name none; nemo_gym = the one for the row's `agent_ref.name`."""
     prompt_file: str | None = None

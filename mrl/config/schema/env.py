@@ -49,7 +49,10 @@ class WorkplaceEnvConfig(WorkersConfig):
 @dataclass
 class OwnEnvConfig(WorkersConfig):
     functions: dict[str, str] = field(default_factory=dict)
-    """Your reward functions, `name: pkg.mod:fn`; rows choose by `env_name`. Entry points of group `mrl.rewards` need no line here."""
+    """Your reward functions, `name: package.module:name` (docs/extend/reward.md); rows choose by `env_name`.
+
+    Entry points of group `mrl.rewards` need no line here.
+    """
     num_workers: Workers = 1
     """Child processes of each function."""
     timeout_s: AboveZero = 10.0

@@ -88,6 +88,8 @@ class LoggerConfig:
     """Write TensorBoard events."""
     mlflow_enabled: bool = False
     """Send metrics to MLflow."""
+    own: list[str] = field(default_factory=list)
+    """Your own loggers, `package.module:name` of a class each (docs/extend/logger.md)."""
     monitor_gpus: bool = True
     """Sample processors, memory and GPUs of every node for the loggers (`ray/node.I.*`). Without a logger nothing is sampled."""
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -15,7 +15,7 @@ from conversion.files.durable import write_atomic
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import redact
-from mrl.store.loggers.sink import LoggedRun, Sample
+from mrl.store.loggers.sink import SINKS, LoggedRun, Sample
 from mrl.store.loggers.thread import SinkThread
 
 logger = logging.getLogger(__name__)
@@ -145,13 +145,13 @@ class Loggers:
 def switched_on(config: LoggerConfig) -> list[str]:
     flags = {"tensorboard": config.tensorboard_enabled, "wandb": config.wandb_enabled}
     flags |= {"swanlab": config.swanlab_enabled, "mlflow": config.mlflow_enabled}
-    return [name for name, is_on in flags.items() if is_on]
+    return [*(name for name, is_on in flags.items() if is_on), *config.own]
 
 
 def check_loggers(config: LoggerConfig) -> None:
     """Raises ValueError with key, package and command if the library of a logger that is switched on is missing."""
     for name in switched_on(config):
-        if importlib.util.find_spec(name) is None:
+        if name in SINKS and importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"logger.{name}_enabled=true: the package {name} is not installed; "
                 f"`pip install 'mrl[loggers]'`, or logger.{name}_enabled=false"

@@ -61,9 +61,9 @@ class Sample:
 class Sink(Protocol):
     """One service, open. It may raise what it likes: the caller counts that as a lost record."""
 
-    run_id: str
+    run_id: str = ""
     """The id under which the next attempt continues."""
-    place: str
+    place: str = ""
     """Address or folder where users find the metrics, for the console."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

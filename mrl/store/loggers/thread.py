@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import sys
@@ -10,8 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, cast
 
+from mrl.config.own import find
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.secrets import redact_text, run_entry
 from mrl.store.loggers.sink import SINKS, LoggedRun, Sink
@@ -35,7 +35,7 @@ class SinkThread:
     def __init__(self, name: str, config: LoggerConfig, run: LoggedRun, *, on_open: Callable[[str], None]) -> None:
         """Starts the thread and returns at once. `on_open(run_id)` is called in the thread when the service has taken the run."""
         self.name, self.num_lost = name, 0
-        self._title, self._class = SINKS[name]
+        self._title, self._class = SINKS.get(name, (name, name))
         self._config, self._run, self._on_open = config, run, on_open
         self._sink: Sink | None = None
         self._next_try = 0.0
@@ -93,8 +93,7 @@ class SinkThread:
 
     def _open(self) -> None:
         def make_sink() -> None:
-            module_name, _, class_name = self._class.partition(":")
-            self._sink = getattr(importlib.import_module(module_name), class_name)(self._config, self._run)
+            self._sink = cast(Sink, find(self._class)(self._config, self._run))
 
         self._next_try = time.monotonic() + REOPEN_INTERVAL_S
         if self._attempt(make_sink) and self._sink is not None:

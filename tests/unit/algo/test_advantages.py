@@ -248,3 +248,36 @@ def test_non_dyadic_rewards_never_explode(rewards: list[float], leave_one_out: b
         rewards_G, normalize=True, use_leave_one_out_baseline=leave_one_out, normalize_by_whole_group=leave_one_out
     )
     assert advantages.abs().max() <= math.sqrt(len(rewards)) + 1e-5
+
+
+def by_length(rewards, groups):
+    return [
+        [2 * reward + rollout.length for reward, rollout in zip(row, group.rollouts, strict=True)]
+        for row, group in zip(rewards, groups, strict=True)
+    ]
+
+
+def one_short(rewards, groups):
+    return [row[1:] for row in rewards]
+
+
+def not_finite(rewards, groups):
+    return [[math.inf for _ in row] for row in rewards]
+
+
+def nothing(rewards, groups):
+    return None
+
+
+def test_an_own_estimator_gets_shaped_rewards_and_the_groups():
+    judged, scaling = group([1.0, 0.0]), RewardScalingConfig(enabled=True, target_max=4.0)
+    config = GrpoConfig(adv_estimator=AdvantageEstimatorConfig(f"{__name__}:by_length"), reward_scaling=scaling)
+    lengths = [rollout.length for rollout in judged.rollouts]
+    assert batch_advantages([judged], config) == [[8.0 + lengths[0], lengths[1]]]
+
+
+@pytest.mark.parametrize("name", ["one_short", "not_finite", "nothing"])
+def test_what_an_own_estimator_returns_is_checked(name: str):
+    config = GrpoConfig(adv_estimator=AdvantageEstimatorConfig(f"{__name__}:{name}"))
+    with pytest.raises(ValueError, match=rf"{name} returned .*; return a list for each of the 1 groups, with a finite number for each"):
+        batch_advantages([group([1.0, 0.0])], config)

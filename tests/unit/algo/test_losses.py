@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, loss_weights, policy_loss
+from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, clipped_surrogate, loss_weights, policy_loss
 from mrl.algo.ratios import Segments
 from mrl.config.schema.algo import LossConfig
 from tests.unit.algo.slow_loss import Batch, fast_loss, random_batch, slow_loss
@@ -386,3 +386,26 @@ def test_entropy_is_averaged_over_valid_tokens():
     loss, _, metrics = fast_loss(batch, CONFIG, entropy_T=entropy)
     assert metrics["entropy"] == pytest.approx(float(entropy[batch.mask > 0].mean()))
     assert loss == fast_loss(batch, CONFIG)[0]
+
+
+def doubled(tokens, ratio_T, clipped_ratio_T, config):
+    loss_T, is_clipped_T = clipped_surrogate(tokens, ratio_T, clipped_ratio_T, config)
+    return 2 * loss_T, is_clipped_T
+
+
+def summed(tokens, ratio_T, clipped_ratio_T, config):
+    return ratio_T.sum(), torch.zeros(())
+
+
+def test_an_own_loss_takes_the_place_of_ppos_and_nothing_else_changes():
+    batch = random_batch(3)
+    loss, gradient, metrics = fast_loss(batch, CONFIG)
+    assert fast_loss(batch, replace(CONFIG, token_loss="mrl.algo.losses:clipped_surrogate"))[2] == metrics
+    twice, twice_gradient, others = fast_loss(batch, replace(CONFIG, token_loss=f"{__name__}:doubled"))
+    assert twice == pytest.approx(2 * loss, rel=1e-12) and torch.allclose(twice_gradient, 2 * gradient)
+    assert others | {LOSS: loss} == metrics
+
+
+def test_what_an_own_loss_returns_is_checked():
+    with pytest.raises(ValueError, match=r"summed returned \[\(\), \(\)\]; return two tensors of shape"):
+        fast_loss(random_batch(3), replace(CONFIG, token_loss=f"{__name__}:summed"))

@@ -22,6 +22,7 @@ from mrl.data.reading import (
     hold_out,
     joined,
     read_rows,
+    with_processor,
     write_quarantine,
 )
 from mrl.data.rows import Fields, RowError
@@ -222,3 +223,25 @@ def test_what_is_held_out_is_a_function_of_the_seed():
     assert hold_out(3, 0, seed=1) == ([0, 1, 2], [])
     with pytest.raises(ValueError, match="split_validation_size=3 holds out all of the 3 rows"):
         hold_out(3, 3, seed=1)
+
+
+def unpacked(row):
+    return {"question": row["q"], "answer": str(row["a"])}
+
+
+def unpacked_wrongly(row):
+    return [row] if "q" in row else {"question": object()}
+
+
+def test_an_own_processor_makes_the_row_that_is_parsed():
+    seen = []
+    parse = with_processor(f"{__name__}:unpacked", lambda row: seen.append(row) or Parsed("", None))
+    parse({"q": "1+1=", "a": 2})
+    assert seen == [{"question": "1+1=", "answer": "2"}]
+    with pytest.raises(RowError, match="unpacked failed with KeyError: 'q'"):
+        parse({"question": "1+1="})
+    wrong = with_processor(f"{__name__}:unpacked_wrongly", lambda row: Parsed("", None))
+    with pytest.raises(RowError, match="returned a list, not a dict"):
+        wrong({"q": 1})
+    with pytest.raises(RowError, match="failed with TypeError: Object of type object is not JSON serializable"):
+        wrong({})

@@ -42,9 +42,6 @@ def test_agents_of_the_blend():
             "does what browser does",
         ),
         (EnvConfig(own=OwnEnvConfig(functions={"math": "a:b"})), "built-in environment has that name"),
-        (EnvConfig(own=OwnEnvConfig(functions={"mine": "a.b"})), "must be MODULE:FUNCTION"),
-        (EnvConfig(own=OwnEnvConfig(functions={"mine": "a b:c"})), "must be MODULE:FUNCTION"),
-        (EnvConfig(own=OwnEnvConfig(functions={"mine": "no_such_module:c"})), "there is no module no_such_module; start the run in"),
     ],
 )
 def test_what_is_wrong_is_told_with_a_way_out(config: EnvConfig, message: str):

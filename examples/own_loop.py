@@ -1,0 +1,39 @@
+"""GRPO in a loop of your own, on the tiny model of the quickstart: `python examples/own_loop.py [a.b=c ...]`."""
+
+import sys
+
+import torch
+
+from mrl import api
+
+OVERRIDES = ["checkpointing.checkpoint_dir=results/own_loop", "grpo.max_num_steps=40"]
+
+
+def with_advantages(group: api.RolloutGroup) -> list[api.TrainSequence]:
+    """Each rollout with its reward against the mean of the others, over the standard deviation of the group."""
+    rewards = torch.tensor(group.rewards, dtype=torch.float64)
+    others = (rewards.sum() - rewards) / (len(rewards) - 1)
+    advantages = (rewards - others) / (rewards.std() if rewards.std() > 0 else 1.0)
+    return [
+        api.TrainSequence(rollout, float(advantage), verdict.is_valid, verdict.reward)
+        for rollout, verdict, advantage in zip(group.rollouts, group.verdicts, advantages, strict=True)
+    ]
+
+
+def main() -> None:
+    with api.start("grpo_tiny.yaml", [*OVERRIDES, *sys.argv[1:]]) as loop:
+        print(f"accuracy before: {loop.rollouts.validate()['val/accuracy']:.3f}")
+        while loop.state.step < loop.last_step:
+            groups = loop.rollouts.take()
+            metrics = loop.policy.train([sequence for group in groups for sequence in with_advantages(group)])
+            metrics["train/reward"] = sum(sum(group.rewards) / len(group.rewards) for group in groups) / len(groups)
+            metrics = loop.refit.run(metrics)
+            print(
+                f"step {loop.state.step}: reward {metrics['train/reward']:.3f}, loss {metrics['train/loss']:.4f}, "
+                f"{metrics['refit/verified_bytes']:,.0f} bytes of the engines verified"
+            )
+        print(f"accuracy after: {loop.rollouts.validate()['val/accuracy']:.3f}; saved {loop.policy.save()}")
+
+
+if __name__ == "__main__":
+    main()

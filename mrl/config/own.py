@@ -1,0 +1,108 @@
+"""Functions and classes of the user's own, which a config names as `package.module:name` or `package.module.name`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+REWARD_VALUES = ("prompt", "response", "reference_answer", "turns", "row", "data_source", "solution_str", "ground_truth", "extra_info")
+"""What a parameter of a reward function may be called, to get what its name says. The last four are verl's."""
+POSITIONAL = REWARD_VALUES[:3]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What mrl calls an object of the user's own with."""
+
+    parameters: tuple[str, ...]
+    returns: str = ""
+    methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Methods that an instance needs, with their parameters, if the object is a class."""
+
+
+ESTIMATOR = Kind(("rewards", "groups"), "list[list[float]]")
+LOSS = Kind(("tokens", "ratio_T", "clipped_ratio_T", "config"), "tuple[Tensor, Tensor]")
+PROCESSOR = Kind(("row",), "dict")
+LOGGER = Kind(
+    ("config", "run"),
+    methods={"log": ("metrics", "step"), "log_host": ("metrics", "seconds"), "log_samples": ("samples", "step"), "close": ()},
+)
+
+
+def is_path(name: str) -> bool:
+    """Whether `name` has the form of a path to an object, rather than of a name of mrl's."""
+    return "." in name or ":" in name
+
+
+@functools.cache
+def find(path: str) -> Callable[..., object]:
+    """The function or class that `path` names. A ValueError says why there is none."""
+    if os.getcwd() not in sys.path:
+        # `python -m` and Ray's processes have it, console scripts do not.
+        sys.path.append(os.getcwd())
+    try:
+        found = pkgutil.resolve_name(path)
+    except Exception as error:  # importing a module runs the user's code
+        raise ValueError(
+            f"cannot be imported ({type(error).__name__}: {error}); write package.module:name, and start the run in the module's folder, "
+            "install it, or set PYTHONPATH"
+        ) from error
+    if not is_path(path) or not callable(found):
+        raise ValueError(f"is a {type(found).__name__}, not a function or class; write package.module:name")
+    return found
+
+
+def find_fitting(path: str, kind: Kind) -> Callable[..., object]:
+    """`find`, for an object that takes what mrl calls it with. A ValueError names the signature."""
+    found = find(path)
+    if bool(kind.methods) != isinstance(found, type):
+        raise ValueError(f"is a {'class' if isinstance(found, type) else 'function'}; write {_signature(path, kind)}")
+    if not _takes(found, kind.parameters):
+        raise ValueError(f"takes {inspect.signature(found)}; write {_signature(path, kind)}")
+    for name, parameters in kind.methods.items():
+        method = getattr(found, name, None)
+        if not callable(method) or not _takes(method, ("self", *parameters)):
+            raise ValueError(f"has no {name}({', '.join(parameters)}); write a method of that name, or inherit mrl.api.Sink")
+    return found
+
+
+def reward_parameters(function: Callable[..., object]) -> list[str]:
+    """The name in `REWARD_VALUES` for each parameter, in order; three parameters without defaults of other names get `POSITIONAL`.
+
+    A ValueError names the signature.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    unknown = [parameter for parameter in needed if parameter not in REWARD_VALUES]
+    # Up to the first unknown name: it has a default, and so has every parameter behind it.
+    known = [p.name for p in itertools.takewhile(lambda p: p.name in REWARD_VALUES, plain)]
+    if not unknown and len(known) >= len(needed):
+        return known
+    if len(needed) == len(POSITIONAL) == len([p for p in plain if p.default is p.empty]):
+        return list(POSITIONAL)
+    raise ValueError(
+        f"takes {inspect.signature(function)}, and {', '.join(unknown or needed)} is not known; "
+        f"take three parameters, {', '.join(POSITIONAL)}, or any of {', '.join(REWARD_VALUES)}"
+    )
+
+
+def _takes(function: Callable[..., object], parameters: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError:
+        return False
+    return True
+
+
+def _signature(path: str, kind: Kind) -> str:
+    name = path.replace(":", ".").rpartition(".")[2]
+    if kind.methods:
+        return f"class {name} with __init__(self, {', '.join(kind.parameters)})"
+    return f"def {name}({', '.join(kind.parameters)}) -> {kind.returns}"

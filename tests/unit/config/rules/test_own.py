@@ -1,0 +1,87 @@
+"""What the user names by a path is imported before anything starts, and an error names the signature."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+from tests.unit.config.problems import problems_of
+
+MODULE = """
+from mrl.api import Sink
+
+def two(a, b): ...
+def three(a, b, c): ...
+def five(a, b, c, d, e): ...
+def one(row): ...
+def four(tokens, ratio_T, clipped_ratio_T, config): ...
+def coloured(response, colour): ...
+class NoArguments: ...
+class NoClose:
+    def __init__(self, config, run): ...
+    def log(self, metrics, step): ...
+    def log_host(self, metrics, seconds): ...
+    def log_samples(self, samples, step): ...
+class Good(Sink):
+    def __init__(self, config, run): ...
+number = 3
+"""
+
+FITTING = [
+    "grpo.adv_estimator.name=things_of_mine:two",
+    "grpo.adv_estimator.name=things_of_mine.two",
+    "loss_fn.token_loss=things_of_mine:four",
+    "loss_fn.token_loss=mrl.algo.losses:clipped_surrogate",
+    "data.default.processor=things_of_mine:one",
+    "data.train.processor=things_of_mine.one",
+    "logger.own=[things_of_mine:Good]",
+    "++env.own.functions.mine=things_of_mine.three",
+]
+WRONG = [
+    ("grpo.adv_estimator.name=grop", "no such estimator; use one of grpo, gdpo, reinforce_plus_plus, or package.module:name"),
+    ("grpo.adv_estimator.name=things_of_mine:one", "takes (row); write def one(rewards, groups) -> list[list[float]]"),
+    ("grpo.adv_estimator.name=no_such_module:f", "cannot be imported (ModuleNotFoundError: No module named 'no_such_module'); write"),
+    ("grpo.adv_estimator.name=things_of_mine:number", "is a int, not a function or class"),
+    ("loss_fn.token_loss=things_of_mine:two", "write def two(tokens, ratio_T, clipped_ratio_T, config) -> tuple[Tensor, Tensor]"),
+    ("loss_fn.token_loss=things_of_mine:Good", "is a class; write def Good(tokens, ratio_T, clipped_ratio_T, config)"),
+    ("data.default.processor=things_of_mine:five", "takes (a, b, c, d, e); write def five(row) -> dict"),
+    ("logger.own=[things_of_mine:one]", "is a function; write class one with __init__(self, config, run)"),
+    ("logger.own=[things_of_mine:NoArguments]", "write class NoArguments with __init__(self, config, run)"),
+    ("logger.own=[things_of_mine:NoClose]", "has no close(); write a method of that name, or inherit mrl.api.Sink"),
+    ("++env.own.functions.mine=things_of_mine:coloured", "colour is not known; take three parameters, prompt, response, reference_answer"),
+    ("++env.own.functions.mine=things_of_mine:no_such", "cannot be imported (AttributeError"),
+]
+
+
+@pytest.fixture
+def things(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workplace / "things_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(workplace))
+
+
+@pytest.mark.parametrize("override", FITTING)
+def test_what_fits_is_taken(things: None, override: str):
+    assert problems_of(override) == []
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG)
+def test_what_does_not_fit_is_refused_by_its_signature(things: None, override: str, message: str):
+    (problem,) = problems_of(override)
+    assert message in problem
+    key, _, path = override.removeprefix("++").partition("=")
+    assert problem.startswith(f"{key}={path.strip('[]')}: ")
+
+
+def test_a_console_script_finds_modules_of_the_working_directory(tmp_path: Path):
+    (tmp_path / "of_this_folder.py").write_text("def f(): ...")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "script.py").write_text("from mrl.config.own import find; print(find('of_this_folder:f').__name__)")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "bin/script.py"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "f\n", result.stderr
