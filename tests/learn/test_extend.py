@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
 import shlex
@@ -73,8 +74,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dumped(run_folder: Path, step: int) -> list[dict]:
-    (path,) = run_folder.glob(f"logs/exp_001/train_data_step{step}.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    with gzip.open(run_folder / "logs" / "exp_001" / f"train_data_step{step}.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file]
 
 
 def metrics_of(run_folder: Path) -> list[dict[str, float]]:
