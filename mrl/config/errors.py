@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
 from mrl.env import SECRET_NAME
@@ -13,7 +14,10 @@ from mrl.env import SECRET_NAME
 Config = TypeVar("Config")
 
 REDACTED = "<redacted>"
+COMMAND_LINE = "command line"
+"""The origin of an override's setting."""
 
+_MENTIONED = re.compile(r"\b[a-z_]+(?:\.\w+)+(?==)")
 _PART = re.compile(r"[^.\[\]]+")
 
 
@@ -47,17 +51,26 @@ class NotKnown(Exception):
 class Problems:
     """Collects the problems of a config. Every text has the same form: `key=value: rule; way out`."""
 
-    def __init__(self, config: object) -> None:
-        """`config` is a RunConfig, whose values the texts quote."""
+    def __init__(self, config: object, origins: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`config` is a RunConfig, whose values the texts quote. `origins` says where its keys were set, inherited files first."""
         self._config = config
-        self._texts: dict[str, None] = {}
+        self._origins = origins
+        places = dict.fromkeys(origin.partition(":")[0] for origin in origins.values() if not origin.startswith(COMMAND_LINE))
+        self._ranks = {place: rank for rank, place in enumerate(reversed(places), start=1)}
+        self._texts: dict[str, str | None] = {}
 
-    def add(self, key: str, rule: str, way_out: str, kind: type[str] = str) -> None:
-        """Adds a problem with the value of a dotted key. `kind` is Unprovided or Unchecked if nothing is wrong with the config itself."""
+    def add(self, key: str, rule: str, way_out: str, kind: type[str] = str, *, others: Sequence[str] = ()) -> None:
+        """Adds a problem with the value of a dotted key. `kind` is Unprovided or Unchecked if nothing is wrong with the config itself.
+
+        With `others`, keys that break the rule as well as `key`, the rule says by itself what is wrong, and the text begins with the key
+        that the user set last: on the command line, in the file, in a file that it inherits.
+        """
+        key = self._set_last([key, *others])
         value = value_at(self._config, key)
         if SECRET_NAME.search(key.rpartition(".")[2]) and isinstance(value, str):
             value = REDACTED
-        self.extend([kind(f"{key}={spell(value)}: {rule}; {way_out}")])
+        text = kind(f"{key}={spell(value)}: {rule}; {way_out}")
+        self._texts.setdefault(text, self._set_last([key, *_MENTIONED.findall(rule)]) if kind is str else None)
 
     def extend(self, texts: Sequence[str]) -> None:
         """Adds problems that are texts already. One that is there stays once."""
@@ -65,8 +78,28 @@ class Problems:
 
     @property
     def texts(self) -> list[str]:
-        """The problems, in the order in which they were added."""
-        return list(self._texts)
+        """The problems in the order in which they were added; those that one setting causes are one.
+
+        A setting that breaks several rules has the reasons joined. What it breaks besides, for another key, is left out.
+        """
+        groups: dict[str, list[str]] = {}
+        for text, cause in self._texts.items():
+            groups.setdefault(cause or text, []).append(text)
+        return [self._joined(cause, texts) for cause, texts in groups.items()]
+
+    def _joined(self, cause: str, texts: list[str]) -> str:
+        own = [text for text in texts if text.startswith(f"{cause}=")]
+        first, *rest = own or texts
+        return ". Also: ".join([first, *(text.partition(": ")[2] if own else text for text in rest)]) if rest else first
+
+    def _set_last(self, keys: Sequence[str]) -> str:
+        """The key that the user set last; the first of several."""
+        return min(keys, key=lambda key: self._rank(self._origins.get(key, "")))
+
+    def _rank(self, origin: str) -> int:
+        if origin.startswith(COMMAND_LINE):
+            return 0
+        return self._ranks.get(origin.partition(":")[0], len(self._ranks) + 1)
 
 
 def value_at(config: object, key: str) -> object:

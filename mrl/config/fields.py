@@ -54,9 +54,13 @@ class Range:
 
         def check(value: object, validate: Callable[[object], float]) -> float:
             # pydantic takes true for 1, and 2.0 for 2.
+            if source is int and isinstance(value, float) and value.is_integer() and value in self:
+                raise ValueError(f"must be a whole number; write {int(value)}")
             if isinstance(value, bool) or (source is int and isinstance(value, float)):
                 raise ValueError(f"must be a {'whole ' if source is int else ''}number; correct the value")
             number = validate(value)
+            if math.isfinite(number) and number > self.high == _LARGEST:
+                raise ValueError(f"out of range; use a number that is at most {_LARGEST}")
             if number not in self:
                 raise ValueError(f"out of range; use a number that is {self}")
             return number

@@ -15,13 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 import mrl
 from conversion.files.reading import read_file
 from mrl.config.dialect.tables import RENAMED, SAFE_LOADER
-from mrl.config.errors import REDACTED, ConfigError, spell
+from mrl.config.errors import COMMAND_LINE, REDACTED, ConfigError, spell
 from mrl.env import SECRET_NAME
 
 logger = logging.getLogger(__name__)
 
-COMMAND_LINE = "command line"
-"""The origin of an override's setting."""
 REPLACES = "_override_"
 """NeMo RL's mark in a section: with `true`, the section replaces the inherited one."""
 

@@ -95,6 +95,7 @@ def read_run(
     reader = Reader(Tree(beside | translated, secrets), translated, misplaced)
     config = reader.section(RunConfig)
     config.secrets = frozenset(secrets)
+    config.origins = {".".join(key): setting.origin for key, setting in translated.items()}
     problems += reader.problems()
     faults = reader.faults()
     return None if "algorithm" in faults else hide(config, faults), migration, list(dict.fromkeys([*problems, *refused]))

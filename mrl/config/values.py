@@ -220,7 +220,8 @@ def _defaults(section: type) -> dict[str, Any]:
         if field.default_factory is dataclasses.MISSING:
             found[field.name] = field.default
         else:
-            found[field.name] = _defaults(inner) if inner else field.default_factory()
+            # Of its own: sections of one class have their values apart.
+            found[field.name] = copy.deepcopy(_defaults(inner)) if inner else field.default_factory()
     return found
 
 

@@ -37,10 +37,10 @@ def test_a_laptop_is_told_what_it_lacks_for_a_cluster_s_config(said):
     code, output = said(str(NEMO_RL / "grpo_nanov3.yaml"), "cluster.num_nodes=1", "cluster.gpus_per_node=1")
     assert code == 2
     assert (
-        "cluster.num_nodes=1 x cluster.gpus_per_node=1: 1 GPUs, and the layout needs a multiple of 16: tensor 2 x pipeline 2 x "
-        "context 4 = 16, expert 8 x expert tensor 1 x pipeline 2 = 16; raise cluster.num_nodes or cluster.gpus_per_node"
+        "cluster.num_nodes=1: the 1 slots (cluster.num_nodes=1 x cluster.gpus_per_node=1) are no multiple of tensor 2 x pipeline 2 x "
+        "context 4 = 16, nor of expert 8 x expert tensor 1 x pipeline 2 = 16; change one of these sizes, cluster.num_nodes or"
     ) in output
-    assert "policy.generation.vllm_cfg.tensor_parallel_size=4: does not divide the 1 slots of a node" in output
+    assert "cluster.gpus_per_node=1: an engine fits into a node, and policy.generation.vllm_cfg.tensor_parallel_size=4 does not" in output
     provided = output.partition("To be provided")[2].partition("Refused")[0]
     assert "policy.model_name=/path/to/hf_checkpoint" in provided and "/path/to/train.jsonl" in provided
 
@@ -79,15 +79,16 @@ def test_everything_is_said_in_one_pass(said, workplace: Path):
         "policy: {megatron_cfg: {tensor_model_parallel_size: 4}}\ncluster: {cpu_units_per_node: 6}\n"
     )
     code, output = said("config.yaml")
-    refused = lines_of(output, "Refused: 5")
+    refused = lines_of(output, "Refused: 4")
     starts = [
         "grpo.sed=1 (config.yaml:2): no such key",
         "grpo.val_at_end=maybe (config.yaml:2): must be true",
         "grpo.max_num_steps=0 (config.yaml:2): out",
     ]
     size = "policy.megatron_cfg.tensor_model_parallel_size=4"
-    starts += [f"{size}: tensor x pipeline x context parallel size = 4 does not divide the 6", f"{size}: does not divide the model's"]
+    starts += [f"{size}: the 6 slots (cluster.num_nodes=1 x cluster.cpu_units_per_node=6) are no multiple of tensor 4 x pipeline 1"]
     assert code == 2 and all(any(line.startswith(start) for line in refused) for start in starts), output
+    assert ". Also: does not divide the model's 2 Mamba groups; use 1 or 2" in output
 
 
 def test_rules_without_their_values_are_said_not_guessed(said, workplace: Path):

@@ -270,5 +270,7 @@ def _old_forms(found: Translation) -> None:
     # In files that give both, NeMo RL's Megatron reads the optimizer's; who names the other on the command line means that.
     clip, norm = found.given(CLIP), found.given(NORM)
     if clip is not None and found.value_of(f"{DTENSOR}.enabled") is not True and (norm is None or norm.origin != COMMAND_LINE):
-        if (value := found.value_of(CLIP) or 0.0) != (found.value_of(NORM) or 0.0):
+        value = found.value_of(CLIP) or 0.0
+        # Of any other value the problem is said once.
+        if isinstance(value, int | float) and value >= 0 and value != (found.value_of(NORM) or 0.0):
             found.put(CLIP, clip, NORM, value)

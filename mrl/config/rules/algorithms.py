@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from mrl.config.errors import Problems, spell
+from mrl.config.rules.layout import DENSE_SIZES
 from mrl.config.schema.run import RunConfig
 
 _PAIRS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean")
@@ -107,12 +108,15 @@ def _check_rewards(config: RunConfig, problems: Problems) -> None:
 def check_batch(config: RunConfig, problems: Problems) -> None:
     """The rollouts of a step divide into global batches, and these into the data-parallel ranks."""
     rollouts, batch, dp = config.grpo.num_rollouts_per_step, config.policy.train_global_batch_size, config.data_parallel_size
+    key, sources = "policy.train_global_batch_size", ["grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"]
     if rollouts % batch:
-        rule = f"must divide grpo.num_prompts_per_step x grpo.num_generations_per_prompt = {rollouts}, the rollouts of a step"
-        problems.add("policy.train_global_batch_size", rule, "leave it out, and there is one update a step")
-    if dp and batch % dp:
-        rule = f"must be a multiple of the {dp} data-parallel ranks"
-        problems.add("policy.train_global_batch_size", rule, "change grpo.num_prompts_per_step or the layout")
+        rule = f"the {rollouts:,} rollouts of a step ({' x '.join(sources)}) are no multiple of {key}={batch}"
+        problems.add(key, rule, "leave the latter out, and there is one update a step", others=sources)
+    elif batch % max(1, dp) and config.num_policy_ranks % config.policy.megatron_cfg.model_parallel_size == 0:
+        rule = f"an update of {key}={batch} sequences does not divide among the {dp:,} data-parallel ranks"
+        sizes = [f"policy.megatron_cfg.{name}" for name in DENSE_SIZES]
+        slots = ["cluster.num_nodes", "cluster.gpus_per_node", "cluster.cpu_units_per_node"]
+        problems.add(key, rule, f"change {sources[0]} or the layout", others=[*sources, *sizes, *slots])
 
 
 def check_rollout_queue(config: RunConfig, problems: Problems) -> None:

@@ -27,7 +27,7 @@ def check_config(config: RunConfig) -> None:
 
 def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
     """Every problem of a config, one text each. Rules that need a value which is not known are named, not applied."""
-    problems, skipped = Problems(config), dict[str, list[str]]()
+    problems, skipped = Problems(config, config.origins), dict[str, list[str]]()
     rules = RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
     try:
         model = _read_model(config, problems)

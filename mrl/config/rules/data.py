@@ -62,7 +62,10 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
         problems.add("env.workplace_assistant.tables_path", f"no such file or folder in {os.getcwd()}", "correct the path")
     names = (*environment_names(section), *((NEMO_GYM,) if section.should_use_nemo_gym else ()))
     if config.data.default.env_name not in names:
-        problems.add("data.default.env_name", "no such environment", f"use one of {', '.join(names)}")
+        rule = "no such environment"
+        if config.data.default.env_name == NEMO_GYM:
+            rule += " unless env.should_use_nemo_gym=true"
+        problems.add("data.default.env_name", rule, f"use one of {', '.join(names)}")
 
 
 def check_data(config: RunConfig, problems: Problems) -> None:

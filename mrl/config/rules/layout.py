@@ -12,6 +12,13 @@ from mrl.config.passthrough import Library, arguments_of
 from mrl.config.schema.run import RunConfig
 
 MAX_SUGGESTED_SIZE = 1024
+DENSE_SIZES = {"tensor_model_parallel_size": "tensor", "pipeline_model_parallel_size": "pipeline", "context_parallel_size": "context"}
+EXPERT_SIZES = {
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert tensor",
+    "pipeline_model_parallel_size": "pipeline",
+}
+"""Keys of policy.megatron_cfg whose product is the number of ranks that hold all layers, and all experts, once; and their names."""
 PARSERS_OF_MODELS = {"nemotron_json": "NVIDIA-Nemotron-Nano-9B-v2 and -12B-v2"}
 """Parsers that plugins in the repositories of models register, and these models."""
 
@@ -23,33 +30,36 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
     """The cluster has enough slots for whole replicas of the policy and whole engines. Needs no model."""
     if _misses_dedicated(config, problems):
         return
-    megatron, cluster, ranks = config.policy.megatron_cfg, config.cluster, config.num_policy_ranks
-    tp, pp, cp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.context_parallel_size
-    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
-    dense, experts = megatron.model_parallel_size, ep * etp * pp
+    cluster, ranks = config.cluster, config.num_policy_ranks
     slot_key = "cluster.gpus_per_node" if cluster.gpus_per_node else "cluster.cpu_units_per_node"
-    takes_some = ranks < cluster.num_slots
-    if ranks < max(dense, experts):
-        what = "GPUs" if cluster.gpus_per_node else "policy ranks"
-        less = f" less {config.num_dedicated_slots} of dedicated engines" if takes_some else ""
-        product = f"tensor {tp} x pipeline {pp} x context {cp} = {dense}, expert {ep} x expert tensor {etp} x pipeline {pp} = {experts}"
-        text = (
-            f"cluster.num_nodes={cluster.num_nodes} x {slot_key}={cluster.slots_per_node}{less}: {ranks} {what}, and the layout needs "
-            f"a multiple of {math.lcm(dense, experts)}: {product}; "
-            f"raise cluster.num_nodes or {slot_key}, or lower the parallel sizes of policy.megatron_cfg"
-        )
-        problems.extend([text])
-    else:
-        way_out = f"lower one of the sizes, or set {slot_key} to a multiple"
-        if ranks % dense:
-            product = f"cluster.num_nodes x {slot_key}" + (" less those of dedicated engines" if takes_some else "")
-            rule = f"tensor x pipeline x context parallel size = {dense} does not divide the {ranks} slots ({product})"
-            problems.add(f"{_MEGATRON}.tensor_model_parallel_size", rule, way_out)
-        if ranks % experts:
-            rule = f"expert x expert tensor x pipeline parallel size = {experts} does not divide the {ranks} slots"
-            problems.add(f"{_MEGATRON}.expert_model_parallel_size", rule, way_out)
-    if not config.has_engines:
-        return
+    slots = f"cluster.num_nodes={cluster.num_nodes} x {slot_key}={cluster.slots_per_node}"
+    if ranks < cluster.num_slots:
+        slots += f" less {config.num_dedicated_slots} of dedicated engines"
+    wrong: dict[str, int] = {}
+    products = []
+    for names in (DENSE_SIZES, EXPERT_SIZES):
+        sizes = {name: getattr(config.policy.megatron_cfg, name) for name in names}
+        needed = math.prod(sizes.values())
+        if ranks % needed:
+            wrong |= sizes
+            products.append(" x ".join(f"{names[name]} {size:,}" for name, size in sizes.items()) + f" = {needed:,}")
+    if wrong:
+        rule = f"the {ranks:,} slots ({slots}) are no multiple of {', nor of '.join(products)}"
+        first, *others = (f"{_MEGATRON}.{name}" for name in sorted(wrong, key=lambda name: -wrong[name]))
+        way_out = f"change one of these sizes, cluster.num_nodes or {slot_key}"
+        problems.add(first, rule, way_out, others=[*others, "cluster.num_nodes", *_slot_keys(config)])
+    if config.has_engines:
+        _check_engine_slots(config, problems)
+
+
+def _slot_keys(config: RunConfig) -> list[str]:
+    """The keys that say how many slots a node has. The number of GPUs comes first: it decides which other key counts."""
+    resources = [f"{_RESOURCES}.gpus_per_node", f"{_RESOURCES}.num_nodes"] if config.num_dedicated_slots else []
+    return ["cluster.gpus_per_node", "cluster.cpu_units_per_node", *resources]
+
+
+def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
+    cluster = config.cluster
     tp, ep = config.policy.generation.vllm_cfg.tensor_parallel_size, config.policy.generation.vllm_cfg.expert_parallel_size
     if ep not in (1, tp):
         rule = f"must be 1 or policy.generation.vllm_cfg.tensor_parallel_size={tp}"
@@ -57,8 +67,8 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
     dedicated, is_one_node = config.num_dedicated_slots, cluster.gpus_per_node == 0 or cluster.num_nodes == 1
     per_node = dedicated if dedicated and is_one_node else cluster.slots_per_node
     if per_node % tp:
-        rule = f"does not divide the {per_node} slots of a node, and an engine fits into one"
-        problems.add(f"{_ENGINE}.tensor_parallel_size", rule, _divisors(per_node))
+        rule = f"an engine fits into a node, and {_ENGINE}.tensor_parallel_size={tp} does not divide the {per_node} slots of one"
+        problems.add(f"{_ENGINE}.tensor_parallel_size", rule, _divisors(per_node), others=_slot_keys(config))
     elif config.num_engines * tp > config.num_slots:
         rule = f"engines of {tp} workers need {config.num_engines * tp} of the {config.num_slots} slots"
         problems.add(f"{_GENERATION}.num_cpu_engines", rule, "lower it, or raise cluster.cpu_units_per_node")
@@ -117,10 +127,11 @@ def _misses_dedicated(config: RunConfig, problems: Problems) -> bool:
     if cluster.num_nodes == 1:
         name, available, other, whole = other, whole, name, 1
     value = given[name]
+    of_own = "policy.generation.colocated.enabled=false, and dedicated engines need some of"
     is_missing, is_wrong = value is None or value >= available, given[other] not in (None, whole)
     if is_missing:
         way_out = f"use 1 to {available - 1}" if available > 1 else "set policy.generation.colocated.enabled=true"
-        problems.add(f"{_RESOURCES}.{name}", f"dedicated engines need some of cluster.{name}={available}, and the policy the rest", way_out)
+        problems.add(f"{_RESOURCES}.{name}", f"{of_own} cluster.{name}={available}, the policy the rest", way_out)
     if is_wrong:
         problems.add(f"{_RESOURCES}.{other}", f"with cluster.num_nodes={cluster.num_nodes} it can only be {whole}", "set it to null")
     return is_missing or is_wrong
@@ -178,8 +189,9 @@ def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> N
     given = [layers for layers in ends if layers is not None]
     others, rest = pp - len(given), model.num_layers - sum(given)
     if pp == 1 and given:
-        rule = "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need several stages"
-        problems.add(key, rule, "set both to null")
+        names = [f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+        rule = f"a first or last stage has layers of its own only among several, and {key}=1"
+        problems.add(key, rule, "set both to null, or this above 1", others=names)
     elif rest < others or (rest % others if others else rest):
         rule = f"the {rest} layers outside given stages do not spread evenly over {others} others (the model has {model.num_layers} layers)"
         if not given:

@@ -29,10 +29,13 @@ def check_rows(config: RunConfig, problems: Problems) -> None:
     elif packing.enabled or dynamic.enabled:  # else rows have a fixed number of sequences
         name, section = ("sequence_packing", packing) if packing.enabled else ("dynamic_batching", dynamic)
         longest = math.ceil(total / multiple) * multiple
-        rule = f"a row must hold policy.max_total_sequence_length={total}, padded to a multiple of {multiple}"
+        others = ["policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by", f"policy.{name}.sequence_length_round"]
+        others += [f"{_MEGATRON}.{size}" for size in ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")]
         for key, tokens in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
             if tokens < longest:
-                problems.add(f"policy.{name}.{key}", rule, f"use at least {longest}")
+                key = f"policy.{name}.{key}"
+                rule = f"a row of {key}={tokens} must hold policy.max_total_sequence_length={total}, padded to a multiple of {multiple}"
+                problems.add(key, rule, f"use at least {longest} there", others=others)
 
 
 def check_logprobs(config: RunConfig, problems: Problems) -> None:
@@ -53,7 +56,8 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
         way_out = "set it to false, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true"
         problems.add(overlap, "only the distributed optimizer gathers parameters", way_out)
     elif ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
-        problems.add(overlap, "Megatron overlaps both or only the reduction", "set it to false, or overlap_grad_reduce=true beside it")
+        rule = f"Megatron overlaps both or only the reduction, and {overlap.replace('param_gather', 'grad_reduce')}=false"
+        problems.add(overlap, rule, "set it to false, or overlap_grad_reduce=true beside it")
     prefix, below_peak = f"{_MEGATRON}.optimizer", f"must be at most {_MEGATRON}.optimizer.lr={optimizer.lr:g}"
     needed = ("use_distributed_optimizer", "use_precision_aware_optimizer", "bf16")
     missing = [f"{prefix}.{name}=true" for name in needed if not getattr(optimizer, name)]

@@ -101,6 +101,8 @@ class RunConfig:
 
     secrets = frozenset[str]()
     """Secrets that the values hold; no key. `load_config` sets it; `with_value` keeps it, and `dataclasses.replace` does not."""
+    origins = dict[str, str]()
+    """Where each key was set, if anywhere: file and line, or the command line; inherited files first. No key; `load_config` sets it."""
     algorithm: Literal["grpo", "sft", "dpo", "rm"] = "grpo"
     """How the policy learns: from rollouts and rewards (grpo), conversations (sft), or pairs, as a policy (dpo) or reward model (rm)."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)

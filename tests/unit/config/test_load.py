@@ -34,6 +34,16 @@ def test_packaged_config_is_found_from_any_folder(tmp_path: Path, monkeypatch: p
     assert load_config("grpo_tiny.yaml").policy.megatron_cfg.tensor_model_parallel_size == 2
 
 
+def test_packaged_configs_share_no_run_folder():
+    folders = {path.name: load_config(path).checkpointing.checkpoint_dir for path in packaged_configs().glob("*.yaml")}
+    assert folders == {name: f"results/{name.removesuffix('.yaml')}" for name in folders}
+
+
+def test_sections_of_one_class_have_their_values_apart(tmp_path: Path):
+    env = load(tmp_path, REQUIRED, "env.mcqa.num_workers=7").env
+    assert (env.mcqa.num_workers, env.structured_outputs.num_workers) == (7, RunConfig().env.structured_outputs.num_workers)
+
+
 def test_the_working_directory_comes_before_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "grpo_tiny.yaml", REQUIRED)
