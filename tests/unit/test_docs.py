@@ -1,11 +1,17 @@
-"""Every table in docs/ says what the JSON says that a test part wrote."""
+"""Every table in docs/ says what the JSON says that a test part wrote; every training command has keys that exist."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from mrl.check import examine
+from mrl.config.load import read_run
 from scripts.render_docs import DOCS, parts_of, render_page, render_part
 from tests.long.record import OUTCOMES, PATHS, record
 from tests.long.stale import stale_tables
@@ -84,3 +90,36 @@ def test_a_table_is_old_once_its_product_files_change(tmp_path: Path):
     assert "speed.json" in warning and "1 files" in warning and "(speed.py)" in warning
     (data / "speed.json").write_text(json.dumps({"commit": "0123456789"}))
     assert "does not have" in stale_tables(data, tmp_path, paths)[0]
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Config and overrides of every training command in the fenced blocks of a page."""
+    blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    lines = [
+        shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines() if "mrl.train " in line
+    ]
+    plain = [line[line.index("mrl.train") + 1 :] for line in lines if line[:2] == ["python", "-m"]]
+    return [[word for word in words if word != "--check"] for words in plain]
+
+
+def test_the_commands_of_every_page_have_keys_that_exist():
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    found = [(page.name, words) for page in pages for words in commands_of(page.read_text()) if (ROOT / "configs" / words[0]).exists()]
+    assert len(found) >= 7
+    wrong = {(name, *words): problems for name, words in found if (problems := read_run(words[0], words[1:])[2])}
+    assert wrong == {}
+
+
+def test_the_config_of_the_tutorial_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = (DOCS / "tutorial.md").read_text()
+    blocks = {kind: re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("yaml", "json", "text")}
+    texts = {kind: match[1] for kind, match in blocks.items() if match}
+    files = {"my_run.yaml": texts["yaml"], "train.jsonl": texts["json"], "validation.jsonl": texts["json"], "prompt.txt": texts["text"]}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    checked = examine("my_run.yaml")
+    assert checked.refused == []
+    # The model is on the Hub; all else is there.
+    assert {text.partition("=")[0] for text in checked.problems} == {"policy.model_name", "policy.tokenizer.name"}
+    assert checked.config is not None and checked.config.num_engines == 8

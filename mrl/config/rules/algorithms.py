@@ -38,6 +38,9 @@ def check_algorithm(config: RunConfig, problems: Problems) -> None:
         }
         for rule in (rule for rule, is_so in others.items() if is_so):
             problems.add("loss_fn.use_cispo", rule, "set one of them back")
+    for name, is_on in {"use_cispo": loss.use_cispo, "disable_ppo_ratio": loss.disable_ppo_ratio}.items():
+        if is_on and loss.token_loss is not None:
+            problems.add(f"loss_fn.{name}", f"loss_fn.token_loss={loss.token_loss} takes its place", "leave one of them out")
     if loss.ratio_clip_c is not None and loss.disable_ppo_ratio:
         rule = "loss_fn.disable_ppo_ratio=true leaves no ratio to clip"
         problems.add("loss_fn.ratio_clip_c", rule, "set it to null, or the other to false")

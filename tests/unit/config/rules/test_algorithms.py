@@ -43,6 +43,8 @@ BAD = [
     ([CISPO, "loss_fn.ratio_clip_c=3"], "loss_fn.use_cispo=true", "ratio_clip_c=3.0"),
     ([CISPO, "loss_fn.token_level_loss=false"], "loss_fn.use_cispo=true", "averages over tokens"),
     (["loss_fn.ratio_clip_c=3", "loss_fn.disable_ppo_ratio=true"], "loss_fn.ratio_clip_c=3.0", "no ratio to clip"),
+    ([CISPO, "loss_fn.token_loss=mrl.algo.losses:cispo"], "loss_fn.use_cispo=true", "token_loss=mrl.algo.losses:cispo takes its place"),
+    (["loss_fn.disable_ppo_ratio=true", "loss_fn.token_loss=mrl.algo.losses:cispo"], "loss_fn.disable_ppo_ratio=true", "takes its place"),
     (["loss_fn.ratio_clip_c=1"], "loss_fn.ratio_clip_c=1", "above 1"),
     ([f"{TIS}_type=tis", "loss_fn.use_importance_sampling_correction=false"], f"{TIS}_type=tis", "set it to null"),
     ([f"{TIS}_type=tis"], f"{TIS}_type=tis", "needs"),
