@@ -40,8 +40,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
     parser.add_argument(OPTION, action="store_true", help="print the resolved run and what is wrong with it, and start nothing")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the run's log: lines, or JSON objects")
     options = parser.parse_intermixed_args(arguments)
-    options.secrets = start_logging()
+    options.secrets = start_logging("plain" if options.check else options.log_format)
     options.name = options.config or (options.words.pop(0) if options.words else None)
     if options.name is None:
         parser.error("which config? e.g. python -m mrl.train grpo_tiny.yaml")

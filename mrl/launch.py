@@ -33,9 +33,10 @@ Joined = Sequence[tuple[str, int]]
 
 def launch_slurm(options: argparse.Namespace) -> None:
     """Prints a script that submits the run, or submits it."""
-    cluster = load_config(options.config, options.overrides).cluster
+    config = load_config(options.config, options.overrides)
+    cluster, name = config.cluster, options.name or slurm.job_name(Path(config.checkpointing.checkpoint_dir).absolute())
     job = slurm.SlurmJob(
-        train_command(options), cluster.num_nodes, cluster.gpus_per_node, options.log_dir.absolute(), options.time, options.name,
+        train_command(options), cluster.num_nodes, cluster.gpus_per_node, options.log_dir.absolute(), options.time, name,
         options.account, options.partition, options.container, options.mounts, is_gres_site=not options.gpus_per_node_option,
     )  # fmt: skip
     logger.info("%s", slurm.render(job))
@@ -158,6 +159,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     on_slurm = _runs(commands, "slurm", "a job of scripts/ray.sub", launch_slurm)
+    on_slurm.set_defaults(name=None)
     on_slurm.add_argument("--account")
     on_slurm.add_argument("--partition")
     on_slurm.add_argument("--time", default="8:00:00", help="limit of one attempt; longer runs are requeued (default: %(default)s)")
@@ -202,7 +204,7 @@ def _runs(
     parser = commands.add_parser(name, help=what, description=f"Prints {what} that runs a config.")
     parser.add_argument("config", help="config file (a path, or a packaged name)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    parser.add_argument("--name", default="mrl", help="of the job (default: %(default)s)")
+    parser.add_argument("--name", default="mrl", help="of the job (default: mrl; on Slurm, after the run folder)")
     if can_submit:
         parser.add_argument("--submit", action="store_true", help="send it, after printing it")
     parser.set_defaults(run=run)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.loop.run import Stopped
-from mrl.store.summary import Clock, metrics_of_updates, warn_of_bounded_ratios
+from mrl.store.summary import Clock, metrics_of_updates, performance_metrics, warn_of_bounded_ratios
 from mrl.types import Batch, RunState
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def train_step(run: Run[Supplier], state: RunState) -> None:
             # The rollouts of the next step do not wait until the checkpoint is written.
             run.saver.begin(state, waits=run.is_over)
     metrics |= clock.metrics() | run.saver.take_metrics()
+    metrics |= performance_metrics(run.config, data.batches, metrics, device=run.session.policies.device)
     run.folder.log_step(step, metrics, data.groups, data.sequences)
 
 

@@ -46,7 +46,7 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    start_logging("%(asctime)s %(levelname)s %(name)s: %(message)s", sys.stderr)
+    start_logging("actor", sys.stderr)
     logger.info("process %d", os.getpid())
 
 

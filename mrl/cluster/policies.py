@@ -128,6 +128,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         with nullcontext() if root is None else mcore_in_use(hf, root, parallel=parallel) as cached:
             self.dp_ranks = list(self.wait(building, deadline_s=self.start_s, what="build of the model").values())
             self.load(hf, cached, parallel)
+        self.device = self.call(PolicyVerbs.device_name, only=[0])[0]
 
     def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
         """Has every rank load its part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""

@@ -6,17 +6,29 @@ The secrets of a config are the values of keys that are called like a secret, an
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import TextIO
+from datetime import datetime
+from typing import Literal, TextIO
 
 from mrl import env
 from mrl.config.errors import REDACTED
 from mrl.config.texts import safe_text
+
+LogStyle = Literal["plain", "text", "terminal", "actor", "json"]
+"""plain: a report; text: a run's log, which in a terminal is `terminal`; actor: the log of one process; json: an object a line."""
+PREFIXES: dict[LogStyle, str] = {
+    "text": "{time:%F %T} {level} ",
+    "terminal": "{time:%T} ",
+    "actor": "{time:%F %T.%f} {level} {name}: ",
+}
+STORY = "story"
+"""The logger of what tutorials show, which has no times in a terminal."""
 
 _URL_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s/:@]*):[^\s/]+@")
 _URL_TOKEN = re.compile(r"([?&][\w-]*(?:token|key|secret|password|signature|sig)=)[^&\s]+", re.IGNORECASE)
@@ -63,33 +75,47 @@ def split_secrets(variables: Mapping[str, str], secrets: AbstractSet[str] = froz
 class SecretsFormatter(logging.Formatter):
     """Writes log lines and their tracebacks without secrets, and without characters that steer a terminal: errors quote rows."""
 
-    def __init__(self, text_format: str | None = None, secrets: AbstractSet[str] = frozenset()) -> None:
-        super().__init__(text_format)
+    def __init__(self, style: LogStyle = "plain", secrets: AbstractSet[str] = frozenset()) -> None:
+        super().__init__()
+        self.style: LogStyle = style
         self.secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        return safe_text(redact_text(super().format(record), self.secrets))
+        """The line, or all lines of a text, each with its prefix."""
+        text = safe_text(redact_text(super().format(record), self.secrets))
+        now = datetime.fromtimestamp(record.created).astimezone()
+        if self.style == "json":
+            said = {"time": now.isoformat(timespec="milliseconds"), "level": record.levelname, "logger": record.name}
+            return json.dumps({**said, "message": text.strip("\n")})
+        if self.style == "plain" or (self.style == "terminal" and record.name == STORY):
+            return text
+        prefix = PREFIXES[self.style].format(time=now, level=record.levelname, name=record.name)
+        return "\n".join(prefix + line for line in text.strip("\n").split("\n"))
 
 
-def start_logging(text_format: str = "%(message)s", stream: TextIO | None = None) -> set[str]:
+def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> set[str]:
     """Lets all loggers of this process write to `stream` (by default standard output) from INFO on, without secrets.
 
     Returns the set of secrets that the lines lack besides those of the environment. Loading a config adds to it.
     """
     secrets: set[str] = set()
-    handler = logging.StreamHandler(stream or sys.stdout)
-    handler.setFormatter(SecretsFormatter(text_format, secrets))
+    stream = stream or sys.stdout
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(SecretsFormatter("terminal" if style == "text" and stream.isatty() else style, secrets))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(style != "plain")
     return secrets
 
 
 def run_entry(main: Callable[[], int]) -> int:
-    """Returns the exit code of `main`. An error that ends it is printed with its traceback to stderr, without secrets; then it is 1."""
+    """Returns the exit code of `main`. An error that ends it goes to stderr, without secrets, its reason as the last line; then it is 1."""
     try:
         return main()
     except Exception as error:
         formatters = [handler.formatter for handler in logging.getLogger().handlers]
-        secrets = {secret for formatter in formatters if isinstance(formatter, SecretsFormatter) for secret in formatter.secrets}
-        sys.stderr.write(safe_text(redact_text("".join(traceback.format_exception(error)), secrets)))
+        formatter = next((found for found in formatters if isinstance(found, SecretsFormatter)), SecretsFormatter())
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        for text in ("".join(traceback.format_exception(error)), f"The attempt ended: {reason}"):
+            record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None)
+            sys.stderr.write(formatter.format(record).rstrip("\n") + "\n")
         return 1

@@ -35,6 +35,8 @@ class SequenceCost:
 
     per_token: float
     per_token_squared: float
+    scan_per_token: float = 0.0
+    """Of the scans of Mamba layers, which `of` leaves out: rows have always been planned without them."""
 
     def of(self, length: int) -> float:
         """Operations for a sequence of `length` tokens."""
@@ -52,21 +54,24 @@ def cost_of_model(hf_config: Mapping[str, object]) -> SequenceCost:
 
     A token meets every matrix once, of routed experts its top k, with two operations for an element. In an attention layer it meets on
     average half of its sequence, with four operations for each of its query's elements (scores, and their weighted sum). Mamba layers
-    carry a state of fixed size: no quadratic term; their scan, a few percent of their projections, is left out.
+    carry a state of fixed size: no quadratic term; their scan takes seven operations for each element of the state of a channel. So counts
+    Megatron-LM, too (`num_floating_point_operations`).
     """
     found = family(hf_config)
     transformer = found.megatron_arguments(hf_config)["transformer"]
     num_experts, top_k = (int(str(transformer.get(name, 0) or 0)) for name in ("num_moe_experts", "moe_router_topk"))
     shapes = found.canonical(hf_config)
-    elements = queries = 0.0
+    elements = queries = scans = 0.0
     for name, shape in shapes.items():
+        if name.endswith(".A_log"):
+            scans += 7 * shapes[name.removesuffix("A_log") + "out_proj.weight"][1] * int(str(hf_config["ssm_state_size"]))
         # Vectors and convolutions are no matrix products; the embedding is a lookup, unless the output layer is the same matrix.
         if len(shape) != 2 or ("embed" in name and "lm_head.weight" in shapes):
             continue
         elements += shape[0] * shape[1] * (top_k / num_experts if ".experts." in name else 1.0)
         if name.endswith("q_proj.weight"):
             queries += shape[0]
-    return SequenceCost(per_token=2 * elements, per_token_squared=2 * queries)
+    return SequenceCost(per_token=2 * elements, per_token_squared=2 * queries, scan_per_token=scans)
 
 
 def pack(lengths: Sequence[int], *, algorithm: str, row_tokens: int, dp_size: int, cost: SequenceCost) -> RowPlan:

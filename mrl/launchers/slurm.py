@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,11 @@ class SlurmJob:
     mounts: str | None = None
     is_gres_site: bool = True
     """Whether the job asks for GPUs by --gres, instead of --gpus-per-node."""
+
+
+def job_name(run_folder: Path) -> str:
+    """The name that all attempts of a run have and no other run has: of jobs of one name, Slurm runs one at a time (`singleton`)."""
+    return f"mrl-{run_folder.name}-{hashlib.sha256(str(run_folder).encode()).hexdigest()[:8]}"
 
 
 def submission(job: SlurmJob) -> tuple[list[str], dict[str, str]]:

@@ -15,6 +15,7 @@ from mrl.data.reading import write_quarantine
 from mrl.loop import rollouts, supervised
 from mrl.loop.rollout_queue import NoSignal
 from mrl.loop.run import Budget, Supplier, Training
+from mrl.store.console import outlook
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import is_good_enough
@@ -28,18 +29,22 @@ ENDED_EARLY = 75
 
 def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
     """Runs the configured steps from the newest checkpoint on. False if the budget was over first: the same command goes on."""
-    config = training.config
+    config, started = training.config, time.monotonic()
     write_quarantine(training.left_out, folder.path / "quarantine")
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
     if checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):
         logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
         return True
+    first_step = checkpoint.step + 1 if checkpoint is not None else 1
+    times = {"start_s": folder.measured("time/start"), "step_s": folder.measured("time/total")}
+    logger.info("%s", outlook(config, first_step=first_step, last_step=last_step, **times))
     with (
         training.open(folder, budget) as run,
         folder.open_loggers() as loggers,
         watch_hosts(config, None if loggers.is_empty else loggers.log_host),
     ):
         budget.begin()
+        folder.next_metrics["time/start"] = time.monotonic() - started
         state = train(run, checkpoint)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
     return state.step == last_step or not budget.is_over

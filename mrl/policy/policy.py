@@ -104,6 +104,10 @@ class Policy:
         """Index of the rows of a batch that belong to this rank. Not collective."""
         return parallel_state.get_data_parallel_rank()
 
+    def device_name(self) -> str:
+        """NVIDIA's name of this rank's GPU; "" without one. Not collective."""
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
     def layout_arguments(self) -> RankPlace:
         """What `Family.megatron_layout` takes besides the model's configuration. Not collective."""
         return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TextIO
 
 from tqdm import tqdm
 
 from conversion.progress import Progress
+from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import STORY
 
 logger = logging.getLogger(__name__)
+story = logging.getLogger(STORY)
 
 HEADER_WIDTH = 62
 # Without a terminal a progress line is written at most this often.
@@ -22,6 +26,20 @@ SUPERVISED_PHASES = {"train": "train", "validation": "val", "checkpoint": "ckpt"
 SUPERVISED_SHOWN = ("perplexity", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
 # Work beside other phases, which `[Time]` does not count.
 HIDDEN = {"gen": "time/generation_hidden", "reward": "time/reward_hidden", "ckpt": "time/checkpoint_hidden"}
+
+
+def outlook(config: RunConfig, *, first_step: int, last_step: int, start_s: float | None, step_s: float | None) -> str:
+    """The line that says what the attempt does next; with seconds where earlier steps of the run have measured them."""
+    engines = f" and {config.num_engines} engine{'s' * (config.num_engines > 1)}" if config.has_engines else ""
+    num_ranks, num_steps = config.num_policy_ranks, last_step - first_step + 1
+    text = f"Next: start {num_ranks} policy rank{'s' * (num_ranks > 1)}{engines}"
+    text += f" ({start_s:.0f} s the last time)" if start_s is not None else ""
+    text += f", then {num_steps} steps, {first_step} to {last_step}"
+    if step_s is not None:
+        text += f" (about {step_s:.1f} s each, {timedelta(seconds=round(step_s * num_steps))} in all without validations and checkpoints)"
+    periods = [f"validation every {config.training.val_period}"] if config.training.val_period else []
+    periods += [f"a checkpoint every {config.checkpointing.save_period}"] if config.checkpointing.enabled else []
+    return "; ".join([text, *periods])
 
 
 def step_header(step: int, max_num_steps: int) -> str:
@@ -70,15 +88,14 @@ def rollout_progress(total: int) -> tqdm:
 
 
 class _LineWriter:
-    """Turns tqdm's carriage returns into lines, so that log files stay readable."""
+    """Turns tqdm's carriage returns into lines of the log, which a full disk cannot fail."""
 
     def write(self, text: str) -> None:
         line = text.strip("\r\n ")
         if line:
-            sys.stderr.write(line + "\n")
+            story.info("%s", line)
 
-    def flush(self) -> None:
-        sys.stderr.flush()
+    def flush(self) -> None: ...
 
 
 def bar_progress(what: str, terminal: TextIO) -> Progress:

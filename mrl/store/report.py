@@ -42,8 +42,8 @@ td.text { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-
 
 def write_report(path: Path, *, metrics_file: Path, samples_file: Path, title: str) -> None:
     """Writes the page from the run's metrics and samples, and replaces an older page at once. Leaves out torn lines, and counts them."""
-    rows, num_torn_rows = _read(metrics_file, METRIC_KEYS)
-    samples, num_torn_samples = _read(samples_file, SAMPLE_KEYS, last_bytes=SAMPLES_BYTES)
+    rows, num_torn_rows = read_rows(metrics_file, METRIC_KEYS)
+    samples, num_torn_samples = read_rows(samples_file, SAMPLE_KEYS, last_bytes=SAMPLES_BYTES)
     num_torn = num_torn_rows + num_torn_samples
     note = f"<p>{num_torn} torn lines of {escape(metrics_file.name)} and {escape(samples_file.name)} are left out.</p>" if num_torn else ""
     is_supervised = any("train/loss" in row for row in rows) and not any("train/reward" in row or "val/accuracy" in row for row in rows)
@@ -88,7 +88,7 @@ def _held_out_loss(rows: Sequence[dict]) -> Series:
     return _series(rows, "val/val_loss") or _series(rows, f"{PAIRS}loss")
 
 
-def _read(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> tuple[list[dict], int]:
+def read_rows(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> tuple[list[dict], int]:
     """The objects of a file that have these keys, and the number of other lines, which a full disk or a power cut has torn."""
     found, num_torn, lines = [], 0, list[bytes]()
     if path.exists():

@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import shutil
+import statistics
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +18,11 @@ from mrl.config.load import resolved_yaml
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.store.checkpoints import Checkpoint, CheckpointStore
-from mrl.store.console import step_header, step_lines, supervised_lines
+from mrl.store.console import step_header, step_lines, story, supervised_lines
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.ownership import FolderLost, Ownership
-from mrl.store.report import write_report
+from mrl.store.report import METRIC_KEYS, read_rows, write_report
 from mrl.store.samples import Split, append_report_samples, best_and_worst, drop_old_step_data, sample_lines, write_step_data
 from mrl.types import RolloutGroup, TrainSequence
 
@@ -30,6 +32,8 @@ OWNER = "owner.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 REPORT = "report.html"
+# A line of metrics has a few KB.
+MEASURED_STEPS, MEASURED_BYTES = 20, 2**18
 
 
 class RunFolder:
@@ -47,6 +51,8 @@ class RunFolder:
         self._loggers: Loggers | None = None
         self._last_logged_step = -1
         self._failed_writes: Counter[str] = Counter()
+        self.next_metrics: dict[str, float] = {}
+        """Go into the next line of metrics, beside its own."""
 
     def open(self) -> None:
         """Takes the folder over, and removes unfinished saves of an interrupted attempt.
@@ -105,6 +111,8 @@ class RunFolder:
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step's metrics and hands them to every logger; after a validation or a checkpoint renews the report."""
         assert self._metrics is not None, "newest_checkpoint comes first"
+        metrics, self.next_metrics = {**metrics, **self.next_metrics}, {}
+        started = time.monotonic()
         num_lost = self._failed_writes.total() + (self._loggers.num_lost if self._loggers is not None else 0)
         if num_lost:
             metrics = {**metrics, "logger/lost": float(num_lost)}
@@ -114,9 +122,22 @@ class RunFolder:
             self._loggers.log(metrics, step)
         if "time/checkpoint" in metrics or any(name.startswith("val/") for name in metrics):
             self._render_report()
+        self._count_logging(started)
+
+    def _count_logging(self, started: float) -> None:
+        # A line of metrics cannot hold how long it takes itself.
+        spent_s = self.next_metrics.get("time/logging", 0.0) + time.monotonic() - started
+        self.next_metrics["time/logging"] = spent_s
+
+    def measured(self, name: str) -> float | None:
+        """The median of a metric over the last steps that have it; None if there is none."""
+        rows, _ = read_rows(self.path / METRICS, METRIC_KEYS, last_bytes=MEASURED_BYTES)
+        values = [row[name] for row in rows if row.get(name) is not None]
+        return statistics.median(values[-MEASURED_STEPS:]) if values else None
 
     def log_samples(self, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence] = ()) -> None:
         """Writes a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. `sequences`: see `write_step_data`."""
+        started = time.monotonic()
         with self._may_fail(SAMPLES):
             append_report_samples(self.path / SAMPLES, step, split, groups)
         with self._may_fail("the files *_data_stepN.jsonl.gz"):
@@ -125,9 +146,10 @@ class RunFolder:
         if split == "validation":
             shown = best_and_worst(groups, self.config.logger.num_val_samples_to_print)
             for line in sample_lines(shown, step):
-                logger.info("%s", line)
+                story.info("%s", line)
             if self._loggers is not None:
                 self._loggers.log_samples(shown, step)
+        self._count_logging(started)
 
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> None:
         """Prints a step's metrics, and writes them and its rollouts, if it had any."""
@@ -137,13 +159,13 @@ class RunFolder:
         else:
             lines = supervised_lines(metrics)
         for line in lines:
-            logger.info("%s", line)
+            story.info("%s", line)
         if groups:
             self.log_samples(step, "train", groups, sequences)
         self.log_metrics(step, metrics)
 
     def print_header(self, step: int, last_step: int) -> None:
-        logger.info("\n%s", step_header(step, last_step))
+        story.info("\n%s", step_header(step, last_step))
 
     def copy_tokenizer(self, checkpoint: Checkpoint) -> None:
         """Puts the tokenizer's files beside the weights, so that a checkpoint can be exported on its own."""

@@ -14,9 +14,14 @@ import numpy as np
 from mrl.algo.evaluation import mean_pass_at_k
 from mrl.algo.rewards import shaped_rewards_of
 from mrl.config.schema.algo import GrpoConfig
-from mrl.types import RolloutGroup
+from mrl.config.schema.run import RunConfig
+from mrl.data.planning import sequence_cost
+from mrl.types import Batch, RolloutGroup
 
 logger = logging.getLogger(__name__)
+
+PEAK_TFLOPS = {"A100": 312.0, "H100 80GB HBM3": 989.5, "H200": 989.5, "GB200": 2450.0, "GB300": 2450.0, "B200": 2250.0, "B300": 2250.0}
+"""Of dense bfloat16 products, by a part of the device's name: NVIDIA's data sheets, with NeMo RL's numbers."""
 
 
 class Clock:
@@ -73,6 +78,30 @@ def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds
         "rollout/tokens_per_s": float(lengths.sum() / seconds),
         **environment_metrics(groups, stage="rollout"),
     }
+
+
+def performance_metrics(config: RunConfig, batches: Sequence[Batch], metrics: Mapping[str, float], *, device: str) -> dict[str, float]:
+    """Tokens a second and TFLOPS of a GPU (of a rank on hosts without) in a step, by NeMo RL's names, from its batches and times.
+
+    The operations are those of the model, whatever is recomputed: three forward passes for an update, of LoRA two, and one for a logprob
+    pass. Their share of the peak, `train_fp_utilization` (MFU), is known for bfloat16 on the devices of `PEAK_TFLOPS`.
+    """
+    lengths = [sequence.rollout.num_tokens for batch in batches for sequence in batch.sequences]
+    cost, seconds = sequence_cost(config.policy.model_name), metrics["time/train"] * config.num_policy_ranks
+    num_passes = (2 if config.policy.megatron_cfg.peft.enabled else 3) + metrics["train/num_logprob_passes"]
+    tflops = num_passes * sum(cost.of(length) + cost.scan_per_token * length for length in lengths) / seconds / 1e12
+    found = {
+        "tokens_per_sec_per_gpu": sum(lengths) / metrics["time/total"] / config.num_slots,
+        "policy_training_tokens_per_sec_per_gpu": sum(lengths) / seconds,
+        "train_flops_per_gpu": tflops,
+    }
+    if config.has_engines:
+        num_workers = config.num_engines * config.policy.generation.vllm_cfg.tensor_parallel_size
+        found["generation_tokens_per_sec_per_gpu"] = metrics["rollout/tokens_per_s"] / num_workers
+    peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
+    if peak is not None and config.policy.precision == "bfloat16":
+        found["train_fp_utilization"] = tflops / peak
+    return {f"performance/{name}": value for name, value in found.items()}
 
 
 def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollout", "val"]) -> dict[str, float]:

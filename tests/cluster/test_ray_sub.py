@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.cluster.conftest import Scenario
 from tests.cluster.jobs import Job, submit, training
 from tests.cluster.slurm import SlurmBox
+from tests.learn.quickstart import PREFIX
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -32,7 +34,7 @@ def test_a_run_on_four_nodes(box: SlurmBox, inputs: list[str], tmp_path: Path):
     assert {f"ray-worker-{index}.log" for index in range(3)} <= names
     assert ".ray_token" not in names
 
-    driver = job.log("ray-driver.log")
+    driver = re.sub(PREFIX, "", job.log("ray-driver.log"), flags=re.MULTILINE)
     assert "Number of actors online: 4/4" in driver
     assert "Step 2/2" in driver
     rows = [line.split() for line in driver.splitlines() if line.split()[1:2] and line.split()[1] in box.names]

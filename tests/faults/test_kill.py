@@ -66,6 +66,7 @@ def rows(run_folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     timed = (
         "time/",
+        "performance/",
         "refit/seconds",
         "rollout/tokens_per_s",
         "rollout/engine_idle_fraction",

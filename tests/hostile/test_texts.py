@@ -115,7 +115,7 @@ def test_what_a_grader_says_again_is_safe():
 def test_no_log_line_steers_the_terminal():
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(SecretsFormatter("%(message)s"))
+    handler.setFormatter(SecretsFormatter())
     record = logging.LogRecord("x", logging.INFO, "x", 1, "Rollout %s", ("\x1b[2J\x1b]0;owned\x07\u202e",), None)
     handler.handle(record)
     assert is_safe(stream.getvalue())

@@ -19,6 +19,8 @@ PREPARE_TIMEOUT_S = 300.0
 TRAIN_TIMEOUT_S = 1200.0
 EXPORT_TIMEOUT_S = 300.0
 RUN_FOLDER = Path("results/grpo_tiny")
+PREFIX = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING|ERROR) "
+"""Of every line of a run's log off a terminal."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def sampling_noise(accuracies: Sequence[float], num_samples: int) -> float:
 
 
 def call(folder: Path, *arguments: str, timeout_s: float) -> str:
-    """Standard output and error of `python ARGUMENTS` in `folder`; fails the test unless it exits with 0."""
+    """Standard output and error of `python ARGUMENTS` in `folder`, without times and levels; fails the test unless it exits with 0."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, *arguments],
@@ -108,4 +110,4 @@ def call(folder: Path, *arguments: str, timeout_s: float) -> str:
         timeout=timeout_s,
     )
     assert result.returncode == 0, f"{' '.join(arguments)} exited with {result.returncode}:\n{result.stdout[-6000:]}"
-    return result.stdout
+    return re.sub(PREFIX, "", result.stdout, flags=re.MULTILINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mrl.config.fields import AboveZero, Count, Positive, follows
+from mrl.config.fields import AboveZero, Count, Port, Positive, follows
 
 
 @dataclass
@@ -90,6 +90,8 @@ class LoggerConfig:
     """Send metrics to MLflow."""
     own: list[str] = field(default_factory=list)
     """Your own loggers, `package.module:name` of a class each (docs/extend/logger.md)."""
+    prometheus_port: Port | None = None
+    """Serve the latest metrics for Prometheus at `http://127.0.0.1:PORT/metrics` of the driver's host; null = no server."""
     monitor_gpus: bool = True
     """Sample processors, memory and GPUs of every node for the loggers (`ray/node.I.*`). Without a logger nothing is sampled."""
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -24,6 +24,7 @@ MEMORY = "loggers.json"
 # Services refuse or cut longer texts: the samples of a validation share this.
 MAX_SAMPLE_CHARACTERS = 40_000
 HOST_PREFIX = "ray/"
+TAKE_STEPS_AGAIN = ("tensorboard", "prometheus_client")
 # All loggers together may take this long at the end of a run: enough for one that still waits for its server to turn to files.
 CLOSE_TIMEOUT_S = 60.0
 
@@ -105,7 +106,7 @@ class Loggers:
         """Records one step's metrics under NeMo RL's names, unless a former attempt has logged that step."""
         named = nemo_rl_names(metrics)
         for thread in self._threads:
-            if thread.name == "tensorboard" or step > self._memory.last_step:
+            if thread.name in TAKE_STEPS_AGAIN or step > self._memory.last_step:
                 thread.put(lambda sink: sink.log(named, step))
 
     def log_host(self, metrics: Mapping[str, float], sampled_at: float) -> None:
@@ -144,7 +145,7 @@ class Loggers:
 
 def switched_on(config: LoggerConfig) -> list[str]:
     flags = {"tensorboard": config.tensorboard_enabled, "wandb": config.wandb_enabled}
-    flags |= {"swanlab": config.swanlab_enabled, "mlflow": config.mlflow_enabled}
+    flags |= {"swanlab": config.swanlab_enabled, "mlflow": config.mlflow_enabled, "prometheus_client": config.prometheus_port is not None}
     return [*(name for name, is_on in flags.items() if is_on), *config.own]
 
 

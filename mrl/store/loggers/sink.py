@@ -15,6 +15,7 @@ SINKS = {
     "wandb": ("W&B", "mrl.store.loggers.wandb:WandbSink"),
     "swanlab": ("SwanLab", "mrl.store.loggers.swanlab:SwanLabSink"),
     "mlflow": ("MLflow", "mrl.store.loggers.mlflow:MlflowSink"),
+    "prometheus_client": ("Prometheus", "mrl.store.loggers.prometheus:PrometheusSink"),
 }
 """Title and class of every logger, by the name of its package and of its section. The class takes a `LoggerConfig` and a `LoggedRun`."""
 

@@ -64,7 +64,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 def is_of_time(name: str) -> bool:
-    return name.startswith("time/") or name.endswith(("seconds", "_per_s", "idle_fraction"))
+    return name.startswith(("time/", "performance/")) or name.endswith(("seconds", "_per_s", "idle_fraction"))
 
 
 @pytest.fixture(scope="module")

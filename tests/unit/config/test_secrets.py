@@ -1,4 +1,9 @@
+import json
 import logging
+import re
+import subprocess
+import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -6,9 +11,10 @@ import pytest
 from mrl import check
 from mrl.config.load import load_config, resolved_yaml
 from mrl.config.model import with_value
-from mrl.config.secrets import redact, redact_text, run_entry, split_secrets, start_logging
+from mrl.config.secrets import STORY, SecretsFormatter, redact, redact_text, run_entry, split_secrets, start_logging
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
+from tests.sources import ROOT
 
 
 def test_the_saved_config_loads_and_is_the_same(tmp_path: Path):
@@ -139,8 +145,68 @@ def test_tracebacks_have_no_secret(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     assert run_entry(fail) == 1
     printed = capsys.readouterr()
-    assert printed.out.count("RuntimeError: 401 for <redacted>") == printed.err.count("RuntimeError: 401 for <redacted>") == 1
+    # On stderr it is the end of the traceback, and the last line.
+    assert [text.count("RuntimeError: 401 for <redacted>") for text in printed] == [1, 2]
     assert "asked with <redacted>" in printed.out and "canary" not in printed.out + printed.err
+
+
+def records() -> list[logging.LogRecord]:
+    made = [(logging.INFO, STORY, "\n== Step 1/2 ==\n[Reward]   mean=0.5"), (logging.WARNING, "mrl.a", "low")]
+    return [logging.LogRecord(name, level, "", 0, text, None, None) for level, name, text in made]
+
+
+def test_every_line_of_a_log_has_its_time_and_level():
+    text = "\n".join(map(SecretsFormatter("text").format, records()))
+    found = re.findall(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) ([A-Z]+) (.+)$", text, re.MULTILINE)
+    assert [line[1:] for line in found] == [("INFO", "== Step 1/2 =="), ("INFO", "[Reward]   mean=0.5"), ("WARNING", "low")]
+    assert text.count("\n") == 2 and abs(datetime.now() - datetime.fromisoformat(found[0][0])) < timedelta(seconds=60)
+
+
+def test_a_terminal_has_the_block_of_the_tutorials_as_it_is():
+    block, warning = map(SecretsFormatter("terminal").format, records())
+    assert block == "\n== Step 1/2 ==\n[Reward]   mean=0.5" and re.fullmatch(r"\d\d:\d\d:\d\d low", warning)
+
+
+def test_a_log_in_json_has_an_object_a_line():
+    rows = [json.loads(SecretsFormatter("json").format(record)) for record in records()]
+    assert [(row["level"], row["logger"], row["message"]) for row in rows] == [
+        ("INFO", STORY, "== Step 1/2 ==\n[Reward]   mean=0.5"),
+        ("WARNING", "mrl.a", "low"),
+    ]
+    assert abs(datetime.now().astimezone() - datetime.fromisoformat(rows[0]["time"])) < timedelta(seconds=60)
+
+
+DYING = """
+import logging, sys, warnings
+from mrl.config.secrets import run_entry, start_logging
+
+start_logging(sys.argv[1])
+
+def main():
+    logging.info("first")
+    warnings.warn("old")
+    try:
+        raise OSError("the disk is gone")
+    except OSError as error:
+        raise RuntimeError("step 3 failed:\\n  for good") from error
+
+sys.exit(run_entry(main))
+"""
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_the_reason_of_death_is_the_last_line_of_the_log(style: str):
+    command = [sys.executable, "-c", DYING, style]
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    lines = ended.stdout.splitlines()
+    if style == "json":
+        rows = [json.loads(line) for line in lines]
+        lines = [f"{row['level']} {row['message']}" for row in rows]
+    else:
+        assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [A-Z]+ ", line) for line in lines), ended.stdout
+    assert ended.returncode == 1 and lines[0].endswith("INFO first") and any("UserWarning: old" in line for line in lines)
+    assert "OSError: the disk is gone" in ended.stdout
+    assert lines[-1].endswith("ERROR The attempt ended: RuntimeError: step 3 failed: for good")
 
 
 def test_a_changed_config_keeps_its_secrets(monkeypatch: pytest.MonkeyPatch):

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from mrl.data.planning import (
     PACKERS,
@@ -27,6 +29,7 @@ from mrl.data.planning import (
     sequence_cost,
 )
 from scripts.bench.packing import fewest_rows
+from tests import models
 from tests.sources import ROOT
 
 lengths_lists = st.lists(st.integers(1, 60), max_size=40)
@@ -289,10 +292,27 @@ def test_a_mixture_by_hand(is_tied: bool):
     assert cost.of(10) == 10 * cost.per_token + 100 * cost.per_token_squared
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_operations_are_those_that_torch_counts_in_a_forward_pass(name: str):
+    model, length = models.tiny_model(name), 32
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(length)[None])
+    cost = cost_of_model(model.config.to_dict())
+    # Eager attention also computes the half of the scores that it masks.
+    assert counter.get_total_flops() == cost.of(length) + cost.per_token_squared * length**2
+
+
+def test_a_scan_takes_seven_operations_for_each_element_of_the_states():
+    cost = cost_of_model(models.TINY_NEMOTRON_H | {"model_type": "nemotron_h"})
+    # Three Mamba layers of 8 heads with 16 channels, each with a state of 16.
+    assert cost.scan_per_token == 3 * 7 * (8 * 16) * 16 < 0.1 * cost.per_token
+
+
 def test_mamba_layers_have_no_quadratic_term():
-    models = ROOT / "scripts" / "bench" / "models"
+    folder = ROOT / "scripts" / "bench" / "models"
     hybrid, decoder = (
-        cost_of_model(json.loads((models / f"{name}.config.json").read_text())) for name in ("nemotron3_nano_30b_a3b", "qwen3_30b_a3b")
+        cost_of_model(json.loads((folder / f"{name}.config.json").read_text())) for name in ("nemotron3_nano_30b_a3b", "qwen3_30b_a3b")
     )
     # 3.2 and 3.0 billion parameters at work per token, as the model cards say without embeddings; 6 of 52 layers attend, and 48 of 48.
     assert hybrid.per_token / 2e9 == pytest.approx(3.2, abs=0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -54,6 +55,20 @@ def test_the_script_hands_sbatch_what_the_config_says(tmp_path: Path, capsys: py
 def test_sites_without_gres_are_asked_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = printed(capsys, "slurm", *TINY, "--log-dir", str(tmp_path), "--gpus-per-node")
     assert "--gpus-per-node=8" in text and "--gres" not in text
+
+
+def test_attempts_of_one_run_have_one_name_and_other_runs_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def name(*words: str) -> str:
+        (found,) = re.findall(r"--job-name=(\S+)", printed(capsys, "slurm", *TINY, *words, "--log-dir", str(tmp_path)))
+        return found
+
+    first = name(f"checkpointing.checkpoint_dir={tmp_path}/a/run")
+    assert re.fullmatch(r"mrl-run-[0-9a-f]{8}", first)
+    assert first == name(f"checkpointing.checkpoint_dir={tmp_path}/a/run", "grpo.max_num_steps=9")
+    assert first != name(f"checkpointing.checkpoint_dir={tmp_path}/b/run")
+    assert name("--name=mine") == "mine"
+    # Slurm lets jobs of one name wait for each other.
+    assert "#SBATCH --dependency=singleton" in (ROOT / "scripts/ray.sub").read_text()
 
 
 EKS = ["--image", "registry/mrl:1", "--claim", "fsx", "--efa", "4", "--instance-type", "p4d.24xlarge", "--shm", "64Gi"]

@@ -3,7 +3,8 @@ import re
 import time
 
 from conversion.progress import counter
-from mrl.store.console import bar_progress, step_header, step_lines
+from mrl.config.load import load_config
+from mrl.store.console import bar_progress, outlook, step_header, step_lines
 
 # Tutorial 002's block, whose lines users grep.
 BLOCK = """\
@@ -64,3 +65,15 @@ def test_what_was_hidden_is_told_beside_what_was_waited_for():
     lines = step_lines(metrics, num_prompts=32, num_generations=16)
     assert lines[3] == step_lines(METRICS, num_prompts=32, num_generations=16)[3]
     assert lines[4].endswith("verified=1,234,567 bytes, hidden: reward=3.0s, ckpt=8.0s")
+
+
+def test_the_first_lines_say_what_comes_and_how_long_it_takes_once_that_was_measured():
+    config = load_config("grpo_tiny.yaml")
+    fresh = outlook(config, first_step=1, last_step=160, start_s=None, step_s=None)
+    assert fresh == "Next: start 4 policy ranks and 1 engine, then 160 steps, 1 to 160; validation every 20; a checkpoint every 20"
+    resumed = outlook(config, first_step=11, last_step=160, start_s=41.4, step_s=2.2)
+    assert resumed.startswith(
+        "Next: start 4 policy ranks and 1 engine (41 s the last time), then 150 steps, 11 to 160 (about 2.2 s each, 0:05:30 in all "
+    )
+    alone = outlook(load_config("sft_tiny.yaml"), first_step=1, last_step=3, start_s=None, step_s=None)
+    assert "engine" not in alone and "then 3 steps, 1 to 3" in alone

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
@@ -21,7 +24,7 @@ from mrl.store.loggers.sink import SINKS, LoggedRun, Sample, command_has_secret,
 from mrl.store.loggers.thread import MAX_RECORDS, THREAD_PREFIX
 from tests.sources import ROOT
 
-EVERY = LoggerConfig(wandb_enabled=True, swanlab_enabled=True, tensorboard_enabled=True, mlflow_enabled=True)
+EVERY = LoggerConfig(wandb_enabled=True, swanlab_enabled=True, tensorboard_enabled=True, mlflow_enabled=True, prometheus_port=9400)
 
 
 def test_nothing_is_switched_on_by_default():
@@ -213,6 +216,17 @@ def test_a_process_ends_while_a_logger_hangs(tmp_path: Path, arguments: list[str
     assert (ended.returncode, ended.stdout) == (code, "the last line\n") and error in ended.stderr
 
 
+def test_a_full_disk_that_takes_the_log_leaves_the_exit_code():
+    script = (
+        "import logging; from mrl.config.secrets import start_logging; from mrl.store.loggers.thread import exit_with\n"
+        "def main():\n    start_logging('text'); logging.info('x'); return 75\n"
+        "exit_with(main)"
+    )
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert ended.returncode == 75, ended.stderr
+
+
 def test_a_command_line_with_a_secret_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", "canary-of-the-environment")
     monkeypatch.setattr(sys, "argv", ["train.py", "grpo_tiny.yaml"])
@@ -220,3 +234,33 @@ def test_a_command_line_with_a_secret_is_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", ["train.py", "env.judge.header=canary-of-the-environment"])
     assert command_has_secret(frozenset())
     assert command_has_secret(frozenset({"judge.header"}))
+
+
+def test_prometheus_reads_the_latest_metrics_from_this_host_alone(tmp_path: Path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    loggers = Loggers(RunConfig(logger=LoggerConfig(prometheus_port=port)), run_folder=tmp_path, log_folder=tmp_path, last_step=9)
+    # A resume takes steps again: the page has the present ones.
+    for step in (7, 8):
+        loggers.log({"train/loss": step / 2, "time/total": 1.5}, step)
+    loggers.log_host({"node.0.gpu.1.util": 50.0}, 1.0)
+    expected = {"mrl_train_loss": 4.0, "mrl_timing_train_total_step_time": 1.5, "mrl_step": 8.0, "mrl_ray_node_0_gpu_1_util": 50.0}
+    end = time.monotonic() + 30
+    while (found := scrape(port)) != expected:
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    assert [address for address in listening if address.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+    loggers.close()
+    assert loggers.num_lost == 0 and scrape(port) == {}
+
+
+def scrape(port: int) -> dict[str, float]:
+    """The samples of the page, as Prometheus' own parser reads them; empty if nobody listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return {}
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}

@@ -1,11 +1,15 @@
+import json
 import logging
+from pathlib import Path
 
 import pytest
 
+from mrl.config.load import load_config
 from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig
-from mrl.store.summary import metrics_of_updates, rollout_metrics, validation_metrics, warn_of_bounded_ratios
-from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
+from mrl.store.summary import metrics_of_updates, performance_metrics, rollout_metrics, validation_metrics, warn_of_bounded_ratios
+from mrl.types import Batch, Prompt, RolloutGroup, RolloutInfo, TrainSequence, Verdict
 from tests.unit.algo import groups
+from tests.unit.data.test_planning import QWEN
 
 
 def group(env_name: str, *verdicts: Verdict, num_turns: int = 1, num_observed: int = 0) -> RolloutGroup:
@@ -91,3 +95,24 @@ def test_metrics_of_updates_by_hand():
     joined = {"train/loss": 1.5, "train/num_valid_tokens": 40.0, "train/probs_ratio_min": 0.8, "train/advantages/max": 2.0}
     assert metrics_of_updates(updates) == joined
     assert metrics_of_updates(updates[:1]) == updates[0]
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "peak"),
+    [("bfloat16", "NVIDIA H200", 989.5), ("bfloat16", "NVIDIA GB200", 2450.0), ("bfloat16", "", None), ("float32", "NVIDIA H200", None)],
+)
+def test_the_work_of_a_gpu_by_hand(tmp_path: Path, precision: str, device: str, peak: float | None):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    config = load_config("grpo_tiny.yaml", [f"policy.model_name={tmp_path}", f"policy.precision={precision}"])
+    infos = [RolloutInfo(str(length), "p", 0, 1, 4, length - 4, "stop", None) for length in (10, 20)]
+    batch = Batch(tuple(TrainSequence(info, 0.0, True) for info in infos), (), (), 0, 0, {})
+    measured = {"time/train": 0.5, "time/total": 3.0, "train/num_logprob_passes": 1.0, "rollout/tokens_per_s": 40.0}
+    found = performance_metrics(config, [batch, batch], measured, device=device)
+    # Multiplications of a token in three layers and the output, additions beside them; half of the scores of 4 heads of 6.
+    matrices = 3 * (8 * 24 + 2 * 8 * 12 + 24 * 8 + 10 * 8 + 2 * 3 * 8 * 5) + 100 * 8
+    forward = sum(2 * matrices * length + 3 * 24 * 2 * length**2 for length in (10, 20, 10, 20))
+    tflops = (3 + 1) * forward / 0.5 / 4 / 1e12
+    expected = {"train_flops_per_gpu": tflops, "policy_training_tokens_per_sec_per_gpu": 60 / 0.5 / 4}
+    expected |= {"tokens_per_sec_per_gpu": 60 / 3.0 / 4, "generation_tokens_per_sec_per_gpu": 40.0}
+    expected |= {} if peak is None else {"train_fp_utilization": tflops / peak}
+    assert found == pytest.approx({f"performance/{name}": value for name, value in expected.items()})
