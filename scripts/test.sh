@@ -96,7 +96,7 @@ part proof 30 bash -c "result proof"
 if [[ ${1:-} == --full ]]; then
     part hostile 60 bash -c "result hostile"
     part stack 1260 "$PYTHON" -m pytest tests/stack --durations=10
-    part learn 600 "$PYTHON" -m pytest tests/learn --durations=5
+    part learn 660 "$PYTHON" -m pytest tests/learn --durations=5
     part faults 390 "$PYTHON" -m pytest tests/faults --durations=5
     cluster cluster 150 "$PYTHON" -m pytest tests/cluster --durations=5
 else
