@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import pytest
 
 import mrl
 from mrl.env import HF_TOKEN, VARIABLES, cache_root, job_age_s, secret_values
+from tests.sources import ROOT
 
 
 def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch):
@@ -67,3 +69,10 @@ def test_usage_statistics_are_off_unless_the_shell_says_otherwise(chosen: str | 
     code = "import json, os, mrl; print(json.dumps({name: os.environ[name] for name in mrl.NO_USAGE_STATISTICS}))"
     done = subprocess.run([sys.executable, "-c", code], env=bare | given, capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout) == (given or mrl.NO_USAGE_STATISTICS)
+
+
+def test_scripts_that_start_ray_by_its_own_command_switch_its_statistics_off():
+    texts = [path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    starting = [text for text in texts if "ray start" in text]
+    assert len(starting) == 2
+    assert all(re.search(r"^export .*RAY_USAGE_STATS_ENABLED=0", text, re.MULTILINE) for text in starting)
