@@ -250,4 +250,4 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry(main))
+    sys.exit(run_entry(lambda: main([OPTION, *sys.argv[1:]])))
