@@ -65,7 +65,7 @@ def train_step(run: Run[Supplier], state: RunState) -> None:
     step, clock = state.step + 1, Clock()
 
     data = run.supplier.take(state, clock)
-    with clock.phase("train"):
+    with clock.phase("train"), run.profiled(step):
         metrics = data.metrics | update_policy(run, data.batches)
     run.folder.ledger.train(step, data.trained, data.dropped)
     state.step = step

@@ -85,7 +85,10 @@ class PolicyActor:
         return len(packed)
 
     def call(self, verb: str, *arguments: object) -> object:
-        return getattr(self.verbs, verb)(*arguments)
+        from torch.profiler import record_function
+
+        with record_function(verb):
+            return getattr(self.verbs, verb)(*arguments)
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         return function(self.policy, *arguments)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from mrl.cluster.verbs import PolicyVerbs
 from mrl.store.summary import is_good_enough
 
 if TYPE_CHECKING:
@@ -92,6 +93,16 @@ class Run(Generic[S_co]):
     def decide_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sets `is_over` after `step`: the last one, one that the budget makes the last, or one whose validation was good enough."""
         self.is_over = step >= self.last_step or self.budget.is_over or is_good_enough(self.config.grpo, metrics)
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """The policy ranks of `profiler.ranks` record the `with` block, if `step` is one of `profiler.steps`."""
+        ranks = self.config.profiler.ranks if step in self.config.profiler.steps else []
+        self.session.policies.call(PolicyVerbs.start_profile, only=ranks)
+        yield
+        problems = self.session.policies.call(PolicyVerbs.stop_profile, self.folder.log_folder / "profile", step, only=ranks)
+        for problem in filter(None, problems.values()):
+            logger.warning("A trace cannot be written, and the run goes on without it: %s", problem)
 
     def is_validation_due(self, step: int) -> bool:
         """Whether the run validates after `step`."""

@@ -35,16 +35,22 @@ class CheckpointSaver:
         self._hidden_s: float | None = None
 
     def begin(self, state: RunState, *, waits: bool = False) -> None:
-        """Publishes the save before, and begins to save `state` and the weights as they are now; `waits` until it is published."""
+        """Publishes the save before, and begins to save `state` and the weights as they are now; `waits` until it is published.
+
+        A checkpoint that cannot be written is reported, and the newest one stays. RuntimeError: with `waits`, because it is the run's last.
+        """
         self.finish()
         logger.info("Saving checkpoint for step %d...", state.step)
-        checkpoint = self._folder.checkpoints.begin(state)
-        with self._session.saving():
-            self._session.policies.call(PolicyVerbs.begin_save, checkpoint.weights, deadline_s=self._deadline_s)
+        with self._may_fail(state.step, is_needed=waits):
+            checkpoint = self._folder.checkpoints.begin(state)
             self._folder.copy_tokenizer(checkpoint)
-        self._pending, self._polled_at = checkpoint, -math.inf
+            with self._session.saving():
+                problem = self._session.policies.call(PolicyVerbs.begin_save, checkpoint.weights, deadline_s=self._deadline_s)[0]
+            if problem:
+                raise OSError(problem)
+            self._pending, self._polled_at = checkpoint, -math.inf
         if waits or not self._is_async:
-            self.finish()
+            self.finish(is_needed=waits)
 
     def poll(self) -> None:
         """Publishes the save under way if every rank has written its part. Call it where the ranks are idle: it waits for their answer."""
@@ -54,15 +60,31 @@ class CheckpointSaver:
         if all(self._session.policies.call(PolicyVerbs.is_written, deadline_s=self._deadline_s).values()):
             self.finish()
 
-    def finish(self) -> None:
-        """Waits for the save under way, if there is one, and publishes it. RuntimeError: a rank could not write its part."""
+    def finish(self, *, is_needed: bool = False) -> None:
+        """Waits for the save under way, if there is one, and publishes it. RuntimeError: it `is_needed` and cannot be written."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        parts = self._session.policies.call(PolicyVerbs.finish_save, deadline_s=self._deadline_s).values()
-        self._folder.checkpoints.commit(pending, {name: record for part in parts for name, record in part.files.items()})
-        if self._is_async:
-            self._hidden_s = (self._hidden_s or 0.0) + max(part.hidden_s for part in parts)
+        with self._may_fail(pending.step, is_needed=is_needed):
+            parts = self._session.policies.call(PolicyVerbs.finish_save, deadline_s=self._deadline_s)
+            if parts[0].problem:
+                raise OSError(parts[0].problem)
+            # A checkpoint whose steps the ledger lacks could not be resumed from.
+            self._folder.ledger.flush()
+            self._folder.checkpoints.commit(pending, {name: record for part in parts.values() for name, record in part.files.items()})
+            if self._is_async:
+                self._hidden_s = (self._hidden_s or 0.0) + max(part.hidden_s for part in parts.values())
+
+    @contextmanager
+    def _may_fail(self, step: int, *, is_needed: bool) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._folder.checkpoints.remove_unfinished()
+            text = f"the checkpoint of step {step} cannot be written: {error}; the one before it stays"
+            if is_needed:
+                raise RuntimeError(text) from error
+            logger.error("%s", text)
 
     def save_last(self, state: RunState) -> None:
         """Saves the state of a run that ends early, unless it has been saved, and waits for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,6 +29,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -48,6 +50,9 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.pt"
 """Megatron's name of what a checkpoint holds besides tensors."""
 
+# More than common.pt and the metadata of any layout that was seen.
+PROBE_BYTES = 2**20
+
 # What a run adds to the model that it starts from.
 _ADDED = (f"{ADAPTERS}.", f"{REWARD_HEAD}.")
 
@@ -58,6 +63,31 @@ _FORMAT = {
     "singleton_local_shards": False,
     "non_homogeneous_layers": True,
 }
+
+
+def find_obstacle(weights_dir: Path) -> str:
+    """Makes the folder of a checkpoint; "", or why a rank cannot write there. Collective over all ranks, with one answer.
+
+    Rank 0 tries it out: what it writes first has less than the room that this takes.
+    """
+    folder, problem = weights_dir / ITERATION_FOLDER, ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if dist.get_rank() == 0:
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(PROBE_BYTES))
+                probe.flush()
+                os.fsync(probe.fileno())
+    except OSError as error:
+        problem = f"{folder}: {error}"
+    return _first_problem(problem)
+
+
+def _first_problem(problem: str) -> str:
+    """The first problem of any rank. Collective over all ranks."""
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next(filter(None, problems), "")
 
 
 def begin_save(
@@ -71,14 +101,13 @@ def begin_save(
 ) -> CheckpointWrite:
     """Begins to write `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled.
 
+    `find_obstacle` comes before: no rank may write before rank 0 has looked whether the folder is empty.
+
     It is complete once `finish` of the result has returned. With `in_background`, a thread writes a copy of the present state in host
     memory, whatever becomes of the weights meanwhile. `adapters` describes them (`Lora.description`), None if there are none; the
     checkpoint holds them apart from the weights that they change.
     """
     folder = weights_dir / ITERATION_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    # No rank may write before rank 0 has looked whether the folder is empty.
-    dist.barrier()
     weights, others = _model_state(state)
     sharded: ShardedStateDict = {"model": checkpoint_entries.written_here(weights), "others": others}
     if save_optimizer:
@@ -107,7 +136,7 @@ class CheckpointWrite:
     """Writes this rank's file of a checkpoint, in a thread or at once."""
 
     def __init__(self, folder: Path, request: AsyncRequest, *, in_background: bool) -> None:
-        """Starts writing; without `in_background`, returns when the file is on disk."""
+        """Starts writing; without `in_background`, returns when the file is on disk, or cannot be written."""
         self._folder, self._request, self._in_background = folder, request, in_background
         self._begun_at = time.monotonic()
         self._written: Future[tuple[dict[str, FileRecord], float]]
@@ -117,21 +146,31 @@ class CheckpointWrite:
             executor.shutdown(wait=False)
         else:
             self._written = Future()
-            self._written.set_result(self._write())
+            try:
+                self._written.set_result(self._write())
+            except RuntimeError as error:
+                self._written.set_exception(error)
 
     def is_done(self) -> bool:
-        """Whether the file is on disk. Not collective."""
-        return self._written.done() and bool(self._written.result(timeout=0))
+        """Whether the file is on disk, or cannot be written. Not collective."""
+        return self._written.done()
 
     def finish(self, timeout_s: float) -> WriteReport:
-        """Waits for this rank's file, then writes the metadata of all ranks' files. Collective over all ranks."""
+        """Waits for this rank's file, then writes the metadata of all ranks' files, unless a rank has failed. Collective over all ranks."""
         asked_at = time.monotonic()
         wait([self._written], timeout=timeout_s)
         if not self._written.done():
             raise TimeoutError(f"{self._folder}: not written within {timeout_s:g} s (deadlines.checkpoint_s)")
-        files, written_at = self._written.result(timeout=0)
-        for finish in self._request.finalize_fns:
-            finish()
+        failure = self._written.exception()
+        if problem := _first_problem(str(failure or "")):
+            return WriteReport({}, 0.0, problem)
+        files, written_at = self._written.result()
+        try:
+            for finish in self._request.finalize_fns:
+                finish()
+        except CheckpointException as error:
+            # Torch raises it on all ranks.
+            return WriteReport({}, 0.0, f"{self._folder}: {error}")
         return WriteReport(files, hidden_s=min(asked_at, written_at) - self._begun_at if self._in_background else 0.0)
 
     def _write(self) -> tuple[dict[str, FileRecord], float]:

@@ -33,6 +33,7 @@ from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
 from mrl.policy.moe import RouterReplay
 from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, build_scheduler
 from mrl.policy.output import attach_reward_head
+from mrl.policy.profile import RankProfiler
 from mrl.policy.reports import WriteReport
 from mrl.policy.step import compute_logprobs, evaluate, objective_of, train_step
 from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
@@ -96,6 +97,7 @@ class Policy:
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
         self._memory = TrainingMemory(self._state, device, HostBlock() if device.type == "cuda" else None)
+        self._profiler = RankProfiler(config.profiler)
         self._phase: Phase | None = None
         self.enter("load")
 
@@ -151,9 +153,14 @@ class Policy:
             for slot, tensor in changing.items():
                 self._reference[slot].copy_(tensor.detach())
 
-    def begin_save(self, weights_dir: Path | str) -> None:
-        """Begins to write `weights_dir/iter_0000000`; see `mrl.policy.checkpoint`. Finish the save before first."""
+    def begin_save(self, weights_dir: Path | str) -> str:
+        """Begins to write `weights_dir/iter_0000000`; see `mrl.policy.checkpoint`. Finish the save before first.
+
+        Returns "", or on all ranks why there is nothing to finish: one of them cannot write there.
+        """
         assert self._writing is None, "finish_save comes first"
+        if problem := checkpoint.find_obstacle(Path(weights_dir)):
+            return problem
         self.settled_weights()
         self._writing = checkpoint.begin_save(
             Path(weights_dir),
@@ -163,14 +170,15 @@ class Policy:
             adapters=self._lora.description,
             in_background=self._config.policy.megatron_cfg.checkpoint.async_save,
         )
+        return ""
 
     def is_written(self) -> bool:
-        """Whether this rank has written its part; a RuntimeError if it could not. Not collective."""
+        """Whether this rank has written its part, or failed to. Not collective."""
         assert self._writing is not None, "begin_save comes first"
         return self._writing.is_done()
 
     def finish_save(self) -> WriteReport:
-        """Waits for the write that `begin_save` began, and completes it; returns what this rank wrote."""
+        """Waits for the write that `begin_save` began, and completes it; returns what this rank wrote, or why there is no checkpoint."""
         assert self._writing is not None, "begin_save comes first"
         writing, self._writing = self._writing, None
         return writing.finish(self._config.deadlines.checkpoint_s)
@@ -289,6 +297,14 @@ class Policy:
         objective = objective_of(self._config, self._distribution, batch.size)
         with self._lora.without_dropout():
             return evaluate(self._chunks, batch.train_rows(), objective)
+
+    def start_profile(self) -> None:
+        """Records what this rank does until `stop_profile`. Not collective."""
+        self._profiler.start()
+
+    def stop_profile(self, folder: Path, step: int) -> str:
+        """Writes the record as that of `step`; "" or why it cannot be written. Not collective."""
+        return self._profiler.stop(folder / f"step{step}_rank{self._rank}.json.gz")
 
     def prepare_refit(self, inputs: RefitInputs, address: GroupAddress | None) -> GpuHandles:
         """Sets up this rank's part of the exchange, collective at `address` if any; returns what its GPU's workers need to pull."""

@@ -15,3 +15,5 @@ class WriteReport:
     """By path below the folder of the weights; flushed to disk."""
     hidden_s: float
     """Seconds of writing that nobody waited for."""
+    problem: str = ""
+    """Why there is no checkpoint, the same on all ranks; "" if there is one."""

@@ -168,6 +168,7 @@ RULES: dict[str, Check] = {
     "reward model": algorithms.check_reward_model,
     "own functions and classes": own.check_own,
     "parallel layout": layout.check_cluster,
+    "profiler": layout.check_profiler,
 }
 """What a group of rules is about -> the check that adds a problem for each of them that is broken."""
 ROLLOUT_RULES: dict[str, Check] = {

@@ -74,6 +74,14 @@ def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{_GENERATION}.num_cpu_engines", rule, "lower it, or raise cluster.cpu_units_per_node")
 
 
+def check_profiler(config: RunConfig, problems: Problems) -> None:
+    """Rules of section `profiler`."""
+    if absent := [rank for rank in config.profiler.ranks if rank >= config.num_policy_ranks]:
+        problems.add("profiler.ranks", f"there is no policy rank {absent[0]}", f"use ranks from 0 to {config.num_policy_ranks - 1}")
+    if config.profiler.steps and config.profiler.tool == "nsys" and not config.cluster.gpus_per_node:
+        problems.add("profiler.tool", "there are no GPUs to watch", "set it to torch")
+
+
 def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     """Every parallel size divides the sizes of the model that it cuts."""
     if _misses_dedicated(config, problems):

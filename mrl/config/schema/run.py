@@ -96,6 +96,16 @@ class DeadlinesConfig:
 
 
 @dataclass
+class ProfilerConfig:
+    steps: list[Positive] = field(default_factory=list)
+    """Steps whose train phase (logprob passes and updates) some policy ranks record."""
+    ranks: list[Count] = field(default_factory=lambda: [0])
+    """Policy ranks that record."""
+    tool: Literal["torch", "nsys"] = "torch"
+    """torch: traces in `exp_NNN/profile`, for https://ui.perfetto.dev; nsys: NVTX ranges for an `nsys profile` that runs the ranks."""
+
+
+@dataclass
 class RunConfig:
     """A whole run. Code takes the narrowest section it needs."""
 
@@ -119,6 +129,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     @property
     def training(self) -> GrpoConfig | SftConfig | DpoConfig | RmConfig:

@@ -123,18 +123,11 @@ class SinkThread:
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Ends this process with the exit code of `main`, even while a logger hangs, for whose threads and hooks Python would wait.
-
-    Neither does a full disk that takes the last lines of the log change the code.
-    """
+    """Ends this process with the exit code of `main`, even while a logger hangs: Python would wait for its library's threads and hooks."""
     code = run_entry(main)
-    logging.shutdown()
-    is_stuck = any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate())
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            is_stuck = True
-    if is_stuck:
+    if any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mrl.config.schema.algo import PenaltyTokenIdsConfig, RewardPenaltiesConfig
-from mrl.config.schema.run import RunConfig
+from mrl.config.schema.run import ProfilerConfig, RunConfig
 from mrl.envs.inspection import rules_of
 from mrl.train import train_step
 from tests.stack.loop.conftest import LiveRun
@@ -78,3 +78,18 @@ def test_payload_does_not_pass_through_the_driver(live: LiveRun, monkeypatch: py
     monkeypatch.setattr(payload, "pull", unpickled)
     monkeypatch.setattr(Rollout, "__setstate__", unpickled, raising=False)
     train_step(live.run, live.state)
+
+
+def test_chosen_ranks_record_chosen_steps(live: LiveRun):
+    step, config = live.state.step + 2, live.run.config
+    config.profiler = ProfilerConfig(steps=[step], ranks=[1])
+    for _ in range(3):
+        train_step(live.run, live.state)
+    config.profiler = ProfilerConfig()
+    (trace,) = (live.run.folder.log_folder / "profile").iterdir()
+    assert trace.name == f"step{step}_rank1.json.gz"
+    names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    # The verbs of the driver, and the operations of a backward pass and of an optimizer below them.
+    assert names.count("train_step") == 1 and names.count("compute_old_logprobs") == 1
+    assert "aten::mm" in names and any("autograd::engine" in str(name) for name in names)
+    assert any("Optimizer.step" in str(name) for name in names)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 from mrl.envs.task import Task
 from mrl.store.checkpoints import find_damage
@@ -105,3 +108,31 @@ def test_a_checkpoint_is_published_during_the_next_rollouts(live: LiveRun):
     assert find_damage(folder / f"step_{step}") is None
     assert live.state.metrics["time/checkpoint_hidden"] > 0
     assert live.state.metrics["time/reward_hidden"] >= 0
+
+
+def limit_files(policy, ranks: tuple[int, ...], limit: int) -> None:
+    """Lets processes of these ranks write files of at most `limit` bytes: beyond that, writes fail as on a full disk."""
+    if policy._rank in ranks:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("full", [(0, 1, 2, 3), (2,)], ids=["before a rank writes", "while ranks write"])
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(live: LiveRun, caplog: pytest.LogCaptureFixture, full: tuple[int, ...]):
+    saver, folder = live.run.saver, live.run.folder
+    train_step(live.run, live.state)
+    saver.begin(live.state, waits=True)
+    before = live.state.step
+    train_step(live.run, live.state)
+    live.on_ranks(limit_files, full, 2**12)
+    saver.begin(live.state)
+    saver.finish()
+    assert f"the checkpoint of step {live.state.step} cannot be written: " in caplog.text and "File too large" in caplog.text
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        saver.begin(live.state, waits=True)
+    live.on_ranks(limit_files, full, resource.RLIM_INFINITY)
+    newest = folder.checkpoints.newest()
+    assert newest is not None and newest.step == before and not list(folder.path.glob("tmp_*"))
+    train_step(live.run, live.state)
+    saver.begin(live.state, waits=True)
+    newest = folder.checkpoints.newest()
+    assert newest is not None and newest.step == live.state.step

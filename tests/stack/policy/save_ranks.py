@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mrl.config.schema.run import RunConfig
-from tests.stack.policy.policy_ranks import main_shards, message_of, open_policy, raw_checksums, train
+from tests.stack.policy.policy_ranks import main_shards, open_policy, raw_checksums, train
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def save(policy: Policy, weights_dir: Path) -> None:
     """Writes a checkpoint, and waits for it."""
-    policy.begin_save(weights_dir)
-    policy.finish_save()
+    assert policy.begin_save(weights_dir) == ""
+    assert policy.finish_save().problem == ""
 
 
 def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Path) -> tuple[bool, bool, list[str]]:
@@ -60,7 +60,7 @@ def save_where_a_file_cannot_be_written(rank: Rank, config: RunConfig, weights_d
     with open_policy(rank, config) as policy:
         train(policy, 1)
         policy.begin_save(weights_dir)
-        return message_of(policy.finish_save), train(policy, 1)[0]["train/loss"]
+        return policy.finish_save().problem, train(policy, 1)[0]["train/loss"]
 
 
 def save_after_steps(
