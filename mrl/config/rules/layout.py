@@ -76,7 +76,9 @@ def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
 
 def check_profiler(config: RunConfig, problems: Problems) -> None:
     """Rules of section `profiler`."""
-    if absent := [rank for rank in config.profiler.ranks if rank >= config.num_policy_ranks]:
+    if any(step < 1 for step in config.profiler.steps):
+        problems.add("profiler.steps", "the first step is 1", "use steps from there on")
+    if absent := [rank for rank in config.profiler.ranks if not 0 <= rank < config.num_policy_ranks]:
         problems.add("profiler.ranks", f"there is no policy rank {absent[0]}", f"use ranks from 0 to {config.num_policy_ranks - 1}")
     if config.profiler.steps and config.profiler.tool == "nsys" and not config.cluster.gpus_per_node:
         problems.add("profiler.tool", "there are no GPUs to watch", "set it to torch")

@@ -97,9 +97,9 @@ class DeadlinesConfig:
 
 @dataclass
 class ProfilerConfig:
-    steps: list[Positive] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
     """Steps whose train phase (logprob passes and updates) some policy ranks record."""
-    ranks: list[Count] = field(default_factory=lambda: [0])
+    ranks: list[int] = field(default_factory=lambda: [0])
     """Policy ranks that record."""
     tool: Literal["torch", "nsys"] = "torch"
     """torch: traces in `exp_NNN/profile`, for https://ui.perfetto.dev; nsys: NVTX ranges for an `nsys profile` that runs the ranks."""

@@ -95,6 +95,7 @@ BAD = [
     (["data.train.data_path=prepared/tiny/data/no.jsonl"], "data.train.data_path=prepared/tiny", "path (`python -m mrl.prepare"),
     (["checkpointing.checkpoint_must_save_by=3h"], "checkpointing.checkpoint_must_save_by=3h", "00:03:40:00"),
     (["profiler.steps=[3]", "profiler.ranks=[0, 4]"], "profiler.ranks=[0, 4]", "use ranks from 0 to 3"),
+    (["profiler.steps=[0]"], "profiler.steps=[0]", "use steps from there on"),
     (["profiler.steps=[3]", "profiler.tool=nsys"], "profiler.tool=nsys", "set it to torch"),
     (["cluster.master_port_range_low=1400"], "cluster.master_port_range_low=1400", "set both"),
     (["cluster.master_port_range_low=1400", "cluster.master_port_range_high=1400"], "cluster.master_port_range_low=1400", "set both"),
