@@ -54,6 +54,11 @@ class Loop:
         return self.run.config
 
     @property
+    def prompts(self) -> Sequence[Prompt]:
+        """The training prompts of the data, in the order of the file."""
+        return self.run.supplier.data.train
+
+    @property
     def last_step(self) -> int:
         """The steps of the whole run: `grpo.max_num_steps`, or fewer if the epochs end before."""
         return self.run.last_step

@@ -88,7 +88,7 @@ def reward_parameters(function: Callable[..., object]) -> list[str]:
     if len(needed) == len(POSITIONAL) == len([p for p in plain if p.default is p.empty]):
         return list(POSITIONAL)
     raise ValueError(
-        f"takes {inspect.signature(function)}, and {', '.join(unknown or needed)} is not known; "
+        f"takes {inspect.signature(function)}, of which mrl does not know {', '.join(unknown or needed)}; "
         f"take three parameters, {', '.join(POSITIONAL)}, or any of {', '.join(REWARD_VALUES)}"
     )
 

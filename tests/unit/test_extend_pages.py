@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.sources import ROOT
+from tests.unit.config.problems import problems_of
 
 PAGES = sorted((ROOT / "docs" / "extend").glob("*.md"))
 EXAMPLES = ROOT / "examples"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_is_short(page):
+def test_a_page_is_short(page: Path):
     assert len(page.read_text().splitlines()) <= 60
 
 
@@ -25,3 +27,22 @@ def test_every_example_stands_on_a_page_as_it_is():
 
 def test_the_loop_of_ones_own_fits_a_notebook():
     assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) <= 60
+
+
+def messages() -> list[tuple[str, str, str]]:
+    """(key, path, message) of every problem that a page shows, up to where it is cut."""
+    blocks = re.findall(r"```text\n(.*?)```", "\n".join(page.read_text() for page in PAGES), re.DOTALL)
+    lines = [" ".join(block.split()) for block in blocks]
+    found = [match for line in lines if (match := re.match(r"([a-z_.]+)=([\w:]+): ([^.]*)", line))]
+    return [(match[1], match[2], match[3]) for match in found]
+
+
+@pytest.mark.parametrize(("key", "path", "message"), messages(), ids=lambda part: part[:40])
+def test_a_page_shows_what_a_check_says(workplace: Path, monkeypatch: pytest.MonkeyPatch, key: str, path: str, message: str):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    (problem,) = problems_of(f"++{key}={[path] if key == 'logger.own' else path}")
+    assert problem.startswith(f"{key}={path}: {message}")
+
+
+def test_five_pages_show_a_message():
+    assert len({key for key, _, _ in messages()}) == 5

@@ -53,7 +53,10 @@ WRONG = [
     ("logger.own=[things_of_mine:one]", "is a function; write class one with __init__(self, config, run)"),
     ("logger.own=[things_of_mine:NoArguments]", "write class NoArguments with __init__(self, config, run)"),
     ("logger.own=[things_of_mine:NoClose]", "has no close(); write a method of that name, or inherit mrl.api.Sink"),
-    ("++env.own.functions.mine=things_of_mine:coloured", "colour is not known; take three parameters, prompt, response, reference_answer"),
+    (
+        "++env.own.functions.mine=things_of_mine:coloured",
+        "of which mrl does not know colour; take three parameters, prompt, response, reference_answer",
+    ),
     ("++env.own.functions.mine=things_of_mine:no_such", "cannot be imported (AttributeError"),
 ]
 
