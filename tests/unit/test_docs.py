@@ -99,13 +99,13 @@ def commands_of(text: str) -> list[list[str]]:
         shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines() if "mrl.train " in line
     ]
     plain = [line[line.index("mrl.train") + 1 :] for line in lines if line[:2] == ["python", "-m"]]
-    return [[word for word in words if word != "--check"] for words in plain]
+    return [[config, *(word for word in words if "=" in word)] for config, *words in plain]
 
 
 def test_the_commands_of_every_page_have_keys_that_exist():
     pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
     found = [(page.name, words) for page in pages for words in commands_of(page.read_text()) if (ROOT / "configs" / words[0]).exists()]
-    assert len(found) >= 7
+    assert len(found) > 20
     wrong = {(name, *words): problems for name, words in found if (problems := read_run(words[0], words[1:])[2])}
     assert wrong == {}
 
@@ -123,3 +123,17 @@ def test_the_config_of_the_tutorial_is_a_run(tmp_path: Path, monkeypatch: pytest
     # The model is on the Hub; all else is there.
     assert {text.partition("=")[0] for text in checked.problems} == {"policy.model_name", "policy.tokenizer.name"}
     assert checked.config is not None and checked.config.num_engines == 8
+
+
+def test_code_is_fenced_under_its_language_and_prose_wraps():
+    wrong = []
+    for page in (ROOT / "README.md", ROOT / "CONVENTIONS.md", *DOCS.rglob("*.md")):
+        is_code = False
+        # What is measured has lines of any length.
+        for line in re.sub(r"<!-- (data|config).*?<!-- end of", "", page.read_text(), flags=re.DOTALL).splitlines():
+            is_fence = line.lstrip().startswith("```")
+            is_code ^= is_fence
+            is_long = len(line) > 120 and not line.startswith(("|", "#"))
+            if (is_code and line.strip() == "```") or (not is_code and not is_fence and (line.startswith("    ") or is_long)):
+                wrong.append((page.name, line))
+    assert wrong == []

@@ -218,7 +218,7 @@ def test_children_die_with_their_parent():
 
 
 def test_a_child_is_small():
-    heavy = {"torch", "ray", "vllm", "transformers", "pydantic", "mrl.config"}
+    heavy = {"torch", "ray", "vllm", "transformers", "pydantic", "mrl.config.schema"}
     code = f"import sys, mrl.envs.child, mrl.envs.math_value, mrl.envs.own; print(*sorted({heavy} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
