@@ -24,6 +24,7 @@ from tests.long.record import Row, record
 NUM_REQUESTS, PROMPT_LENGTH = 512, 20
 NEW_TOKENS = (3, 64)
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 256, 8192
+KV_CACHE_MIB = 256
 TARGET = 0.9
 TIMEOUT_S = 600.0
 
@@ -102,6 +103,7 @@ def ours(model: str, connection: Connection) -> None:
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        kv_cache_memory_mib=KV_CACHE_MIB,
     )
     engine = Engine(model, GenerationConfig(max_new_tokens=max(NEW_TOKENS), vllm_cfg=settings), seed=1, worker_timeout_s=TIMEOUT_S)
     engine.set_weight_version(0)
@@ -128,6 +130,7 @@ def plain(model: str, connection: Connection) -> None:
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        kv_cache_memory_bytes=KV_CACHE_MIB << 20,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,

@@ -87,6 +87,8 @@ def mrl_steps(folder: Path, new_tokens: int) -> list[float]:
         "grpo.val_at_start": "false",
         "grpo.val_at_end": "false",
         "policy.generation.max_new_tokens": new_tokens,
+        # One update a step needs no pass for old logprobs; TRL makes none.
+        "loss_fn.force_on_policy_ratio": "true",
         # Rollouts end at max_new_tokens, and only there.
         "policy.generation.stop_token_ids": "[]",
         "checkpointing.enabled": "false",
