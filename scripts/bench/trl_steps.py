@@ -1,6 +1,8 @@
 """Seconds of every step of TRL's GRPOTrainer on grpo_tiny.yaml's model, prompts and rewards; vs_trl.py runs it in TRL's own environment.
 
-Usage: python trl_steps.py PREPARED NEW_TOKENS STEPS OUT. PREPARED is the folder of `python -m mrl.prepare tiny`; OUT gets a JSON list.
+Usage: python trl_steps.py PREPARED NEW_TOKENS STEPS SETTINGS OUT
+
+PREPARED is the folder of `python -m mrl.prepare tiny`; OUT gets a JSON list.
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ import sys
 import time
 from pathlib import Path
 
-PROMPTS_PER_STEP, GENERATIONS, LEARNING_RATE = 32, 16, 1e-3
+ROLLOUTS, GENERATIONS, LEARNING_RATE = 512, 16, 1e-3
+SETTINGS = {
+    "TRL's defaults": dict(gradient_accumulation_steps=ROLLOUTS // 8),
+    "one batch": dict(per_device_train_batch_size=ROLLOUTS, gradient_checkpointing=False),
+}
 
 
 def main() -> None:
-    """Trains STEPS steps of 32 x 16 rollouts of NEW_TOKENS tokens."""
+    """Trains STEPS steps of 512 rollouts of NEW_TOKENS tokens, 16 to a prompt."""
     # Only TRL's environment has these.
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    prepared, new_tokens, steps, out = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    prepared, new_tokens, steps, settings, out = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
     rows = [json.loads(line) for line in (prepared / "data" / "train.jsonl").read_text().splitlines()]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows])
     ends: list[float] = []
@@ -34,7 +40,6 @@ def main() -> None:
 
     config = GRPOConfig(
         output_dir=str(out.with_suffix(".trl")),
-        per_device_train_batch_size=PROMPTS_PER_STEP * GENERATIONS,
         num_generations=GENERATIONS,
         max_completion_length=new_tokens,
         generation_kwargs={"min_new_tokens": new_tokens},
@@ -43,10 +48,10 @@ def main() -> None:
         beta=0.0,
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **SETTINGS[settings],
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(prepared / "model", dtype="float32"),

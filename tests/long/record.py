@@ -43,6 +43,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py", "conversion/families"),
     "supervised": ("mrl/loop", "mrl/algo", "mrl/policy", "configs/sft_tiny.yaml", "configs/dpo_tiny.yaml", "configs/rm_tiny.yaml"),
+    "trainer": ("mrl/policy", "mrl/algo"),
     "vs_trl": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/rollout", "mrl/policy", "mrl/algo", "configs/grpo_tiny.yaml"),
     "witness": ("conversion/families", "mrl/refit", "mrl/rollout"),
 }

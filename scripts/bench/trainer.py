@@ -1,0 +1,177 @@
+"""Seconds of mrl's train step and of bare Megatron's on the same model and packed rows, taking turns: docs/data/trainer.json.
+
+Usage: python -m scripts.bench.trainer [--no-record] [--repeats 9]
+
+Bare: Megatron's own cross entropy through its forward-backward schedule, then `optimizer.step()`. mrl: `set_batch` and GRPO's `train_step`,
+with log-probabilities, loss, routing statistics and metrics. Same processes, weights, rows and optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mrl.config.schema.run import RunConfig
+from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.data.planning import SequenceCost, pack
+from mrl.types import Rollout, RolloutRequest, SamplingParams
+from tests.long.record import Row, record
+from tests.models import save_model
+from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, open_policy, run_config
+from tests.stack.ranks import Rank, RankPool
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+    from mrl.policy.policy import Policy
+
+TARGET = 0.9
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch and a layout."""
+
+    layout: str
+    num_ranks: int
+    num_rollouts: int
+    prompt_tokens: int
+    new_tokens: int
+    row_tokens: int
+
+
+CASES = (Case("tp2 sp dp2 ep2", 4, 512, 20, 3, 4096), Case("one", 1, 32, 128, 384, 4096))
+
+
+def main() -> None:
+    """Measures, prints a JSON line per row, and records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    pool = RankPool(max(case.num_ranks for case in CASES))
+    with tempfile.TemporaryDirectory() as name:
+        save_model(Path(name), "nemotron_h")
+        for case in CASES:
+            config = run_config(Path(name), case.layout, "policy.max_total_sequence_length=1024", "loss_fn.force_on_policy_ratio=true")
+            ours, bare = pool.run(measure, config, case, options.repeats, world_size=case.num_ranks, timeout_s=TIMEOUT_S)[0]
+            ratios = [theirs / own for own, theirs in zip(ours, bare, strict=True)]
+            rows.append(
+                {
+                    "layout": case.layout,
+                    "rollouts": case.num_rollouts,
+                    "tokens": case.num_rollouts * (case.prompt_tokens + case.new_tokens),
+                    "mrl s": round(statistics.median(ours), 2),
+                    "Megatron s": round(statistics.median(bare), 2),
+                    "speed of Megatron's": round(statistics.median(ratios), 2),
+                    "at least": TARGET,
+                    "lowest to highest": f"{min(ratios):.2f} to {max(ratios):.2f}",
+                    "repeats": options.repeats,
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    pool.close()
+    if not options.no_record:
+        record("trainer", rows, command="python -m scripts.bench.trainer")
+
+
+def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[list[float], list[float]]:
+    """On a rank: seconds of mrl's steps and of bare ones. The first of each warms up."""
+    with open_policy(rank, config) as policy:
+        rows = packed_rows(config, case, policy.dp_rank, num_parts=case.num_ranks // config.policy.megatron_cfg.tensor_model_parallel_size)
+        steps: tuple[Callable[[], object], ...] = (lambda: our_step(policy, rows), lambda: bare_step(policy, rows))
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for _ in range(repeats + 1):
+            for step, times in zip(steps, seconds, strict=True):
+                torch.distributed.barrier()
+                started = time.perf_counter()
+                step()
+                torch.distributed.barrier()
+                times.append(time.perf_counter() - started)
+        return seconds[0][1:], seconds[1][1:]
+
+
+def packed_rows(config: RunConfig, case: Case, index: int, *, num_parts: int) -> list[PackedRow]:
+    """Rows of random rollouts for one data-parallel rank."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for number in range(case.num_rollouts):
+        sampling = SamplingParams(1.0, 1.0, None, case.new_tokens, ())
+        prompt = tuple(int(token) for token in rng.integers(0, 256, case.prompt_tokens))
+        request = RolloutRequest(f"p{number}", 0, 0, 1, prompt, sampling)
+        tokens = rng.integers(0, 256, case.new_tokens).astype(np.int32)
+        logprobs = rng.normal(-5.0, 0.3, case.new_tokens).astype(np.float32)
+        sequences.append(RowSequence(number, Rollout(request, 1, tokens, logprobs, "length"), float(rng.normal()), True))
+    lengths = [case.prompt_tokens + case.new_tokens] * case.num_rollouts
+    plan = pack(lengths, algorithm="balanced", row_tokens=case.row_tokens, dp_size=num_parts, cost=SequenceCost(1.0, 0.01))
+    multiples = dict(divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple)
+    return [pack_row([sequences[number] for number in row], **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan[index]]
+
+
+def our_step(policy: Policy, rows: list[PackedRow]) -> None:
+    """A step of GRPO."""
+    policy.enter("logprob")
+    policy.set_batch(rows)
+    policy.enter("train")
+    policy.train_step()
+
+
+def bare_step(policy: Policy, rows: list[PackedRow]) -> None:
+    """A step of Megatron alone, with the model and optimizer of the policy."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from mrl.policy.batch import global_batch_size
+    from mrl.policy.moe import row_tokens, show_row
+
+    size = global_batch_size(rows)
+    chunks, optimizer = policy._chunks, policy._state.optimizer
+
+    def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
+        row = next(iterator)
+        # The model's routers count these tokens.
+        show_row(model, row_tokens(row, size, row.token_ids_T.device))
+        bounds = row.cu_seqlens
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=row.max_seqlen,
+            max_seqlen_kv=row.max_seqlen,
+        )
+        labels = row.labels_T[None].long()
+        losses = model(row.token_ids_T[None], row.position_ids_T[None], attention_mask=None, labels=labels, packed_seq_params=packed)
+        return losses, lambda output: (output.sum(), torch.ones((), dtype=torch.int), {"loss": output.detach().sum()})
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(rows)],
+        model=chunks,
+        num_microbatches=len(rows),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
