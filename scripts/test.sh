@@ -5,18 +5,22 @@
 #   scripts/test.sh --long [PART]  the tests marked long("PART"), or all of them part by part, at most 60 minutes each
 # With --with-slurm (as root, with apt-get) the second and the third install Slurm, a system package, which some tests of tests/cluster need.
 set -euo pipefail
-WITH_DEV=1
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-cd "$ROOT"
-
-times=()
-failed=()
 words=()
 slurm=()
 for word in "$@"; do
     if [[ $word == --with-slurm ]]; then slurm=("$word"); else words+=("$word"); fi
 done
 set -- "${words[@]}"
+if [[ ${1:-} != --long && ($# -gt 1 || ${1:---full} != --full) ]]; then
+    echo "usage: scripts/test.sh [--full | --long [PART]] [--with-slurm]" >&2
+    exit 2
+fi
+WITH_DEV=1
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$ROOT"
+
+times=()
+failed=()
 
 # part NAME BUDGET_S COMMAND...: runs on after a failure, so that one start shows all of them. Ends what takes twice its budget:
 # a host under other load is slow, not broken.
@@ -63,11 +67,6 @@ if [[ "${1:-}" == --long ]]; then
     report
     exit
 fi
-if [[ $# -gt 1 || ${1:---full} != --full ]]; then
-    echo "usage: scripts/test.sh [--full | --long [PART]] [--with-slurm]" >&2
-    exit 2
-fi
-
 part "ruff check" 30 "$PYTHON" -m ruff check .
 part "ruff format" 30 "$PYTHON" -m ruff format --check .
 # The unit tests take one core; what else needs one core runs beside them.
