@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from isal import isal_zlib
 from torch import Tensor
 
 from conversion.boxes import DTYPE_BYTES, Box, SlotLayout, full, lengths
+from conversion.files.durable import IO_TIMEOUT_S
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 4 << 20
 """What is read and hashed at once: small enough for the caches of a core, large enough to hide the cost of a call."""
@@ -91,6 +95,18 @@ def fill_from(tensor: Tensor, content: SlotLayout, source: BoxSource) -> None:
             values = torch.empty(lengths(piece.box), dtype=source.dtype(piece.name))
             source.read_into(piece.name, piece.box, values)
             target.copy_(transformed(values, piece.transform))
+
+
+def read_ahead(items: Iterable[T], read: Callable[[T], Tensor]) -> Iterator[Tensor]:
+    """`read` of every item, in order; a thread reads the next one while the caller works on one."""
+    following: Future[Tensor] | None = None
+    with ThreadPoolExecutor(1) as pool:
+        for item in items:
+            current, following = following, pool.submit(read, item)
+            if current is not None:
+                yield current.result(IO_TIMEOUT_S)
+        if following is not None:
+            yield following.result(IO_TIMEOUT_S)
 
 
 def read_whole(source: BoxSource, name: str, dtype: torch.dtype | None = None) -> Tensor:

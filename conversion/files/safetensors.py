@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import cast
@@ -24,7 +24,7 @@ from conversion.files.hf_folder import DTYPES, INDEX_FILE, SINGLE_FILE, HeaderTe
 from conversion.files.manifest import FileRecord, FinishedFiles, HashedFile, TensorRecord
 from conversion.files.reading import open_file
 from conversion.progress import Report, counter
-from conversion.tensors import BoxSource, StoredTensor, byte_view, dtype_name, fill_from, read_stored, read_whole, torch_dtype
+from conversion.tensors import BoxSource, StoredTensor, byte_view, dtype_name, fill_from, read_ahead, read_stored, read_whole, torch_dtype
 
 _DTYPE_NAMES = {torch_dtype(dtype): name for name, dtype in DTYPES.items()}
 
@@ -191,17 +191,14 @@ def _write_file(file: HashedFile, dtypes: Mapping[str, torch.dtype], source: Box
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
-    checksums: dict[str, Future[Checksums]] = {}
+    checksums: dict[str, Checksums] = {}
     with ThreadPoolExecutor(1) as hasher:
-        for before, (name, dtype) in zip([None, *dtypes], dtypes.items(), strict=False):
-            tensor = read_whole(source, name, dtype)
-            if before is not None:
-                # At most two tensors are in memory.
-                checksums[before].result(IO_TIMEOUT_S)
-            checksums[name] = hasher.submit(_checksums, tensor)
+        for name, tensor in zip(dtypes, read_ahead(dtypes, lambda name: read_whole(source, name, dtypes[name])), strict=True):
+            checksum = hasher.submit(_checksums, tensor)
             file.write(byte_view(tensor))
+            checksums[name] = checksum.result(IO_TIMEOUT_S)
             report(tensor.nbytes)
-    return {name: future.result(IO_TIMEOUT_S) for name, future in checksums.items()}
+    return checksums
 
 
 def _checksums(tensor: Tensor) -> Checksums:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -46,7 +47,7 @@ from conversion.families.common import Family, HfConfig, MegatronParallel
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.manifest import FileRecord, FinishedFiles, HashedFile
 from conversion.progress import Report, counter
-from conversion.tensors import BoxSource, fill_from, torch_dtype
+from conversion.tensors import BoxSource, fill_from, read_ahead, torch_dtype
 
 MAX_CHUNK_BYTES = 1 << 30
 """Larger tensors are cut: one chunk is held in memory."""
@@ -228,11 +229,15 @@ def write_torch_dist(
 
 def _write_file(file: HashedFile, head: bytes, chunks: Sequence[Chunk], source: BoxSource, report: Report) -> list[tuple[int, int]]:
     """Offset and length of each chunk in the file, in bytes."""
-    file.write(head)
-    places = []
-    for chunk in chunks:
+
+    def read(chunk: Chunk) -> Tensor:
         tensor = torch.empty(chunk.content.shape, dtype=torch_dtype(chunk.content.dtype))
         fill_from(tensor, chunk.content, source)
+        return tensor
+
+    file.write(head)
+    places = []
+    for tensor in read_ahead(chunks, read):
         start = file.tell()
         torch.save(tensor, cast(IO[bytes], file))
         places.append((start, file.tell() - start))
