@@ -57,7 +57,7 @@ def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", help="for a folder: the config that says how it is asked (default: that of the run)")
     parser.add_argument(OPTION, action="store_true", help="print the resolved evaluation and what is wrong with it, and start nothing")
     options = parser.parse_intermixed_args(arguments)
-    options.secrets = start_logging()
+    options.secrets = start_logging("plain" if options.check else "text")
     return options
 
 

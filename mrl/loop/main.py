@@ -36,7 +36,7 @@ def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget)
         logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
         return True
     first_step = checkpoint.step + 1 if checkpoint is not None else 1
-    times = {"start_s": folder.measured("time/start"), "step_s": folder.measured("time/total")}
+    times = {"start_s": folder.measured("time/start", num_steps=1), "step_s": folder.measured("time/total", num_steps=20)}
     logger.info("%s", outlook(config, first_step=first_step, last_step=last_step, **times))
     with (
         training.open(folder, budget) as run,

@@ -32,8 +32,8 @@ OWNER = "owner.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 REPORT = "report.html"
-# A line of metrics has a few KB.
-MEASURED_STEPS, MEASURED_BYTES = 20, 2**18
+# Of many steps: a line of metrics has a few KB.
+MEASURED_BYTES = 2**18
 
 
 class RunFolder:
@@ -129,11 +129,11 @@ class RunFolder:
         spent_s = self.next_metrics.get("time/logging", 0.0) + time.monotonic() - started
         self.next_metrics["time/logging"] = spent_s
 
-    def measured(self, name: str) -> float | None:
-        """The median of a metric over the last steps that have it; None if there is none."""
+    def measured(self, name: str, *, num_steps: int) -> float | None:
+        """The mean of a metric over the last steps that have it; None if there is none."""
         rows, _ = read_rows(self.path / METRICS, METRIC_KEYS, last_bytes=MEASURED_BYTES)
         values = [row[name] for row in rows if row.get(name) is not None]
-        return statistics.median(values[-MEASURED_STEPS:]) if values else None
+        return statistics.fmean(values[-num_steps:]) if values else None
 
     def log_samples(self, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence] = ()) -> None:
         """Writes a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. `sequences`: see `write_step_data`."""

@@ -124,3 +124,12 @@ def test_a_full_disk_costs_texts_and_nothing_that_a_resume_needs(tmp_path: Path)
     assert sorted(path.name for path in (run / "logs/exp_001").iterdir()) == [f"train_data_step{step}.jsonl.gz" for step in (1, 5, 6)]
     # No part of a file is left.
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
+
+
+def test_what_earlier_steps_have_measured(tmp_path: Path):
+    folder = RunFolder(config(tmp_path))
+    folder.open()
+    assert folder.measured("time/total", num_steps=2) is None
+    times = [{"time/total": 9.0, "time/start": 40.0}, {"time/total": 2.0}, {"time/total": 4.0}]
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(times)) + '{"st')
+    assert (folder.measured("time/total", num_steps=2), folder.measured("time/start", num_steps=1)) == (3.0, 40.0)
