@@ -99,9 +99,9 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
     Returns the set of secrets that the lines lack besides those of the environment. Loading a config adds to it.
     """
     secrets: set[str] = set()
-    stream = stream or sys.stdout
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(SecretsFormatter("terminal" if style == "text" and stream.isatty() else style, secrets))
+    output: TextIO = stream or sys.stdout
+    handler = logging.StreamHandler(output)
+    handler.setFormatter(SecretsFormatter("terminal" if style == "text" and output.isatty() else style, secrets))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(style != "plain")
     return secrets
