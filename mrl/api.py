@@ -153,7 +153,7 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
     from mrl.train import resume
 
     training = prepare(load_run(config, overrides)[0])
-    folder = RunFolder(training.config)
+    folder = RunFolder(training.config, training.identity)
     folder.open()
     with folder:
         checkpoint = folder.newest_checkpoint()

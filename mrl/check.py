@@ -18,16 +18,18 @@ from mrl.cluster.scheduling import start_deadline
 from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
 from mrl.config.files import find_config
-from mrl.config.load import read_run
+from mrl.config.load import changes_since, read_run
 from mrl.config.model import read_model, with_cached_folders
 from mrl.config.rules.checks import find_problems
+from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import run_entry, start_logging
+from mrl.store.checkpoints import RUN_CONFIG, newest_step
 from mrl.target import find_target
 
 logger = logging.getLogger(__name__)
 
-OPTION = "--check"
+OPTION, STRICT = "--check", "--strict"
 WIDTH = 14
 
 
@@ -39,9 +41,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mrl.train", description="Train a policy.")
     parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
-    parser.add_argument(OPTION, action="store_true", help="print the resolved run and what is wrong with it, and start nothing")
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the run's log: lines, or JSON objects")
-    options = parser.parse_intermixed_args(arguments)
+    options = _parse(parser, arguments)
     options.secrets = start_logging("plain" if options.check else options.log_format)
     options.name = options.config or (options.words.pop(0) if options.words else None)
     if options.name is None:
@@ -55,16 +56,24 @@ def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
     words = "a config, a run folder, a step_N folder or a model, then overrides"
     parser.add_argument("words", nargs="+", metavar="CONFIG|DIR|a.b=c", help=words)
     parser.add_argument("--config", help="for a folder: the config that says how it is asked (default: that of the run)")
-    parser.add_argument(OPTION, action="store_true", help="print the resolved evaluation and what is wrong with it, and start nothing")
-    options = parser.parse_intermixed_args(arguments)
+    options = _parse(parser, arguments)
     options.secrets = start_logging("plain" if options.check else "text")
+    return options
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser.add_argument(OPTION, action="store_true", help="print what the config means and what is wrong with it, and start nothing")
+    parser.add_argument(STRICT, action="store_true", help=f"with {OPTION}: a file, model or disk that this machine lacks is wrong, too")
+    options = parser.parse_intermixed_args(arguments)
+    if options.strict and not options.check:
+        parser.error(f"{STRICT} goes with {OPTION}")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m mrl.train --check`."""
     options = parse_arguments(arguments)
-    return check_run(options.name, options.words, secrets=options.secrets)
+    return check_run(options.name, options.words, strict=options.strict, secrets=options.secrets)
 
 
 def check_evaluation(options: argparse.Namespace) -> int:
@@ -75,7 +84,8 @@ def check_evaluation(options: argparse.Namespace) -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 2
-    return check_run(target.config, [*target.model_overrides(), *overrides], to_evaluate=True, secrets=options.secrets)
+    overrides = [*target.model_overrides(), *overrides]
+    return check_run(target.config, overrides, to_evaluate=True, strict=options.strict, secrets=options.secrets)
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,8 @@ class Checked:
     problems: list[str]
     path: Path | None = None
     """The file; None if there is none, or it cannot be read."""
+    doubts: Sequence[str] = ()
+    """Values that are probably slips."""
 
     @property
     def refused(self) -> list[str]:
@@ -115,19 +127,25 @@ def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: boo
     if config is not None:
         config = with_cached_folders(config)
         problems = [*problems, *find_problems(config, to_evaluate=to_evaluate)]
-    return Checked(config, migration, problems, path)
+    return Checked(config, migration, problems, path, [] if config is None else find_doubts(config))
 
 
-def check_run(name: str, overrides: Sequence[str], *, to_evaluate: bool = False, secrets: set[str] | None = None) -> int:
+def check_run(
+    name: str, overrides: Sequence[str], *, to_evaluate: bool = False, strict: bool = False, secrets: set[str] | None = None
+) -> int:
     """Prints what the config says and all that is wrong with it. Exit code 0; 2 if something is refused.
 
-    Files, models and disks that this machine lacks are listed as to be provided, and are no reason to refuse.
+    Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only if `strict`.
     """
     checked = examine(name, overrides, to_evaluate=to_evaluate, secrets=secrets)
     groups: dict[str, Sequence[str]] = {}
     if checked.path is not None:
         groups[f"Config: {checked.path}"] = [] if checked.config is None else describe_run(checked.config)
     groups |= {f"NeMo RL's keys, {title}: {len(lines)}": lines for title, lines in checked.migration.sections().items()}
+    if checked.config is not None and not to_evaluate and (changes := _changes(checked.config)):
+        groups[f"Changed since the last attempt: {len(changes)}"] = changes
+    if checked.doubts:
+        groups[f"Warnings: {len(checked.doubts)}"] = checked.doubts
     groups[f"To be provided: {len(checked.provided)}"] = checked.provided
     groups[f"Not checked: {len(checked.unchecked)}"] = checked.unchecked
     limits = ", as far as it could be checked" if checked.unchecked else ""
@@ -136,7 +154,14 @@ def check_run(name: str, overrides: Sequence[str], *, to_evaluate: bool = False,
         logger.info("%s", title)
         for line in lines:
             logger.info("  %s", line)
-    return 2 if checked.refused else 0
+    return 2 if checked.refused or (strict and checked.problems) else 0
+
+
+def _changes(config: RunConfig) -> list[str]:
+    try:
+        return changes_since(Path(config.checkpointing.checkpoint_dir) / RUN_CONFIG, config)
+    except NotKnown:
+        return []
 
 
 def describe_run(config: RunConfig) -> list[str]:
@@ -224,11 +249,18 @@ def _optimizer(config: RunConfig) -> str:
     return f"{optimizer.optimizer}, {rate} after {scheduler.lr_warmup_iters} steps of warmup"
 
 
+def _start(config: RunConfig) -> str:
+    section, num_steps = config.checkpointing, config.training.max_num_steps
+    step = newest_step(Path(section.checkpoint_dir))
+    of = f" of {num_steps}" if num_steps > 0 else ""
+    return f"{section.checkpoint_dir}: {f'resumes at step {step}{of}' if step else 'starts at step 0'}"
+
+
 def _checkpoints(config: RunConfig) -> str:
     section = config.checkpointing
     if not section.enabled:
         return "none"
-    return f"{section.checkpoint_dir}, every {section.save_period} steps, best {section.keep_top_k} by {section.metric_name}"
+    return f"every {section.save_period} steps, best {section.keep_top_k} by {section.metric_name}"
 
 
 ROWS: dict[str, Callable[[RunConfig], str]] = {
@@ -242,6 +274,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "steps": _steps,
     "data": _data,
     "optimizer": _optimizer,
+    "run folder": _start,
     "checkpoints": _checkpoints,
     "logs": lambda config: config.logger.log_dir,
     "deadlines": lambda config: str(start_deadline(config)),

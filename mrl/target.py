@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config.schema.run import CheckpointingConfig
-
-RUN_CONFIG = "config.yaml"
-"""In a run folder."""
+from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,6 @@ def find_target(name: str, config: str | None) -> Target:
         raise ValueError(f"{name} is no run folder ({RUN_CONFIG}), none of its checkpoints, and no Hugging Face folder (config.json)")
     checkpoint = folder
     if run == folder:
-        # Only here, because it imports torch, which a check of a config has no time for.
-        from mrl.store.checkpoints import CheckpointStore
-
         newest = CheckpointStore(run, CheckpointingConfig()).newest()
         if newest is None:
             raise ValueError(f"{name} has no complete checkpoint yet; give the model's folder instead")

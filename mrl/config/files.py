@@ -96,7 +96,7 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
     defaults = content.pop("defaults", None)
     own: Settings = {}
     for name, value in content.items():
-        for key, setting in _flatten(value, (name,), path.name).items():
+        for key, setting in flatten(value, (name,), path.name).items():
             # A dot in a name at the top stands for a level, as on the command line.
             setting = Setting(setting.value, f"{path.name}:{lines[key]}" if key in lines else path.name)
             key = (*name.split("."), *key[1:])
@@ -162,7 +162,7 @@ def _apply_override(settings: Settings, override: str) -> str | None:
         return None
     if sign == "+" and below:
         return f"override {override}: {name} is already set by {settings[below[0]].origin}; write {name}={text} to replace it"
-    new = _rename(_flatten(_parse_value(text), split_key(name), COMMAND_LINE))
+    new = _rename(flatten(_parse_value(text), split_key(name), COMMAND_LINE))
     for written, setting in new.items():
         other = settings.get(written)
         if other is not None and other.origin == COMMAND_LINE and other.written_as != setting.written_as and other.value != setting.value:
@@ -173,11 +173,15 @@ def _apply_override(settings: Settings, override: str) -> str | None:
 
 def describe(key: Key, setting: Setting) -> str:
     """A setting as a message names it: key, value and origin."""
-    text = REDACTED if SECRET_NAME.search(key[-1]) and isinstance(setting.value, str) else spell(setting.value)
-    if len(text) > MAX_DESCRIBED or "\n" in text:
-        text = repr(text[:MAX_DESCRIBED])[1:-1] + "..."
+    text = REDACTED if SECRET_NAME.search(key[-1]) and isinstance(setting.value, str) else shorten(setting.value)
     origin = f" ({setting.origin})" if setting.origin else ""
     return f"{setting.written_as or '.'.join(key)}={text}{origin}"
+
+
+def shorten(value: object) -> str:
+    """A value as messages write it."""
+    text = spell(value)
+    return text if len(text) <= MAX_DESCRIBED and "\n" not in text else repr(text[:MAX_DESCRIBED])[1:-1] + "..."
 
 
 def _parse_value(text: str) -> object:
@@ -262,12 +266,13 @@ def _two_names(key: Key, first: Setting, second: Setting) -> str:
     return f"{describe(key, first)} and {describe(key, second)}: two names of {'.'.join(key)} with two values; keep one of them"
 
 
-def _flatten(value: object, key: Key, origin: str) -> Settings:
+def flatten(value: object, key: Key, origin: str) -> Settings:
+    """The settings of nested mappings, `key` in front of each key."""
     if not isinstance(value, dict) or not value:
         return {key: Setting(value, origin)}
     settings: Settings = {}
     for name, inner in value.items():
-        settings |= _flatten(inner, (*key, str(name)), origin)
+        settings |= flatten(inner, (*key, str(name)), origin)
     return settings
 
 

@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_evaluation, is_foreign, migrate, place_evaluation, use_own_forms
 from mrl.config.errors import ConfigError, hide
-from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, read_settings, split_key
+from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, flatten, read_settings, shorten, split_key
 from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.values import REFERENCE, Reader, Tree, Unresolved, find_long_expressions
@@ -103,9 +103,28 @@ def read_run(
 
 def resolved_yaml(config: RunConfig) -> str:
     """The config with every value written out, as YAML that `load_config` reads; secrets are replaced by `<redacted>`."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+
+
+def _plain(config: RunConfig) -> dict[str, object]:
     plain = redact(dataclasses.asdict(config), config.secrets)
     assert isinstance(plain, dict)
-    return OmegaConf.to_yaml(OmegaConf.create(plain))
+    return plain
+
+
+def changes_since(file: Path, config: RunConfig) -> list[str]:
+    """`key=old -> new (origin)` for every value that differs from those in `file`, which `resolved_yaml` wrote; empty without it."""
+    if not file.is_file():
+        return []
+    try:
+        old = {key: Setting(setting.value, "") for key, setting in read_settings(file).items()}
+    except ConfigError:
+        return [f"{file} cannot be read, so nothing is compared"]
+    new, absent, lines = flatten(_plain(config), (), ""), Setting("(no such key)", ""), []
+    for key in (key for key in old | new if old.get(key) != new.get(key)):
+        origin = config.origins.get(".".join(key))
+        lines.append(f"{describe(key, old.get(key, absent))} -> {shorten(new.get(key, absent).value)}" + (f" ({origin})" if origin else ""))
+    return lines
 
 
 def choose_algorithm(settings: Settings) -> list[str]:

@@ -138,6 +138,7 @@ class ModelSizes:
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
+    head_size: int
     num_mamba_heads: int
     num_mamba_groups: int
     num_experts: int
@@ -192,6 +193,7 @@ def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType(
         num_layers=size("num_layers"),
         num_attention_heads=size("num_attention_heads"),
         num_query_groups=size("num_query_groups"),
+        head_size=size("kv_channels") if any("q_proj" in name for name in canonical) else 0,
         num_mamba_heads=size("mamba_num_heads"),
         num_mamba_groups=size("mamba_num_groups"),
         num_experts=size("num_moe_experts"),

@@ -19,7 +19,7 @@ from mrl.config.errors import NotKnown, Problems, spell
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
 
-Library = Literal["EngineArgs", "CompilationConfig", "TransformerConfig", "tool_parser", "reasoning_parser"]
+Library = Literal["EngineArgs", "CompilationConfig", "TransformerConfig", "tool_parser", "reasoning_parser", "CPUAttentionBackend"]
 
 _ENGINE = "policy.generation.vllm_cfg"
 _TABLES = yaml.load(Path(__file__).with_name("arguments.yaml").read_bytes(), Loader=SAFE_LOADER)
@@ -86,7 +86,10 @@ def check_arguments(config: RunConfig, problems: Problems) -> None:
 
 @functools.cache
 def arguments_of(library: Library) -> dict[str, list[str]]:
-    """By argument: the kinds of values that it takes, as scripts/library_fields.py found them in the library. Of parsers, their names."""
+    """By argument: the kinds of values that it takes, as scripts/library_fields.py found them in the library.
+
+    Of parsers, their names; of attention, its head sizes.
+    """
     content = json.loads(Path(__file__).with_name("library_fields.json").read_text(encoding="utf-8"))
     return content[library]["fields"]
 

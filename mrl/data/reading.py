@@ -172,6 +172,8 @@ class LeftOut:
     """Tokens of rows that are too long, by place."""
     num_repeated: int = 0
     lines: Spool[bytes] = field(default_factory=Spool)
+    digest: str = ""
+    """sha256 of the rows that are kept, as the files have them, in their order."""
 
 
 @dataclass
@@ -229,7 +231,7 @@ def read_rows(
 
     A row without an id of its own is called `<file stem>:<line>`; one that takes another row's name is a bad row.
     """
-    ids, positions, left_out, seen = list[str](), array("Q"), LeftOut(reader.setting), set[int]()
+    ids, positions, left_out, seen, kept = list[str](), array("Q"), LeftOut(reader.setting), set[int](), hashlib.sha256()
     for path in reader.files:
         stem = names.stem_of(path)
         for record in _with_progress(path, reader.setting):
@@ -254,10 +256,12 @@ def read_rows(
             except RowError as error:
                 left_out.bad.append(BadRow(place, str(error), left_out.lines.add(record.line)))
             else:
+                kept.update(record.line)
                 row_id, position = parsed.row_id or f"{stem}:{record.number}", spool.add(parsed.value)
                 for copy in range(reader.repeat):
                     ids.append(f"{row_id}/{copy}" if copy else row_id)
                     positions.append(position)
+    left_out.digest = kept.hexdigest()
     _refuse_or_report(left_out, reader, data)
     if not ids:
         raise ValueError(f"{reader.setting}.data_path={reader.source} has no rows" + (" that can be used" if left_out.num_rows else ""))

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic() - env.job_age_s()
     options = check.parse_arguments(arguments)
     if options.check:
-        return check.check_run(options.name, options.words, secrets=options.secrets)
+        return check.check_run(options.name, options.words, strict=options.strict, secrets=options.secrets)
     try:
         logger.info("Config: %s", find_config(options.name))
         config, migration = load_run(options.name, options.words, secrets=options.secrets)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         budget = Budget(config.checkpointing.must_save_by_s, started=started)
         budget.listen()
         training = rollouts.prepare(config) if config.has_engines else supervised.prepare(config)
-        folder = RunFolder(training.config)
+        folder = RunFolder(training.config, training.identity)
         folder.open()
     except ValueError as error:
         logger.error("%s", error)

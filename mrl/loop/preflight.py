@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from conversion.cache import open_cache
@@ -9,7 +10,10 @@ from mrl import env
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.model import model_folder, overridden_folder, with_cached_folders, with_local_folders
 from mrl.config.rules.checks import check_config, find_problems
+from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
+
+logger = logging.getLogger(__name__)
 
 
 def check_start(config: RunConfig) -> RunConfig:
@@ -22,6 +26,8 @@ def check_start(config: RunConfig) -> RunConfig:
     check_config(local)
     # Downloads a model of the Hub once nothing else is wrong.
     model_folder(config.policy.model_name)
+    for doubt in find_doubts(local):
+        logger.warning("%s", doubt)
     folder, beside = Path(local.policy.model_name), Path(config.checkpointing.checkpoint_dir)
     local.policy.model_name = str(overridden_folder(folder, config.policy.hf_config_overrides, beside=beside))
     root = env.cache_root()

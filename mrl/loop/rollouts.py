@@ -16,6 +16,7 @@ from mrl.loop.preflight import check_start
 from mrl.loop.rollout_queue import RolloutQueue, open_queue
 from mrl.loop.run import Budget, Run, StepData, Stopped, Training
 from mrl.loop.saving import open_saver
+from mrl.store.identity import identity_of
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import Clock, rollout_metrics, validation_metrics
 from mrl.types import RunState
@@ -96,4 +97,4 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             supplier = RolloutSupplier(config, data, folder, session, queue)
             yield Run(config, folder, supplier, saver, budget, num_steps)
 
-    return Training(config, num_steps, data.left_out, open_run)
+    return Training(config, num_steps, data.left_out, identity_of(config, data.train, data.left_out), open_run)

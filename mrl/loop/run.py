@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
     from mrl.data.reading import LeftOut
     from mrl.loop.saving import CheckpointSaver
+    from mrl.store.identity import Identity
     from mrl.store.run_folder import RunFolder
     from mrl.store.summary import Clock
     from mrl.types import Batch, PromptKey, RolloutGroup, RunState, TrainSequence
@@ -125,6 +126,7 @@ class Training(Generic[S_co]):
     """Of the whole run, those before a resume included."""
     left_out: list[LeftOut]
     """Rows of the data that the run leaves out."""
+    identity: Identity
     open: Callable[[RunFolder, Budget], AbstractContextManager[Run[S_co]]]
     """Starts all processes, which live inside the `with` block."""
 

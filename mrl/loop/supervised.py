@@ -22,6 +22,7 @@ from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, StepData, Training
 from mrl.loop.saving import open_saver
+from mrl.store.identity import identity_of
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import Clock
 from mrl.types import Batch, RunState
@@ -106,4 +107,4 @@ def prepare(config: RunConfig) -> Training[ExampleSupplier]:
             supplier = ExampleSupplier(config, data, folder, session, sequence_cost(config.policy.model_name))
             yield Run(config, folder, supplier, saver, budget, num_steps)
 
-    return Training(config, num_steps, data.left_out, open_run)
+    return Training(config, num_steps, data.left_out, identity_of(config, data.train, data.left_out), open_run)

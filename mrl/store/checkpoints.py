@@ -23,6 +23,8 @@ from mrl.types import RunState
 
 logger = logging.getLogger(__name__)
 
+RUN_CONFIG = "config.yaml"
+"""Beside the checkpoints: the config of the newest attempt."""
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 STATE = "training_info.json"
@@ -130,6 +132,12 @@ class CheckpointStore:
                 # The marker goes first, so that an interrupted removal leaves nothing that looks complete.
                 (checkpoint.folder / MARKER).unlink(missing_ok=True)
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)
+
+
+def newest_step(folder: Path) -> int:
+    """Step of the newest checkpoint with a completion marker, whose bytes nobody looks at; 0 if there is none."""
+    found = (STEP_FOLDER.fullmatch(marker.parent.name) for marker in folder.glob(f"step_*/{MARKER}"))
+    return max((int(match[1]) for match in found if match), default=0)
 
 
 def find_damage(folder: Path) -> str | None:

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from conversion.files.durable import write_atomic
-from mrl.config.load import resolved_yaml
+from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
-from mrl.store.checkpoints import Checkpoint, CheckpointStore
+from mrl.store.checkpoints import RUN_CONFIG, Checkpoint, CheckpointStore, newest_step
 from mrl.store.console import step_header, step_lines, story, supervised_lines
+from mrl.store.identity import Identity, check_identity
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.ownership import FolderLost, Ownership
@@ -29,6 +30,7 @@ from mrl.types import RolloutGroup, TrainSequence
 logger = logging.getLogger(__name__)
 
 OWNER = "owner.json"
+IDENTITY = "identity.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 REPORT = "report.html"
@@ -39,8 +41,10 @@ MEASURED_BYTES = 2**18
 class RunFolder:
     """`open` makes this process the owner of `checkpointing.checkpoint_dir`; as a context manager it gives the folder back at the end."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, identity: Identity | None = None) -> None:
+        """With `identity`, a run resumes only with the model, tokenizer and data that it had."""
         self.config = config
+        self._identity = identity
         self.path = Path(config.checkpointing.checkpoint_dir).absolute()
         log_dir = Path(config.logger.log_dir).absolute()
         taken = [int(path.name[4:]) for path in log_dir.glob("exp_*") if path.name[4:].isdigit()]
@@ -58,16 +62,21 @@ class RunFolder:
         """Takes the folder over, and removes unfinished saves of an interrupted attempt.
 
         Raises:
-            ValueError: a living process owns the folder, it cannot be written, its ledger is damaged, or a logger's package is missing.
+            ValueError: a living process owns the folder, it cannot be written, its ledger is damaged, a logger's package is missing, or
+                the run would resume with another model, tokenizer or data.
         """
         check_loggers(self.config.logger)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._ownership.take()
+            self._check_identity()
             self.log_folder.mkdir(parents=True, exist_ok=True)
             self.checkpoints.remove_unfinished()
             self.ledger = Ledger(self.path / "ledger.jsonl", check_owner=self._ownership.check)
-            write_atomic(self.path / "config.yaml", resolved_yaml(self.config))
+            for line in changes_since(self.path / RUN_CONFIG, self.config):
+                logger.info("Config since the last attempt: %s", line)
+            for folder in (self.path, self.log_folder):
+                write_atomic(folder / RUN_CONFIG, resolved_yaml(self.config))
         except OSError as error:
             way_out = "free space there, or choose another folder"
             raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; {way_out}") from error
@@ -83,6 +92,16 @@ class RunFolder:
             with self._may_fail(METRICS):
                 self._metrics.close()
         self._ownership.give_back()
+
+    def _check_identity(self) -> None:
+        if self._identity is None:
+            return
+        try:
+            allowed, resumes_at = self.config.checkpointing.allow_changes, newest_step(self.path)
+            check_identity(self.path / IDENTITY, self._identity, allowed=allowed, resumes_at=resumes_at)
+        except ValueError:
+            self._ownership.give_back()
+            raise
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """Finds the newest complete checkpoint, drops later steps from ledger and metrics, and opens the metrics."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl import check, evaluate
+from mrl.config.load import load_config, resolved_yaml
 from mrl.loop.main import main
 from tests.sources import ROOT
 
@@ -45,11 +46,52 @@ def test_a_laptop_is_told_what_it_lacks_for_a_cluster_s_config(said):
     assert "policy.model_name=/path/to/hf_checkpoint" in provided and "/path/to/train.jsonl" in provided
 
 
-def test_what_is_missing_on_this_machine_refuses_nothing(said):
+def test_what_is_missing_on_this_machine_refuses_nothing_unless_strict(said):
+    assert said("grpo_tiny.yaml", check.STRICT)[0] == 2
     code, output = said("grpo_tiny.yaml")
     assert code == 0
     assert "To be provided: 3" in output and "Refused: 0" in output
     assert "start deadline 300 s: 300 s for processes; the time to read the weights of prepared/tiny/model is added" in output
+
+
+def test_a_machine_that_has_all_passes_the_strict_check(said, workplace: Path):
+    assert said("grpo_tiny.yaml", check.STRICT)[0] == 0
+    (workplace / "prepared/tiny/data/train.jsonl").unlink()
+    assert said("grpo_tiny.yaml")[0] == 0
+    code, output = said("grpo_tiny.yaml", check.STRICT)
+    assert code == 2 and lines_of(output, "To be provided: 1")[0].startswith("data.train.data_path=prepared/tiny/data/train.jsonl: no such")
+
+
+def test_a_strict_start_is_no_option():
+    with pytest.raises(SystemExit):
+        main(["grpo_tiny.yaml", check.STRICT])
+
+
+def test_where_the_run_starts_and_what_changed_since_the_last_attempt(said, workplace: Path):
+    assert "run folder    results/grpo_tiny: starts at step 0\n" in said("grpo_tiny.yaml")[1]
+    run = workplace / "results/grpo_tiny"
+    for step, is_complete in ((20, True), (160, True), (180, False)):
+        (run / f"step_{step}").mkdir(parents=True)
+        if is_complete:
+            (run / f"step_{step}/COMPLETE").write_text("")
+    (run / "config.yaml").write_text(resolved_yaml(load_config("grpo_tiny.yaml")))
+    output = said("grpo_tiny.yaml")[1]
+    assert "run folder    results/grpo_tiny: resumes at step 160 of 160\n" in output and "Changed" not in output
+    output = said("grpo_tiny.yaml", "grpo.max_num_steps=200")[1]
+    assert "resumes at step 160 of 200\n" in output
+    assert lines_of(output, "Changed since the last attempt: 1") == ["grpo.max_num_steps=160 -> 200 (command line)"]
+
+
+def test_what_the_engine_s_kernels_cannot_do_is_refused(said, workplace: Path):
+    path = workplace / "prepared/tiny/model/config.json"
+    path.write_text(path.read_text().replace('"head_dim": 32', '"head_dim": 16'))
+    code, output = said("grpo_tiny.yaml")
+    (refused,) = lines_of(output, "Refused: 1")
+    assert code == 2 and refused.startswith("policy.model_name=prepared/tiny/model: the model's head_dim is 16, and vLLM's attention on")
+    assert said("grpo_tiny.yaml", "cluster.gpus_per_node=4", "policy.generation.vllm_cfg.enforce_eager=false")[0] == 0
+    assert said("sft_tiny.yaml")[0] == 0  # no engines
+    path.write_text(path.read_text().replace("MEM*EME", "MEM-EME"))
+    assert said("grpo_tiny.yaml")[0] == 0  # no attention
 
 
 def test_an_id_of_the_hub_is_not_asked_for(said):

@@ -163,6 +163,9 @@ def check_supervised(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{algorithm}.max_num_steps", "the run would train nothing", "use 1 or more, or -1 for whole epochs")
     if algorithm == "dpo" and config.dpo.preference_loss_weight == config.dpo.sft_loss_weight == 0:
         problems.add("dpo.preference_loss_weight", "with dpo.sft_loss_weight=0 the run would train nothing", "raise one of them")
+    if "data" in config.checkpointing.allow_changes:
+        rule = f"algorithm={algorithm} takes rows by their place in the data: of others, some would come twice and some never"
+        problems.add("checkpointing.allow_changes", rule, "leave data out, and choose another checkpointing.checkpoint_dir")
     if config.policy.router_replay.enabled:
         rule = f"algorithm={algorithm} has no engines whose routes it could follow"
         problems.add("policy.router_replay.enabled", rule, "set it to false")

@@ -107,6 +107,11 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     if vllm.max_model_len > model.max_sequence_length:
         rule = f"the model's max_position_embeddings is {model.max_sequence_length}"
         problems.add(f"{_ENGINE}.max_model_len", rule, "lower policy.max_total_sequence_length")
+    sizes = list(arguments_of("CPUAttentionBackend"))
+    # On GPUs vLLM chooses a backend by the head size, at last FlexAttention, which takes any.
+    if config.cluster.gpus_per_node == 0 and model.head_size and str(model.head_size) not in sizes:
+        rule = f"the model's head_dim is {model.head_size}, and vLLM's attention on hosts without GPUs has kernels for {', '.join(sizes)}"
+        problems.add("policy.model_name", rule, "take a model of such a size, or GPUs (cluster.gpus_per_node)")
 
 
 def _divisors(*totals: int) -> str:

@@ -39,6 +39,8 @@ class CheckpointingConfig:
     """Keep this many of the newest checkpoints, whatever their metric; null = one."""
     save_optimizer: bool = True
     """Save optimizer state; without it a run cannot resume exactly."""
+    allow_changes: list[Literal["model", "tokenizer", "data"]] = field(default_factory=list)
+    """A run resumes although these are others than before. Data: also their order, which files, split, seed and shuffle decide."""
     checkpoint_must_save_by: str | None = None
     """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends before a step that would end later; null = never."""
 

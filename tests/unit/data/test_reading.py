@@ -79,6 +79,14 @@ def test_rows_are_made_when_asked_for(tmp_path: Path):
         rows[3]
 
 
+def test_rows_are_known_by_what_is_kept_of_them(tmp_path: Path):
+    first, *others = (values(tmp_path / name / "a.jsonl", *numbers) for name, numbers in (("x", (1, 2)), ("y", (1, 2)), ("z", (2, 1))))
+    others.append(write(tmp_path / "bad.jsonl", first.read_bytes() + b"{}\n"))
+    skipping = DataConfig(on_bad_row="skip", max_bad_row_share=1.0)
+    (_, known), *read_others = (read_all(reader(path), data=skipping)[0] for path in (first, *others))
+    assert [left_out.digest == known.digest for _, left_out in read_others] == [True, False, True]
+
+
 def test_files_of_one_name_give_rows_names_of_their_own(tmp_path: Path):
     one, two = values(tmp_path / "one" / "train.jsonl", 1), values(tmp_path / "two" / "train.jsonl", 2)
     train, more = read(reader(one), reader(two))

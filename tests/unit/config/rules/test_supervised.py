@@ -69,6 +69,13 @@ def test_a_reward_head_belongs_to_the_algorithm_that_trains_it(workplace: Path):
     assert problem.startswith("policy.megatron_cfg.peft.enabled=true: adapters freeze")
 
 
+def test_other_rows_cannot_take_the_places_of_examples(workplace: Path):
+    (problem,) = find_problems(load_config("sft_tiny.yaml", ["checkpointing.allow_changes=[model,data]"]))
+    assert problem.startswith("checkpointing.allow_changes=['model', 'data']: algorithm=sft takes rows by their place in the data")
+    assert find_problems(load_config("sft_tiny.yaml", ["checkpointing.allow_changes=[model]"])) == []
+    assert find_problems(load_config("grpo_tiny.yaml", ["checkpointing.allow_changes=[data]"])) == []
+
+
 def test_a_reward_model_of_tied_embeddings_has_one_stage(workplace: Path):
     stages = [f"policy.megatron_cfg.{key}" for key in ("pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage=3")]
     assert find_problems(load_config("rm_tiny.yaml", stages)) == []

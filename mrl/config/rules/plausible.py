@@ -1,0 +1,99 @@
+"""Values that no rule forbids and hardly anybody means. A run starts with them, after a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from mrl.config.errors import NotKnown, Problems
+from mrl.config.model import read_model
+from mrl.config.schema.run import RunConfig
+
+COMMON_GPU_BYTES = 80e9
+MAX_GPUS_PER_NODE = 16
+_OPTIMIZER = "policy.megatron_cfg.optimizer"
+
+Doubt = tuple[str, Callable[[RunConfig], bool], str, str]
+
+DOUBTS: tuple[Doubt, ...] = (
+    (
+        f"{_OPTIMIZER}.lr",
+        lambda config: config.policy.megatron_cfg.optimizer.lr > 0.01,
+        "a step moves every parameter by about as much, which destroys a trained model",
+        "policies learn with 1e-7 to 1e-5, tiny models with 1e-3",
+    ),
+    (
+        f"{_OPTIMIZER}.weight_decay",
+        lambda config: config.policy.megatron_cfg.optimizer.weight_decay > 1,
+        "it pulls the weights to 0 faster than they learn",
+        "0 to 0.1 is usual",
+    ),
+    (
+        "loss_fn.reference_policy_kl_penalty",
+        lambda config: config.has_engines and config.loss_fn.reference_policy_kl_penalty > 1,
+        "the penalty outweighs rewards of 0 to 1, and the policy stays where it is",
+        "0 to 0.1 is usual",
+    ),
+    (
+        "policy.generation.temperature",
+        lambda config: config.has_engines and not 0.1 <= config.policy.generation.temperature <= 2,
+        "near 0 the rollouts of a group are alike and teach nothing, far above 1 they are noise",
+        "0.6 to 1.2 is usual; validation has policy.generation.val_temperature",
+    ),
+    (
+        "policy.generation.top_k",
+        lambda config: config.has_engines and config.policy.generation.top_k == 1,
+        "the rollouts of a group are alike, and teach nothing",
+        "leave it out; validation has policy.generation.val_top_k",
+    ),
+    (
+        "policy.generation.max_new_tokens",
+        lambda config: config.has_engines and config.policy.generation.max_new_tokens < 4,
+        "hardly an answer ends in so few tokens",
+        "raise it",
+    ),
+    (
+        "cluster.gpus_per_node",
+        lambda config: config.cluster.gpus_per_node > MAX_GPUS_PER_NODE,
+        f"hosts have at most {MAX_GPUS_PER_NODE} GPUs",
+        "give the GPUs of one host, and cluster.num_nodes",
+    ),
+)
+"""Key, whether its value is doubtful, why, and what is usual."""
+
+
+def find_doubts(config: RunConfig) -> list[str]:
+    """A warning for every value that is probably a slip. Those that are not known are passed over."""
+    problems = Problems(config, config.origins)
+    for key, is_doubtful, reason, way_out in DOUBTS:
+        with suppress(NotKnown):
+            if is_doubtful(config):
+                problems.add(key, reason, way_out)
+    with suppress(NotKnown, ValueError):
+        _check_memory(config, problems)
+    return problems.texts
+
+
+def _check_memory(config: RunConfig, problems: Problems) -> None:
+    """Weights, gradients and optimizer fit into the GPUs that most people have. ValueError: the model is not known."""
+    megatron, ranks = config.policy.megatron_cfg, config.num_policy_ranks
+    if config.cluster.gpus_per_node == 0 or ranks < 1:
+        return
+    num_parameters = read_model(Path(config.policy.model_name)).num_parameters
+    weights = 2 if config.policy.precision == "bfloat16" else 4
+    gradients = 4 if megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else weights
+    optimizer = 12 * (1 - megatron.optimizer.optimizer_offload_fraction * megatron.optimizer.optimizer_cpu_offload)
+    if megatron.peft.enabled:
+        gradients, optimizer = 0, 0.0
+    # At the least: as if all parameters were experts, and all ranks shared the optimizer.
+    cuts = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.expert_model_parallel_size
+    num_bytes = num_parameters * ((weights + gradients) / min(cuts, ranks) + optimizer / ranks)
+    if num_bytes > COMMON_GPU_BYTES:
+        rule = (
+            f"weights, gradients and optimizer of {num_parameters / 1e9:.1f} billion parameters take {num_bytes / 1e9:,.0f} GB of each of "
+            f"the {ranks:,} GPUs; most have {COMMON_GPU_BYTES / 1e9:.0f}"
+        )
+        offload = f"{_OPTIMIZER}.optimizer_cpu_offload with optimizer_offload_fraction=1"
+        way_out = f"more GPUs, larger parallel sizes, {offload}, or policy.megatron_cfg.peft.enabled=true"
+        problems.add("policy.model_name", rule, way_out, others=["cluster.gpus_per_node", "cluster.num_nodes"])

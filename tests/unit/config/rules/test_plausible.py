@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.config.files import packaged_configs
+from mrl.config.load import load_config
+from mrl.config.rules.checks import check_config
+from mrl.config.rules.plausible import DOUBTS, find_doubts
+from tests.sources import ROOT
+
+LR = "policy.megatron_cfg.optimizer.lr"
+MOE_30B = ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"
+DOUBTFUL = [
+    (f"{LR}=1e3", "destroys a trained model"),
+    ("policy.megatron_cfg.optimizer.weight_decay=3.5", "faster than they learn"),
+    ("loss_fn.reference_policy_kl_penalty=100", "outweighs rewards"),
+    ("policy.generation.temperature=0.01", "teach nothing"),
+    ("policy.generation.temperature=7", "noise"),
+    ("policy.generation.top_k=1", "teach nothing"),
+    ("policy.generation.max_new_tokens=2", "hardly an answer"),
+    ("cluster.gpus_per_node=256", "hosts have at most 16 GPUs"),
+]
+
+
+@pytest.mark.parametrize(("override", "reason"), DOUBTFUL)
+def test_a_slip_is_a_warning_and_no_refusal(workplace: Path, override: str, reason: str):
+    key = override.partition("=")[0]
+    overrides = [override, f"{LR.removesuffix('lr')}min_lr=0"]
+    (doubt,) = find_doubts(load_config("grpo_tiny.yaml", overrides))
+    assert doubt.startswith(f"{key}=") and reason in doubt
+    if not key.startswith("cluster"):  # whose number of GPUs no layout fits
+        check_config(load_config("grpo_tiny.yaml", overrides))
+
+
+def test_every_doubt_is_tried():
+    assert {key for key, *_ in DOUBTS} == {override.partition("=")[0] for override, _ in DOUBTFUL}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in packaged_configs().glob("*.yaml")))
+def test_packaged_configs_are_plausible(workplace: Path, name: str):
+    assert find_doubts(load_config(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_bytes"),
+    [
+        (["cluster.num_nodes=1", "cluster.gpus_per_node=4", "policy.megatron_cfg.expert_model_parallel_size=1"], "126 GB"),
+        (["cluster.num_nodes=4"], None),
+        (["cluster.num_nodes=1", "policy.megatron_cfg.expert_model_parallel_size=1", "policy.megatron_cfg.peft.enabled=true"], None),
+    ],
+)
+def test_the_memory_of_the_gpus(workplace: Path, overrides: list[str], num_bytes: str | None):
+    """Of 31.6 billion parameters, at TP2 x PP2 on 4 GPUs: 4 bytes of each for weights and gradients, 12 for the optimizer."""
+    model = workplace / "moe"
+    model.mkdir()
+    (model / "config.json").write_text(MOE_30B.read_text())
+    doubts = find_doubts(
+        load_config("grpo_nanov3.yaml", ["policy.model_name=moe", "policy.megatron_cfg.context_parallel_size=1", *overrides])
+    )
+    assert [f" take {num_bytes} of each of the 4 GPUs" in doubt for doubt in doubts] == [True] * (num_bytes is not None)
+
+
+def test_an_8b_model_on_one_gpu(workplace: Path):
+    sizes = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32}
+    sizes |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+    (workplace / "8b").mkdir()
+    (workplace / "8b/config.json").write_text(json.dumps({**sizes, "hidden_act": "silu", "tie_word_embeddings": False}))
+    one = ["policy.model_name=8b", "cluster.gpus_per_node=1"]
+    (doubt,) = find_doubts(load_config("grpo_math_8B.yaml", one))
+    # 8.03 billion parameters with 2 bytes of weights, 4 of gradients and 12 of optimizer.
+    assert doubt.startswith(
+        "policy.model_name=8b: weights, gradients and optimizer of 8.0 billion parameters take 145 GB of each of the 1 GPUs"
+    )
+    optimizer = "policy.megatron_cfg.optimizer"
+    offloaded = [
+        f"{optimizer}.optimizer_cpu_offload=true",
+        f"{optimizer}.optimizer_offload_fraction=1",
+        f"{optimizer}.use_precision_aware_optimizer=true",
+    ]
+    assert find_doubts(load_config("grpo_math_8B.yaml", [*one, *offloaded])) == []
+    assert find_doubts(load_config("grpo_math_8B.yaml", one[:1])) == []
