@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters (LoRA, arXiv:2106.09685) as tables: which linear layers have one, and how holders cut its two factors.
 
 An adapter adds scale * B A to a weight W [out, in], with A [dim, in] and B [out, dim]. The tensors of a fused weight (q, k, v; gate, up)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes: rectangular parts of tensors, and layouts made of them. Standard library only."""
 
 from __future__ import annotations

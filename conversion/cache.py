@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache of converted models that all nodes and runs share. `ROOT/entries/KEY/mcore` is a Megatron checkpoint as hf-to-mcore writes it.
 
 It takes no locks: a builder fills a folder of its own, and rename(2) publishes it whole, once. Others wait for a builder at work only to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts a Hugging Face folder to a Megatron checkpoint and back, compares two folders, and verifies one; in bounded memory."""
 
 from __future__ import annotations

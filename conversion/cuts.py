@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How each kind of layer cuts canonical tensors: for a Megatron rank, a Megatron checkpoint, a vLLM worker. Standard library only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters of a Megatron checkpoint: merged into its weights, or exported alone in PEFT's format."""
 
 from __future__ import annotations

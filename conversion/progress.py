@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress of a conversion: counts bytes, and logs rate and time left."""
 
 from __future__ import annotations

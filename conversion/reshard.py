@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules: which rank copies which box where, so that target layouts are filled from source layouts. Standard library only.
 
 Ranks that hold the same are one class, and so are engine workers with the same layout and the same sources nearby: copies are worked out

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts the copies that engine workers receive into rounds and messages that fit the exchange buffers. Standard library only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule of a reshard as plain data: for each class of equal engine workers, the copies that fill it, and their messages.
 
 A source is a trainer rank. A copy fills one box of an engine worker from a box of a source. A message carries copies from one source to one

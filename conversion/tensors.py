@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes of torch tensors: views, value changes, checksums, and reading them from files."""
 
 from __future__ import annotations

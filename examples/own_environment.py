@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An environment of two turns: it says whether the first sum was too low or too high, and the model may correct itself."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantages by rank: the best rollout of a group has 1, the worst -1, equal rewards have equal advantages."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A logger that writes one CSV file of rewards for each attempt of a run."""
 
 from collections.abc import Mapping

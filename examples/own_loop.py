@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GRPO in a loop of your own, on the tiny model of the quickstart: `python examples/own_loop.py [a.b=c ...]`."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows `{"terms": [12, 30]}`: sums for the reward and the environment of these pages, in turn."""
 
 

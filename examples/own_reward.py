@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward of two components: the right sum, and how much of the answer is digits."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GRPO post-training of mixture-of-experts language models on Megatron-Core, vLLM and Ray."""
 
 import os

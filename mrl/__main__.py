@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mrl COMMAND ...`: runs what `python -m mrl.COMMAND ...` runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a run, for a training loop of your own; `examples/own_loop.py` is one. Names of `__all__` keep their meaning."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.check CONFIG [a.b=c ...]`: prints the resolved run, what became of NeMo RL's keys, and all that is wrong, in seconds.
 
 Also `--check` of `python -m mrl.train` and `mrl.evaluate`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.convert`: converts, compares and verifies weights of Hugging Face folders and Megatron checkpoints."""
 
 from __future__ import annotations

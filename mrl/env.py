@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment variables that mrl reads, with their meaning; no other module looks at the environment."""
 
 from __future__ import annotations

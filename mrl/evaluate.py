@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.evaluate CONFIG|DIR [a.b=c ...]`: scores a model on held-out prompts by pass@k and majority, with the environments.
 
 DIR is a run folder (its newest checkpoint), one of its step_N folders, or a Hugging Face folder (`--config` then gives data and sampling).

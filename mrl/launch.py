@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.launch slurm|k8s|lepton CONFIG [a.b=c ...]`: prints the job that runs a config on a cluster; with --submit, submits it.
 
 `wait` waits for the nodes of a launched Ray cluster; how it asks Ray for them is in mrl/cluster/nodes.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.prepare tiny|nano3|verify`: makes models and data for first runs, or verifies downloads. The work is in mrl/recipes."""
 
 from __future__ import annotations

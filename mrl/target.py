@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the argument of `python -m mrl.evaluate` means."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.train CONFIG [a.b=c ...]`: trains a model. This file is the training loop, and nothing else.
 
 prompts -> rollouts (vLLM) -> rewards -> advantages -> packed batches -> old and reference logprobs -> optimizer steps

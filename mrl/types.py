@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data that stages exchange: numpy arrays and Python values, no tensors, no handles of a library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of docs/config.md: config keys by the schema's docstrings, with their readers, and NeMo RL's keys by the dialect's tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds which product modules read which config key, by a small type inference over the sources of `mrl`.
 
 The type of an expression is the set of classes that it may be. Types come from annotations and assignments. A read through a value without

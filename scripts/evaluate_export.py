@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python scripts/evaluate_export.py MODEL DATA.jsonl`: accuracy of a model in plain transformers.
 
 One answer a problem sampled at temperature 1.0, and the likeliest (greedy) one.

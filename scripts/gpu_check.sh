@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # What only a GPU can show, in two tiers. Results go to docs/data/gpu_*.json, and from there into docs/gpu_status.md.
 #   a: a bare machine with one GPU, Python and torch: refits through CUDA IPC, Triton kernels, Megatron-Core and Mamba kernels where importable.
 #      Libraries that are missing can be carried: pip install --no-deps --target DIR megatron-core==0.16.1 einops safetensors; PYTHONPATH=DIR

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.hashes`: writes constraints-*.hashes.txt, the pins with the SHA-256 of the files that hosts of ours install.
 
 Of each package the wheels for Linux on x86-64 and aarch64 with Python 3.11 to 3.13, else its sources. The indexes are asked by uv, which

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Installs constraints-gpu.txt into the environment of PYTHON [python], in the same steps for scripts/setup.sh and for docker/Dockerfile:
 #   scripts/install_gpu.sh                    all of it
 #   scripts/install_gpu.sh base               all that need not be compiled

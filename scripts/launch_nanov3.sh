@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Submits GRPO of Nemotron 3 Nano 30B-A3B to Slurm, on 32 nodes of 8 GPUs; may be called from any folder. Checks everything first that can be checked
 # on a login node. Words behind it are overrides of the config: WORKSPACE=/shared/me ACCOUNT=a bash launch_nanov3.sh grpo.max_num_steps=10
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python scripts/library_fields.py`: writes mrl/config/library_fields.json, the arguments of the classes that take pass-through groups,
 the names of vLLM's parsers, and the head sizes of its attention on CPUs.
 

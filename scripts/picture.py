@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws the README's picture of a run: the first charts of its report, beside each other, as one SVG.
 
 Usage: python -m scripts.picture RUN_FOLDER docs/run.svg

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # One node of a Ray cluster without Slurm: Kubernetes Indexed Jobs (python -m mrl.launch k8s) and DGX Cloud Lepton batch jobs (... lepton).
 # Every node runs it; the node of rank 0 is the head, waits for the others, runs COMMAND and ends with its exit code; the others follow the head.
 # SIGTERM and SIGUSR1 on the head go to COMMAND, which saves a checkpoint and ends with 75; the others wait for it.

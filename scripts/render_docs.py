@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.render_docs`: renders the tables of docs/*.md from docs/data/*.json, the measurements that test parts wrote.
 
 The tables of config keys are rendered from the schema and its readers; see `scripts.config_page`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sourced by quickstart.sh and test.sh: makes .venv beside the sources, once, and sets ROOT, PYTHON and the number of threads.
 # A caller that sets WITH_DEV=1 gets the tools of the tests as well. A stamp names what is installed, so that a second start installs nothing.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Installs, then tests on a CPU host. tests/README.md says what each part shows.
 #   scripts/test.sh                what a newcomer runs, at most 10 minutes: style, types, unit tests, proof, and a small real run
 #   scripts/test.sh --full         every suite, at most 45 minutes; CI runs this

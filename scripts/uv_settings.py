@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python scripts/uv_settings.py`: prints shell lines that give uv the index, wheels, certificates, proxy and timeout of pip's settings.
 
 uv does not read pip's settings. Variables of uv that are already set stay as they are.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every suite shares: tests marked long run only on request, only the skips of expected_skips.txt pass, models are cached apart."""
 
 from __future__ import annotations

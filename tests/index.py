@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package index that this host uses: uv's, else pip's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random Hugging Face checkpoints for tests. Weights are sharper than at initialisation, so that a wrong mapping shows.
 
 Vocabularies are no multiple of what Megatron and vLLM pad to; key heads are fewer than query heads.

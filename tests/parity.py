@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logprobs of given sequences by transformers' forward pass: the independent source for engines and trainers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests for tests, and an engine run to its end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes of sequences: what transformers' routers choose, routes that nobody would choose, and transformers made to follow them."""
 
 from __future__ import annotations

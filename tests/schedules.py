@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules with something taken out of them."""
 
 from __future__ import annotations

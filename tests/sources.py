@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The repository's own Python files, for tests that read source."""
 
 from __future__ import annotations

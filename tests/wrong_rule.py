@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A conversion rule that is wrong and yet consistent: the schedule fits, checksums agree, and only vLLM's own loader knows better."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all families share: parallel sizes and coordinates, rules, and the layouts of the holders that follow from rules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What transformer decoders (GPTModel) have in common: attention with rotary positions, gated MLPs, gated experts, and their tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """deepseek_v3: multi-latent attention, sigmoid-routed experts in groups, shared experts. Converted only: not trained, not sampled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nemotron_h: Mamba-2, attention and mixture-of-experts layers in the order of a pattern (Nemotron-3-Nano)."""
 
 from __future__ import annotations

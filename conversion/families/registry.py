@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families by Hugging Face model_type. Those of plain transformer decoders are a function each, which reads config.json."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads config.json: sizes with their ranges, refusal of settings that change a model in an unknown way, and arguments of routers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `.metadata` of a torch_dist checkpoint: which tensors it holds, and in which file each chunk lies. Runs no code of its pickle."""
 
 from __future__ import annotations

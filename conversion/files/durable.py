@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes files and folders that survive crashes and races: synced, built aside, published by rename. Standard library only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of a Hugging Face model: its files, and where each tensor lies in them. Standard library only; `safetensors` reads tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checksums of what a conversion writes: taken while it writes, kept beside each finished file, listed in the folder's manifest.json."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ownership of files and folders that several hosts share, encoded in their names; and canaries, which show that hosts see one folder.
 
 Takes no locks. On the owner's host its process decides whether the owner is alive. Elsewhere only time can tell: owners touch what they

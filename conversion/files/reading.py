@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads files that others wrote, with care: only regular files, of a bounded size, inside of their folder. Remembers their checksums."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's torch_dist checkpoints, read box by box in one process without Megatron; `torch_dist_writer` writes them."""
 
 from __future__ import annotations

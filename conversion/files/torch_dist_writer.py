@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes Megatron's torch_dist checkpoints without Megatron: how tensors are cut into chunks and files, and the files.
 
 A file is what torch's FileSystemWriter makes: one torch.save after the other. The writer itself keeps every tensor of a file in memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistral (v0.2 and later, without a sliding window): what it shares with other decoders, and nothing else."""
 
 from conversion.families.decoder import COMMON_SUPPORTED, Decoder, decoder_family

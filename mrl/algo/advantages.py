@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantages from rewards, and judged rollouts as sequences to train on.
 
 G rollouts of one prompt, N valid rollouts of a batch, T packed tokens of a row.

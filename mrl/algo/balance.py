@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert balance of a train step: metrics, and the direction in which each expert's bias should move.
 
 Shape suffixes: L layers of the whole model, E experts.

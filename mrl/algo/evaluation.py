@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of several rollouts of one prompt. Pure functions; rollouts are in the order in which they were sampled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy loss of GRPO and its family, over one packed row. Pure torch functions. T packed tokens of a row.
 
 Every sum is divided by a count over the global batch: rows, micro-batches and ranks add up to the same loss, however the batch is cut.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ratios, KL estimates and importance weights from logprobs, and sums over sequences. T packed tokens, S sequences of a row.
 
 The generator's probabilities differ from the trainer's. The expectation over its tokens needs the weight old / generator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards of the algorithm, from those of the environments: scaled, then shaped; and which groups they can train."""
 
 from __future__ import annotations

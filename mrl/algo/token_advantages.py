@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The advantage of every token, and the sequences to mask because policy and generator disagree: what needs logprobs.
 
 Pure torch functions over the rows of one data-parallel rank. T packed tokens of a row, S sequences of a row.

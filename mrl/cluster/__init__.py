@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray: placement, actor groups, supervision. The only folder that imports ray."""

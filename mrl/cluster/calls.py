@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Typed calls to Ray actors. Every wait has a deadline, fails on the first failure, and names what it waited for."""
 
 from __future__ import annotations

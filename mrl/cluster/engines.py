@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rollout engines as Ray actors, driven step by step, and the driver's handle on them.
 
 An engine that dies is restarted here; it serves again only after a refit, and then the driver asks its unfinished requests again.

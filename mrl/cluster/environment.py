@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How processes of actors start: environment variables, from the config and from mrl's own shell, and their log file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples one host's CPU, memory and GPUs, once or in a loop. Needs no Ray."""
 
 from __future__ import annotations

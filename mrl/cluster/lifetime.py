@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How processes of a run end: none survives its parent, and nothing of a run is left on its host.
 
 `python -m mrl.cluster.lifetime FOLDER` is the reaper: it waits for its driver to end, in whatever way, kills every process of the run and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nodes of the Ray cluster: which have joined, what each of them answers, how far their clocks differ, and samples of their hosts."""
 
 from __future__ import annotations

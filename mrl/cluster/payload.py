@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Payload by reference: rollouts stay where they were sampled, and move straight to the rank that trains on them."""
 
 from __future__ import annotations

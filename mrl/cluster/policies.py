@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy ranks as Ray actors, the driver's handle on all of them, and the starting weights that they read from the shared cache."""
 
 from __future__ import annotations

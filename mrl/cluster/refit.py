@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refit, as the driver runs it: settle, exchange, pull, verify, version. Builds the schedule once; every step repeats it.
 
 A refit is idempotent until its version is set: if an engine dies in it, the driver starts the engine again and begins the refit anew.

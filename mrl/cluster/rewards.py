@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments in an actor of their own: it makes and judges texts next to the payload, and the driver sees verdicts.
 
 If rollouts may have several turns, the actor also decides after each turn whether another one follows, and makes its transcript.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collects rollouts: sends requests to the engines and finished rollouts straight to the rewards, and hands back judged groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray for one run: a private cluster on one node, the launcher's cluster on several, and a place for every slot of the run."""
 
 from __future__ import annotations

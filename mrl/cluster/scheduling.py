@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decisions of scheduling, without Ray: how long a start may take, what each slot carries, which engine gets which request, what a
 death leads to.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts the processes of a run, and owns the phases in which policy ranks and engines share their devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data sets and processors by the names that NeMo RL gives them, and where each is found. How their rows are read is in `mrl.data`."""
 
 from __future__ import annotations

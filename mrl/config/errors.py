@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems of a config: their texts, the error that raises them, and values that are not known because of them."""
 
 from __future__ import annotations

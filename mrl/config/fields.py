@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of the fields of the config schema: numbers with their ranges, values without a choice, and defaults that follow other keys.
 
 The schema needs nothing but the standard library. Whoever loads a config lets pydantic validate it by these types.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Config files and command-line overrides as settings: which key is set to what, and where. Knows YAML, not the schema."""
 
 from __future__ import annotations

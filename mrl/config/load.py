@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """YAML files and overrides in, a typed `RunConfig` out, and a report of the keys that have other names in NeMo RL.
 
 OmegaConf reads files and resolves expressions, pydantic validates every value by the type of its field. Rules between keys are in

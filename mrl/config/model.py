@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models: the folders that hold them, the sizes in their config.json, and `policy.hf_config_overrides`.
 
 With overrides a run starts from a folder with another config.json, so that trainer, engines and conversion read the same.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions and classes of the user's own, which a config names as `package.module:name` or `package.module.name`."""
 
 from __future__ import annotations

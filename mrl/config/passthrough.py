@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of keys that go to a library by its own names: which names it knows, which values, and which of them are not the user's to set."""
 
 from __future__ import annotations

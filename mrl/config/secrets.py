@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Secrets of the environment and of configs, blanked out of everything that is written: saved configs, messages, log lines, tracebacks.
 
 The secrets of a config are the values of keys that are called like a secret, and of environment variables that its expressions read.

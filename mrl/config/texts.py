@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes text from outside harmless: what a model writes, what rows hold, what reward functions answer. Standard library only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The values of a config: expressions resolved by OmegaConf over the schema's defaults, and validated by pydantic, key by key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Global batches: the row of the rank where each rollout, or each sequence of an example, is trained."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations to token ids, through the tokenizer's chat template. Text is tokenised here and nowhere else."""
 
 from __future__ import annotations

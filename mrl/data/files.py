@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which files hold a data set: one file, a folder that `datasets` saved, a folder of files, or a data set of the Hugging Face Hub."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of prompts: over a run, from its seed and the epoch alone; and within a step, the longest rollouts first."""
 
 from __future__ import annotations

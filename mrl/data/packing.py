@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed rows: several sequences side by side in one row of tokens, with cumulative lengths (THD).
 
 T tokens of a row, L layers with experts (in the order of the model), K experts per token.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans: which sequence goes to which row of which data-parallel rank, a pure function of the list of lengths and their cost.
 
 Lengths are those that sequences take up in a row. Every rank gets the same number of rows, at least one; rows at the end may be empty.

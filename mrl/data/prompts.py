@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prompts of a run: read from files, rendered, tokenised, and short enough for the context."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the data sets of a run once: checks every row, keeps the good ones in a temporary file, and refuses or sets aside the others."""
 
 from __future__ import annotations

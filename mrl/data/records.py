@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw rows of data files, one at a time: lines of JSON, a JSON array, either packed by gzip, and tables.
 
 `datasets` reads tables, see `mrl.data.tables`. It does not read JSON here, because it gives all rows of a data set one schema

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows: checked access to their fields, and their formats: each becomes a conversation that waits for a reply, the reply, and its judge.
 
 A `RowError` says what is wrong.

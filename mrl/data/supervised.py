@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data of training without rollouts: conversations, tokenised, with the tokens of them that are learned."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of Parquet and Arrow files. `datasets` reads them; this module first refuses files that unpack to more than rows do."""
 
 from __future__ import annotations

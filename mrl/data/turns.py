@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations of several turns, in token ids. Generated tokens are never tokenised again: later turns are appended to them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One finding of a check, and how findings are printed: as a table or as JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs of this host: what NVIDIA's driver reports, and whether torch computes on each of them.
 
 `python -m mrl.doctor.gpus` tries torch and writes a `CudaProbe` as JSON; it is a process of its own, because a driver may hang.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judges the facts of a host: GPUs, shared memory, limits, disks, network, ports."""
 
 from __future__ import annotations

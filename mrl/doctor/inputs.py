@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks what a run of a config needs from this machine: model folder, data, disk, GPUs."""
 
 from __future__ import annotations

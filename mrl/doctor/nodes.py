@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks every node of the cluster at RAY_ADDRESS for its facts, and judges the nodes together: which are missing, what differs."""
 
 from __future__ import annotations

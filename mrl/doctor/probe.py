@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the facts of one host: each part is a dataclass with its reader. Other files judge the facts.
 
 Imports no library that may be broken, and asks the driver and torch about GPUs only where there are any.

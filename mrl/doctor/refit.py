@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mrl.doctor CONFIG --refit`: checks that trainer and engines of a config hold and compute the same model.
 
 Run it after every upgrade of vLLM, Megatron-Core or torch, before a run. It trains nothing and leaves nothing behind.

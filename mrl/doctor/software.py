@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The installation of a host: the versions that mrl wants, by pyproject.toml and the constraints files, and how it is judged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs: the last code block of the text must pass all tests of the row. Runs in `mrl.envs.child`."""
 
 from __future__ import annotations

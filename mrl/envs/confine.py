@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Confines the calling process with Landlock (files) and seccomp (system calls): programs under reward tightly, reward workers loosely.
 
 Standard library only: PyPI's landlock is one author's alpha, and pyseccomp (last release 2021) needs a libseccomp on every host.

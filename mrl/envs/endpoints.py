@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines' OpenAI-compatible endpoints, for reward functions and programs beside a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds faults in a rollout's form, whatever its answer: unpaired think tags, unwanted tokens, an empty answer, broken tool calls."""
 
 from __future__ import annotations

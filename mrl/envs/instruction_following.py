@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verifiable instructions of IFEval (arXiv:2311.07911), by checks of our own: a text must follow all of its row.
 
 `detect` finds the language among those that instructions ask for: by its script, its letters, and the words that every text has.

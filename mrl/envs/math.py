@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards for mathematics: the last answer in the text against the expected one, by value, or as text by DAPO's rule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judges mathematics by value, with math-verify, and measures its cost before math-verify and sympy see it.
 
 Each bound is linear in the text. An answer may always be as costly as the expected one. Runs in `mrl.envs.child`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multiple choice: the letter that the text settles on. Runs in `mrl.envs.child`."""
 
 from __future__ import annotations

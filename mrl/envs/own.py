@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reward functions of the user's own, called the way they are written. Runs in `mrl.envs.child`."""
 
 from __future__ import annotations

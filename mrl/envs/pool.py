@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores rollouts in child processes with deadlines. A fault of a reward function costs one verdict, never the run.
 
 Our own, not Pebble, loky or multiprocessing: their children answer in pickles, with which a child that a text has taken over runs code in

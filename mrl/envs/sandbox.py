@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that runs one generated program on one test.
 
 `python -I sandbox.py PROGRAM FUNCTION SECONDS RESULT_FD STARTED_FD MAY_ESCAPE PATHS`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts environments by name, and scores rollouts while others are still generated, with a thread per environment."""
 
 from __future__ import annotations

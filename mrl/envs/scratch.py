@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Temporary folders in which hostile code writes. Whatever it leaves there is removed, by the next run if the owner was killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structured outputs: the whole text is JSON of the row's schema, every property given and none invented. Runs in `mrl.envs.child`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks of reward functions, their outcomes, and declarations of environments. Standard library only: reward children import this."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool calls in the XML that Nemotron 3 and Qwen3-Coder write (vLLM's parser `qwen3_coder`)."""
 
 from __future__ import annotations

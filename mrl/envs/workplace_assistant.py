@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An office with tools, after WorkBench (arXiv:2405.00823): e-mail, calendar, web site visits, tasks, customers, a directory.
 
 Over several turns the model must bring the office into the state that the right calls lead to. The state is plain: records in tables; a

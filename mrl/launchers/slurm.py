@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run as a Slurm job, submitted with scripts/ray.sub."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of `python -m mrl.train`: config, checks, run folder, the loop, exit code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that every run makes before any process starts."""
 
 from __future__ import annotations

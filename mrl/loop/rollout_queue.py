@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rollout queue: asks for prompts in their order, as far ahead as rollouts may be old, and hands each step its groups.
 
 Synchronous runs, asynchronous runs and dynamic sampling are the same queue with different numbers.

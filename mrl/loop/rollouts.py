@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on rollouts (`algorithm: grpo`): batches, refits and validation from prompts, engines and rewards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run as the loop in `mrl.train` sees it, and when it validates, saves and ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves checkpoints while the loop goes on: the ranks begin together and each writes on its own; the driver publishes the whole."""
 
 from __future__ import annotations

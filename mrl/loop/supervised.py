@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on examples (`algorithm: sft|dpo|rm`): batches and validation from conversations and pairs of answers."""
 
 from __future__ import annotations

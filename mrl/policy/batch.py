@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's rows of a global batch: sizes over all ranks, log-probabilities, and what `mrl.algo.token_advantages` makes of both.
 
 Collective functions are called by all ranks, in the same order. T packed tokens of a row, S sequences of a row.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron torch_dist checkpoints: weights, optimizer, schedule and random states of all ranks, loadable at any parallel layout."""
 
 from __future__ import annotations

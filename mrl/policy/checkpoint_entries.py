@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entries of a checkpoint: which boxes of which global tensors one rank writes from live memory and reads into it.
 
 Replicas of a weight take turns: each handles some of the weights that all of them hold. Of the optimizer's state a rank handles its own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lets real megatron-core train on a host without CUDA, or without the libraries that GPU hosts have for it.
 
 `PATCHES` at the end has every replaced name of stock 0.16.1, with what replaces it, why, and until when. `install` applies those whose real

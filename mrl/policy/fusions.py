@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probes of this host's libraries: which fused kernels work, and how exactly float32 is multiplied.
 
 A module's name proves nothing, so a probe calls the kernel. A missing kernel costs speed and memory, so a warning, not the run.

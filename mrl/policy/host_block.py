@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory for tensors that leave the device: one block for all of them, pinned on GPU hosts.
 
 Torch's own pinned memory rounds each tensor up to a power of two: 20 MB take 34.

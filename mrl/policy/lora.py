@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA: adapters beside the linear layers of the frozen model, and the merged weights that engines get.
 
 Nothing writes the base weights. What an engine reads of an adapted layer is a second tensor, merged anew whenever weights are settled.

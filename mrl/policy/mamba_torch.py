@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mamba-2 kernels in plain torch, called like those of mamba_ssm, for hosts that cannot run it.
 
 Sequences of a packed row are computed as padded batches of similar length. float32 inside, deterministic.

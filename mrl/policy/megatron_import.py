@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports megatron-core without the optional libraries that a policy rank waits for and never calls."""
 
 from __future__ import annotations

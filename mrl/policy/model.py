@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy's Megatron model: built from a Hugging Face config, checked to hold every layer, wrapped for data parallelism."""
 
 from __future__ import annotations

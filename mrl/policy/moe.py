@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing to experts: the arguments of Megatron's layers, a router that knows its row, a dispatcher for rows of any length, router replay.
 
 Megatron's own router takes a row for one sequence and its padding for tokens, and weights the auxiliary losses of rows by numbers of

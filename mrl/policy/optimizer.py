@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's optimizer and its schedule of learning rate and weight decay: built from the config, and moved between device and host."""
 
 from __future__ import annotations

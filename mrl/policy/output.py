@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of the model: the scores of a row's labels, or a reward model's head, from what the model returns.
 
 T packed tokens, V vocabulary columns of this rank, D hidden size.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed rows as padded batches, so that sequences of similar length are computed together, and causal attention over them. No Megatron.
 
 Under context parallelism every sequence of a row is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r, one

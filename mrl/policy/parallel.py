@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups and seeds of one policy rank, and where the rank stands in the layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of the policy: the model, its optimizer and its weights, behind the verbs of the training loop."""
 
 from __future__ import annotations

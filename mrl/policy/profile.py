@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records what one rank does, for a trace viewer or for Nsight Systems."""
 
 from __future__ import annotations

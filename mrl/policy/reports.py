@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank reports to the driver besides metrics. Importable without Megatron, because the driver unpickles it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of the hybrid stack and of transformers: Transformer Engine's where it is installed, Megatron's own modules elsewhere.
 
 Without Transformer Engine Megatron lacks three modules, which are here: a norm that knows of sequence parallelism, the linear layer of

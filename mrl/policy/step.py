@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log-probability pass and the train step of one rank, through megatron's own pipeline schedules, and the objective of each algorithm.
 
 A packed row is a microbatch. Every function here is collective over all ranks of the policy: all call it, in the same order, with the

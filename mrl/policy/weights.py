@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The live weights of a rank by slot: finding them, the arena that engines map, the check that all copies are equal. No Megatron."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.prepare nano3`: the Nemotron-3-Nano RL blend as files to train on, its placeholders filled in, the last rows held out.
 
 Placeholders are rows of nvidia/Nemotron-3-Nano-RL-Training-Blend whose question only its publisher may distribute. This file fills them in

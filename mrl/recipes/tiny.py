@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.prepare tiny`: a tiny model that adds two-digit numbers and forgets the carry, and additions to train it on.
 
 The additions have two-digit sums. The JSONL splits share no pair of operands; two of them also hold wrong sums, for preferences.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny nemotron_h of the Nemotron-3-Nano kind, taught by a short supervised warm start in plain transformers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.prepare verify`: checks that downloaded models and prepared data are whole and disks large enough, before a job is queued.
 
 Needs the standard library only, so that the Python of a login node can run it.

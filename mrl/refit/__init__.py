@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The refit: carries out a schedule between trainer ranks and engine workers, and verifies every byte. Needs torch only."""
 
 

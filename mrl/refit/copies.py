@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of many boxes of tensors, prepared once and repeated at every refit."""
 
 from __future__ import annotations

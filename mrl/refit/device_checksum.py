@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checksum of bytes that a GPU takes without copying weights to the host, made of torch operations; triton_kernels.py takes it faster.
 
 The bytes in C order are 32-bit words x_0, x_1, ...; the sum of x_i * w_i modulo 2^64, with fixed odd random 64-bit weights. An odd

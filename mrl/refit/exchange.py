@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exchange of a refit: trainer ranks send packed boxes, so that the memory of each GPU holds what the engine workers there lack.
 
 It also takes the checksums that those workers verify against, always from the settled weights of the rank that owns the box. A message

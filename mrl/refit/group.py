@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process group of the refit exchange: trainer ranks, then the workers of dedicated engines.
 
 It is a group of its own, made without torch's default group: an engine worker has a default group already, vLLM's, that knows nothing of

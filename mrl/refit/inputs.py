@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the driver of a refit sends: the inputs from which every participant computes the same schedule, and whose memory to read."""
 
 from __future__ import annotations

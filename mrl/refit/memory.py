@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that a process owns and other processes map: of the host, or of a GPU through CUDA IPC, from the same GPU only.
 
 Host memory is a memfd: it has no name, so it dies with its last user. A page of it precedes the bytes, and stands alone where these are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engine side of a refit: a worker copies boxes from the memory of its GPU into its live tensors, and proves what they hold then."""
 
 from __future__ import annotations

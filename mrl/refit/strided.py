@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes as a kernel of a GPU walks through them: runs of words, and the few numbers that say where the runs lie."""
 
 from __future__ import annotations

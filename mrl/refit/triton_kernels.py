@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of a refit on a GPU: one launch copies all boxes of a round, one takes the checksums of all of a round's boxes.
 
 Imported on hosts with GPUs only. Written in Triton, whose interpreter (TRITON_INTERPRET=1) runs them on CPU tensors too.

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM engines. The only folder that imports vllm."""

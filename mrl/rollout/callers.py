@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queue of questions from other threads of an engine's process. The thread that steps the engine takes them in and answers them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches of vLLM 0.32 for CPU hosts: nemotron_h's experts, weights that a refit can write, and fp32 logprobs free of the batch.
 
 `PATCHES` at the end lists every replaced name: by what, why, and until when. GPU hosts have the real thing, so nothing is patched there.

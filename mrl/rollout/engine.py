@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM engine driven step by step: requests in, finished rollouts out, refits and aborts between two steps."""
 
 from __future__ import annotations

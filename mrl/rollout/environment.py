@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environment of a process that runs a vLLM engine. Importable without vLLM: the cluster layer sets it before the process starts."""
 
 from __future__ import annotations

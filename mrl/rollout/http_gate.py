@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients of an engine's HTTP server may do: the key, sizes and deadlines before bodies are read, then what requests may ask for.
 
 uvicorn bounds headers in bytes (`h11_max_incomplete_event_size`) and idle connections in time (`timeout_keep_alive`). It has no deadline

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OpenAI-compatible server of an engine's process: routes, vLLM's own handlers behind them, and the engine that these ask.
 
 vLLM's protocol classes, chat templates and parsers do the work. The server runs in a thread of its own, behind `http_gate`. Requests wait

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sessions of agents over HTTP: their turns with token ids, logprobs and weight versions, and how a conversation goes on from them.
 
 Later turns go on from the very tokens of earlier ones, so that what was sampled can be trained on. Needs no vLLM.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code inside vLLM's worker processes: the live model by slot, the engine side of a refit, and routes on CPU hosts.
 
 vLLM imports this module in every worker before it builds the model, so a CPU host gets its patches of vLLM here.

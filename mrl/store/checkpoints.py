@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run folder: written aside, sealed by a manifest and a completion marker, then renamed.
 
 A folder `step_N` without its marker, or with a file that differs from the manifest, does not exist for a resuming run.

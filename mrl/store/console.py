@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run's console output: the step block that tutorials show, one `[Mrl]` line, and the rollout progress line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run may not silently exchange when it resumes: its model, its tokenizer, and the order of its data, each by content."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ledger: the prompts that a run took, trained on and rolled back, one fsynced JSON line per event: the run's place in the data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run-folder ownership: one attempt at a time owns a run folder, wherever in the cluster it runs. Shared file systems keep no locks.
 
 The file `owner.json` names the owner's process, which touches the file while it lives. On the same host, the process list says whether the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`report.html`: one self-contained page with the curves of a run, as inline SVG, and samples of its rollouts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run folder: checkpoints, ledger, metrics, resolved config and report of a run. One attempt at a time owns it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rollouts as text: a few lines of each step for the report, NeMo RL's `*_data_stepN.jsonl`, and validation samples for readers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics of a step: of its rollouts, of its updates, and the wall time of its phases."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of conversions against cp and fsync of the same bytes, and their memory: a JSON line per run, and docs/data/convert.json.
 
 Usage: python -m scripts.bench.convert [--gb 1] [--repeats 5] [--folder DIR] [--no-record]

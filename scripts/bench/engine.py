@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens per second of mrl's engine and of plain `vllm.LLM.generate`, with the same requests, taking turns: docs/data/engine.json.
 
 Usage: python -m scripts.bench.engine [--no-record] [--repeats 5]

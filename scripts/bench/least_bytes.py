@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fewest bytes that a reshard can move over each kind of link, from layouts alone. Standard library only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peak memory of log-probabilities and of their gradients, three ways: a JSON line for each case, and docs/data/logprobs.json.
 
 Usage: python -m scripts.bench.logprobs [--no-record]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards and advantages, ours and NeMo RL's, on random batches. For `scripts.bench.nemo_parity`.
 
 G rollouts of a prompt, B rollouts of a batch, S tokens of the longest one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo RL's own code, from a checkout, beside ours. For `scripts.bench.nemo_parity`."""
 
 from __future__ import annotations

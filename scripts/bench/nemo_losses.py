@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy loss, its gradient and its metrics, ours and NeMo RL's, on random batches. For `scripts.bench.nemo_parity`.
 
 B sequences, S tokens of the longest one, T tokens of a packed row.

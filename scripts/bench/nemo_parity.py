@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares mrl's advantages, losses and metrics with NeMo RL's own code: a table, and docs/data/nemo_parity.json.
 
 Usage: python -m scripts.bench.nemo_parity CHECKOUT [--no-record] [--only TEXT]

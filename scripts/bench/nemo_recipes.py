@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of NeMo RL's own config files `--check` accepts, and why it refuses the others: docs/data/nemo_recipes.json, nemo_reasons.json.
 
 Usage: python -m scripts.bench.nemo_recipes CHECKOUT [--json FILE] [--no-record]

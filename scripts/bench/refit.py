@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of a refit inside one host against a plain copy of the same bytes, at the same time of day, by the same number of processes.
 
 Trainer ranks and engine workers are real processes that share memory and exchange over gloo, as in a run. Weights are those of

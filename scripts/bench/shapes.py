@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nemotron-3-Nano-30B-A3B made narrower."""
 
 from __future__ import annotations

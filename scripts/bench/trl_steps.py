@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of every step of TRL's GRPOTrainer on grpo_tiny.yaml's model, prompts and rewards; vs_trl.py runs it in TRL's own environment.
 
 Usage: python trl_steps.py PREPARED NEW_TOKENS STEPS SETTINGS OUT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of a GRPO step here and in TRL: the same model, prompts, batch, rewards and host, taking turns. Writes docs/data/vs_trl.json.
 
 Usage: python -m scripts.bench.vs_trl [--no-record] [--repeats 3]

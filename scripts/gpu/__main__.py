@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.gpu --tier a|b`: runs the checks of a tier and records what they measured in docs/data.
 
 Exit code 1 if a check failed or a bound does not hold. What fails is recorded too, and docs/gpu_status.md shows it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a whole installation: trainer and engine on one GPU, and an engine that sleeps and wakes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks by tier, and what they share. Imports nothing that a bare machine lacks."""
 
 from __future__ import annotations

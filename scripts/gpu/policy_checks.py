@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the trainer: gradients and speed of Megatron-Core on a GPU, and the kernels of mamba_ssm."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the refit: kernels, their speed in one process, and a whole refit between two processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One Slurm of four nodes for all tests of this folder; how long each scenario of the long part took."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of scripts/ray.sub on nodes without GPUs, with the real training command on a tiny model."""
 
 from __future__ import annotations

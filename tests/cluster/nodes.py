@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes of a Kubernetes or Lepton job on one host, each in namespaces of its own (network, processes, mounts, name).
 
 Each runs scripts/ray_node.sh, and finds the head by the name that the service of such a job gives it. Needs root and iproute2.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real Slurm of several nodes on one host: slurmctld, and per node a slurmd in namespaces of its own (network, processes, mounts, name).
 
 Every node has an address, a name, a process table, a /dev/shm and a local disk (/mnt) that no other node sees; the rest of the file system

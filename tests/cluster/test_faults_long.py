@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens to clusters: time limits, preemption, lost power, a cut network, a cache on one node's disk, two jobs in one run folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/ray_node.sh on nodes of their own, with the variables that Kubernetes and Lepton set, and real Ray."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/ray.sub on a real Slurm: policy ranks and engines on four nodes, files and lines as users of NeMo RL look for them."""
 
 from __future__ import annotations

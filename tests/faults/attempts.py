@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attempts of a real run as child processes, killed at chosen points, and what they leave behind."""
 
 from __future__ import annotations

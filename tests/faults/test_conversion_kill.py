@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversions that are killed at any point leave nothing that looks complete, and the next one goes on from there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of one GPU shared by two real processes, and a refit through it. Needs a GPU; torch is the only library."""
 
 from __future__ import annotations

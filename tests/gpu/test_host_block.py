@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pinned host memory of optimizer state. Needs a GPU; torch is the only library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that a model may write to cheat: by group of docs/security.md and name. `run_attacks.py` runs them, in the environment `code`.
 
 A program gets `E` (see `run_attacks.Outside`) and calls `won()`, which prints the right answer, if it did what it must not; one that reads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that take more than their share, or want their own grading to fail: see `attacks.py`."""
 
 ON_SHARE = {

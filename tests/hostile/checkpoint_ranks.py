@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of hostile checkpoints run on a rank: one policy that is given checkpoint after checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reward functions that do what the answer says, as one that is taken over by an answer would: see test_workers.py."""
 
 import os

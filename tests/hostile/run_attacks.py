@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.hostile.run_attacks IDENTITY FOLDER`: runs every attack of `attacks.py` in the environment `code`.
 
 Prints one JSON object: verdicts and changes of the outside by `group/name`, honest programs that failed, and what stayed behind.

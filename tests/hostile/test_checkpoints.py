@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint or a cache entry that carries code, or leads elsewhere: checksums are right, and nothing of it runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Config files that never end, and pass-through keys that would run a model folder's code."""
 
 from __future__ import annotations

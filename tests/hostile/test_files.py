@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model folders and data files that lie: other places, FIFOs, shapes without end, bombs. Each ends in one clear error within seconds."""
 
 from __future__ import annotations

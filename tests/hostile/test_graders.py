@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers that make their grader fail, and answers that keep it from judging others: in live pools of real children."""
 
 from __future__ import annotations

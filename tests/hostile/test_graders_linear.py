@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every pattern that a model's text meets, on the worst text for it, within CPU seconds that only a linear one keeps to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What other users and containers of a host may try on a run's files and ports."""
 
 from __future__ import annotations

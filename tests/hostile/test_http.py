@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients of the HTTP endpoint may try, over real sockets to the gate of engines; the app behind it says what it read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an argument of a launcher may smuggle into a manifest, a script or a form, and into what scripts install and start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs under reward that cheat: as the user of the tests, as a plain user, and with a container's limits."""
 
 from __future__ import annotations

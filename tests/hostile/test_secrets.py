@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """However a config spells an environment variable, its value is printed nowhere and saved nowhere."""
 
 from __future__ import annotations

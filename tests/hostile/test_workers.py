@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reward workers that an answer has taken over, and hosts whose kernel confines nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `scripts/quickstart.sh` runs after installing, in a folder of its own, and what it leaves there."""
 
 from __future__ import annotations

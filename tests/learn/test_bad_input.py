@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user can get wrong: exit code 2 and one message with key, value, rule and way out, in seconds and before any actor."""
 
 from __future__ import annotations

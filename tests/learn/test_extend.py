@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages of docs/extend, followed literally: one run with everything that they add, and a loop of one's own."""
 
 from __future__ import annotations

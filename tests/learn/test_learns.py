@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quickstart as a user runs it: it learns, shows what the tutorials show, and exports what it says it has."""
 
 from __future__ import annotations

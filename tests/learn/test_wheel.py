@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The built wheel, in a folder of its own beside the libraries that are installed, trains from an empty folder."""
 
 from __future__ import annotations

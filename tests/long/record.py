@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps what a long part measured: docs/data/PART.json, from which `scripts.render_docs` makes the tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.long.stale`: warns of measured tables whose product files have changed since. Never fails."""
 
 from __future__ import annotations

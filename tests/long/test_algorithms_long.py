@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part "algorithms": every member of the GRPO family learns the arithmetic of the quickstart."""
 
 from __future__ import annotations

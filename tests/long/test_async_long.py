@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part "async": a run with lag learns, is a function of its config and seed, and loses nothing when it is killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixed run: rows of every built-in environment and of a user's function in one batch, in the real loop."""
 
 from __future__ import annotations

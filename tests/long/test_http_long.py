@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part "async", too: engines answer over HTTP while weights are updated in flight, and after one of them was killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part "learning": the quickstart learns with other seeds too, and what it learns comes from the rewards."""
 
 from __future__ import annotations

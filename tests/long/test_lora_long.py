@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part "parity": adapters alone learn from rewards, and the export with them merged is as good as the run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part "supervised": SFT, DPO and a reward model learn the arithmetic task; killed runs go on bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random reshards, carried out on dense arrays as trainer ranks and engine workers do it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every rule of every family, perturbed on either side, is refused by the proof or shows in the values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules of random models between random layouts: every element arrives exactly once, where a direct cut puts it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quickstart in small: it learns, survives a kill, and exports what it has learned."""
 
 from __future__ import annotations

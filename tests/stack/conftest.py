@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the stack tests share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every rank of the stack tests imports, once for all: ranks are forked from a process that has done it."""
 
 import os

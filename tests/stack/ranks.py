@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that run a function as the ranks of a process group, with a deadline. They stay alive, because starting them costs seconds."""
 
 from __future__ import annotations

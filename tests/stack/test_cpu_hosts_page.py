@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/cpu_hosts.md names everything that CPU hosts replace, and nothing else."""
 
 from __future__ import annotations

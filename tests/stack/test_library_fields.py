@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mrl knows of the libraries' arguments is what the installed libraries have."""
 
 from __future__ import annotations

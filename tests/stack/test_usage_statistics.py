@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What libraries would report to their makers is off in a process that imports mrl: each library is asked itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--check` says what a config means here, without a process, a GPU or a network."""
 
 import itertools

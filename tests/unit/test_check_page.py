@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of common mistakes in docs/check.md says what `--check` says."""
 
 import json

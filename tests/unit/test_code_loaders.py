@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every place of the product where bytes or names could become code is listed here with its reason; a new one fails."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mrl COMMAND` is `python -m mrl.COMMAND`, fast, and only where mrl runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/config.md has every key that a config may have. That it is up to date is checked with all other pages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The convert entry, from folder to folder. tests/stack loads what it writes with Megatron, transformers and vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache commands, from the command line to what is left in the folder."""
 
 from __future__ import annotations

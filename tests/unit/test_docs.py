@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every table in docs/ says what the JSON says that a test part wrote; every training command has keys that exist."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages of docs/extend show the files of examples/, and stay short. tests/learn/test_extend.py runs them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks for GPU hosts: listed, run at a small size on the CPU, and recorded whatever comes of them."""
 
 from __future__ import annotations

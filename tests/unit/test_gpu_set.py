@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU set: what pyproject.toml asks for on GPU hosts resolves, and resolves to constraints-gpu.txt. Nothing of it is installed."""
 
 from __future__ import annotations

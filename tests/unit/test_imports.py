@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports point down the layers, each heavy library stays in its folder, and planning stays light. Reads source, strings too."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench over NeMo RL's files counts them by what they are and by what is refused of them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is installed: the wheel holds both packages and the configs, and every import is a declared dependency."""
 
 from __future__ import annotations
@@ -111,3 +112,12 @@ def test_the_notice_names_every_folder_of_others_files():
     named = {path.rstrip(".") for path in re.findall(r"(?:mrl|scripts|tests|configs)/[\w/.*-]*", notice)}
     assert [path for path in named if not list(ROOT.glob(path))] == []
     assert {f"tests/data/{folder.name}/" for folder in (ROOT / "tests" / "data").iterdir()} <= named
+
+
+def test_every_source_file_names_its_licence():
+    line = "# SPDX-License-Identifier: Apache-2.0"
+    folders = ("conversion", "mrl", "scripts", "tests", "examples", ".ci")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh", ".sub")]
+    files += [ROOT / ".ci" / "run", *(ROOT / "scripts" / "docker").glob("Dockerfile*")]
+    lacking = [str(path.relative_to(ROOT)) for path in files if line not in path.read_text().splitlines()[:2]]
+    assert len(files) > 600 and lacking == [], f"begin them with {line}"

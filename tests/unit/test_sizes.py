@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of at most 500 lines, functions of at most 80, at most 20 type errors that are ignored."""
 
 from __future__ import annotations

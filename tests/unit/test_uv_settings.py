@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """uv installs from where pip's settings point."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No wait without a deadline, and no call that runs code from disk or hides errors.
 
 Reads product source only: tests are bounded by pytest's timeout.

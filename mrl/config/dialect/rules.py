@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translations of NeMo RL's keys that take more than another name: the DTensor backend, its optimizer and schedule, and a few old forms.
 
 As in NeMo RL, one backend is active, and what a config says to the other has no effect.

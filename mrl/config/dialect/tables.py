@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo RL's names and keys, read from tables.yaml: what is renamed, translated, without effect, or refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo RL's dialect: what becomes of keys that have another name, another place or no meaning here, and the report of it.
 
 Every key of NeMo RL is a field of the schema or stands in exactly one table of tables.yaml. docs/config.md shows the tables.

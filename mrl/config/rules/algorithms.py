@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules between the keys of the algorithms: which parts of the GRPO family go together, and what training without rollouts needs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Applies all rules between config keys, the model, the files and the disk, so that a bad run ends before anything starts."""
 
 from __future__ import annotations

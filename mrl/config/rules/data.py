@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules of sections `data` and `env`: data sets that can be found, their processors and prompt files, and environments that exist."""
 
 from __future__ import annotations

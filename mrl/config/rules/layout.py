@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the parallel layouts of trainer and engines divide the model, the batch and the cluster, and whether the engines can start."""
 
 from __future__ import annotations

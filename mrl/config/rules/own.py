@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules of functions and classes of the user's own: each can be imported here, and takes what mrl calls it with."""
 
 from __future__ import annotations

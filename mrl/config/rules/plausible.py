@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that no rule forbids and hardly anybody means. A run starts with them, after a warning."""
 
 from __future__ import annotations

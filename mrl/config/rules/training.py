@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules of the trainer: rows, optimizer, log-probabilities, and what of the model is recomputed, routed, adapted and frozen."""
 
 from __future__ import annotations

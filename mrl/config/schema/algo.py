@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sections of the algorithms: `grpo`, `loss_fn`, `reward_penalties`, `sft`, `dpo`, `rm`, `eval`. See `mrl.config.schema.run`."""
 
 from __future__ import annotations

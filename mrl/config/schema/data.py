@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Section `data`: rows. See `mrl.config.schema.run`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Section `env`: who scores rollouts. See `mrl.config.schema.run`."""
 
 from __future__ import annotations

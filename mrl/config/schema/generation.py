@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Section `policy.generation`: the engines and how they sample. See `mrl.config.schema.run`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Section `logger`: where metrics go besides the run folder. Names and defaults as in NeMo RL; each service is optional."""
 
 from __future__ import annotations

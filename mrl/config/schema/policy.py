@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Section `policy`: the model, its batches, and the two libraries that run it. See `mrl.config.schema.run`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every config key: one dataclass per YAML section, names as in NeMo RL. The string below a field is its manual.
 
 Here: the whole run, and the sections that are short; the others have a file each. Defaults stand there and nowhere else.

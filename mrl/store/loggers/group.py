@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loggers of a run that are switched on, NeMo RL's names of what they get, and what the run folder remembers between attempts."""
 
 from __future__ import annotations

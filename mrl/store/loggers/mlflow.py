@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MLflow: a server, a database, or a folder."""
 
 from __future__ import annotations

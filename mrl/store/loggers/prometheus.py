@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The latest metrics at `http://127.0.0.1:PORT/metrics` of the driver's host, for Prometheus."""
 
 from __future__ import annotations

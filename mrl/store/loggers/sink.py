@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a logger service. Each service has a file beside this one; `SINKS` names them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwanLab. Records that it cannot send stay in files for `swanlab sync`."""
 
 from __future__ import annotations

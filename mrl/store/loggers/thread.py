@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feeds one logger from a bounded queue, in a thread of its own, so that no service can hold up or end the run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights & Biases. Records that it cannot send stay in files for `wandb sync`."""
 
 from __future__ import annotations

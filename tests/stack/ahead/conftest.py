@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run whose dedicated engine samples while one policy rank trains."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps with lag: a dedicated engine samples later steps' rollouts while the policy trains."""
 
 from __future__ import annotations

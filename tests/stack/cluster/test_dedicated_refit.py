@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refits of a dedicated engine by the run's own driver: it has a slot of its own, takes part in the exchange, and may die."""
 
 from __future__ import annotations

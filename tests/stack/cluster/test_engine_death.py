@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine of several processes ends as a whole, so that its owner sees the death and can start it again."""
 
 from __future__ import annotations

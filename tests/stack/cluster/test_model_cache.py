@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shared cache at start-up, with real Ray actors: a node that does not share it is named, a damaged entry is made again."""
 
 from __future__ import annotations

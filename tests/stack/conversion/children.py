@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.stack.conversion.children DIRECTION SOURCE OUT`: converts; prints as JSON how far memory rose meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversions of models that are large beside the memory that they may take, each in a process of its own."""
 
 from __future__ import annotations

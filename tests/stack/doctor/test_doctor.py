@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.doctor` on a real Ray cluster of two nodes, and torch's own word on GPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.doctor --refit` on real policies and engines: it passes where all is well, and names what is not."""
 
 from __future__ import annotations

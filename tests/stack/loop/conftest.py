@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run for all tests of this folder: Ray, four policy ranks (TP2 x DP2 x EP2), two engines, rewards. Ended before other folders run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of `mrl.api` in the live run; tests/learn/test_extend.py runs a whole loop."""
 
 from __future__ import annotations

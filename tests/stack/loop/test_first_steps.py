@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of the real loop: what they measure, and what they leave behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samplers on the nodes of a cluster."""
 
 from __future__ import annotations

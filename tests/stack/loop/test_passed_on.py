@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the config hands on to libraries and processes is there while they run."""
 
 from __future__ import annotations

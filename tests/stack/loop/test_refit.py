@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refit in the real loop: complete, bitwise, and every kind of damage caught before a token is sampled."""
 
 from __future__ import annotations

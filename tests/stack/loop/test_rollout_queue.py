@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step and a validation are supplied with, by the real engines."""
 
 from __future__ import annotations

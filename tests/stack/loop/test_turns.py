@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rollouts of two turns in the real loop: an environment that answers, engines that go on, ranks that train on what was generated."""
 
 from __future__ import annotations

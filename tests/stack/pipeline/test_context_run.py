@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quickstart with context parallelism: the losses of five steps are those without."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole run as its command, at PP2 x DP2 x EP2 with router replay: from the warm-started model to a checkpoint resumed with
 two engines of TP2, and with a dedicated engine."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Auxiliary balancing losses, written out slowly from the routers' scores in transformers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks of the test of models that are converted only: Megatron's own model, filled by our layout."""
 
 from __future__ import annotations

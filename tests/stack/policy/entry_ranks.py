@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of checkpoint entries run on the ranks."""
 
 from __future__ import annotations

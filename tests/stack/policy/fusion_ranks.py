@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probes of fused kernels with stand-ins for what GPU hosts have, on CPU tensors: right ones and wrong ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks of the layout tests: loss, gradients and logprobs of a Hugging Face folder under a parallel layout."""
 
 from __future__ import annotations

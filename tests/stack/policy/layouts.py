@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss, gradients and logprobs under a parallel layout, put together from all ranks, and the same by transformers."""
 
 from __future__ import annotations

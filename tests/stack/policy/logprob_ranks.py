@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks of the logprob tests: scores of random hidden states, and their gradients."""
 
 from __future__ import annotations

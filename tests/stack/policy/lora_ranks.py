@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of LoRA run on the ranks: a whole `Policy` with adapters."""
 
 from __future__ import annotations

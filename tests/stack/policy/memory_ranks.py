@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks of the tests of recomputation: how much a pass keeps for its backward pass."""
 
 from __future__ import annotations

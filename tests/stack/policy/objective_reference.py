@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps of every objective once more, from the papers' formulas, with transformers and torch's AdamW.
 
 S sequences, T generated tokens of the longest one; others are padded, with a mask of 0.

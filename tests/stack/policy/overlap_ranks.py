@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the test of Megatron's overlapped communication runs on the ranks."""
 
 from __future__ import annotations

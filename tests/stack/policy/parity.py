@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of grpo_tiny.yaml with features turned on, put together from all ranks, and how far two of them are apart."""
 
 from __future__ import annotations

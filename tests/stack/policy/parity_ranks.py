@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks of the parity table: steps of a whole `Policy` on packed rollouts, and what it has computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks of the tests of memory by phase: training through all phases, with storage that is counted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of step, settling and checkpoints run on the ranks: a whole `Policy`, on random rollouts."""
 
 from __future__ import annotations

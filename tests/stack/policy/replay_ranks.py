@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks of the router replay tests: a whole `Policy` on rollouts that carry routes."""
 
 from __future__ import annotations

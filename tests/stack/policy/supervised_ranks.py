@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of training without rollouts run on the ranks, and the examples that they train on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: the same layout goes on bit for bit, another one with the same losses, and the format is Megatron's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's share of a checkpoint: what a save and a load cost, and that all shares together are Megatron's format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context parallelism behind the verbs of a policy: steps, logprobs and checkpoints are those of one rank."""
 
 from __future__ import annotations

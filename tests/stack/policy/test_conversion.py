@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A converted checkpoint is loaded by real Megatron ranks, saved by them, and converted back without a changed bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts of tokens by expert in a whole train step: metrics and biases, against routing done by transformers."""
 
 from __future__ import annotations

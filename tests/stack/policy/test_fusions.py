@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused kernels are taken only where they do what they are for; the checks of GPU hosts run on the CPU too."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer families: every parallel layout gives the logprobs of transformers, and loss and gradients of one rank."""
 
 from __future__ import annotations

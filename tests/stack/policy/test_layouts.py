@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every parallel layout gives one rank's loss, gradients and logprobs; one rank gives transformers'."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probabilities and entropy against torch on whole logits, truncated by vLLM; the chunked output layer against the whole one."""
 
 from __future__ import annotations

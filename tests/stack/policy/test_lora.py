@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters: any layout gives the loss and the gradients of transformers on weights to which the adapters' product was added by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy with adapters: what is trained, what engines and exports get, and that checkpoints go on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory by phase: gradients and optimizer state leave when nobody trains, and training cannot tell."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model that trains is megatron-core's, and what a host without CUDA replaces is known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer steps: the distributed optimizer with its overlaps takes the steps of one rank, and routers move only where they should."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts: dispatchers, precision of the router, and auxiliary losses give what transformers and slow formulas give, under any layout."""
 
 from __future__ import annotations

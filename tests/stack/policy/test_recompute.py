@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recomputed activations give the gradients of kept ones, and need less memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Router replay: routes that no router would choose are followed as transformers follows them, under every layout and in every pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The train step: against transformers and torch's AdamW, and what happens to numbers that are not finite."""
 
 from __future__ import annotations

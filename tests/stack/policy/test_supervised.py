@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of training without rollouts, in several layouts, against transformers and torch's AdamW."""
 
 from __future__ import annotations

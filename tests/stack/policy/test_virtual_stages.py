@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy with virtual pipeline stages trains, saves, loads and refits as one without."""
 
 from __future__ import annotations

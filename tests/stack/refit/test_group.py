@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The group of the exchange between three real processes over gloo, of which one never comes or dies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own model classes as hosts with CUDA build them, on the meta device, through the preparation of a refit.
 
 A process of its own, which takes an empty folder and prints rows of JSON: what vLLM calls its platform holds for the whole process.

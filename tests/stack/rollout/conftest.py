@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines for the tests of this folder, all in the pytest process, one alive at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own model and loader for one worker of an engine that does not exist: only the rank and the size of its groups are set."""
 
 from __future__ import annotations

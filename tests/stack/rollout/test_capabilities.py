@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines on GPUs that nobody here has: vLLM's own classes, built as for compute capability 8.0, 9.0 and 10.0, can be refitted.
 
 vLLM chooses dtypes of weights, and kernels that reorder them, by the capability.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The short convolution of many prompts at once has the bits of vLLM's, which takes one prompt after the other."""
 
 from __future__ import annotations

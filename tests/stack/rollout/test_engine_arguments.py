@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM keeps weights in the checkpoint's order on GPUs too: the arguments exist in the installed vLLM, arrive, and do what they are for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OpenAI-compatible server in front of a real engine, asked by OpenAI's own client; the engine is stepped by this thread."""
 
 from __future__ import annotations

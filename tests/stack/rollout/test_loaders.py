@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables against vLLM's own loaders, byte for byte, for every worker of engines that no laptop can start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model, four implementations, the same sequences: transformers, Megatron on one rank and on four, vLLM. With a trained checkpoint.
 
 tests/stack/policy/test_layouts.py and test_engine.py compare each with transformers on random checkpoints.

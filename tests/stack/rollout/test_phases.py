@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Phases of a colocated engine, through vLLM's own executor, GPU worker and sleep allocator. Only the driver calls beneath are not CUDA's.
 
 Memory that the driver unmaps is overwritten, so that a forward pass that reads what sleeps, or woke without content, shows.

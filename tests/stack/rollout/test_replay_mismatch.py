@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What router replay is for: trainer and engine in bfloat16, where choices of experts flip from rounding, with routes and without."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routes that come with rollouts are the choices of transformers' routers for the same tokens, whatever the engine does in between.
 
 With preemption: test_engine.py.

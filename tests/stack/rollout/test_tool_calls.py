@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mrl.envs.tool_calls` against vLLM's parser `qwen3_coder`, with which agents over HTTP get their calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's Triton kernels that an engine in float32 runs on a GPU leave the precision of tl.dot to the environment (FULL_FLOAT32)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rule that is wrong on both sides alike: no checksum can see it, vLLM's own loader does, before a token is sampled."""
 
 from __future__ import annotations

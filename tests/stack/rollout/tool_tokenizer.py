@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The byte tokenizer with the marks of tool calls as tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer of one rank in this process that reads its weights by Megatron's tables, and its refits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The witness: a real engine, loaded by vLLM's own loader, before and after refits by the tables."""
 
 from __future__ import annotations

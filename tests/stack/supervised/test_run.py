@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run without engines as its command: what it prints, and what it leaves behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of rollouts, as short as tests want to write them."""
 
 from __future__ import annotations

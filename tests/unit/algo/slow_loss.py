@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy loss once more, token by token with Python's floats, and random batches to compare on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Balance of experts on counts worked by hand."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.unit.cluster.dot_compile`: instructions of TF32 in a product of float32 by Triton, for three generations of GPUs."""
 
 from __future__ import annotations

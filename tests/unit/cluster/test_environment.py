@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policy ranks and engines start with the allocator and the precision that each of them needs; the user has the last word."""
 
 from __future__ import annotations

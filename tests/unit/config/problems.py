@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong with a config: what loading it says, and then its rules."""
 
 from __future__ import annotations

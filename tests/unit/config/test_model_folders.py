@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model may be named by its id on the Hub; a run of it goes on with the local snapshot."""
 
 import shutil

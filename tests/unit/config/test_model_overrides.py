@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`policy.hf_config_overrides`: one config.json for all who read it, and what may be in it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A random model to put into a cache, and what processes of the cache tests run: they are forked from one that has imported torch."""
 
 from __future__ import annotations

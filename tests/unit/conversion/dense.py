@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense stand-ins for weights: every element of every canonical tensor has a value of its own, so that a misplaced one shows."""
 
 from __future__ import annotations

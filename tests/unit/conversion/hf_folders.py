@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small Hugging Face folders with random values under the names and shapes of a family. For conversions only: nobody computes with them."""
 
 from __future__ import annotations

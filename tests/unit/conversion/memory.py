@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors in memory, read as those of a file are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Box arithmetic against boolean masks."""
 
 from __future__ import annotations

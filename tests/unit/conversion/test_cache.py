@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an entry of the cache is called, that it is made once, and that a damaged one is found. Races are tested next door."""
 
 from __future__ import annotations

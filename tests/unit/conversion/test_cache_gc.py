@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gc removes what the dead left and what is old or too much; never what is alive or in use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many processes fill the cache at once, and are killed while they do: there is one result, or none, never a part."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each cut against the literal operation that it stands for, written with reshape, split and concatenate."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The least bytes of hand-worked cases, and of a real model against its schedule."""
 
 from __future__ import annotations

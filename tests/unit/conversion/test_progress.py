@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a conversion is, as it is told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules of small hand-made layouts. tests/proof checks them against dense copies at scale."""
 
 from __future__ import annotations

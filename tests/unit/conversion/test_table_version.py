@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entries of the cache are found by TABLE_VERSION: it must change with the layout of any checkpoint of hf-to-mcore, and of manifests."""
 
 from __future__ import annotations

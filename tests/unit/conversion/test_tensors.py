@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views, value changes, and boxes of stored tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Examples from files to packed rows."""
 
 import json

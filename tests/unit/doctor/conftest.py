@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A host of eight GPUs on which all is well, for tests that change one thing."""
 
 from __future__ import annotations

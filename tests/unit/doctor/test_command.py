@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of `python -m mrl.doctor` and its exit codes, on this host."""
 
 from __future__ import annotations

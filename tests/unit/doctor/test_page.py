@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the doctor says of hosts with these troubles is what docs/troubleshooting.md quotes."""
 
 from __future__ import annotations

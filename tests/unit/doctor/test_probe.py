@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts read from real folders, sockets, processes and this host."""
 
 from __future__ import annotations

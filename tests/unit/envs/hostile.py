@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward function that misbehaves on command. Runs in a child process."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers of system calls against the kernel's headers, and the filter by a slow machine that runs it."""
 
 from __future__ import annotations

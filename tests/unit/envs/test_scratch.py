@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scratch folders in which somebody has made it hard to remove them."""
 
 from __future__ import annotations

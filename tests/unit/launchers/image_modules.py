@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules of what only GPU hosts install: Apex at the Dockerfile's commit, and packages of constraints-gpu.txt.
 
 image_modules.json records them. After a change of a pin, make it anew from a clone of https://github.com/NVIDIA/apex and the package index:

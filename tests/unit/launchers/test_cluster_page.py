@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of docs/cluster.md says which variables scripts/ray.sub reads, and their defaults."""
 
 from __future__ import annotations

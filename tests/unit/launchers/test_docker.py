@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Dockerfiles name is there: files, pins, extras, the folder where launchers look. No image is built here."""
 
 from __future__ import annotations

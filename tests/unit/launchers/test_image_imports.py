@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Dockerfiles import while they build, and mrl on GPU hosts, is in the sources of the pinned versions. No image is built here."""
 
 from __future__ import annotations

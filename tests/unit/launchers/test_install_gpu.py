@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/install_gpu.sh: one set, order and flags for setup.sh and the image; what a host lacks is said first. pip is not run."""
 
 from __future__ import annotations

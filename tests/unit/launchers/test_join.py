@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waiting for the nodes of a cluster: who is counted, who is named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts around a run of Nemotron 3 Nano, with recorders in place of Slurm, enroot and the Hub.
 
 The model has the shapes and sizes of the real one, and holes for bytes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scripts/ray_node.sh refuses before it starts anything."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What launchers are given says what the config says, and survives the shell and YAML."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every shell script of the repository is one to bash, and has none of the faults that shellcheck knows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The queue against groups of plain data: a clock of ticks instead of engines, of which each rollout takes as many as its group says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arena moves weights without changing them, keeps shared storages shared, and notices weights that have left it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens a context-parallel rank holds, and its attention, against whole sequences."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer that stands in for FusedAdam on hosts without CUDA."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory of optimizer state: one block, no larger than what lies in it, whose parts keep values through moves."""
 
 from __future__ import annotations

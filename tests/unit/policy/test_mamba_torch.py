@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The padded, chunked Mamba-2 kernel against the recurrence, token by token."""
 
 import pytest

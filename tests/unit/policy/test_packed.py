@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed rows to padded batches and back."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Noise by canonical position: every holder of an element changes it alike, and every element changes."""
 
 import pytest

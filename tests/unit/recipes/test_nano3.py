@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A blend in the published schema, with placeholders of both kinds, and what each row must become."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry: both or neither, once, and never over something else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiny model and its warm start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The byte-level tokenizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Downloads that are whole pass, and every way in which one can be broken is named; files are written by the safetensors library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of GPUs on tensors of any device, against torch. As a program, under Triton's interpreter: on the CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checksums against zlib over bytes laid out by numpy."""
 
 from __future__ import annotations

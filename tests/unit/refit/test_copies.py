@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prepared copies against Tensor.copy_."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device checksum on CPU tensors against arithmetic on Python's integers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every participant computes the driver's schedule from the inputs it is sent, or says that it cannot."""
 
 from __future__ import annotations

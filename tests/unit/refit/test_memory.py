@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared memory across real processes: mapping, epochs, dead owners, and that nothing is left behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A refit inside one process: what is pulled, what is verified, and every fault that must be caught with its slot named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of GPUs: run by Triton's interpreter on CPU tensors, and compiled for GPUs without one."""
 
 from __future__ import annotations

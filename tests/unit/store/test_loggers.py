@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loggers without their libraries: names, ids, and sinks that fail or hang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What NeMo RL's recipes say beside the schema: each key does what it says there, or is shown to change nothing."""
 
 from __future__ import annotations

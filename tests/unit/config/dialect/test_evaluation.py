@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo RL's evaluation files."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo RL's own files and the command lines of the tutorials pass `--check`; what is wrong in them is always a message."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the user names by a path is imported before anything starts, and an error names the signature."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts that selective recomputation names must be parts of the model; virtual stages must divide its stages."""
 
 from __future__ import annotations

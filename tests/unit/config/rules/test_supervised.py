@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which algorithm a config means, and what it may not say then."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The static search for readers of config keys: on small modules whose readers are known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from typing import get_type_hints
 
 from mrl.config.schema.run import KEYS, RunConfig, section_of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow literal versions of what Megatron's local GPTModel and vLLM's decoders hold: whole fused matrices are built, then cut."""
 
 from __future__ import annotations

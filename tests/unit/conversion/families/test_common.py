@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coordinates and pipeline stages against hand-written tables of Megatron's order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer decoders: names, sizes, layouts against slow literal versions, arguments, refusals."""
 
 from __future__ import annotations

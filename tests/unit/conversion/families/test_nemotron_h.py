@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nemotron_h: names, sizes and refusals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every family at five layouts: the ranks' tensors, taken apart again, are the canonical tensors, and copies on several ranks agree."""
 
 from __future__ import annotations

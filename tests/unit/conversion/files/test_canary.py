@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two who see the same folder find each other's files; two who do not are told apart, in either direction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metadata are read as plain values: a pickle can neither run anything nor change what outlives it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and folders are written whole, and published once."""
 
 from __future__ import annotations

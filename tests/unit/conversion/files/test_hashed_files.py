@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files are hashed while they are written; those that an interrupted attempt finished are kept if they are right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each file is read once, unless it may have changed; the Hub's own checksums are believed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a Hugging Face folder are found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A manifest lists what was written, or there is none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who owns a file is told by its name; whether the owner lives by its process, or from afar by the time."""
 
 from __future__ import annotations

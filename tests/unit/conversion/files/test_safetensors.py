@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face folders: boxes, shards, and folders that do not fit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch_dist checkpoints, written and read without Megatron; tests/stack loads them with it."""
 
 from __future__ import annotations
