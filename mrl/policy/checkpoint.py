@@ -162,10 +162,10 @@ class CheckpointWrite:
         wait([self._written], timeout=timeout_s)
         if not self._written.done():
             raise TimeoutError(f"{self._folder}: not written within {timeout_s:g} s (deadlines.checkpoint_s)")
-        failure = self._written.exception()
+        failure = self._written.exception(timeout=0)
         if problem := _first_problem(str(failure or "")):
             return WriteReport({}, 0.0, problem)
-        files, written_at = self._written.result()
+        files, written_at = self._written.result(timeout=0)
         try:
             for finish in self._request.finalize_fns:
                 finish()
