@@ -61,7 +61,7 @@ def write_step_data(
     if config.rollouts == "sample":
         judged = judged[: sum(len(group.rollouts) for group in groups[:NUM_SAMPLES])]
     try:
-        with igzip.open(aside, "wt", encoding="ascii") as file:
+        with igzip.IGzipFile(aside, "wb") as file:
             for index, (prompt, rollout, verdict) in enumerate(judged):
                 sequence = sequences[index] if sequences else None
                 row: dict[str, object] = {"content": [prompt.text, verdict.text], "rewards": verdict.reward}
@@ -70,7 +70,7 @@ def write_step_data(
                     row |= {"advantages": sequence.advantage, "sample_loss_mask": float(sequence.is_valid)}
                 row |= {"prompt_id": prompt.prompt_id, "environment": prompt.env_name, "reward_components": dict(verdict.components)}
                 row |= {"finish_reason": rollout.finish_reason, "masked": _mask_reason(verdict, sequence)}
-                file.write(json.dumps({**row, "idx": index}) + "\n")
+                file.write((json.dumps({**row, "idx": index}) + "\n").encode("ascii"))
         aside.rename(path)
     except OSError:
         aside.unlink(missing_ok=True)
