@@ -15,6 +15,7 @@ import pytest
 
 from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
+from tests.learn.quickstart import PREFIX
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL
 
@@ -57,7 +58,7 @@ def train(folder: Path, *overrides: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    return ended.stdout
+    return re.sub(PREFIX, "", ended.stdout, flags=re.MULTILINE)
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
