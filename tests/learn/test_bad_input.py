@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can get wrong: exit code 2 and one message with key, value, rule and way out, in seconds and before any actor."""
+"""What a user can get wrong: exit code 2 and one message with key, value, rule and way out, before any actor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +14,6 @@ import pytest
 
 from tests.sources import ROOT
 from tests.stack.loop.conftest import write_inputs
-
-# Most of it is the import of the libraries.
-MAX_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -59,9 +55,9 @@ CASES = {
     "layout that does not divide the cluster": Case(
         ["cluster.cpu_units_per_node=5"],
         [
-            "policy.megatron_cfg.tensor_model_parallel_size=2: ",
-            "does not divide the 5 slots",
-            "set cluster.cpu_units_per_node to a multiple",
+            "cluster.cpu_units_per_node=5: the 5 slots ",
+            "are no multiple of tensor 2 x pipeline 1 x context 1 = 2",
+            "change one of these sizes, cluster.num_nodes or cluster.cpu_units_per_node",
         ],
     ),
     "corrupt data row": Case(
@@ -131,7 +127,6 @@ def test_bad_input_ends_with_one_message_before_anything_starts(inputs: tuple[Pa
     words = [word.format(folder=folder) for word in case.words]
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    started = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-m", "mrl.train", case.config, *overrides, *words],
         cwd=ROOT,
@@ -140,7 +135,6 @@ def test_bad_input_ends_with_one_message_before_anything_starts(inputs: tuple[Pa
         text=True,
         timeout=120,
     )
-    seconds = time.monotonic() - started
     assert result.returncode == 2, result.stdout + result.stderr
     for part in case.message:
         assert part.format(folder=folder, pid=os.getpid()) in result.stdout
@@ -148,7 +142,6 @@ def test_bad_input_ends_with_one_message_before_anything_starts(inputs: tuple[Pa
     # Ray's session folder would lie here, and an actor's log there.
     assert list(temporary.glob("mrl-ray-*")) == []
     assert list(folder.rglob("actors")) == []
-    assert seconds < MAX_SECONDS
 
 
 def test_the_same_inputs_without_a_fault_pass(inputs: tuple[Path, list[str]]):

@@ -93,7 +93,7 @@ def test_all_tests_of_a_program_share_a_limit():
     tests = {"inputs": [""] * 50, "outputs": ["x"] * 50}
     started = time.monotonic()
     outcome = judge("import time; time.sleep(0.3); print('x')", tests, timeout_s=1.0)
-    assert outcome.reward == 0.0 and time.monotonic() - started < 3.0
+    assert outcome.reward == 0.0 and time.monotonic() - started < 10.0
 
 
 def test_nothing_of_the_parent_reaches_a_program(monkeypatch: pytest.MonkeyPatch):
@@ -123,9 +123,9 @@ def test_blocks_are_those_of_a_regular_expression():
 
 
 def test_blocks_are_found_in_time_that_grows_with_the_text():
-    started = time.monotonic()
+    started = time.process_time()
     last_code_block("```py\n" * 300_000 + "`" * 1_000_000)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(

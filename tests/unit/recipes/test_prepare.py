@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -87,6 +86,4 @@ def test_finding_it_there_imports_nothing_heavy(tmp_path: Path):
     code = (
         f"import sys; from mrl.prepare import main; main(['tiny', '--out', {str(tmp_path / 'tiny')!r}]); assert 'torch' not in sys.modules"
     )
-    started = time.monotonic()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
-    assert time.monotonic() - started < 5
