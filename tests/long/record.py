@@ -27,7 +27,6 @@ PATHS: dict[str, tuple[str, ...]] = {
     "config": ("mrl/config",),
     "conversion": ("conversion",),
     "convert": ("conversion",),
-    "engine": ("mrl/rollout",),
     "environments": ("mrl/envs", "mrl/cluster/rewards.py"),
     "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
     "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
@@ -44,8 +43,6 @@ PATHS: dict[str, tuple[str, ...]] = {
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py", "conversion/families"),
     "supervised": ("mrl/loop", "mrl/algo", "mrl/policy", "configs/sft_tiny.yaml", "configs/dpo_tiny.yaml", "configs/rm_tiny.yaml"),
-    "trainer": ("mrl/policy", "mrl/algo"),
-    "vs_trl": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/rollout", "mrl/policy", "mrl/algo", "configs/grpo_tiny.yaml"),
     "witness": ("conversion/families", "mrl/refit", "mrl/rollout"),
 }
 """What each part measures: the product files and folders whose changes make its table old."""
