@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs, then tests on a CPU host. tests/README.md says what each part shows.
-#   scripts/test.sh                what a newcomer runs, at most 10 minutes: style, types, unit tests, proof, and a small real run
-#   scripts/test.sh --full         every suite, at most 45 minutes; CI runs this
+#   scripts/test.sh                what a newcomer runs: style, types, unit tests, proof, and a small real run
+#   scripts/test.sh --full         every suite; CI runs this
 #   scripts/test.sh --long [PART]  the tests marked long("PART"), or all of them part by part, at most 60 minutes each
 # With --with-slurm (as root, with apt-get) the second and the third install Slurm, a system package, which some tests of tests/cluster need.
 set -euo pipefail
