@@ -31,7 +31,7 @@ from conversion.boxes import (
     volume,
 )
 from conversion.rounds import MIN_BUFFER_BYTES, Bin, Draft, Turns, cut_rounds, split_copy
-from conversion.schedule import CHECKSUM_BYTES, Copy, EngineWorker, Holding, Link, Schedule, WorkerClass
+from conversion.schedule import CHECKSUM_BYTES, NUM_BUFFERS, Copy, EngineWorker, Holding, Link, Schedule, WorkerClass
 
 
 class ScheduleError(ValueError):
@@ -67,8 +67,8 @@ def reshard(
     A source rank runs on the GPU of its number; `gpu_of[target]` may be one of these, or a GPU of its own (a dedicated engine). `node_of`
     is by GPU; None puts all on one node. A target copies what the source on its GPU holds straight out of that rank's arena. The rest
     comes from the target's node where that holds it, else from anywhere, and always from the replica that sends least. It travels in
-    rounds in which no GPU receives or sends more than `buffer_bytes`. Equal layouts should be one Layout object: the work is done once
-    for each. Equal arguments give equal schedules in every process.
+    rounds in which no GPU receives or sends more than `buffer_bytes`; its exchange memory holds `NUM_BUFFERS` of them. Equal layouts
+    should be one Layout object: the work is done once for each. Equal arguments give equal schedules in every process.
     """
     node_of = node_of or dict.fromkeys([*sources, *gpu_of.values()], 0)
     # A large schedule is millions of tuples without a cycle; looking for cycles among them takes a third of the time.
@@ -297,7 +297,7 @@ def _prove(classes: Sequence[WorkerClass], drafts: Sequence[Draft], class_of: Ma
 def _engine_workers(
     classes: Sequence[WorkerClass], class_of: Mapping[int, int], gpu_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], turns: Turns
 ) -> tuple[dict[int, EngineWorker], dict[int, int]]:
-    """Gives each worker its places in the exchange memory of its GPU: checksums of own copies first, then one region each."""
+    """Gives each worker its places in the exchange memory of its GPU: checksums of own copies first, then regions."""
     num_turns, turn_of = turns
     ends: dict[int, int] = defaultdict(int)
     checksums, regions = {}, {}
@@ -306,7 +306,7 @@ def _engine_workers(
         ends[gpu_of[target]] += align(CHECKSUM_BYTES * len(classes[index].own))
     for target, index in class_of.items():
         regions[target] = ends[gpu_of[target]]
-        ends[gpu_of[target]] += align(classes[index].region_bytes)
+        ends[gpu_of[target]] += min(NUM_BUFFERS, classes[index].num_rounds) * align(classes[index].region_bytes)
     workers = {
         target: EngineWorker(gpu_of[target], index, tuple(ranks[target]), turn_of[target], num_turns, checksums[target], regions[target])
         for target, index in class_of.items()

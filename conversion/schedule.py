@@ -21,6 +21,9 @@ from conversion.boxes import DTYPE_BYTES, Box, Slot, align, volume
 
 CHECKSUM_BYTES = 8
 
+NUM_BUFFERS = 2
+"""Rounds whose messages have room in an exchange memory at the same time: one arrives while workers read the one before."""
+
 # Tensors named in one line of the log.
 _MAX_NAMED = 6
 
@@ -129,7 +132,7 @@ class EngineWorker:
     checksums_base: int
     """Start of the checksums of its own copies in the body of its GPU's exchange memory, in bytes."""
     region_base: int
-    """Start of the region of its messages there."""
+    """Start of the regions of its messages there: one for each of `NUM_BUFFERS` rounds, which take turns."""
 
 
 class Delivery(NamedTuple):
@@ -173,7 +176,7 @@ class Schedule:
     workers: Mapping[int, EngineWorker]
     """By the number under which `reshard` was given their layout."""
     body_bytes: Mapping[int, int]
-    """Body of the exchange memory of each GPU that has workers: checksums of own copies, then one region for each worker."""
+    """Body of the exchange memory of each GPU that has workers: checksums of own copies, then the regions of each worker."""
 
     def class_of(self, worker: int) -> WorkerClass:
         return self.classes[self.workers[worker].class_index]
@@ -267,13 +270,14 @@ class Schedule:
 
     def _deliveries(self, worker: EngineWorker, rank: int | None = None) -> Iterator[Delivery]:
         """The messages to a worker, of one rank or of all."""
-        for source, sender in zip(self.classes[worker.class_index].sources, worker.ranks, strict=True):
+        found = self.classes[worker.class_index]
+        for source, sender in zip(found.sources, worker.ranks, strict=True):
             if rank in (None, sender):
                 can_map = source.link == "node" and worker.gpu in self.source_class
                 for message in source.messages:
                     round = message.round * worker.num_turns + worker.turn
-                    offset = worker.region_base + message.offset
-                    yield Delivery(round, sender, self.source_class[sender], worker.gpu, offset, can_map, message)
+                    region = worker.region_base + message.round % NUM_BUFFERS * align(found.region_bytes)
+                    yield Delivery(round, sender, self.source_class[sender], worker.gpu, region + message.offset, can_map, message)
 
     def _by_round(self, deliveries: Iterable[Iterable[Delivery]]) -> list[list[Delivery]]:
         rounds: list[list[Delivery]] = [[] for _ in range(self.num_rounds)]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
-from isal import isal_zlib
 from torch import Tensor
 
 from conversion.boxes import DTYPE_BYTES, Box, SlotLayout, full, lengths
 from conversion.files.durable import IO_TIMEOUT_S
+from conversion.files.manifest import Checksums
 
 T = TypeVar("T")
 
@@ -98,20 +97,37 @@ def fill_from(tensor: Tensor, content: SlotLayout, source: BoxSource) -> None:
             target.copy_(transformed(values, piece.transform))
 
 
-def read_ahead(items: Iterable[T], read: Callable[[T], Tensor]) -> Iterator[Tensor]:
-    """`read` of every item, in order; a thread reads the next one while the caller works on one."""
+def read_ahead(
+    items: Iterable[T], like: Callable[[T], tuple[tuple[int, ...], torch.dtype]], fill: Callable[[T, Tensor], None]
+) -> Iterator[Tensor]:
+    """A tensor per item, of the shape and dtype that `like` says, in order. A thread fills the next one while the caller works on one.
+
+    Asking for the next one ends a tensor: all share two buffers, as the pages of new ones take the kernel longer than reading does.
+    """
+    buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def filled(index: int, item: T) -> Tensor:
+        shape, dtype = like(item)
+        count, turn = math.prod(shape), index % 2
+        if len(buffers[turn]) < count * dtype.itemsize:
+            buffers[turn] = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+        # torch.save writes all of a storage; that of a view would be the whole buffer.
+        tensor = torch.frombuffer(buffers[turn].numpy(), dtype=dtype, count=count).view(shape)
+        fill(item, tensor)
+        return tensor
+
     following: Future[Tensor] | None = None
     with ThreadPoolExecutor(1) as pool:
-        for item in items:
-            current, following = following, pool.submit(read, item)
+        for index, item in enumerate(items):
+            current, following = following, pool.submit(filled, index, item)
             if current is not None:
                 yield current.result(IO_TIMEOUT_S)
         if following is not None:
             yield following.result(IO_TIMEOUT_S)
 
 
-def read_whole(source: BoxSource, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    tensor = torch.empty(source.shape(name), dtype=dtype or source.dtype(name))
+def read_whole(source: BoxSource, name: str) -> Tensor:
+    tensor = torch.empty(source.shape(name), dtype=source.dtype(name))
     source.read_into(name, full(tensor.shape), tensor)
     return tensor
 
@@ -128,13 +144,13 @@ def blocks(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 def content_checksums(source: BoxSource, name: str, dtype: torch.dtype) -> tuple[str, int]:
     """sha256 and CRC-32 of a tensor's content in a dtype, row by row, little-endian. Reads one block after the other."""
-    digest, crc32 = hashlib.sha256(), 0
+    checksums, block = Checksums(), torch.empty(0)
     for box in blocks(source.shape(name), dtype.itemsize):
-        block = torch.empty(lengths(box), dtype=dtype)
+        if block.shape != lengths(box):
+            block = torch.empty(lengths(box), dtype=dtype)
         source.read_into(name, box, block)
-        digest.update(byte_view(block))
-        crc32 = isal_zlib.crc32(byte_view(block), crc32)
-    return digest.hexdigest(), crc32
+        checksums.add(byte_view(block))
+    return checksums.values()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mrl import __version__
 
-COMMANDS = ("train", "check", "prepare", "evaluate", "convert", "doctor", "launch")
+COMMANDS = ("train", "check", "plan", "prepare", "evaluate", "convert", "doctor", "launch", "view")
 
 
 def summary(command: str) -> str:

@@ -12,10 +12,10 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mrl.cluster.scheduling import start_deadline
+from mrl.cluster.deadlines import all_deadlines
 from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
 from mrl.config.files import find_config
@@ -25,6 +25,9 @@ from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import run_entry, start_logging
+from mrl.envs.workers import describe_workers, usable_cores
+from mrl.plan.hardware import local_gpu
+from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, newest_step
 from mrl.target import find_target
 
@@ -101,6 +104,8 @@ class Checked:
     """The file; None if there is none, or it cannot be read."""
     doubts: Sequence[str] = ()
     """Values that are probably slips."""
+    prediction: str = ""
+    """The memory that a run on GPUs is predicted to need, if nothing is wrong."""
 
     @property
     def refused(self) -> list[str]:
@@ -128,7 +133,13 @@ def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: boo
     if config is not None:
         config = with_cached_folders(config)
         problems = [*problems, *find_problems(config, to_evaluate=to_evaluate)]
-    return Checked(config, migration, problems, path, [] if config is None else find_doubts(config))
+    checked = Checked(config, migration, problems, path, [] if config is None else find_doubts(config))
+    if config is not None and config.cluster.gpus_per_node and not (to_evaluate or checked.refused or checked.unchecked):
+        try:
+            return replace(checked, prediction=prediction(config, local_gpu()))
+        except ValueError as error:
+            problems.append(str(error))
+    return checked
 
 
 def check_run(
@@ -141,7 +152,8 @@ def check_run(
     checked = examine(name, overrides, to_evaluate=to_evaluate, secrets=secrets)
     groups: dict[str, Sequence[str]] = {}
     if checked.path is not None:
-        groups[f"Config: {checked.path}"] = [] if checked.config is None else describe_run(checked.config)
+        described = [] if checked.config is None else describe_run(checked.config)
+        groups[f"Config: {checked.path}"] = [*described, *([checked.prediction] if checked.prediction else [])]
     groups |= {f"NeMo RL's keys, {title}: {len(lines)}": lines for title, lines in checked.migration.sections().items()}
     if checked.config is not None and not to_evaluate and (changes := _changes(checked.config)):
         groups[f"Changed since the last attempt: {len(changes)}"] = changes
@@ -170,7 +182,8 @@ def describe_run(config: RunConfig) -> list[str]:
     lines = []
     for name, text in ROWS.items():
         try:
-            lines.append(f"{name:<{WIDTH}}{text(config)}")
+            found = text(config).splitlines()
+            lines += [f"{label:<{WIDTH}}{line}" for label, line in zip((name, *[""] * len(found)), found, strict=False)]
         except NotKnown as error:
             lines.append(f"{name:<{WIDTH}}{error}")
     return lines
@@ -274,11 +287,12 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "tokens": _tokens,
     "steps": _steps,
     "data": _data,
+    "rewards": lambda config: describe_workers(config, num_cores=usable_cores()) if config.has_engines else "none",
     "optimizer": _optimizer,
     "run folder": _start,
     "checkpoints": _checkpoints,
     "logs": lambda config: config.logger.log_dir,
-    "deadlines": lambda config: str(start_deadline(config)),
+    "deadlines": lambda config: "\n".join(map(str, all_deadlines(config))),
 }
 """Line of the report -> what it says of a run."""
 

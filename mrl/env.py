@@ -95,3 +95,9 @@ def secret_values() -> frozenset[str]:
     known = {variable.name for variable in VARIABLES if variable.is_secret}
     values = (value for name, value in os.environ.items() if name in known or SECRET_NAME.search(name))
     return frozenset(value for value in values if len(value) >= MIN_SECRET_LENGTH)
+
+
+def with_expandable_segments(settings: str, value: bool) -> str:
+    """PYTORCH_ALLOC_CONF's text with this value of one option, the others as they are."""
+    others = [option for option in settings.split(",") if option.strip() and option.partition(":")[0].strip() != "expandable_segments"]
+    return ",".join([*others, f"expandable_segments:{value}"])

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_evaluation(config, problems := Problems(config))
             if problems.texts:
                 raise ConfigError(problems.texts)
-            config = check_start(config)
+            config = check_start(config, trains=False)
             data = load_prompts(config)
             folder = Path(config.eval.save_path or Path(config.checkpointing.checkpoint_dir) / "evaluations").absolute()
             log_folder = folder / "logs"

@@ -46,7 +46,7 @@ def find_target(name: str, config: str | None) -> Target:
         raise ValueError(f"{name} is no run folder ({RUN_CONFIG}), none of its checkpoints, and no Hugging Face folder (config.json)")
     checkpoint = folder
     if run == folder:
-        newest = CheckpointStore(run, CheckpointingConfig()).newest()
+        newest = CheckpointStore(run, CheckpointingConfig()).newest(with_shards=True)
         if newest is None:
             raise ValueError(f"{name} has no complete checkpoint yet; give the model's folder instead")
         checkpoint = newest.folder

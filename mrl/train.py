@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import sys
 
-from mrl import check
+from mrl import check, startup
 from mrl.config.secrets import run_entry
 
 if __name__ == "__main__" and check.OPTION in sys.argv:
     # Before the imports below, which take longer than a check and need libraries that a login node may lack.
     sys.exit(run_entry(check.main))
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.loop.run import Stopped
 from mrl.store.summary import Clock, metrics_of_updates, performance_metrics, warn_of_bounded_ratios
-from mrl.types import Batch, RunState
+from mrl.types import Batch
 
 if TYPE_CHECKING:
     from mrl.loop.run import Run, Supplier
     from mrl.store.checkpoints import Checkpoint
-
-logger = logging.getLogger(__name__)
+    from mrl.types import RunState
 
 
 def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
@@ -40,6 +38,7 @@ def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
     metrics = run.supplier.validate(state) if state.step == 0 and run.config.training.val_at_start else {}
     if metrics:
         run.folder.log_metrics(0, metrics)
+        startup.lap("validation")
     run.decide_end(state.step, metrics)
     try:
         while not run.is_over:
@@ -50,26 +49,27 @@ def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
 
 
 def resume(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
-    """Proves that engines and policy hold the same starting weights; loads the checkpoint, if there is one; refits the engines."""
+    """Proves that engines and policy hold the same starting weights; loads the checkpoint, if there is a whole one; refits the engines."""
     run.supplier.prove_weights()
-    state = RunState() if checkpoint is None else checkpoint.state()
-    if checkpoint is not None:
-        logger.info("Resuming from %s (step %d of %d)", checkpoint.folder, checkpoint.step, run.last_step)
-        deadline_s = run.config.deadlines.checkpoint_s
-        run.session.policies.call(PolicyVerbs.load_checkpoint, checkpoint.weights, deadline_s=deadline_s)
+    startup.lap("refit_zero")
+    state = run.saver.load(checkpoint, last_step=run.last_step)
+    startup.lap("checkpoint")
     run.supplier.refit(state)
+    startup.lap("refit")
     return state
 
 
 def train_step(run: Run[Supplier], state: RunState) -> None:
     """One step; advances `state`."""
-    step, clock = state.step + 1, Clock()
+    step, clock = state.step + 1, Clock(state.step + 1)
 
     data = run.supplier.take(state, clock)
+    run.report_start()
     with clock.phase("train"), run.profiled(step):
         metrics = data.metrics | update_policy(run, data.batches)
     run.folder.ledger.train(step, data.trained, data.dropped)
     state.step = step
+    tokens = run.token_samples(data)
 
     if run.config.has_engines:
         with clock.phase("refit"):
@@ -88,7 +88,7 @@ def train_step(run: Run[Supplier], state: RunState) -> None:
             run.saver.begin(state, waits=run.is_over)
     metrics |= clock.metrics() | run.saver.take_metrics()
     metrics |= performance_metrics(run.config, data.batches, metrics, device=run.session.policies.device)
-    run.folder.log_step(step, metrics, data.groups, data.sequences)
+    run.folder.log_step(step, metrics, data.groups, data.sequences, tokens)
 
 
 def update_policy(run: Run[Supplier], batches: Sequence[Batch]) -> dict[str, float]:

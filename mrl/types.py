@@ -251,6 +251,24 @@ class TrainSequence:
 
 
 @dataclass(frozen=True)
+class TokenSample:
+    """The beginning of a trained sequence token by token, for readers. Lists of one length, the prompt included.
+
+    Numbers are 0 at tokens that the model did not generate.
+    """
+
+    token_ids: list[int]
+    is_generated: list[int]
+    generator_logprobs: list[float]
+    old_logprobs: list[float] | None
+    """None where the loss does without them."""
+    advantages: list[float]
+    loss_mask: list[int]
+    entropies: list[float]
+    """In nats, of the distributions that the policy had before the update."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """A global batch: its sequences, and the row of the data-parallel rank where each is trained."""
 

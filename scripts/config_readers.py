@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Product code calls these to read a section; a read in them counts as a read of the caller.
 ACCESSORS = ("mrl.config.schema", "mrl.config.rules.data")
 # They check and print keys, which changes nothing in a run.
-NOT_PRODUCT = ("mrl.config", "mrl.check")
+NOT_PRODUCT = ("mrl.config", "mrl.check", "mrl.plan")
 
 Types = frozenset[str]
 Place = tuple[str, str]

@@ -1,36 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the README's picture of a run: the first charts of its report, beside each other, as one SVG.
+"""Takes a picture of a run's page, for the README and docs/report.md.
 
-Usage: python -m scripts.picture RUN_FOLDER docs/run.svg
+Usage: python -m scripts.picture RUN_FOLDER TAB PICTURE.png, TAB one of overview, rollouts, tokens, timeline
 """
 
 from __future__ import annotations
 
-import re
+import io
 import sys
+import tempfile
 from pathlib import Path
 
-from mrl.store.report import HEIGHT, STYLE, WIDTH
+from PIL import Image
 
-COLUMNS, GAP = 3, 12
-CHARTS = ("Reward", "Held-out accuracy", "KL generator", "Gradient norm", "Refit", "Seconds by phase")
+from mrl.view.page import page
+from mrl.view.run_data import run_data
+from scripts.chromium import Tab, open_tab
+
+WIDTH, HEIGHT = 1280, 860
+# A short rollout, and a few lanes, leave most of a screen empty.
+HEIGHTS = {"tokens": 260, "timeline": 800}
+NUM_COLOURS = 96
+MAX_BYTES = 200_000
 
 
-def picture(report: str) -> str:
-    """The SVG of CHARTS of a report's page, `COLUMNS` in a row."""
-    charts = re.findall(r"<svg [^>]*aria-label='([^']*)'>(.*?)</svg>", report, re.DOTALL)
-    chosen = [content for start in CHARTS for label, content in charts if label.startswith(start)]
-    assert len(chosen) == len(CHARTS), f"the report has the charts {[label for label, _ in charts]}"
-    parts = []
-    for index, content in enumerate(chosen):
-        row, column = divmod(index, COLUMNS)
-        parts.append(f"<g transform='translate({column * (WIDTH + GAP)} {row * (HEIGHT + GAP)})'>{content}</g>")
-    size = f"{COLUMNS * (WIDTH + GAP) - GAP} {-(-len(chosen) // COLUMNS) * (HEIGHT + GAP) - GAP}"
-    rules = "".join(rule.replace("svg ", "") for rule in re.findall(r"svg [^{}]*\{[^{}]*\}", STYLE))
-    background = "<rect width='100%' height='100%' fill='white'/>"
-    return f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {size}'><style>{rules}</style>{background}{''.join(parts)}</svg>\n"
+def small_png(picture: bytes) -> bytes:
+    """A PNG with few colours, which screens of text and lines do not miss."""
+    shrunk = io.BytesIO()
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(NUM_COLOURS).save(shrunk, "PNG", optimize=True)
+    return shrunk.getvalue()
+
+
+def show(tab: Tab, name: str) -> None:
+    """Brings the page to a tab; `tokens` is a rollout of the tab `rollouts`."""
+    tab.evaluate(f"document.querySelector('[data-tab={'rollouts' if name == 'tokens' else name}]').click()")
+    if name == "tokens":
+        tab.evaluate("document.querySelector('[data-tokens]').click()")
+        tab.move_to(".token:not(.given)")
+    if name == "timeline":
+        tab.move_to(".lane:nth-child(3) .bar")
+    if name == "overview":
+        tab.wait("document.querySelectorAll('.chart canvas').length > 5")
+
+
+def main(run: Path, name: str, out: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, open_tab() as tab:
+        report = Path(folder) / "report.html"
+        report.write_text(page([run_data(run, state="over")]), encoding="utf-8")
+        tab.open(f"file://{report}", width=WIDTH, height=HEIGHTS.get(name, HEIGHT))
+        show(tab, name)
+        picture = small_png(tab.picture())
+    assert len(picture) <= MAX_BYTES, f"{len(picture)} bytes; fewer than {NUM_COLOURS} colours make it smaller"
+    out.write_bytes(picture)
 
 
 if __name__ == "__main__":
-    run, out = map(Path, sys.argv[1:])
-    out.write_text(picture((run / "report.html").read_text(encoding="utf-8")), encoding="utf-8")
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

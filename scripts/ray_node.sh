@@ -170,6 +170,8 @@ require NODE_RANK NUM_NODES GPUS_PER_NODE HEAD_HOST COMMAND
 UNITS_PER_NODE=${UNITS_PER_NODE:-$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))}
 check_devices
 
+# Ray would start a Python process for each core of the node, of which mrl uses none: its actors have environments of their own.
+export RAY_prestart_worker_first_driver=0
 export RAY_USAGE_STATS_ENABLED=0 RAY_raylet_start_wait_time_s=${RAY_raylet_start_wait_time_s:-120} RAY_AUTH_MODE=token
 if [[ -n ${RAY_TOKEN_FILE:-} ]]; then
     export RAY_AUTH_TOKEN_PATH=$RAY_TOKEN_FILE

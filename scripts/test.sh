@@ -5,15 +5,17 @@
 #   scripts/test.sh --full         every suite; CI runs this
 #   scripts/test.sh --long [PART]  the tests marked long("PART"), or all of them part by part, at most 60 minutes each
 # With --with-slurm (as root, with apt-get) the second and the third install Slurm, a system package, which some tests of tests/cluster need.
+# With --with-chromium the second installs Chromium in the same way, for tests/browser.
 set -euo pipefail
 words=()
 slurm=()
+chromium=""
 for word in "$@"; do
-    if [[ $word == --with-slurm ]]; then slurm=("$word"); else words+=("$word"); fi
+    if [[ $word == --with-slurm ]]; then slurm=("$word"); elif [[ $word == --with-chromium ]]; then chromium=$word; else words+=("$word"); fi
 done
 set -- "${words[@]}"
 if [[ ${1:-} != --long && ($# -gt 1 || ${1:---full} != --full) ]]; then
-    echo "usage: scripts/test.sh [--full | --long [PART]] [--with-slurm]" >&2
+    echo "usage: scripts/test.sh [--full | --long [PART]] [--with-slurm] [--with-chromium]" >&2
     exit 2
 fi
 WITH_DEV=1
@@ -53,6 +55,13 @@ cluster() {
     part "$@" "${slurm[@]}" -rs
     command -v slurmctld >/dev/null ||
         times+=("No Slurm here: the tests that need it were skipped; --with-slurm installs it (as root, with apt-get)")
+}
+
+# Installs Chromium where it is asked for; the tests that need it are skipped without it.
+install_chromium() {
+    [[ -n $chromium && $EUID == 0 ]] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null || return 0
+    apt-get update --quiet >/dev/null || true
+    DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends chromium >/dev/null || echo "apt-get could not install Chromium"
 }
 
 if [[ "${1:-}" == --long ]]; then
@@ -95,8 +104,11 @@ part pyright 30 bash -c "result pyright"
 part proof 30 bash -c "result proof"
 if [[ ${1:-} == --full ]]; then
     part hostile 60 bash -c "result hostile"
-    part stack 1260 "$PYTHON" -m pytest tests/stack --durations=10
+    part rehearsal 240 "$PYTHON" -m pytest tests/rehearsal --durations=10
+    part stack 1200 "$PYTHON" -m pytest tests/stack --durations=10
     part learn 660 "$PYTHON" -m pytest tests/learn --durations=5
+    install_chromium
+    part browser 60 "$PYTHON" -m pytest tests/browser --durations=5 -rs
     part faults 390 "$PYTHON" -m pytest tests/faults --durations=5
     cluster cluster 150 "$PYTHON" -m pytest tests/cluster --durations=5
 else

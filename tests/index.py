@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package index that this host uses: uv's, else pip's."""
+"""The package index that this host uses, uv's, else pip's, and files from it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 
 
 def index_url() -> str:
@@ -15,3 +17,14 @@ def index_url() -> str:
         command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
         configured = os.environ.get("PIP_INDEX_URL") or subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
     return (configured or "https://pypi.org/simple").rstrip("/")
+
+
+def download(name: str, version: str, *endings: str) -> tuple[str, bytes]:
+    """Name and content of a release's file: of the first of these endings that it has, such as ".tar.gz"."""
+    listing = urllib.request.Request(f"{index_url()}/{name}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+    with urllib.request.urlopen(listing, timeout=60) as answer:
+        files = {entry["filename"]: entry["url"] for entry in json.load(answer)["files"]}
+    stem = f"{name.replace('-', '_')}-{version}"
+    found = next(f"{stem}{ending}" for ending in endings if f"{stem}{ending}" in files)
+    with urllib.request.urlopen(files[found], timeout=60) as answer:
+        return found, answer.read()

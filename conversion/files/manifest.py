@@ -67,6 +67,22 @@ class Manifest:
     table_version: int = TABLE_VERSION
 
 
+class Checksums:
+    """sha256 and CRC-32 of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._sha256, self._crc32 = hashlib.sha256(), 0
+
+    def add(self, content: memoryview) -> None:
+        """Goes on with these bytes."""
+        self._sha256.update(content)
+        self._crc32 = isal_zlib.crc32(content, self._crc32)
+
+    def values(self) -> tuple[str, int]:
+        """The sha256 in hexadecimal digits, and the CRC-32."""
+        return self._sha256.hexdigest(), self._crc32
+
+
 class HashedFile(AbstractContextManager["HashedFile"]):
     """A file that is written from front to back, while other threads hash it and force it to disk. A context manager."""
 
@@ -74,7 +90,7 @@ class HashedFile(AbstractContextManager["HashedFile"]):
         self._file = path.open("wb", buffering=0)
         # One thread hashes, one syncs.
         self._pool = ThreadPoolExecutor(2)
-        self._sha256, self._crc32, self._size = hashlib.sha256(), 0, 0
+        self._checksums, self._size = Checksums(), 0
         self._sync: Future[None] | None = None
         self._num_synced = 0
 
@@ -87,12 +103,12 @@ class HashedFile(AbstractContextManager["HashedFile"]):
     def write(self, data: bytes | memoryview) -> int:
         """Writes all of `data`, which the caller may change afterwards."""
         content = memoryview(data).cast("B")
-        hashed = self._pool.submit(self._hash, content) if len(content) > _SMALL_BYTES else None
+        hashed = self._pool.submit(self._checksums.add, content) if len(content) > _SMALL_BYTES else None
         start = 0
         while start < len(content):
             start += self._file.write(content[start : start + _WRITE_BYTES])
         if hashed is None:
-            self._hash(content)
+            self._checksums.add(content)
         else:
             hashed.result(IO_TIMEOUT_S)
         self._size += len(content)
@@ -103,10 +119,6 @@ class HashedFile(AbstractContextManager["HashedFile"]):
             self._sync, self._num_synced = self._pool.submit(os.fdatasync, self._file.fileno()), self._size
         return len(content)
 
-    def _hash(self, content: memoryview) -> None:
-        self._sha256.update(content)
-        self._crc32 = isal_zlib.crc32(content, self._crc32)
-
     def flush(self) -> None:
         """Does nothing: all is with the kernel already. torch.save asks for it."""
 
@@ -116,7 +128,7 @@ class HashedFile(AbstractContextManager["HashedFile"]):
 
     def record(self) -> FileRecord:
         """Size and checksums of what was written."""
-        return FileRecord(self._size, self._sha256.hexdigest(), self._crc32)
+        return FileRecord(self._size, *self._checksums.values())
 
 
 class FinishedFiles(AbstractContextManager["FinishedFiles"]):

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
@@ -85,11 +85,28 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def find_difference(expected: Mapping[Path, str]) -> str:
+    """Why the first of these files has not the expected sha256; "" if all have it. Hashes in threads."""
+
+    def difference(path: Path) -> str:
+        try:
+            return "" if sha256_file(path) == expected[path] else f"{path} does not have the manifest's sha256"
+        except (OSError, ValueError) as error:
+            return f"{path} cannot be read: {error}"
+
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        return next(filter(None, pool.map(difference, expected)), "")
+
+
 def file_hashes(paths: Iterable[Path], memory: Path) -> dict[Path, str]:
     """`file_hash` of every file, in threads."""
     found = list(paths)
-    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(_num_threads()) as pool:
         return dict(zip(found, pool.map(lambda path: file_hash(path, memory), found), strict=True))
+
+
+def _num_threads() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def file_hash(path: Path, memory: Path) -> str:
@@ -99,15 +116,17 @@ def file_hash(path: Path, memory: Path) -> str:
         blob = path.resolve(strict=True)
         if blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--") and _SHA256.fullmatch(blob.name):
             return blob.name
-        identity = path.stat().st_dev, *file_state(path)
-        _, size, modified, changed, inode = identity
-        record = memory / "-".join(map(str, (identity[0], inode, size, modified, changed)))
+        state = file_state(path)
+        size, modified, changed, inode = state
+        # Not by device: each node numbers a file system of the network as it likes, and would read all weights once more.
+        place = hashlib.sha256(os.fsencode(blob)).hexdigest()[:16]
+        record = memory / "-".join(map(str, (place, inode, size, modified, changed)))
         if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")):
             return remembered
         if size >= ANNOUNCED_BYTES:
             logger.info("Reading %s once, to know it by its checksum", path)
         digest = sha256_file(path)
-        has_changed = (path.stat().st_dev, *file_state(path)) != identity
+        has_changed = file_state(path) != state
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: the folder is not a complete model; download it again") from error
     if has_changed:

@@ -3,34 +3,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import cast
 
 import torch
-from isal import isal_zlib
 from torch import Tensor
 
-from conversion.boxes import Box, Layout, Slot
-from conversion.files.durable import IO_TIMEOUT_S
+from conversion.boxes import Box, Layout, Slot, lengths
 from conversion.files.hf_folder import DTYPES, INDEX_FILE, SINGLE_FILE, HeaderTensor, read_header, weights_by_file, write_json
-from conversion.files.manifest import FileRecord, FinishedFiles, HashedFile, TensorRecord
+from conversion.files.manifest import Checksums, FileRecord, FinishedFiles, HashedFile, TensorRecord
 from conversion.files.reading import open_file
 from conversion.progress import Report, counter
-from conversion.tensors import BoxSource, StoredTensor, byte_view, dtype_name, fill_from, read_ahead, read_stored, read_whole, torch_dtype
+from conversion.tensors import BoxSource, StoredTensor, blocks, byte_view, dtype_name, fill_from, read_ahead, read_stored, torch_dtype
 
 _DTYPE_NAMES = {torch_dtype(dtype): name for name, dtype in DTYPES.items()}
-
-Checksums = tuple[str, int]
-"""sha256 and CRC-32 of a tensor's content, row by row, little-endian."""
 
 
 class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
@@ -162,7 +155,7 @@ def write_safetensors(
             num_bytes = 0
         groups[-1].append(name)
         num_bytes += size
-    checksums: dict[str, Checksums] = {}
+    checksums: dict[str, tuple[str, int]] = {}
     weight_map: dict[str, str] = {}
     with FinishedFiles() as finished:
         for index, group in enumerate(groups):
@@ -172,7 +165,7 @@ def write_safetensors(
             # Wide elements first keep all of them aligned, as the safetensors library has it.
             members = {name: dtypes[name] for name in sorted(group, key=lambda name: -dtypes[name].itemsize)}
             note, is_kept = finished.written(folder / file, lambda out, members=members: _write_file(out, members, source, report))
-            checksums |= cast("dict[str, Checksums]", note)
+            checksums |= cast("dict[str, tuple[str, int]]", note)
             if is_kept:
                 report(sum(sizes[name] for name in members), is_kept=True)
         records = finished.records()
@@ -181,7 +174,7 @@ def write_safetensors(
     return {name: TensorRecord(dtype_name(dtypes[name]), source.shape(name), *checksums[name]) for name in names}, records
 
 
-def _write_file(file: HashedFile, dtypes: Mapping[str, torch.dtype], source: BoxSource, report: Report) -> dict[str, Checksums]:
+def _write_file(file: HashedFile, dtypes: Mapping[str, torch.dtype], source: BoxSource, report: Report) -> dict[str, tuple[str, int]]:
     # transformers refuses files without the metadata.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -192,19 +185,18 @@ def _write_file(file: HashedFile, dtypes: Mapping[str, torch.dtype], source: Box
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
-    checksums: dict[str, Checksums] = {}
-    with ThreadPoolExecutor(1) as hasher:
-        for name, tensor in zip(dtypes, read_ahead(dtypes, lambda name: read_whole(source, name, dtypes[name])), strict=True):
-            checksum = hasher.submit(_checksums, tensor)
-            file.write(byte_view(tensor))
-            checksums[name] = checksum.result(IO_TIMEOUT_S)
-            report(tensor.nbytes)
-    return checksums
+    checksums = {name: Checksums() for name in dtypes}
 
+    def read(part: tuple[str, Box], block: Tensor) -> None:
+        name, box = part
+        source.read_into(name, box, block)
+        checksums[name].add(byte_view(block))
 
-def _checksums(tensor: Tensor) -> Checksums:
-    content = byte_view(tensor)
-    return hashlib.sha256(content).hexdigest(), isal_zlib.crc32(content)
+    parts = [(name, box) for name, dtype in dtypes.items() for box in blocks(source.shape(name), dtype.itemsize)]
+    for block in read_ahead(parts, lambda part: (lengths(part[1]), dtypes[part[0]]), read):
+        file.write(byte_view(block))
+        report(block.nbytes)
+    return {name: checksum.values() for name, checksum in checksums.items()}
 
 
 def _listed(names: set[str]) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, cast
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -231,14 +230,12 @@ def write_torch_dist(
 def _write_file(file: HashedFile, head: bytes, chunks: Sequence[Chunk], source: BoxSource, report: Report) -> list[tuple[int, int]]:
     """Offset and length of each chunk in the file, in bytes."""
 
-    def read(chunk: Chunk) -> Tensor:
-        tensor = torch.empty(chunk.content.shape, dtype=torch_dtype(chunk.content.dtype))
-        fill_from(tensor, chunk.content, source)
-        return tensor
+    def like(chunk: Chunk) -> tuple[tuple[int, ...], torch.dtype]:
+        return chunk.content.shape, torch_dtype(chunk.content.dtype)
 
     file.write(head)
     places = []
-    for tensor in read_ahead(chunks, read):
+    for tensor in read_ahead(chunks, like, lambda chunk, tensor: fill_from(tensor, chunk.content, source)):
         start = file.tell()
         torch.save(tensor, cast(IO[bytes], file))
         places.append((start, file.tell() - start))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, TypeVarTuple, cast
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
 
+from mrl import spans
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, way_out
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ Key = TypeVar("Key")
 
 # A reference that ray.wait calls ready is fetched from local memory; this only bounds a broken store.
 FETCH_TIMEOUT_S = 60.0
+# Answers that arrive within so long of each other are taken together: each wait looks at every call that is under way.
+GATHER_S = 0.005
 # Peers of a dead rank may report a broken connection seconds before Ray reports the death.
 BLAME_WINDOW_S = 10.0
 
@@ -100,10 +103,12 @@ def wait_all(
     what: str,
     beside: Background | None = None,
     lost: list[ActorLost] | None = None,
+    on_failure: Callable[[], None] | None = None,
 ) -> dict[Key, T]:
     """Waits for all calls; answers by key. `beside` goes on meanwhile.
 
-    With `lost`, an actor that died gives no answer: its `ActorLost` goes there, and the wait goes on.
+    With `lost`, an actor that died gives no answer: its `ActorLost` goes there, and the wait goes on. `on_failure` is called before an
+    error's cause is looked for.
 
     Raises:
         ActorLost, DeadlineExceeded: as soon as it happens.
@@ -111,7 +116,8 @@ def wait_all(
     """
     keys = {reference: key for key, reference in pending.items()}
     answers: dict[Key, T] = {}
-    end = time.monotonic() + deadline_s
+    start = time.monotonic()
+    end = start + deadline_s
     while keys:
         others = [] if beside is None else beside.references()
         ready, _ = ray.wait([*keys, *others], num_returns=1, timeout=max(0.0, end - time.monotonic()))
@@ -121,17 +127,22 @@ def wait_all(
         if not ready or ready[0] not in keys:
             missing = ", ".join(str(key) for key in keys.values())
             raise DeadlineExceeded(f"{what}: no answer from {missing} within {deadline_s:g} s (the limits are set in section `deadlines`)")
-        key = keys.pop(ready[0])
-        try:
-            answers[key] = fetch(ready[0], actor=key, what=what)
-        except (RuntimeError, ValueError) as error:
-            if lost is not None and isinstance(error, ActorLost):
-                lost.append(error)
-                continue
-            cause = first_cause(keys, error, what=what)
-            if cause is error:
-                raise
-            raise cause from error
+        ready, _ = ray.wait(list(keys), num_returns=len(keys), timeout=GATHER_S)
+        for reference in ready:
+            key = keys.pop(reference)
+            try:
+                answers[key] = fetch(reference, actor=key, what=what)
+            except (RuntimeError, ValueError) as error:
+                if lost is not None and isinstance(error, ActorLost):
+                    lost.append(error)
+                    continue
+                if on_failure is not None:
+                    on_failure()
+                cause = first_cause(keys, error, what=what)
+                if cause is error:
+                    raise
+                raise cause from error
+    spans.add(f"wait: {what}", start, calls=len(pending))
     return {key: answers[key] for key in pending if key in answers}
 
 

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 
+from mrl import spans
 from mrl.cluster.calls import Actors, ask, fetch, start_actor, wait_all
+from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.environment import engine_variables, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.payload import PayloadRef, describe, pack, with_transcripts
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import ENGINE, EngineSlots, RequestBook, lost_engine, start_deadline
+from mrl.cluster.scheduling import ENGINE, EngineSlots, RequestBook, lost_engine
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
@@ -57,9 +59,11 @@ class EngineActor:
         Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
         """
         # Imported here: the driver holds this class too, and must not import vllm.
-        from mrl.rollout.engine import Engine
+        with spans.span("import"):
+            from mrl.rollout.engine import Engine
 
         has_server = config.policy.generation.vllm_cfg.expose_http_server
+        start = time.monotonic()
         self.engine = Engine(
             config.policy.model_name,
             config.policy.generation,
@@ -74,6 +78,7 @@ class EngineActor:
         self.fetch_timeout_s = config.deadlines.reward_s
         self.engine.die_with_workers()
         self.engine.enter("load")
+        spans.add("build", start)
         self._finished_between: list[Rollout] = []
         self._is_woken = False
         if not has_server:
@@ -88,8 +93,10 @@ class EngineActor:
         self.engine.add(with_transcripts(requests, timeout_s=self.fetch_timeout_s))
         start = time.monotonic()
         finished, self._finished_between = self._finished_between, []
-        while self.engine.num_unfinished and time.monotonic() < start + budget_s:
-            finished += self.engine.step()
+        if self.engine.num_unfinished:
+            while self.engine.num_unfinished and time.monotonic() < start + budget_s:
+                finished += self.engine.step()
+            spans.stretch("generate", start, goes_on=self.engine.num_unfinished > 0)
         self._wake()
         return ([describe(rollout) for rollout in finished], time.monotonic() - start), pack(finished)
 
@@ -100,7 +107,8 @@ class EngineActor:
         """
         # Before the engine looks for questions: whoever asks from here on calls again.
         self._is_woken = False
-        end = time.monotonic() + POLL_BUDGET_S
+        start = time.monotonic()
+        end = start + POLL_BUDGET_S
         try:
             while self.engine.can_sample and self.engine.callers.are_waiting and time.monotonic() < end:
                 self._finished_between += self.engine.step()
@@ -108,6 +116,7 @@ class EngineActor:
             # Nobody waits for this call. The driver starts an engine that is gone again.
             logger.exception("A step for requests over HTTP failed; ending the engine")
             os._exit(1)
+        spans.stretch("serve HTTP", start, goes_on=self.engine.callers.are_waiting)
         self._wake()
 
     def _wake(self) -> None:
@@ -120,7 +129,8 @@ class EngineActor:
             self._self.serve.remote()
 
     def call(self, verb: str, *arguments: object) -> object:
-        answer = getattr(self.verbs, verb)(*arguments)
+        with spans.span(spans.name_of(verb, *arguments)):
+            answer = getattr(self.verbs, verb)(*arguments)
         self._wake()
         return answer
 
@@ -142,7 +152,7 @@ class EngineGroup(Actors[EngineVerbs]):
         """Seconds in which engines had a rollout to work on, added up over the engines."""
         ahead = config.grpo.async_grpo
         max_restarts = ahead.max_generation_failures + 1 if ahead.max_lag_steps > 0 else MAX_FRUITLESS_RESTARTS
-        self.book = RequestBook(len(placement.engines), max_fruitless_restarts=max_restarts)
+        self.book = RequestBook[RolloutRequest](ENGINE, len(placement.engines), max_fruitless_restarts=max_restarts)
         self._is_held = False
         self._api_key = secrets.token_urlsafe(32)
         self._base_urls = [""] * len(placement.engines)

@@ -11,10 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mrl import env
+from mrl import env, spans
 from mrl.cluster.lifetime import die_with_parent
 from mrl.config.secrets import start_logging
-from mrl.refit.memory import with_expandable_segments
 from mrl.rollout.environment import engine_environment
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ FULL_FLOAT32 = {
 
 
 def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
-    """First call of every actor: ties its life to its parent's and sends its stdout and stderr to `log_file`.
+    """First call of every actor: ties its life to its parent's, sends its stdout and stderr to `log_file`, and its spans beside that.
 
     `secrets` become environment variables here, because Ray writes those of an actor's options to its own logs.
     """
@@ -48,6 +47,7 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     os.dup2(descriptor, 2)
     os.close(descriptor)
     start_logging("actor", sys.stderr)
+    spans.record_in(log_file.with_suffix(spans.SUFFIX))
     logger.info("process %d", os.getpid())
 
 
@@ -77,7 +77,7 @@ def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: b
     settings = next((given[name] for name in names if name in given), None)
     if settings is None:
         inherited = env.PYTORCH_ALLOC_CONF.read() or env.PYTORCH_CUDA_ALLOC_CONF.read() or ""
-        settings = with_expandable_segments(inherited, expandable_segments)
+        settings = env.with_expandable_segments(inherited, expandable_segments)
         if inherited:
             _log_change("policy ranks" if expandable_segments else "engines", inherited, settings)
     return dict.fromkeys(names, settings) | (FULL_FLOAT32 if precision == "float32" else {})

@@ -6,13 +6,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
-from mrl.data.batch import ExampleBatch
 from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TrainSequence, Transcript
+
+if TYPE_CHECKING:
+    from mrl.data.batch import ExampleBatch
 
 T = TypeVar("T")
 

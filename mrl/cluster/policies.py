@@ -6,22 +6,23 @@ from __future__ import annotations
 import logging
 import random
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import ray
 
 from conversion.cache import cached_mcore, check_entry, discard, mcore_in_use, read_entry, root_of
 from conversion.families.common import MegatronParallel
 from conversion.files.owners import PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
-from mrl import env
+from mrl import env, spans, startup
 from mrl.cluster.calls import Actors, ask, start_actor, wait_all
+from mrl.cluster.deadlines import start_deadline, train_deadline
 from mrl.cluster.environment import policy_variables, start_actor_process
 from mrl.cluster.payload import pull
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import start_deadline
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
@@ -30,6 +31,9 @@ from mrl.types import Batch, TrainSequence
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+# To ask how much memory is in use takes a tenth of a millisecond on a GPU.
+MIN_MEASURED_S = 0.002
 
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
@@ -45,18 +49,21 @@ class PolicyActor:
     def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int) -> int:
         """Builds the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
         # Imported here: the driver holds this class too, and must not import megatron.
-        from mrl.policy.megatron_import import import_megatron
+        with spans.span("import"):
+            from mrl.policy.megatron_import import import_megatron
 
-        import_megatron()
-        from mrl.policy.policy import Policy
+            import_megatron()
+            from mrl.policy.policy import Policy
 
         self.config = config
         self.pad_token_id = pad_token_id
         self.part = (rank, world_size)
+        self.timeout_s = train_deadline(config).seconds
         address, port = master
-        self.policy = Policy(
-            config, rank=rank, world_size=world_size, master_address=address, master_port=port, timeout_s=config.deadlines.train_s
-        )
+        with spans.span("build"):
+            self.policy = Policy(
+                config, rank=rank, world_size=world_size, master_address=address, master_port=port, timeout_s=self.timeout_s
+            )
         self.verbs: PolicyVerbs = self.policy
         return self.policy.dp_rank
 
@@ -70,7 +77,8 @@ class PolicyActor:
 
     def set_batch(self, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows, is_further: bool) -> int:
         """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `Policy.set_batch`."""
-        payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.config.deadlines.train_s)
+        start = time.monotonic()
+        payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.timeout_s)
         pulled = {
             index: RowSequence(index, rollout, sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages)
             for (index, sequence), rollout in zip(sequences.items(), payload, strict=True)
@@ -83,13 +91,20 @@ class PolicyActor:
 
         packed = pack(rows)
         self.policy.set_batch(packed, packed if logprob_rows == rows else pack(logprob_rows), is_further=is_further)
+        spans.add("set_batch", start, rows=len(packed))
         return len(packed)
 
     def call(self, verb: str, *arguments: object) -> object:
         from torch.profiler import record_function
 
+        from mrl.policy.profile import memory_facts
+
+        start = time.monotonic()
         with record_function(verb):
-            return getattr(self.verbs, verb)(*arguments)
+            answer = getattr(self.verbs, verb)(*arguments)
+        facts = memory_facts() if time.monotonic() - start > MIN_MEASURED_S else {}
+        spans.add(spans.name_of(verb, *arguments), start, phase=str(self.policy.phase), **facts)
+        return answer
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         return function(self.policy, *arguments)
@@ -109,7 +124,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
     """All policy ranks, with their starting weights. Calls are collective: every rank is called, and the first failure ends the wait."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> None:
-        super().__init__("policy rank", deadline_s=config.deadlines.train_s)
+        super().__init__("policy rank", deadline_s=train_deadline(config).seconds)
         self.start_s = start_deadline(config).seconds
         self.world_size = placement.num_policy_ranks
         given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {}, config.secrets)
@@ -131,7 +146,9 @@ class PolicyGroup(Actors[PolicyVerbs]):
         # this run: each checks and reads a file of its own.
         with nullcontext() if root is None else mcore_in_use(hf, root, parallel=parallel) as cached:
             self.dp_ranks = list(self.wait(building, deadline_s=self.start_s, what="build of the model").values())
+            startup.lap("build")
             self.load(hf, cached, parallel)
+            startup.lap("load")
         self.device = self.call(PolicyVerbs.device_name, only=[0])[0]
 
     def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
@@ -149,12 +166,20 @@ class PolicyGroup(Actors[PolicyVerbs]):
     def set_batches(self, batches: Sequence[Batch]) -> None:
         """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `Policy.set_batch`."""
         for position, batch in enumerate(batches):
-            sequences = [{index: batch.sequences[index] for row in rows for index in row} for rows in batch.rows]
+            # Stored once for the ranks that train the same rows: Ray would serialise an argument once for each of them.
+            sequences = [ray.put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
             pending = {}
             for rank, dp_rank in enumerate(self.dp_ranks):
-                mine = sequences[dp_rank], batch.rows[dp_rank], batch.logprob_rows[dp_rank]
+                # Ray hands a rank what the reference stands for.
+                mine = cast("dict[int, TrainSequence]", sequences[dp_rank]), batch.rows[dp_rank], batch.logprob_rows[dp_rank]
                 pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, *mine, position > 0)
             self.wait(pending, deadline_s=None, what="set_batch")
+
+
+def convert_if_new(config: RunConfig) -> None:
+    """Converts the model into the cache, if there is one without it: here while engines start, later at once in `PolicyGroup`."""
+    if (root := env.cache_root()) is not None:
+        cached_mcore(Path(config.policy.model_name), root, parallel=config.policy.megatron_cfg.parallel)
 
 
 def repair_unless(check: Callable[[Path], None], hf: Path, cached: Path, parallel: MegatronParallel) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refit, as the driver runs it: settle, exchange, pull, verify, version. Builds the schedule once; every step repeats it.
+"""Refit, as the driver runs it: settle, run, finish, version. Builds the schedule once; every step repeats it.
 
-A refit is idempotent until its version is set: if an engine dies in it, the driver starts the engine again and begins the refit anew.
+However many rounds a refit has, the driver makes these four calls: policy ranks and engine workers wait for each other (`mrl.refit.pace`).
+A refit is idempotent until its version is set: if an engine dies in it, the driver has all others leave the attempt, starts the engine
+again and begins the refit anew.
 """
 
 from __future__ import annotations
@@ -9,20 +11,23 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import ray
 
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes, VllmParallel
 from conversion.reshard import ScheduleError
-from conversion.schedule import Schedule
+from conversion.schedule import NUM_BUFFERS, Schedule
 from mrl.cluster.calls import wait_all
+from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.engines import EngineGroup
+from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import start_deadline, until_no_engine_dies
+from mrl.cluster.scheduling import until_no_engine_dies
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.refit.checksum import check_unchanged
@@ -30,12 +35,12 @@ from mrl.refit.exchange import GpuHandles, handles_for
 from mrl.refit.group import GroupAddress
 from mrl.refit.inputs import ExchangeMember, RefitInputs, WorkerRefit
 
-if TYPE_CHECKING:
-    import ray
-
-    from mrl.cluster.errors import ActorName
-
 logger = logging.getLogger(__name__)
+
+# Ranks and workers leave an attempt at this part of the limit, so that whoever has not answered by then hangs, and at the latest this long
+# after the driver has given it up.
+OWN_SHARE = 0.9
+LEAVE_S = 10.0
 
 Digests = dict[int, list[dict[Slot, int]]]
 """Checksums of every live tensor of every worker, by engine index."""
@@ -69,8 +74,8 @@ class Refit:
         self.policies = policies
         self.engines = engines
         self.slots = {engine.engine_index: engine.slots for engine in placement.engines}
-        self.num_groups = 0
         self.weight_version = 0
+        self.attempt = 0
         inputs = refit_inputs(config, placement, policies, engines)
         self.schedule = build_schedule(config, inputs)
         self.inputs = inputs.signed(self.schedule)
@@ -80,7 +85,10 @@ class Refit:
         num_ranks = len(self.schedule.source_class)
         self.dedicated = [index for index, slots in self.slots.items() if slots[0] >= num_ranks]
         self._handles: dict[int, GpuHandles] = {}
-        self._prepare()
+        self._num_groups = 0
+        self._address: GroupAddress | None = None
+        self._meet()
+        self._point_at_sources([index for index in self.slots if index not in self.dedicated])
 
     def zero(self) -> RefitReport:
         """The witness: refits unchanged weights, and proves that every byte stays as vLLM's own loader wrote it.
@@ -104,7 +112,7 @@ class Refit:
     def prepare_again(self, index: int) -> None:
         """Prepares an engine that was started again. A dedicated one was part of the exchange group, which no longer works without it."""
         if index in self.dedicated:
-            self._prepare()
+            self._address = None
         else:
             self._point_at_sources([index])
 
@@ -134,32 +142,24 @@ class Refit:
 
     def _attempt(self, engines: Sequence[int], witness: Digests | None) -> RefitReport:
         start = time.monotonic()
-        copied_bytes = 0
+        if self._address is None:
+            self._meet()
         if witness is not None:
             unknown = [index for index in range(self.engines.num_engines) if index not in witness]
             witness |= self.engines.call(EngineVerbs.live_digest, only=unknown)
-        self.policies.call(PolicyVerbs.enter, "refit", deadline_s=self.deadline_s)
-        self.engines.call(EngineVerbs.enter, "refit", only=engines)
-        self.policies.call(PolicyVerbs.settle, deadline_s=self.deadline_s)
-        for round_index in range(self.schedule.num_rounds):
-            if self.dedicated:
-                # All at once, engines that are not refitted too.
-                pending = self.policies.start(PolicyVerbs.exchange, dict.fromkeys(range(self.policies.world_size), (round_index,)))
-                pending |= self.engines.start(EngineVerbs.exchange, dict.fromkeys(self.dedicated, (round_index,)))
-                wait_all(pending, deadline_s=self.deadline_s, what="exchange")
-            else:
-                self.policies.call(PolicyVerbs.exchange, round_index, deadline_s=self.deadline_s)
-            copied_bytes += sum(self.engines.call(EngineVerbs.pull, round_index, only=engines).values())
-            self.engines.call(EngineVerbs.verify, round_index, only=engines)
+        self.policies.call(PolicyVerbs.begin_refit, deadline_s=self.deadline_s)
+        copied_bytes = self._run_rounds(engines)
         if witness is not None:
             for index, workers in self.engines.call(EngineVerbs.live_digest).items():
                 for before, after in zip(witness[index], workers, strict=True):
                     check_unchanged(before, after)
-        finished = self.engines.call(EngineVerbs.set_weight_version, self.weight_version, only=engines)
         # The policy makes room before the engines take their KV caches.
-        self.policies.call(PolicyVerbs.enter, "generate", deadline_s=self.deadline_s)
-        self.engines.call(EngineVerbs.enter, "generate", only=engines)
-        reports = [report for workers in finished.values() for report in workers]
+        leaving = self.policies.start(PolicyVerbs.enter, dict.fromkeys(range(self.policies.world_size), ("generate",)))
+        finishing = self.engines.start(EngineVerbs.finish_refit, dict.fromkeys(engines, ()))
+        ending: dict[ActorName, ray.ObjectRef] = {**leaving, **finishing}
+        answers = wait_all(ending, deadline_s=self.deadline_s, what="finish_refit")
+        self.engines.call(EngineVerbs.serve, self.weight_version, only=engines)
+        reports = [report for name in finishing for report in answers[name]]
         return RefitReport(
             weight_version=self.weight_version,
             seconds=time.monotonic() - start,
@@ -168,30 +168,62 @@ class Refit:
             copied_bytes=copied_bytes,
         )
 
-    def _prepare(self) -> None:
-        """Makes the exchange group of all participants, and tells every engine where its sources are."""
+    def _run_rounds(self, engines: Sequence[int]) -> int:
+        """Has everybody run all rounds at the same time; bytes that were written. Those that take no part in an exchange are not asked."""
+        self.attempt += 1
+        limit_s = OWN_SHARE * self.deadline_s
+        readers = frozenset(slot for index in engines for slot in self.slots[index])
+        sending = self.policies.start(
+            PolicyVerbs.exchange, dict.fromkeys(range(self.policies.world_size), (self.attempt, readers, limit_s))
+        )
+        copying = self.engines.start(
+            EngineVerbs.refit, {index: (self.attempt, index in engines, limit_s) for index in sorted({*engines, *self.dedicated})}
+        )
+        pending: dict[ActorName, ray.ObjectRef] = {**sending, **copying}
+        try:
+            answers = wait_all(pending, deadline_s=self.deadline_s, what="refit", on_failure=self._give_up)
+        except RuntimeError as error:
+            # Whoever fails leaves the group, which is of no use to the others then.
+            self._address = None
+            # After a death those that live still have to leave; after another error they had the time.
+            is_death = isinstance(error, ActorLost)
+            silent = unanswered(pending, within_s=LEAVE_S if is_death else 0.0)
+            if is_death or not silent:
+                raise
+            raise DeadlineExceeded(f"{error}; {', '.join(map(str, silent))} gave no answer at all") from error
+        return sum(answers[name] for name in copying)
+
+    def _give_up(self) -> None:
+        """Has all ranks and workers leave the present attempt. Without the store, which rank 0 has, they leave when their time is up."""
+        assert self._address is not None
+        try:
+            self._address.give_up(self.attempt)
+        except RuntimeError as error:
+            logger.warning("Ranks and engines cannot be told that attempt %d at the refit is given up: %s", self.attempt, error)
+
+    def _meet(self) -> None:
+        """Makes the exchange group of all participants. Ranks keep the memory that they have."""
         num_ranks = len(self.schedule.source_class)
         num_members = sum(len(self.slots[index]) for index in self.dedicated)
-        address = None
-        if num_ranks + num_members > 1:
-            # The store remembers the addresses of an earlier group under its name.
-            self.num_groups += 1
-            address = GroupAddress(*self.policies.master, name=f"exchange {self.num_groups}", size=num_ranks + num_members)
-        parts = dict.fromkeys(range(num_ranks), (self.inputs, address))
-        if self.dedicated:
-            assert address is not None, "ranks and the workers of dedicated engines exchange"
-            member = ExchangeMember(address, self.deadline_s)
-            members = {index: ([WorkerRefit(self.inputs, slot, member) for slot in self.slots[index]],) for index in self.dedicated}
-            pending: dict[ActorName, ray.ObjectRef] = {**self.policies.start(PolicyVerbs.prepare_refit, parts)}
-            pending |= self.engines.start(EngineVerbs.prepare_refit, members)
-            answers = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
-            self._handles = {name.index: handles for name, handles in answers.items() if handles is not None}
-        else:
-            self._handles = self.policies.call_each(PolicyVerbs.prepare_refit, parts, deadline_s=self.deadline_s)
-        self._point_at_sources([index for index in self.slots if index not in self.dedicated])
+        # The store remembers the addresses of an earlier group under its name.
+        self._num_groups += 1
+        address = GroupAddress(*self.policies.master, name=f"exchange {self._num_groups}", size=num_ranks + num_members)
+        member = ExchangeMember(address, self.deadline_s)
+        members = {index: ([WorkerRefit(self.inputs, slot, member) for slot in self.slots[index]],) for index in self.dedicated}
+        meeting = self.policies.start(PolicyVerbs.prepare_refit, dict.fromkeys(range(num_ranks), (self.inputs, address)))
+        pending: dict[ActorName, ray.ObjectRef] = {**meeting, **self.engines.start(EngineVerbs.prepare_refit, members)}
+        answers = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
+        self._handles = {name.index: answers[name] for name in meeting}
+        self._address = address
 
     def _point_at_sources(self, engines: Sequence[int]) -> None:
         self.engines.call_each(EngineVerbs.prepare_refit, {index: (self.worker_refits(index),) for index in engines})
+
+
+def unanswered(pending: Mapping[ActorName, ray.ObjectRef], *, within_s: float) -> list[ActorName]:
+    """Those actors that do not answer."""
+    _, silent = ray.wait(list(pending.values()), num_returns=len(pending), timeout=within_s)
+    return [name for name, reference in pending.items() if reference in silent]
 
 
 def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup) -> RefitInputs:
@@ -226,4 +258,6 @@ def build_schedule(config: RunConfig, inputs: RefitInputs) -> Schedule:
     except ScheduleError:
         raise
     except ValueError as error:
-        raise ValueError(f"policy.refit_buffer_size_gb={config.policy.refit_buffer_size_gb}: {error}") from error
+        raise ValueError(
+            f"policy.refit_buffer_size_gb={config.policy.refit_buffer_size_gb}, of which a round takes 1/{NUM_BUFFERS}: {error}"
+        ) from error

@@ -1,36 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments in an actor of their own: it makes and judges texts next to the payload, and the driver sees verdicts.
+"""Environments in actors of their own, one on each node: they make and judge texts near the payload, and the driver sees verdicts.
 
-If rollouts may have several turns, the actor also decides after each turn whether another one follows, and makes its transcript.
+If rollouts may have several turns, an actor also decides after each turn whether another one follows, and makes its transcript. No actor
+knows of the others, and a verdict follows from the rollout alone: the driver gives each rollout to the actor with the fewest unfinished.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 
-from mrl.cluster.calls import Background, ask, fetch, start_actor, wait_all
+from mrl import spans
+from mrl.cluster.calls import Actors, ask, fetch, start_actor
+from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.environment import start_actor_process
+from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.payload import PayloadRef, pack, pull
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import start_deadline
+from mrl.cluster.scheduling import RequestBook
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
+from mrl.envs.scorer import Answer, Load, Scorer, build_environment
+from mrl.envs.task import Task
+from mrl.envs.workers import describe_workers, longest_verdict_s, num_workers, usable_cores
 from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
-NAME = "reward actor"
-# After this share of the driver's deadline the actor masks answers that wait behind others that hang, so that they never end the run.
-PATIENCE_SHARE = 0.8
-# How long the actor waits for a verdict before it answers that there is none; it does nothing else meanwhile.
+
+REWARDS = "reward actor"
+# How long an actor waits for a verdict before it answers that there is none; it does nothing else meanwhile.
 POLL_BUDGET_S = 0.1
+# A reward actor that dies this often without a single verdict in between will not get better.
+MAX_FRUITLESS_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """A rollout that waits for its verdict."""
+
+    info: RolloutInfo
+    prompt: Prompt
+
+    @property
+    def request_id(self) -> str:
+        return self.info.request_id
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a reward actor has done since its last answer."""
+
+    verdicts: Mapping[str, Verdict]
+    """On rollouts that have ended, by request id."""
+    decisions: list[tuple[str, Ending | None]]
+    """If rollouts may have several turns: why each judged one ends, None if it goes on; packed transcripts of the latter come beside."""
+    seconds: float
+    """Of scoring, waited for or not."""
+    load: Load
 
 
 class RewardActor:
@@ -53,119 +94,216 @@ class RewardActor:
         has_servers = config.policy.generation.vllm_cfg.expose_http_server
         self.endpoints = log_file.parent / FILE_NAME if has_servers else None
 
-    def ready(self) -> None:
-        """Starts the environments, and returns once they are up; a user's function that cannot be imported ends it."""
-        from mrl.envs.scorer import Scorer, build_environment
-
-        config = self.config
+    def ready(self) -> int:
+        """Starts the environments; the cores of this node, once they are up. A user's function that cannot be imported ends it."""
+        config, num_cores = self.config, usable_cores()
         # Environments that users name start now; those that come with mrl start when the first row needs them.
         names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
         self.scorer = Scorer(
-            lambda name: build_environment(name, config.env, endpoints=self.endpoints),
+            lambda name: build_environment(
+                name, config.env, num_workers=num_workers(name, config, num_cores=num_cores), endpoints=self.endpoints
+            ),
             list(names),
             timeout_s=start_deadline(config).seconds,
             masks_flagged=config.env.should_mask_flagged_samples,
-            keeps_fresh=self.max_turns > 1,
         )
+        return num_cores
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(token_ids)))
 
-    def submit(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> None:
-        """Hands rollouts to their environments; `prompts[i]` is the prompt of `infos[i]`."""
-        from mrl.envs.scorer import Answer
-        from mrl.envs.task import Task
+    def judge(self, rollouts: Sequence[Unjudged], budget_s: float) -> tuple[Judged, list[bytes]]:
+        """Hands rollouts to their environments; then what was judged since the last call, and the transcripts of rollouts that go on.
 
-        rollouts = pull(infos, timeout_s=self.deadlines.reward_s)
-        answers = []
-        for info, rollout, prompt in zip(infos, rollouts, prompts, strict=True):
-            if self.rules is not None:
-                self._remarks[info.request_id] = inspect(rollout, self.decode, self.rules)
-            if self.max_turns > 1:
-                self.undecided[info.request_id] = rollout
-            task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
-            answers.append(Answer(info.request_id, prompt.env_name, task))
-        self.scorer.submit(answers)
-
-    def decide(self, timeout_s: float) -> tuple[list[tuple[str, Ending | None]], list[bytes]]:
-        """Decisions on turns judged since the last call, waiting up to `timeout_s` for the first: `(request id, why the rollout ends)`.
-
-        The second list has the packed transcripts of those that go on (None in the first), in the same order.
+        Waits up to `budget_s` for all verdicts that are missing, or for the first if rollouts may have several turns.
         """
-        decisions: list[tuple[str, Ending | None]] = []
-        transcripts: list[Transcript] = []
-        for request_id, verdict in self.scorer.take_fresh(timeout_s).items():
-            rollout = self.undecided.pop(request_id)
-            following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
-            if isinstance(following, Transcript):
-                transcripts.append(following)
-            decisions.append((request_id, None if isinstance(following, Transcript) else following))
-        return decisions, pack(transcripts)
+        self._submit(rollouts)
+        scored = self.scorer.take(budget_s, waits_for_all=self.max_turns == 1)
+        verdicts, decisions, transcripts = dict[str, Verdict](), list[tuple[str, Ending | None]](), list[Transcript]()
+        for request_id, verdict in scored.verdicts.items():
+            remarks = self._remarks.pop(request_id, None)
+            if self.max_turns > 1:
+                rollout = self.undecided.pop(request_id)
+                following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
+                if isinstance(following, Transcript):
+                    transcripts.append(following)
+                    decisions.append((request_id, None))
+                    continue
+                decisions.append((request_id, following))
+            verdicts[request_id] = amend(verdict, remarks) if remarks is not None else verdict
+        return Judged(verdicts, decisions, scored.seconds, scored.load), pack(transcripts)
 
-    def collect(self) -> tuple[Mapping[str, Verdict], float]:
-        verdicts, seconds = self.scorer.collect(patience_s=PATIENCE_SHARE * self.deadlines.reward_s, timeout_s=self.deadlines.reward_s)
-        remarks, self._remarks = self._remarks, {}
-        return {name: amend(verdict, remarks[name]) if name in remarks else verdict for name, verdict in verdicts.items()}, seconds
+    def _submit(self, unjudged: Sequence[Unjudged]) -> None:
+        start = time.monotonic()
+        rollouts = pull([item.info for item in unjudged], timeout_s=self.deadlines.reward_s)
+        answers = []
+        for item, rollout in zip(unjudged, rollouts, strict=True):
+            if self.rules is not None:
+                self._remarks[item.request_id] = inspect(rollout, self.decode, self.rules)
+            if self.max_turns > 1:
+                self.undecided[item.request_id] = rollout
+            prompt = item.prompt
+            task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
+            answers.append(Answer(item.request_id, prompt.env_name, task))
+        self.scorer.submit(answers)
+        spans.add("make texts", start, rollouts=len(unjudged))
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         return function(self, *arguments)
 
 
-class Rewards:
-    """The driver's handle on the reward actor, which scores while engines generate. `beside` goes on while the driver waits for it."""
+class Rewards(Actors[RewardActor]):
+    """The driver's handle on the reward actors, which score while engines generate. A dead one is started again, and asked again."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
-        self.start_s, self.reward_s = start_deadline(config).seconds, config.deadlines.reward_s
-        self.beside: Background | None = None
+        super().__init__(REWARDS, deadline_s=config.deadlines.reward_s)
+        self.config = config
+        self.placement = placement
+        self.log_folder = log_folder
+        self.start_s = start_deadline(config).seconds
+        # A verdict takes as long as its environment allows; beyond that, a silent actor is not waited for.
+        self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)
         self.decides = config.max_rollout_turns > 1
-        """Whether rollouts may have several turns: then the actor decides after each one."""
-        self.actor = start_actor(RewardActor, placement.options(0, {}), config, log_folder / "rewards.log")
-        self._ready = ask(self.actor, RewardActor.ready)
-        self._submitted: list[ray.ObjectRef[None]] = []
-        self._undecided: set[str] = set()
-        self._poll: tuple[ray.ObjectRef[list[tuple[str, Ending | None]]], ray.ObjectRef[list[bytes]]] | None = None
+        """Whether rollouts may have several turns: then an actor decides after each one."""
+        self.book = RequestBook[Unjudged](REWARDS, len(placement.first_slots), max_fruitless_restarts=MAX_FRUITLESS_RESTARTS)
+        self._starting: dict[int, ray.ObjectRef[int]] = {}
+        self._calls: dict[ray.ObjectRef[Judged], tuple[int, ray.ObjectRef]] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._awaited: set[str] = set()
+        self._decided: list[tuple[str, PayloadRef | Ending]] = []
+        self._seconds = [0.0] * len(placement.first_slots)
+        self._load = Load()
+        self._heard_at = 0.0
+        self.handles = [self._start(index) for index in range(len(placement.first_slots))]
 
     @property
     def num_undecided(self) -> int:
         """Turns without a decision yet on whether another one follows; 0 where rollouts have one turn."""
-        return len(self._undecided)
+        return self.book.num_unfinished if self.decides else 0
 
     def wait_until_built(self) -> None:
-        wait_all({NAME: self._ready}, deadline_s=self.start_s, what="start")
+        starting, self._starting = self._starting, {}
+        num_cores = self.wait({self.name(index): ready for index, ready in starting.items()}, deadline_s=self.start_s, what="start")
+        for number, num_nodes in Counter(num_cores.values()).items():
+            logger.info("Rewards, on %d nodes: %s", num_nodes, describe_workers(self.config, num_cores=number))
 
-    def submit(self, infos: list[RolloutInfo], prompts: list[Prompt]) -> None:
-        """Starts scoring; does not wait."""
-        self._submitted.append(ask(self.actor, RewardActor.submit, infos, prompts))
-        if self.decides:
-            self._undecided.update(info.request_id for info in infos)
+    def submit(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> None:
+        """Starts scoring; does not wait. `prompts[i]` is the prompt of `infos[i]`."""
+        if not self.decides:
+            self._advance()
+        self.book.submit(Unjudged(info, prompt) for info, prompt in zip(infos, prompts, strict=True))
+        for index in range(len(self.handles)):
+            if unsent := self.book.take_unsent(index):
+                self._ask(index, unsent, 0.0)
 
     def references(self) -> list[ray.ObjectRef]:
-        """The call that becomes ready when `take_ready` may have something to give; none if nothing is undecided."""
-        if self._undecided and self._poll is None:
-            decide = getattr(self.actor, RewardActor.decide.__name__)
-            self._poll = cast("tuple[ray.ObjectRef, ray.ObjectRef]", decide.options(num_returns=2).remote(POLL_BUDGET_S))
-        return [] if self._poll is None else [self._poll[0]]
+        """Calls that become ready when `take_ready` may have something to give; none if nothing is undecided."""
+        return self._poll() if self.decides else []
 
     def take_ready(self) -> list[tuple[str, PayloadRef | Ending]]:
         """Decisions since the last call, by request id: a reference to the next turn's `Transcript`, or why the rollout ends."""
-        references = self.references()
-        if self._poll is None or not ray.wait(references, num_returns=1, timeout=0.0)[0]:
-            return []
-        (reference, payload), self._poll = self._poll, None
-        decisions = fetch(reference, actor=NAME, what="turns")
-        self._undecided.difference_update(request_id for request_id, _ in decisions)
-        indices = itertools.count()
-        return [(request_id, ending or PayloadRef(payload, next(indices))) for request_id, ending in decisions]
+        if self.decides:
+            self._poll()
+            self._advance()
+        decided, self._decided = self._decided, []
+        return decided
 
-    def collect(self) -> tuple[Mapping[str, Verdict], float]:
-        """Verdicts on everything submitted since the last call, by request id, and the seconds of scoring, waited for or not."""
-        submitted, self._submitted = self._submitted, []
-        pending: dict[str, ray.ObjectRef] = {f"{NAME}, batch {index}": reference for index, reference in enumerate(submitted)}
-        # The actor takes calls in order, so that it answers this one last.
-        pending[NAME] = ask(self.actor, RewardActor.collect)
-        return wait_all(pending, deadline_s=self.reward_s, what="rewards", beside=self.beside)[NAME]
+    def collect(self, request_ids: Sequence[str]) -> tuple[Mapping[str, Verdict], float]:
+        """Waits for the verdicts on these rollouts, which have been submitted, however many wait before them for a worker.
 
-    def apply(self, function: Callable[..., T], *arguments: object) -> T:
-        """`function(actor, *arguments)` in the actor's process: tests and diagnostics reach into it."""
-        answer: ray.ObjectRef[T] = getattr(self.actor, RewardActor.apply.__name__).remote(function, *arguments)
-        return wait_all({NAME: answer}, deadline_s=self.reward_s, what="apply")[NAME]
+        Returns them by request id, and the seconds of scoring since the last call, waited for or not: those of the busiest actor.
+
+        Raises:
+            DeadlineExceeded: no actor has begun or judged a rollout for `silence_s`.
+            RuntimeError: an environment failed, or an actor keeps dying.
+        """
+        asked_at = warned_at = time.monotonic()
+        self._heard_at = max(self._heard_at, asked_at)
+        self._awaited = set(request_ids) - self._verdicts.keys()
+        while self._awaited:
+            now = time.monotonic()
+            if now > self._heard_at + self.silence_s:
+                raise DeadlineExceeded(
+                    f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within {self.silence_s:g} s "
+                    "(deadlines.reward_s, and the longest env.NAME.timeout_s)"
+                )
+            if now > warned_at + self.deadline_s:
+                warned_at = now
+                logger.warning(
+                    "A step has waited %.0f s for rewards, and %s have none; raise env.NAME.num_workers if cores are left, use more "
+                    "nodes, or make the reward faster",
+                    now - asked_at, self.book.missing(),
+                )  # fmt: skip
+            others = [] if self.beside is None else self.beside.references()
+            calls = [*self._poll(), *others]
+            assert calls, f"nobody was asked for a verdict on {min(self._awaited)}"
+            ray.wait(calls, num_returns=1, timeout=max(0.0, self._heard_at + self.silence_s - time.monotonic()))
+            self._advance()
+            if self.beside is not None:
+                self.beside.advance()
+        seconds, self._seconds = max(self._seconds), [0.0] * len(self._seconds)
+        return {request_id: self._verdicts.pop(request_id) for request_id in request_ids}, seconds
+
+    def take_metrics(self) -> dict[str, float]:
+        """How the workers have kept up since the last call."""
+        load, self._load = self._load, Load()
+        return {
+            "rollout/reward_queue_max": float(load.longest_queue),
+            "rollout/reward_wait_s": load.wait_s / max(1, load.num_begun),
+            "rollout/reward_wait_max_s": load.longest_wait_s,
+            "rollout/reward_restarts": float(self.book.num_restarts),
+        }
+
+    def _poll(self) -> list[ray.ObjectRef]:
+        for index in self.book.to_poll({index for index, _ in self._calls.values()}):
+            self._ask(index, [], POLL_BUDGET_S)
+        return list(self._calls)
+
+    def _ask(self, index: int, rollouts: Sequence[Unjudged], budget_s: float) -> None:
+        answer = self.handles[index].judge.options(num_returns=2).remote(rollouts, budget_s)
+        judged, transcripts = cast("tuple[ray.ObjectRef[Judged], ray.ObjectRef]", answer)
+        self._calls[judged] = (index, transcripts)
+
+    def _advance(self) -> None:
+        ready = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0.0)[0] if self._calls else []
+        for reference in ready:
+            if reference not in self._calls:
+                continue  # of an actor that has been started again meanwhile
+            index, transcripts = self._calls.pop(reference)
+            try:
+                if index in self._starting:
+                    fetch(self._starting.pop(index), actor=self.name(index), what="start")
+                self._take(index, fetch(reference, actor=self.name(index), what="rewards"), transcripts)
+            except ActorLost as lost:
+                self._restart(index, lost)
+
+    def _take(self, index: int, judged: Judged, transcripts: ray.ObjectRef) -> None:
+        places = itertools.count()
+        for request_id, ending in judged.decisions:
+            self._decided.append((request_id, PayloadRef(transcripts, next(places)) if ending is None else ending))
+        self._verdicts |= judged.verdicts
+        self._awaited.difference_update(judged.verdicts)
+        self.book.finish(index, judged.verdicts.keys() | {request_id for request_id, _ in judged.decisions})
+        self._seconds[index] += judged.seconds
+        self._load += judged.load
+        if judged.verdicts or judged.decisions or judged.load.num_begun:
+            self._heard_at = max(self._heard_at, time.monotonic())
+
+    def _restart(self, index: int, lost: ActorLost) -> None:
+        num_unjudged = self.book.count_restart(index, log_file=self._log_file(index))
+        logger.warning("%s; starting it again (%d rollouts will be judged again)", lost, num_unjudged)
+        self._calls = {reference: call for reference, call in self._calls.items() if call[0] != index}
+        ray.kill(self.handles[index])
+        self.handles[index] = self._start(index)
+        self._heard_at = time.monotonic() + self.start_s
+        self.book.resubmit(index)
+        self._ask(index, self.book.take_unsent(index), 0.0)
+
+    def _start(self, index: int) -> ActorHandle[RewardActor]:
+        options = self.placement.options(self.placement.first_slots[index], {})
+        actor = start_actor(RewardActor, options, self.config, self._log_file(index))
+        self._starting[index] = ask(actor, RewardActor.ready)
+        return actor
+
+    def _log_file(self, index: int) -> Path:
+        return self.log_folder / ("rewards.log" if index == 0 else f"rewards-{index}.log")

@@ -17,7 +17,7 @@ from mrl.cluster.payload import PayloadRef
 from mrl.cluster.rewards import Rewards
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import LengthHints
-from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
+from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, request_seed
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ class RolloutCollector:
         self.restart_engine = restart_engine
         self._hints = LengthHints() if config.policy.generation.longest_first else None
         self._groups: dict[PromptKey, AskedGroup] = {}
-        self._verdicts: dict[str, Verdict] = {}
         self._turns: dict[str, RolloutInfo] = {}
         """Rollouts without a decision yet on whether another turn follows."""
 
@@ -101,13 +100,13 @@ class RolloutCollector:
 
     def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]:
         """Waits for the verdicts on these sampled groups and hands them out, with the seconds of scoring since the last call."""
-        verdicts, seconds = self.rewards.collect()
-        self._verdicts.update(verdicts)
+        asked_ids = [request.request_id for key in keys for request in self._groups[key].requests]
+        verdicts, seconds = self.rewards.collect(asked_ids)
         groups = []
         for key in keys:
             asked = self._groups.pop(key)
             infos = tuple(asked.infos[request.request_id] for request in asked.requests)
-            groups.append(RolloutGroup(asked.prompt, infos, tuple(self._verdicts.pop(info.request_id) for info in infos)))
+            groups.append(RolloutGroup(asked.prompt, infos, tuple(verdicts[info.request_id] for info in infos)))
             if self._hints:
                 self._hints.note(asked.prompt, [info.num_generated for info in infos])
         return groups, seconds

@@ -23,12 +23,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conversion.files.owners import Owner, heartbeat, may_live, this_process
-from mrl import env
+from mrl import env, startup
 from mrl.cluster.calls import wait_all
+from mrl.cluster.deadlines import all_deadlines
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import start_reaper
-from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table, start_deadline
+from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
 from mrl.config.schema.run import RunConfig
+from mrl.envs.workers import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     # Ray gives its workers niceness 15: beside any other work on the host, ranks would miss each other's deadlines.
     os.environ["RAY_worker_niceness"] = "0"
+    # Ray starts a Python process for each CPU ahead of time. Our actors have environments of their own, so that none takes one of these.
+    os.environ["RAY_prestart_worker_first_driver"] = "0"
     try:
         if config.cluster.num_nodes > 1:
             join_cluster()
@@ -138,11 +142,13 @@ def reclaim_dead_owners() -> None:
 def placed_slots(config: RunConfig) -> Iterator[Placement]:
     """Ray, and a place for every slot, inside the `with` block."""
     with ray_runtime(config):
-        deadline = start_deadline(config)
-        logger.info("%s", deadline)
-        placement = Placement(config, timeout_s=deadline.seconds)
+        deadlines = all_deadlines(config)
+        for deadline in deadlines:
+            logger.info("%s", deadline)
+        placement = Placement(config, timeout_s=deadlines[0].seconds)
         for line in placement.table():
             logger.info("%s", line)
+        startup.lap("ray")
         yield placement
 
 
@@ -169,6 +175,8 @@ class Placement:
         # Slots are numbered node by node, whichever order Ray has filled the nodes in.
         self._bundles = sorted(range(self.num_slots), key=lambda bundle: nodes[names[bundle]])
         self.node_of: dict[int, int] = {slot: nodes[names[bundle]] for slot, bundle in enumerate(self._bundles)}
+        self.first_slots = [slot for slot in range(self.num_slots) if slot == 0 or self.node_of[slot] != self.node_of[slot - 1]]
+        """The first slot of each node."""
         hosts = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in ray.nodes()}
         self._hosts = [hosts[names[bundle]] for bundle in self._bundles]
         if (engine := find_engine_across_nodes(self.node_of, self.engines)) is not None:
@@ -179,8 +187,8 @@ class Placement:
         # Cores by node that Slurm or a container leaves to the processes which Ray starts there.
         self._num_cores: dict[int, int] = {}
         if config.cluster.gpus_per_node:
-            task, slots = ray.remote(usable_cores), {node: slot for slot, node in self.node_of.items()}
-            pending = {node: task.options(num_cpus=0, scheduling_strategy=self._on(slot)).remote() for node, slot in slots.items()}
+            task, slots = ray.remote(usable_cores), enumerate(self.first_slots)
+            pending = {node: task.options(num_cpus=0, scheduling_strategy=self._on(slot)).remote() for node, slot in slots}
             self._num_cores = wait_all(pending, deadline_s=timeout_s, what="count of the cores of nodes")
 
     @property
@@ -208,7 +216,3 @@ class Placement:
 
     def _on(self, slot: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[slot])
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))

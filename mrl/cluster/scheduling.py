@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decisions of scheduling, without Ray: how long a start may take, what each slot carries, which engine gets which request, what a
-death leads to.
+"""The decisions of scheduling, without Ray: what each slot carries, which engine gets which request, what a death leads to.
 
 A slot is a GPU, or a process on hosts without GPUs. Slots 0 to num_policy_ranks - 1 carry the policy rank of the same number. Colocated
 engines share those slots; dedicated engines have the slots that follow.
@@ -9,64 +8,24 @@ engines share those slots; dedicated engines have the slots that follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from conversion.files.hf_folder import weight_files
 from mrl.cluster.errors import ActorLost, ActorName
-from mrl.config.model import read_model
 from mrl.config.schema.run import RunConfig
-from mrl.types import RolloutRequest
 
 ENGINE = "engine"
 R = TypeVar("R")
 
-# Ray, the imports of vLLM and Megatron, and process groups, on a host that is busy.
-PROCESSES_S = 300.0
-# With empty caches vLLM, Triton and FlashInfer compile kernels of a GPU, and CUDA graphs are captured.
-KERNELS_S = 300.0
-# One node's share of a file system that all nodes read at once: 1.6 GB/s over 32 nodes.
-READ_BYTES_PER_S = 50e6
-# bfloat16, in which large models are published.
-BYTES_PER_PARAMETER = 2
+
+class HasRequestId(Protocol):
+    @property
+    def request_id(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class StartDeadline:
-    """Seconds, and how they add up."""
-
-    seconds: float
-    reason: str
-
-    def __str__(self) -> str:
-        return f"start deadline {self.seconds:,.0f} s: {self.reason}"
-
-
-def start_deadline(config: RunConfig) -> StartDeadline:
-    """The deadline of each wait at the start, for slots, engines, policy ranks and rewards: deadlines.start_s, or by the weights' size."""
-    if config.deadlines.start_s is not None:
-        return StartDeadline(config.deadlines.start_s, "deadlines.start_s")
-    parts = {f"{PROCESSES_S:g} s for processes": PROCESSES_S}
-    if config.cluster.gpus_per_node:
-        parts[f"{KERNELS_S:g} s for kernels of GPUs"] = KERNELS_S
-    num_bytes, rest = weight_bytes(Path(config.policy.model_name)), ""
-    if num_bytes is None:
-        rest = f"; the time to read the weights of {config.policy.model_name} is added once they are here"
-    else:
-        read_s = num_bytes / READ_BYTES_PER_S
-        parts[f"{read_s:,.0f} s for {num_bytes / 1e9:,.1f} GB of weights at {READ_BYTES_PER_S / 1e6:g} MB/s"] = read_s
-    return StartDeadline(sum(parts.values()), " + ".join(parts) + rest)
-
-
-def weight_bytes(folder: Path) -> int | None:
-    """Bytes of a Hugging Face folder's safetensors files; by its config.json if there are none; None without a config.json."""
-    with suppress(ValueError, OSError):
-        return sum(path.stat().st_size for path in weight_files(folder))
-    with suppress(ValueError):
-        return BYTES_PER_PARAMETER * read_model(folder).num_parameters
-    return None
+Q = TypeVar("Q", bound=HasRequestId)
 
 
 @dataclass(frozen=True)
@@ -116,21 +75,23 @@ def find_engine_across_nodes(node_of: Mapping[int, int], engines: Sequence[Engin
     return next((engine for engine in engines if len({node_of[slot] for slot in engine.slots}) > 1), None)
 
 
-class RequestBook:
-    """Requests by engine. A request goes to the engine with the fewest unfinished ones and stays on record until its rollout arrives.
+class RequestBook(Generic[Q]):
+    """Requests by actor: of rollouts by engine, of verdicts by reward actor. Each goes to the actor with the fewest unfinished ones.
 
-    An engine with requests is polled. Engines in `lost` died beside other work; they are not polled until they are `restarted`.
+    A request stays on record until it is finished. An actor with requests is polled. Actors in `lost` died beside other work; they are not
+    polled until they are restarted.
     """
 
-    def __init__(self, num_engines: int, *, max_fruitless_restarts: int) -> None:
-        """An engine may die `max_fruitless_restarts` times in a row without finishing a rollout."""
+    def __init__(self, kind: str, num_actors: int, *, max_fruitless_restarts: int) -> None:
+        """An actor may die `max_fruitless_restarts` times in a row without finishing a rollout."""
+        self.kind = kind
         self.num_restarts = 0
         self.lost: set[int] = set()
         self._max_fruitless = max_fruitless_restarts
-        self._fruitless = [0] * num_engines
-        self._unfinished: list[dict[str, RolloutRequest]] = [{} for _ in range(num_engines)]
+        self._fruitless = [0] * num_actors
+        self._unfinished: list[dict[str, Q]] = [{} for _ in range(num_actors)]
         # The next poll takes them along, so that whoever waits for the rollouts sees a refusal.
-        self._unsent: list[list[RolloutRequest]] = [[] for _ in range(num_engines)]
+        self._unsent: list[list[Q]] = [[] for _ in range(num_actors)]
 
     @property
     def num_unfinished(self) -> int:
@@ -138,47 +99,51 @@ class RequestBook:
 
     @property
     def num_expected(self) -> int:
-        """Unfinished requests of the engines that are not lost."""
+        """Unfinished requests of the actors that are not lost."""
         return sum(len(requests) for index, requests in enumerate(self._unfinished) if index not in self.lost)
 
-    def submit(self, requests: Iterable[RolloutRequest]) -> None:
-        """Assigns requests to engines."""
+    def submit(self, requests: Iterable[Q]) -> None:
+        """Assigns requests to actors."""
+        loads = [(len(unfinished), index) for index, unfinished in enumerate(self._unfinished)]
+        heapify(loads)
         for request in requests:
-            index = min(range(len(self._unfinished)), key=lambda index: len(self._unfinished[index]))
+            load, index = loads[0]
+            heapreplace(loads, (load + 1, index))
             self._unfinished[index][request.request_id] = request
             self._unsent[index].append(request)
 
     def to_poll(self, polled: set[int]) -> list[int]:
-        """Engines with work that live and are not among those `polled` already."""
+        """Actors with work that live and are not among those `polled` already."""
         return [index for index, requests in enumerate(self._unfinished) if requests and index not in self.lost | polled]
 
-    def take_unsent(self, index: int) -> list[RolloutRequest]:
-        """The requests that the engine has not been given yet, each once."""
+    def take_unsent(self, index: int) -> list[Q]:
+        """The requests that the actor has not been given yet, each once."""
         requests, self._unsent[index] = self._unsent[index], []
         return requests
 
     def finish(self, index: int, request_ids: Iterable[str]) -> None:
-        """Strikes off requests whose rollouts have arrived from an engine."""
+        """Strikes off requests that an actor has answered."""
         for request_id in request_ids:
             del self._unfinished[index][request_id]
             self._fruitless[index] = 0
 
     def count_restart(self, index: int, *, log_file: Path) -> int:
-        """Records that a dead engine is started again; returns how many requests it is asked again. RuntimeError: it dies too often."""
+        """Records that a dead actor is started again; returns how many requests it is asked again. RuntimeError: it dies too often."""
         self._fruitless[index] += 1
         if self._fruitless[index] > self._max_fruitless:
-            raise RuntimeError(f"{ENGINE} {index} died {self._fruitless[index]} times in a row without finishing a rollout; see {log_file}")
+            times = f"{self._fruitless[index]} times in a row without finishing a rollout"
+            raise RuntimeError(f"{self.kind} {index} died {times}; see {log_file}")
         self.num_restarts += 1
         self.lost.discard(index)
         return len(self._unfinished[index])
 
     def resubmit(self, index: int) -> None:
-        """Has all unfinished requests of an engine sent again."""
+        """Has all unfinished requests of an actor sent again."""
         self._unsent[index] = list(self._unfinished[index].values())
 
     def missing(self) -> str:
         """The unfinished requests, for messages: `12 rollouts (0/train:7/3 of engine 0 and others)`."""
-        first = next(f"{next(iter(requests))} of {ENGINE} {index}" for index, requests in enumerate(self._unfinished) if requests)
+        first = next(f"{next(iter(requests))} of {self.kind} {index}" for index, requests in enumerate(self._unfinished) if requests)
         return f"{self.num_unfinished} rollouts ({first} and others)"
 
 

@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl import startup
+from mrl.cluster.deadlines import checkpoint_deadline
 from mrl.cluster.engines import EngineGroup
-from mrl.cluster.policies import PolicyGroup
+from mrl.cluster.policies import PolicyGroup, convert_if_new
 from mrl.cluster.refit import Refit
 from mrl.cluster.rewards import Rewards
 from mrl.cluster.rollouts import RolloutCollector
@@ -55,7 +57,7 @@ class RolloutSession:
 
     def enter(self, phase: Phase) -> None:
         """Brings the policy into a phase in which it works, and colocated engines, which yield their memory. Dedicated ones go on."""
-        deadline_s = self.config.deadlines.train_s
+        deadline_s = self.policies.deadline_s
         if self.engines.are_colocated:
             self.engines.enter(phase, deadline_s=deadline_s)
         self.policies.call(PolicyVerbs.enter, phase, deadline_s=deadline_s)
@@ -64,7 +66,7 @@ class RolloutSession:
     def saving(self) -> Iterator[None]:
         """Inside the `with` block the policy is in the phase in which it begins to save. Engines keep their weights."""
         # The policy saves between a refit or a validation and the next rollouts.
-        deadline_s = self.config.deadlines.checkpoint_s
+        deadline_s = checkpoint_deadline(self.config).seconds
         self.policies.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
         yield
         self.policies.call(PolicyVerbs.enter, "generate", deadline_s=deadline_s)
@@ -81,6 +83,7 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
         rewards = Rewards(config, placement, log_folder=log_folder)
         policies, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
         rewards.wait_until_built()
+        startup.lap("rewards")
         collector = RolloutCollector(config, engines, rewards, seed=config.grpo.seed, restart_engine=refit.restart_engine)
         if config.grpo.async_grpo.max_lag_steps > 0:
             policies.beside = rewards.beside = collector
@@ -107,8 +110,7 @@ def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -
 
         def serve(indices: Sequence[int]) -> None:
             engines.call(EngineVerbs.enter, "refit", only=indices)
-            engines.call(EngineVerbs.set_weight_version, weight_version, only=indices)
-            engines.call(EngineVerbs.enter, "generate", only=indices)
+            engines.call(EngineVerbs.serve, weight_version, only=indices)
 
         def restart(index: int) -> None:
             until_no_engine_dies(lambda restarted: serve(sorted(restarted)), engines.restart, died=index)
@@ -131,8 +133,13 @@ def start_models(config: RunConfig, placement: Placement, *, pad_token_id: int, 
     engines = EngineGroup(config, placement, log_folder=log_folder)
     if config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
         # vLLM sizes its KV cache by the free memory of the whole GPU, so nobody else may take any; then the cache leaves.
+        convert_if_new(config)
         engines.wait_until_built()
+        startup.lap("engines")
     policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
     engines.wait_until_built()
+    startup.lap("engines")
     logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_slots, placement.num_slots)
-    return policies, engines, Refit(config, placement, policies, engines)
+    refit = Refit(config, placement, policies, engines)
+    startup.lap("schedule")
+    return policies, engines, refit

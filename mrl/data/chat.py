@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
-from conversion.files.reading import check_plain_folder, read_file
+from conversion.files.reading import check_plain_folder, read_file, read_json
 from mrl.config.rules.data import key_of
 from mrl.data.rows import Message, RowError
 
@@ -27,6 +27,10 @@ OWN_TEMPLATE = "default"
 """Value of policy.tokenizer.chat_template for the tokenizer's own."""
 JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The template that joins messages as they are."""
+PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Names that transformers has given to the class of fast tokenizers that consists of tokenizer.json alone."""
+NO_OWN_TOKENIZER = ("nemotron_h",)
+"""Model types for which transformers registers no class: there the folder's own settings decide."""
 UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 """Normalisations that leave ASCII as it is."""
 MAX_NORMALIZED_BYTES = 11
@@ -44,16 +48,32 @@ class ChatFormat:
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder. Runs no code from the folder."""
-    from transformers import AutoTokenizer  # takes seconds to import; readers of data without text need not wait
-
     try:
         check_plain_folder(Path(folder))
+        # Imported here: readers of data without text need not wait.
+        if _is_plain(Path(folder)):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RecursionError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
             f"policy.tokenizer.name={folder}: transformers finds no tokenizer there ({first_line}); give the folder of the model's"
         ) from error
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether AutoTokenizer would only find the plain class of all fast tokenizers, after an import of torch and its compiler."""
+    files = [folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
+    if not all(path.is_file() for path in files):
+        return False
+    config, settings = read_json(files[0]), read_json(files[1])
+    if not isinstance(config, dict) or not isinstance(settings, dict) or "auto_map" in settings:
+        return False
+    return config.get("model_type") in NO_OWN_TOKENIZER and settings.get("tokenizer_class") in PLAIN_TOKENIZERS
 
 
 def load_chat_format(

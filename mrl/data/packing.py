@@ -6,13 +6,16 @@ T tokens of a row, L layers with experts (in the order of the model), K experts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from mrl.types import FixedAdvantage, Rollout
+from mrl.types import FixedAdvantage, Rollout, TokenSample
+
+MAX_SAMPLED_TOKENS = 4096
+"""Of a sequence that readers look at, so that a step's texts stay small."""
 
 
 @dataclass(frozen=True)
@@ -190,3 +193,27 @@ def regroup(values_T: list[torch.Tensor], rows: list[PackedRow], other_rows: lis
         num_padding = len(row.token_ids_T) - sum(len(part) for part in parts)
         regrouped.append(torch.cat([*parts, values_T[0].new_zeros(num_padding)]))
     return regrouped
+
+
+def token_samples(
+    row: PackedRow, wanted: Collection[int], entropy_T: torch.Tensor, old_logprobs_T: torch.Tensor | None
+) -> dict[int, TokenSample]:
+    """The sequences of these indices in a row that is ready for the loss, by index; each at most `MAX_SAMPLED_TOKENS` long."""
+    found = {}
+    for index, start, length in zip(row.sequence_indices, row.cu_seqlens.tolist(), row.lengths, strict=False):
+        if index not in wanted:
+            continue
+        # Position t has the values of token t+1; the first token has none.
+        stop = start + min(length, MAX_SAMPLED_TOKENS) - 1
+        is_generated = row.generated_mask_T[start:stop]
+        old = None if old_logprobs_T is None else [0.0, *(old_logprobs_T[start:stop].cpu() * is_generated).tolist()]
+        found[index] = TokenSample(
+            token_ids=row.token_ids_T[start : stop + 1].tolist(),
+            is_generated=[0, *is_generated.int().tolist()],
+            generator_logprobs=[0.0, *row.generator_logprobs_T[start:stop].tolist()],
+            old_logprobs=old,
+            advantages=[0.0, *row.advantages_T[start:stop].tolist()],
+            loss_mask=[0, *row.loss_mask_T[start:stop].int().tolist()],
+            entropies=[0.0, *(entropy_T[start:stop].cpu() * is_generated).tolist()],
+        )
+    return found

@@ -142,7 +142,7 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outco
             outcomes.append(Outcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
         with stage(outcomes, LOGPROBS):
             sampled = engines.apply(_sample, requests(config, data), deadline_s=config.deadlines.generate_s)
-            engines.enter("logprob", deadline_s=config.deadlines.train_s)
+            engines.enter("logprob", deadline_s=policies.deadline_s)
             policies.call(PolicyVerbs.enter, "logprob")
             for index, rollouts in enumerate(sampled):
                 subject = f"engine {index}"

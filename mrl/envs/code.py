@@ -71,7 +71,6 @@ def environment(config: EnvConfig) -> Environment:
     return Environment(
         "mrl.envs.code:make",
         options,
-        num_workers=min(section.num_workers, os.cpu_count() or 1),
         timeout_s=section.timeout_s + GRACE_S,
         row_fields=("verifier_metadata.unit_tests", "unit_tests"),
         allowances=("processes",),

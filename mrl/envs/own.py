@@ -47,7 +47,6 @@ def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environ
     return Environment(
         "mrl.envs.own:make",
         {"function": own.functions.get(name) or installed.get(name, name)},
-        num_workers=own.num_workers,
         timeout_s=own.timeout_s,
         # Children find a user's module where Python finds it here: Ray gives its processes the driver's folders.
         search_path=tuple(os.path.abspath(path) for path in sys.path),

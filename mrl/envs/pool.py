@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal, TypeGuard, TypeVar
 
@@ -37,6 +37,8 @@ MAX_FAILED_STARTS = 3
 KILL_TIMEOUT_S = 10.0
 # What has arrived by the deadline is read within this time; a loop may look at its clock before its sockets.
 LATE_READ_S = 0.05
+# So often a child without work looks for tasks that have come while others are busy.
+LOOK_AGAIN_S = 0.05
 MAX_CACHED_VERDICTS = 20_000
 # Longer rollouts hardly repeat, and would fill the memory.
 MAX_CACHED_CHARACTERS = 1_000
@@ -50,6 +52,16 @@ TEXT_FAULT = "text_fault"
 """Flag of a rollout whose text made its grader fail: its reward is 0."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Whom a pool tells of its tasks while it scores them, and where it gets more."""
+
+    tell: Callable[[Task, Verdict | None], None] = lambda task, verdict: None
+    """Hears of a task that a child begins (None), and of its verdict."""
+    more: Callable[[], Sequence[Task]] = lambda: ()
+    """Tasks that have come meanwhile. Children that are idle begin them, and only `tell` hears of their verdicts."""
 
 
 class WorkerDied(Exception):
@@ -185,11 +197,11 @@ class RewardPool:
             worker.kill()
         self._workers = []
 
-    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool] = lambda: False) -> list[Verdict]:
+    def score(self, tasks: Sequence[Task], feed: Feed = Feed()) -> list[Verdict]:  # noqa: B008  frozen
         """One verdict per task, in order. Equal tasks are scored once; the pool remembers good verdicts of short texts.
 
-        A task that takes longer than the environment's `timeout_s`, or that has not begun when `gives_up` returns True, gets status
-        `timeout`; one that kills its child `crash`; one whose reward function raises, or gives a reward that is no finite number, `error`.
+        A task whose scoring takes longer than the environment's `timeout_s` gets status `timeout`, however long it waited for a child
+        before; one that kills its child `crash`; one whose reward function raises, or gives a reward that is no finite number, `error`.
         None of these is valid, and each says why. But if the environment `blames_text`, a fault of the text is valid: reward 0, flag
         `text_fault`. A missed deadline is the text's fault if the child computed all the while; any other one, and a crash, if it happens
         again when the pool tries the task once more, after all others and alone.
@@ -198,36 +210,61 @@ class RewardPool:
         """
         if not self._workers:
             raise RuntimeError(f"the reward pool of {self.environment} is closed")
-        verdicts = {task: self._cache[task] for task in tasks if task in self._cache}
-        fresh = [task for task in dict.fromkeys(tasks) if task not in verdicts]
-        self.counts["cached"] += len(tasks) - len(fresh)
-        verdicts |= asyncio.run(self._score(deque(sorted(fresh, key=lambda task: len(task.text) > LONG_CHARACTERS)), gives_up))
-        for task in dict.fromkeys(tasks):
+        verdicts = asyncio.run(self._score(tasks, feed))
+        for task, verdict in verdicts.items():
             # Only good verdicts: a mask may not have been the text's fault.
-            if verdicts[task].status == "ok" and len(verdicts[task].text) <= MAX_CACHED_CHARACTERS:
-                self._cache[task] = verdicts[task]
+            if verdict.status == "ok" and len(verdict.text) <= MAX_CACHED_CHARACTERS:
+                self._cache[task] = verdict
                 self._cache.move_to_end(task)
                 if len(self._cache) > MAX_CACHED_VERDICTS:
                     self._cache.popitem(last=False)
         self.counts.update(verdicts[task].status for task in tasks)
         return [verdicts[task] for task in tasks]
 
-    async def _score(self, queue: deque[Task], gives_up: Callable[[], bool]) -> dict[Task, Verdict]:
-        verdicts, suspects = dict[Task, Verdict](), deque[Task]()
+    async def _score(self, tasks: Sequence[Task], feed: Feed) -> dict[Task, Verdict]:
+        verdicts, queue, suspects, busy = dict[Task, Verdict](), deque[Task](), deque[Task](), set[Task]()
+
+        def take_in(tasks: Sequence[Task]) -> None:
+            fresh = []
+            for task in dict.fromkeys(tasks):
+                if task in self._cache:
+                    verdicts[task] = self._cache[task]
+                if task in verdicts:
+                    feed.tell(task, verdicts[task])
+                elif task not in busy and task not in queue:
+                    fresh.append(task)
+            self.counts["cached"] += len(tasks) - len(fresh)
+            queue.extend(sorted(fresh, key=lambda task: len(task.text) > LONG_CHARACTERS))
 
         async def judge_next(worker: Worker, queue: deque[Task], *, is_last_try: bool) -> None:
-            task = queue.popleft()
-            if gives_up():
-                verdicts[task] = _failed("timeout", task, "no time for a second try" if is_last_try else "not begun in time")
-            elif (verdict := await self._judge(worker, task, is_last_try=is_last_try)) is not None:
-                verdicts[task] = verdict
-            else:
+            busy.add(task := queue.popleft())
+            feed.tell(task, None)
+            try:
+                verdict = await self._judge(worker, task, is_last_try=is_last_try)
+            finally:
+                busy.remove(task)
+            if verdict is None:
                 suspects.append(task)
+            else:
+                verdicts[task] = verdict
+                feed.tell(task, verdict)
+
+        async def look_for_more() -> None:
+            if not suspects:
+                # A suspect waits for all others, and so for no new ones.
+                take_in(feed.more())
+            if not queue:
+                await asyncio.sleep(LOOK_AGAIN_S)
 
         async def work_off_queue(worker: Worker) -> None:
-            while queue:
-                await judge_next(worker, queue, is_last_try=False)
+            # Ends: every busy task has a deadline.
+            while queue or busy:
+                if queue:
+                    await judge_next(worker, queue, is_last_try=False)
+                else:
+                    await look_for_more()
 
+        take_in(tasks)
         await self._with_each_worker(work_off_queue)
         while suspects:
             await judge_next(self._workers[len(suspects) % len(self._workers)], suspects, is_last_try=True)

@@ -21,9 +21,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 LENGTH_BYTES = 4
 """A message between parent and child is JSON after its length in bytes, big-endian."""
 
-# With one worker, all texts would wait for the deadline of a slow one.
-MIN_WORKERS = 2
-
 T = TypeVar("T")
 
 
@@ -100,8 +97,7 @@ class Environment:
 
 def built_in(name: str, workers: WorkersConfig, *row_fields: str, **options: object) -> Environment:
     """Declares the environment of `mrl/envs/{name}.py`, whose `make` takes `options`."""
-    num_workers = max(MIN_WORKERS, workers.num_workers)
-    return Environment(f"mrl.envs.{name}:make", options, num_workers, workers.timeout_s, row_fields, blames_text=True)
+    return Environment(f"mrl.envs.{name}:make", options, timeout_s=workers.timeout_s, row_fields=row_fields, blames_text=True)
 
 
 def text_after_thinking(text: str) -> str:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from mrl import check, env
+from mrl import check, env, startup
 from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
@@ -16,6 +16,7 @@ from mrl.data.reading import write_quarantine
 from mrl.loop import rollouts, supervised
 from mrl.loop.rollout_queue import NoSignal
 from mrl.loop.run import Budget, Supplier, Training
+from mrl.store.checkpoints import find_damage
 from mrl.store.console import outlook
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
@@ -33,9 +34,13 @@ def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget)
     config, started = training.config, time.monotonic()
     write_quarantine(training.left_out, folder.path / "quarantine")
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
-    if checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):
-        logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
-        return True
+    while checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):
+        # No rank will load it, and look at its shards.
+        damage = find_damage(checkpoint.folder)
+        if damage is None:
+            logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
+            return True
+        checkpoint = folder.pass_over(checkpoint, damage)
     first_step = checkpoint.step + 1 if checkpoint is not None else 1
     times = {"start_s": folder.measured("time/start", num_steps=1), "step_s": folder.measured("time/total", num_steps=20)}
     logger.info("%s", outlook(config, first_step=first_step, last_step=last_step, **times))
@@ -57,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: the attempt failed; the same command resumes. 2: the input is at fault, with one clear message.
     75: a signal or the time limit ended the run before its last step; the same command resumes.
     """
+    startup.lap("import")
     started = time.monotonic() - env.job_age_s()
     options = check.parse_arguments(arguments)
     if options.check:
@@ -70,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         training = rollouts.prepare(config) if config.has_engines else supervised.prepare(config)
         folder = RunFolder(training.config, training.identity)
         folder.open()
+        startup.lap("input")
     except ValueError as error:
         logger.error("%s", error)
         return 2

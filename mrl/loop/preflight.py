@@ -13,18 +13,27 @@ from mrl.config.model import model_folder, overridden_folder, with_cached_folder
 from mrl.config.rules.checks import check_config, find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
+from mrl.plan.hardware import local_gpu
+from mrl.plan.plan import prediction
+
+logger = logging.getLogger(__name__)
 
 logger = logging.getLogger(__name__)
 
 
-def check_start(config: RunConfig) -> RunConfig:
-    """The config with which the run starts, folders in place of names of the Hub; ValueError names every key or file at fault."""
+def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
+    """The config with which the run starts, folders in place of names of the Hub; ValueError names every key or file at fault.
+
+    A run that trains on GPUs says what memory it is predicted to need, and is refused if that cannot fit.
+    """
     problems = find_problems(with_cached_folders(config))
     if any(not isinstance(problem, Unprovided) for problem in problems):
         # Report problems of the config itself before asking the network for the rest.
         raise ConfigError(problems)
     local = with_local_folders(config)
     check_config(local)
+    if trains and local.cluster.gpus_per_node:
+        logger.info("%s", prediction(local, local_gpu()))
     # Downloads a model of the Hub once nothing else is wrong.
     model_folder(config.policy.model_name)
     for doubt in find_doubts(local):

@@ -17,6 +17,7 @@ from mrl.loop.preflight import check_start
 from mrl.loop.rollout_queue import RolloutQueue, open_queue
 from mrl.loop.run import Budget, Run, StepData, Stopped, Training
 from mrl.loop.saving import open_saver
+from mrl.store.about import about_refit
 from mrl.store.identity import identity_of
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import Clock, rollout_metrics, validation_metrics
@@ -39,7 +40,9 @@ class RolloutSupplier:
     queue: RolloutQueue
 
     def prove_weights(self) -> None:
-        self.session.refit.zero()
+        refit = self.session.refit
+        report = refit.zero()
+        self.folder.note_refit(about_refit(refit.schedule, verified_bytes=report.verified_bytes, padding_bytes=report.padding_bytes))
 
     def take(self, state: RunState, clock: Clock) -> StepData:
         """Scored rollouts, with advantages, in packed batches."""
@@ -48,7 +51,8 @@ class RolloutSupplier:
             logger.info("All prompts of %d epochs are consumed", self.config.grpo.max_num_epochs)
             raise Stopped
         grpo, restarts = self.config.grpo, self.session.engines.book.num_restarts
-        metrics = supplied.metrics | rollout_metrics(supplied.sampled, grpo, seconds=supplied.seconds, num_engine_restarts=restarts)
+        metrics = supplied.metrics | self.session.rewards.take_metrics()
+        metrics |= rollout_metrics(supplied.sampled, grpo, seconds=supplied.seconds, num_engine_restarts=restarts)
         sequences, signals = train_sequences(supplied.groups, grpo)
         batches = make_batches(sequences, self.config)
         return StepData(batches, supplied.trained, supplied.dropped, metrics | signals, supplied.groups, sequences)

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
+from mrl.store.samples import NUM_SAMPLES
 from mrl.store.summary import is_good_enough
+from mrl.types import PromptKey
 
 if TYPE_CHECKING:
     from mrl.cluster.session import Session
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from mrl.store.identity import Identity
     from mrl.store.run_folder import RunFolder
     from mrl.store.summary import Clock
-    from mrl.types import Batch, PromptKey, RolloutGroup, RunState, TrainSequence
+    from mrl.types import Batch, RolloutGroup, RunState, TokenSample, TrainSequence
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +108,24 @@ class Run(Generic[S_co]):
         problems = self.session.policies.call(PolicyVerbs.stop_profile, self.folder.log_folder / "profile", step, only=ranks)
         for problem in filter(None, problems.values()):
             logger.warning("A trace cannot be written, and the run goes on without it: %s", problem)
+
+    def report_start(self) -> None:
+        """Logs what each phase of the start took, and adds it to the next metrics; nothing from the second step on."""
+        startup.lap("first_rollouts")
+        if laps := startup.take():
+            for line in startup.lines(laps):
+                logger.info("%s", line)
+            self.folder.next_metrics |= {f"time/start/{phase}": seconds for phase, seconds in laps.items()}
+
+    def token_samples(self, data: StepData) -> dict[str, TokenSample]:
+        """Some sequences of the step just trained token by token, by request id; none where `logger.rollouts` writes no texts."""
+        if not data.groups or self.config.logger.rollouts == "none":
+            return {}
+        batch, firsts = data.batches[0], dict[PromptKey, int]()
+        for index, sequence in enumerate(batch.sequences):
+            firsts.setdefault(sequence.rollout.key, index)
+        answers = self.session.policies.call(PolicyVerbs.token_samples, list(firsts.values())[:NUM_SAMPLES])
+        return {batch.sequences[index].rollout.request_id: sample for found in answers.values() for index, sample in found.items()}
 
     def is_validation_due(self, step: int) -> bool:
         """Whether the run validates after `step`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves checkpoints while the loop goes on: the ranks begin together and each writes on its own; the driver publishes the whole."""
+"""Loads a checkpoint at the start, and saves others while the loop goes on: each rank writes on its own; the driver publishes the whole."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from mrl.cluster.session import Session
+from mrl.cluster.deadlines import checkpoint_deadline
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
+
+if TYPE_CHECKING:
+    from mrl.cluster.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +32,30 @@ class CheckpointSaver:
     def __init__(self, config: RunConfig, folder: RunFolder, session: Session) -> None:
         self._is_enabled = config.checkpointing.enabled
         self._is_async = config.policy.megatron_cfg.checkpoint.async_save
-        self._deadline_s = config.deadlines.checkpoint_s
+        self._deadline_s = checkpoint_deadline(config).seconds
         self._folder = folder
         self._session = session
         self._pending: Checkpoint | None = None
         self._polled_at = -math.inf
         self._hidden_s: float | None = None
+        self._saved_step = 0
+
+    def load(self, checkpoint: Checkpoint | None, *, last_step: int) -> RunState:
+        """Has the policy load `checkpoint`, or the newest one before it that is whole; the state of the run then, at step 0 if none is.
+
+        The driver has compared sizes. Here every rank compares the content of a share of the shards, before any rank loads one.
+        """
+        policies, deadline_s = self._session.policies, self._deadline_s
+        while checkpoint is not None:
+            shares = {rank: (share,) for rank, share in enumerate(checkpoint.shards(policies.world_size))}
+            damage = next(filter(None, policies.call_each(PolicyVerbs.find_damage, shares, deadline_s=deadline_s).values()), "")
+            if not damage:
+                logger.info("Resuming from %s (step %d of %d)", checkpoint.folder, checkpoint.step, last_step)
+                policies.call(PolicyVerbs.load_checkpoint, checkpoint.weights, deadline_s=deadline_s)
+                self._saved_step = checkpoint.step
+                return checkpoint.state()
+            checkpoint = self._folder.pass_over(checkpoint, damage)
+        return RunState()
 
     def begin(self, state: RunState, *, waits: bool = False) -> None:
         """Publishes the save before, and begins to save `state` and the weights as they are now; `waits` until it is published.
@@ -67,12 +89,13 @@ class CheckpointSaver:
             return
         pending, self._pending = self._pending, None
         with self._may_fail(pending.step, is_needed=is_needed):
-            parts = self._session.policies.call(PolicyVerbs.finish_save, deadline_s=self._deadline_s)
+            parts = self._session.policies.call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s)
             if parts[0].problem:
                 raise OSError(parts[0].problem)
             # A checkpoint whose steps the ledger lacks could not be resumed from.
             self._folder.ledger.flush()
             self._folder.checkpoints.commit(pending, {name: record for part in parts.values() for name, record in part.files.items()})
+            self._saved_step = pending.step
             if self._is_async:
                 self._hidden_s = (self._hidden_s or 0.0) + max(part.hidden_s for part in parts.values())
 
@@ -90,8 +113,7 @@ class CheckpointSaver:
     def save_last(self, state: RunState) -> None:
         """Saves the state of a run that ends early, unless it has been saved, and waits for it."""
         self.finish()
-        newest = self._folder.checkpoints.newest()
-        if self._is_enabled and state.step > (newest.step if newest else 0):
+        if self._is_enabled and state.step > self._saved_step:
             self.begin(state, waits=True)
 
     def take_metrics(self) -> dict[str, float]:

@@ -20,13 +20,15 @@ from mrl.data.packing import PackedRow, regroup
 from mrl.policy.packed import join, local_positions
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainRow:
     """A row with the log-probabilities that the loss compares with, if any. They are None on all but the last pipeline stage."""
 
     row: PackedRow
     old_logprobs_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    """Of the policy's distributions, for readers: a train step of the policy loss leaves it here."""
 
 
 @dataclass(frozen=True)

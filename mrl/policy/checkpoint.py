@@ -38,6 +38,7 @@ from conversion.files.durable import sync_file
 from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
+from mrl import spans
 from mrl.policy import checkpoint_entries
 from mrl.policy.checkpoint_entries import WeightEntries
 from mrl.policy.lora import ADAPTERS
@@ -178,11 +179,12 @@ class CheckpointWrite:
         """Writes this rank's files; returns them and the time of the end."""
         assert self._request.async_fn is not None
         try:
-            self._request.async_fn(*self._request.async_fn_args)
-            paths = list(self._folder.glob(f"__{dist.get_rank()}_*.distcp"))
-            for path in paths:
-                sync_file(path)
-            files = {f"{self._folder.name}/{path.name}": file_record(path) for path in paths}
+            with spans.span("write", "checkpoint writer"):
+                self._request.async_fn(*self._request.async_fn_args)
+                paths = list(self._folder.glob(f"__{dist.get_rank()}_*.distcp"))
+                for path in paths:
+                    sync_file(path)
+                files = {f"{self._folder.name}/{path.name}": file_record(path) for path in paths}
         except Exception as error:
             # Torch's writer turns what the disk says into errors of several kinds.
             raise RuntimeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from conversion.boxes import Slot
 from conversion.families.registry import family
+from conversion.files.reading import find_difference
 from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
 from mrl import phases
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow, pack_row
+from mrl.data.packing import PackedRow, pack_row, token_samples
 from mrl.phases import Phase
 from mrl.policy import checkpoint, parallel
 from mrl.policy.batch import RankBatch, check_equal_counts, finish_batches, global_batch_size
@@ -41,6 +42,7 @@ from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_ten
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.inputs import RankPlace, RefitInputs
+from mrl.types import TokenSample
 
 
 class Policy:
@@ -94,6 +96,7 @@ class Policy:
         self._reference: dict[Slot, Tensor] | None = None
         self._batch: RankBatch | None = None
         self._further_batches: deque[RankBatch] = deque()
+        self._first_of_step: RankBatch | None = None
         self._writing: CheckpointWrite | None = None
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
@@ -106,6 +109,11 @@ class Policy:
     def dp_rank(self) -> int:
         """Index of the rows of a batch that belong to this rank. Not collective."""
         return parallel_state.get_data_parallel_rank()
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase that it has entered last. Not collective."""
+        return self._phase
 
     def device_name(self) -> str:
         """NVIDIA's name of this rank's GPU; "" without one. Not collective."""
@@ -178,11 +186,15 @@ class Policy:
         assert self._writing is not None, "begin_save comes first"
         return self._writing.is_done()
 
-    def finish_save(self) -> WriteReport:
+    def finish_save(self, timeout_s: float) -> WriteReport:
         """Waits for the write that `begin_save` began, and completes it; returns what this rank wrote, or why there is no checkpoint."""
         assert self._writing is not None, "begin_save comes first"
         writing, self._writing = self._writing, None
-        return writing.finish(self._config.deadlines.checkpoint_s)
+        return writing.finish(timeout_s)
+
+    def find_damage(self, shards: Mapping[Path, str]) -> str:
+        """Why these files of a checkpoint have not the given sha256; "" if they have. Reads all bytes. Not collective."""
+        return find_difference(shards)
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
         """Loads a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`."""
@@ -274,6 +286,7 @@ class Policy:
         if self._config.has_engines and self._current_batch().finished_rows is None:
             # The first batch of a step finishes those behind it, too: some signals span the whole step.
             finish_batches([self._current_batch(), *self._further_batches], self._config.grpo, self._config.loss_fn)
+            self._first_of_step = self._current_batch() if self._config.logger.rollouts != "none" else None
         batch = self._take_batch()
         self._is_settled = False
         metrics = train_step(
@@ -291,6 +304,16 @@ class Policy:
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
         return metrics | batch.metrics | {f"train/{name}": value for name, value in mismatch.items()}
 
+    def token_samples(self, wanted: Collection[int]) -> dict[int, TokenSample]:
+        """The sequences of these indices of the step's first batch, once, from the rank of tp and cp that answers. Not collective."""
+        batch, self._first_of_step = self._first_of_step, None
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+        if batch is None or batch.finished_rows is None or not (is_first and parallel_state.is_pipeline_last_stage()):
+            return {}
+        rows = [(item.row, item.entropy_T, item.old_logprobs_T) for item in batch.finished_rows if item.entropy_T is not None]
+        found = [token_samples(row, wanted, entropy_T, old_logprobs_T) for row, entropy_T, old_logprobs_T in rows]
+        return {index: sample for samples in found for index, sample in samples.items()}
+
     def evaluate(self) -> dict[str, float]:
         """Metrics of the objective on the batch, the same floats on every rank; uses the batch up. For losses without old logprobs."""
         batch = self._take_batch()
@@ -307,23 +330,32 @@ class Policy:
         """Writes the record as that of `step`; "" or why it cannot be written. Not collective."""
         return self._profiler.stop(folder / f"step{step}_rank{self._rank}.json.gz")
 
-    def prepare_refit(self, inputs: RefitInputs, address: GroupAddress | None) -> GpuHandles:
-        """Sets up this rank's part of the exchange, collective at `address` if any; returns what its GPU's workers need to pull."""
-        if self._exchange is not None:
-            # Before the next one: two would not fit.
-            self._exchange.close()
-            self._exchange = None
+    def prepare_refit(self, inputs: RefitInputs, address: GroupAddress) -> GpuHandles:
+        """Sets up this rank's part of the exchange, collective at `address`; returns what its GPU's workers need to pull.
+
+        Later calls, with the same inputs, meet at another address, and leave the memory where the workers have mapped it.
+        """
         weights = self.settled_weights()
         device = next(iter(weights.values())).device
-        group = ExchangeGroup(address, self._rank, device=device, timeout_s=self._timeout_s) if address else None
-        self._exchange = Exchange(inputs.schedule(), self._rank, weights, self._arena.handle(), group=group)
+        if self._exchange is not None:
+            self._exchange.join(None)
+        group = ExchangeGroup(address, self._rank, device=device, timeout_s=self._timeout_s)
+        if self._exchange is None:
+            self._exchange = Exchange(inputs.schedule(), self._rank, weights, self._arena.handle(), group=group)
+        else:
+            self._exchange.join(group)
         return self._exchange.handles()
 
-    def exchange(self, round_index: int) -> None:
-        """Runs one round of the exchange, from settled weights. See `mrl.refit.exchange.Exchange.run`."""
+    def begin_refit(self) -> None:
+        """Makes room for the engines' weights, and settles its own. See `settle`."""
+        self.enter("refit")
+        self.settle()
+
+    def exchange(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
+        """Runs all rounds of the exchange, from settled weights. See `mrl.refit.exchange.Exchange.run`."""
         assert self._exchange is not None, "prepare_refit comes first"
         self.settled_weights()
-        self._exchange.run(round_index)
+        self._exchange.run(attempt, readers, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Leaves the process groups. Not collective; the policy cannot be used afterwards."""

@@ -222,6 +222,7 @@ def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: B
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         row, device = item.row, output.device
         scores = token_scores(model, output, row, distribution)
+        item.entropy_T = whole_row(scores.entropy_T, row)
         # Losses of sequences need whole ones; the gradient is by the tokens of this rank.
         loss, metrics = policy_loss(
             whole_row(scores.logprobs_T, row),
@@ -237,7 +238,7 @@ def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: B
             config,
             counts,
             untruncated_logprobs_T=whole_row(scores.untruncated_logprobs_T, row),
-            entropy_T=whole_row(scores.entropy_T, row),
+            entropy_T=item.entropy_T,
         )
         return loss, _shared_metrics(metrics)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from conversion.boxes import Box, Layout, Slot, lengths
 from conversion.tensors import box_view, dtype_name
+from mrl import spans
 from mrl.policy.host_block import block_offsets
 from mrl.refit.checksum import Checksums, Value
 from mrl.refit.memory import ArenaHandle, ArenaRow, SharedMemory
@@ -147,6 +149,7 @@ class CopyCheck:
 
     def run(self) -> None:
         """Checks the bytes as they are now. Collective over all ranks."""
+        start = time.monotonic()
         sums = torch.full((self._max_pieces,), -1, dtype=torch.int64)
         sums[: len(self._views)] = self._checksums.take()
         gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
@@ -161,6 +164,7 @@ class CopyCheck:
                 errors.append(f"{copies[0][0]} ({name} {box}): ranks {' / '.join(map(str, ranks_by_sum.values()))}")
         if errors:
             raise RuntimeError(f"copies of {len(errors)} weights differ between ranks: {'; '.join(errors[:10])}")
+        spans.add("compare copies", start, weights=len(self._shared), copies=sum(map(len, self._shared.values())))
 
 
 @torch.no_grad()

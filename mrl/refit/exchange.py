@@ -8,26 +8,24 @@ arrives where the workers read it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from conversion.boxes import Box, Slot, align, lengths
-from conversion.schedule import Copy, Delivery, Schedule
+from conversion.boxes import Box, Slot, lengths
+from conversion.schedule import NUM_BUFFERS, Copy, Delivery, Schedule
 from conversion.tensors import box_view, torch_dtype
 from mrl.refit.checksum import Checksums, Value
 from mrl.refit.copies import Copies, TensorCopy
 from mrl.refit.group import ExchangeGroup, Incoming, Outgoing
 from mrl.refit.memory import ArenaHandle, MemoryHandle, SharedMemory, bytes_as, wait_for
+from mrl.refit.pace import Pace
 
-# Two words (int64) in front of the body: the round that is in the memory, and how many rounds were ever written.
-_NUM_STAMPS = 2
-
-# In place of a round index while the memory is being written.
-NO_ROUND = -1
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -38,28 +36,11 @@ class GpuHandles:
     arena: ArenaHandle | None
     """Of the trainer rank there; None on the GPU of a dedicated engine."""
     exchange: MemoryHandle | None
-    """None on the GPU of a dedicated engine, whose worker receives in memory of its own."""
+    """Checksums of own copies, and messages as they arrived. None on the GPU of a dedicated engine, whose worker has it itself."""
+    pace: MemoryHandle | None = None
+    """There where `exchange` is."""
     peers: Mapping[int, ArenaHandle] = field(default_factory=dict)
     """Arenas of other ranks of the node, by rank, that the worker reads too."""
-
-
-@dataclass(frozen=True)
-class ExchangeMemory:
-    """The parts of an exchange memory."""
-
-    stamps: Tensor
-    """int64 [2]: index of the round that is in it (NO_ROUND while it is written), number of rounds written so far."""
-    body: Tensor
-    """uint8: checksums of own copies, and messages as they arrived, at their scheduled offsets."""
-
-    @staticmethod
-    def num_bytes(body_bytes: int) -> int:
-        return align(8 * _NUM_STAMPS) + body_bytes
-
-    @classmethod
-    def split(cls, memory: Tensor) -> ExchangeMemory:
-        """The parts of `memory` (uint8), as views."""
-        return cls(memory[: 8 * _NUM_STAMPS].view(torch.int64), memory[align(8 * _NUM_STAMPS) :])
 
 
 def reads_arena(delivery: Delivery, device: torch.device) -> bool:
@@ -76,7 +57,7 @@ def handles_for(schedule: Schedule, worker: int, handles: Mapping[int, GpuHandle
     if own.exchange is None or own.exchange.gpu is not None:
         return own
     near = schedule.mappable_ranks(worker)
-    return GpuHandles(own.gpu, own.arena, own.exchange, {rank: arena for rank in near if (arena := handles[rank].arena) is not None})
+    return replace(own, peers={rank: arena for rank in near if (arena := handles[rank].arena) is not None})
 
 
 class _Sums:
@@ -126,12 +107,13 @@ class Exchange:
         self._weights = weights
         self._sums = _Sums(weights)
         self._device = group.device if group else next(iter(weights.values())).device
-        num_bytes = ExchangeMemory.num_bytes(schedule.body_bytes.get(gpu, 0))
-        self.memory = SharedMemory(num_bytes, f"mrl-exchange-{gpu}", self._device)
-        self._parts = ExchangeMemory.split(self.memory.tensor)
-        self._parts.stamps[0] = NO_ROUND
+        # Its own, so that a wait for it is not one for what the worker of a dedicated engine queues meanwhile.
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._readers = [number for number, worker in schedule.workers.items() if worker.gpu == gpu]
+        self.memory = SharedMemory(schedule.body_bytes.get(gpu, 0), f"mrl-exchange-{gpu}", self._device)
+        self.pace = Pace(SharedMemory(Pace.num_bytes(len(self._readers)), f"mrl-pace-{gpu}", _HOST), gpu)
         sent = schedule.sent_by(gpu)
-        # One buffer serves all rounds: a round ends before the next one begins.
+        # One buffer serves all rounds: the messages of a round have left before the next ones are packed.
         most = max(sum(delivery.message.num_bytes for delivery in deliveries) for deliveries in sent)
         buffer = torch.empty(most, dtype=torch.uint8, device=self.memory.tensor.device)
         # In the order in which they run, because a checksum that two of them need is taken by the first.
@@ -141,46 +123,77 @@ class Exchange:
         self._own: list[Callable[[], None]] = []
         for worker in schedule.workers_on(gpu):
             copies = schedule.classes[worker.class_index].own
-            out = bytes_as(self._parts.body, worker.checksums_base, (len(copies),), torch.int64)
+            out = bytes_as(self.memory.tensor, worker.checksums_base, (len(copies),), torch.int64)
             self._own.append(self._sums.prepare(copies, own_class, out))
         self._outgoing += [self._pack(deliveries, buffer) for deliveries in sent[1:]]
         self._incoming: list[list[Incoming]] = []
         for deliveries in schedule.received_on(gpu):
-            views = [self._parts.body[item.offset : item.offset + item.message.num_bytes] for item in deliveries]
+            views = [self.memory.tensor[item.offset : item.offset + item.message.num_bytes] for item in deliveries]
             self._incoming.append([Incoming(item.rank, self._traveling(item, view)) for item, view in zip(deliveries, views, strict=True)])
         assert group is not None or not any(self._outgoing + self._incoming), "messages need a group"
 
     def handles(self) -> GpuHandles:
         """What the engine workers of this GPU need to pull."""
-        return GpuHandles(self.gpu, self._arena, self.memory.handle() if self._arena else None)
+        if self._arena is None:
+            return GpuHandles(self.gpu, None, None, None)
+        pace = self.pace.memory
+        assert isinstance(pace, SharedMemory), "the exchange owns its words"
+        return GpuHandles(self.gpu, self._arena, self.memory.handle(), pace.handle())
 
-    def close(self) -> None:
-        """Leaves the group. Not collective; the exchange cannot be used afterwards."""
+    def leave(self, attempt: int) -> None:
+        """Leaves the group and an attempt that may be under way in any thread. Not collective; the exchange then needs another group."""
+        self.pace.give_up(attempt)
         if self._group is not None:
             self._group.close()
+
+    def join(self, group: ExchangeGroup | None) -> None:
+        """Leaves its group for another of the same participants, if any. Memory, and what is prepared in it, stays."""
+        if self._group is not None:
+            self._group.close()
+        self._group = group
 
     @property
     def checksum_seconds(self) -> float:
         """Time that checksums have taken in all rounds so far: the sources' part of verification."""
         return self._sums.seconds
 
-    def run(self, round_index: int) -> None:
-        """Fills the exchange memory with the messages and checksums of one round.
+    def run(self, attempt: int, readers: Collection[int], *, timeout_s: float) -> None:
+        """Fills the exchange memory with all rounds of an attempt at a refit, each when the `readers` (workers) here have room for it.
 
-        Every participant calls it, in the same order of rounds, with settled weights; not before all engine workers have verified the
-        round before. One with nothing to send or receive returns at once.
+        Every participant calls it, with settled weights and a number above that of the attempts before. RefitError: a peer or a reader does
+        not keep up within `timeout_s`, or the driver has given the attempt up; this participant has left its group then.
         """
+        deadline = time.monotonic() + timeout_s
+        rows = {row: worker for row, worker in enumerate(self._readers) if worker in readers}
+        self.begin(attempt)
+        try:
+            with self._group.watched(attempt, partial(self.leave, attempt)) if self._group else nullcontext():
+                for round_index in range(len(self._incoming)):
+                    for row, worker in rows.items() if round_index >= NUM_BUFFERS else ():
+                        self.pace.wait_until_read(row, worker, round_index + 1 - NUM_BUFFERS, deadline)
+                    self.fill(round_index, deadline)
+        except BaseException:
+            self.leave(attempt)
+            raise
+
+    def begin(self, attempt: int) -> None:
+        """Begins an attempt: no round of it is there yet."""
+        self.pace.attempt = attempt
+        if self._stream is not None:
+            # The weights were written on other streams.
+            torch.cuda.synchronize(self._device)
+
+    def fill(self, round_index: int, deadline: float) -> None:
+        """Writes the messages and checksums of one round where the workers read them, which must have read what is there."""
         outgoing, incoming = self._outgoing[round_index], self._incoming[round_index]
-        self._parts.stamps[0] = NO_ROUND
-        if self._group is not None and (outgoing or incoming):
-            self._group.run(outgoing, incoming, what=f"round {round_index}", meanwhile=lambda: self._write_own_checksums(round_index))
-        else:
-            self._write_own_checksums(round_index)
-        wait_for(self._device)
-        self._parts.stamps[1] += 1
-        # Last: it tells the workers that the rest is there.
-        self._parts.stamps[0] = round_index
-        wait_for(self._device)
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            if self._group is not None and (outgoing or incoming):
+                own = partial(self._write_own_checksums, round_index)
+                self._group.run(outgoing, incoming, what=f"round {round_index}", meanwhile=own, deadline=deadline)
+            else:
+                self._write_own_checksums(round_index)
+            wait_for(self._device)
+        self.pace.filled(round_index + 1)
 
     def _write_own_checksums(self, round_index: int) -> None:
         for write in self._own if round_index == 0 else ():

@@ -8,9 +8,10 @@ the trainer.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,8 +21,13 @@ from torch import Tensor
 
 from mrl.refit import RefitError
 
-# Pause between two looks at the work of a GPU.
+# Pause between two looks at the work of a GPU, and between two looks whether the driver has given an attempt up.
 _POLL_S = 0.001
+_WATCH_S = 0.5
+# Tag of messages that nobody sends.
+_NEVER_SENT = 1
+# The driver has this long to say so; if it cannot, every participant has a deadline.
+_SAY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,16 @@ class GroupAddress:
     port: int
     name: str
     size: int
+
+    def store(self, *, timeout_s: float) -> dist.Store:
+        """The group's part of the store. RuntimeError: nobody answers there in time."""
+        limit = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
+        return dist.PrefixStore(f"refit/{self.name}", store)
+
+    def give_up(self, attempt: int) -> None:
+        """Has all participants leave an attempt at a refit: the driver's part. RuntimeError: the store does not answer."""
+        self.store(timeout_s=_SAY_S).set(_given_up(attempt), "")
 
 
 @dataclass(frozen=True)
@@ -55,17 +71,22 @@ class ExchangeGroup:
     """One participant's end of the group."""
 
     def __init__(self, address: GroupAddress, rank: int, *, device: torch.device, timeout_s: float) -> None:
-        """Joins as `rank` of `address.size`. Collective: returns when all have joined."""
+        """Joins as `rank` of `address.size`, within `timeout_s`. Collective: returns when all have joined."""
         self.rank = rank
-        self._timeout_s = timeout_s
         self.device = device
+        self._size = address.size
+        self._is_closed = False
+        # Outlives the receive that waits for it.
+        self._never = torch.zeros(1)
         limit = timedelta(seconds=timeout_s)
         deadline = time.monotonic() + timeout_s
         try:
-            store = dist.PrefixStore(f"refit/{address.name}", dist.TCPStore(address.host, address.port, is_master=False, timeout=limit))
+            self._store = store = address.store(timeout_s=timeout_s)
             # NCCL would wait without end for one that does not come.
             store.set(f"joined/{rank}", "")
             store.wait([f"joined/{peer}" for peer in range(address.size)], limit)
+            # One alone has nothing to send, and no need of NCCL's memory.
+            device = device if address.size > 1 else torch.device("cpu")
             self._group = _process_group(store, rank, address.size, device, limit)
             # NCCL connects at the first call, in which all must take part; in most rounds some have no messages.
             self._wait(self._group.allreduce([torch.zeros(1, device=device)]), deadline)
@@ -75,12 +96,36 @@ class ExchangeGroup:
                 f"within {timeout_s:g} s: {error}"
             ) from error
 
-    def run(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None]) -> None:
+    @contextmanager
+    def watched(self, attempt: int, leave: Callable[[], None]) -> Iterator[None]:
+        """Calls `leave` from another thread if the driver gives the attempt up inside the `with` block; see `GroupAddress.give_up`."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(_WATCH_S):
+                try:
+                    is_given_up = self._store.check([_given_up(attempt)])
+                except RuntimeError:
+                    # The store has died with the rank that had it.
+                    is_given_up = True
+                if is_given_up and not is_over.is_set():
+                    leave()
+                    return
+
+        # Nobody waits for it: a store whose process hangs would not answer.
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def run(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None], deadline: float
+    ) -> None:
         """Sends and receives all messages of one round, `what`. Between two participants both sides list theirs in the same order.
 
         `meanwhile` is called when all are packed and on their way. On the host, messages of other peers arrive although one is dead.
         """
-        deadline = time.monotonic() + self._timeout_s
         post = self._post_together if self.device.type == "cuda" else self._post
         faults: list[RuntimeError] = []
         works = post(outgoing, incoming, faults)
@@ -93,15 +138,20 @@ class ExchangeGroup:
                 self.close()
             senders, receivers = (sorted({message.peer for message in messages}) for messages in (incoming, outgoing))
             raise RefitError(
-                f"refit exchange: rank {self.rank} did not finish {what} within {self._timeout_s} s, "
+                f"refit exchange: rank {self.rank} did not finish {what} in time, "
                 f"receiving from ranks {senders} and sending to ranks {receivers}: {'; '.join(map(str, faults))}"
             ) from faults[0]
 
     def close(self) -> None:
-        """Leaves the group, whatever is under way. Not collective; the group cannot be used afterwards."""
+        """Leaves the group, whatever is under way in any thread. Not collective; the group cannot be used afterwards."""
+        self._is_closed = True
         if self.device.type == "cuda":
-            # Kernels that wait for a dead peer end only so. Gloo's connections go with the object.
+            # Kernels that wait for a dead peer end only so.
             self._group.abort()
+        elif self._size > 1:
+            # Gloo has no such call; but a receive whose time is up breaks all of its connections, and the waits of the peers with them.
+            with suppress(RuntimeError):
+                self._group.recv([self._never], (self.rank + 1) % self._size, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def _post(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], faults: list[RuntimeError]) -> list[dist.Work]:
         works = []
@@ -131,10 +181,14 @@ class ExchangeGroup:
         if self.device.type == "cuda":
             # When NCCL's own wait with a limit expires, its watchdog may end the process before the group is closed.
             while not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"timed out after {self._timeout_s:g} s")
+                if self._is_closed or time.monotonic() > deadline:
+                    raise RuntimeError("given up" if self._is_closed else "timed out")
                 time.sleep(_POLL_S)
         work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+
+def _given_up(attempt: int) -> str:
+    return f"given up/{attempt}"
 
 
 @contextmanager

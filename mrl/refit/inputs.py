@@ -10,7 +10,7 @@ from typing import Self
 from conversion.families.common import EngineDtypes, Flavour, HfConfig, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
-from conversion.schedule import Schedule
+from conversion.schedule import NUM_BUFFERS, Schedule
 from mrl.refit import RefitError
 from mrl.refit.exchange import GpuHandles
 from mrl.refit.group import GroupAddress
@@ -36,6 +36,7 @@ class RefitInputs:
     node_of: Mapping[int, int]
     """By GPU."""
     buffer_bytes: int
+    """Of which a round takes one part in `NUM_BUFFERS`."""
     fingerprint: str | None = None
     """Of the driver's schedule."""
 
@@ -49,7 +50,7 @@ class RefitInputs:
             for worker, (index, dtypes) in self.workers.items()
         }
         sources = {rank: layouts[place] for rank, place in enumerate(self.ranks)}
-        schedule = reshard(sources, targets, gpu_of=self.gpu_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes)
+        schedule = reshard(sources, targets, gpu_of=self.gpu_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes // NUM_BUFFERS)
         if self.fingerprint not in (None, schedule.fingerprint()):
             raise RefitError("this process computes another refit schedule than the driver; run the same version of mrl on every node")
         return schedule

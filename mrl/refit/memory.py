@@ -23,6 +23,7 @@ from torch import Tensor
 
 from conversion.boxes import Slot
 from conversion.files.owners import start_of
+from mrl.env import with_expandable_segments
 from mrl.refit import RefitError
 
 # The page: magic, epoch, start time of the owner, number of bytes behind it.
@@ -141,19 +142,20 @@ class MappedMemory:
     """View of another process's `SharedMemory`."""
 
     tensor: Tensor
-    """uint8 [num_bytes]. Read only: the weights belong to the owner. A write to host memory ends the process; CUDA has no such guard."""
+    """uint8 [num_bytes]. Weights are mapped read only, they belong to the owner: a write to host memory ends the process; CUDA has no such
+    guard."""
 
-    def __init__(self, handle: MemoryHandle) -> None:
+    def __init__(self, handle: MemoryHandle, *, is_writable: bool = False) -> None:
         """Maps the memory; on a GPU, of another process only (a process cannot map its own)."""
         self.handle = handle
         try:
-            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY)
+            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR if is_writable else os.O_RDONLY)
         except OSError as error:
             raise RefitError(f"cannot map {self}: {error}; its owner is gone or runs on another host or as another user") from error
         try:
             if os.fstat(fd).st_size != handle.mapped_bytes:
                 raise RefitError(f"cannot map {self}: descriptor {handle.fd} of process {handle.pid} is something else by now")
-            self._map = mmap.mmap(fd, handle.mapped_bytes, prot=mmap.PROT_READ)
+            self._map = mmap.mmap(fd, handle.mapped_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0))
         finally:
             os.close(fd)
         self.check()
@@ -198,9 +200,9 @@ def bytes_as(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.d
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when all that this process has queued on a GPU is done: another process looks at the memory next."""
+    """Returns when all that this thread has queued on its stream of a GPU is done: another process looks at the memory next."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _gpu_uuid(device: torch.device) -> str:
@@ -221,9 +223,3 @@ def _without_expandable_segments() -> Iterator[None]:
         yield
     finally:
         torch._C._accelerator_setAllocatorSettings(with_expandable_segments(text, True))
-
-
-def with_expandable_segments(settings: str, value: bool) -> str:
-    """PYTORCH_ALLOC_CONF's text with this value of one option, the others as they are."""
-    others = [option for option in settings.split(",") if option.strip() and option.partition(":")[0].strip() != "expandable_segments"]
-    return ",".join([*others, f"expandable_segments:{value}"])

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -18,8 +20,9 @@ from mrl.refit import RefitError
 from mrl.refit.checksum import Checksums, Value
 from mrl.refit.copies import Copies, TensorCopy
 from mrl.refit.device_checksum import bytes_of
-from mrl.refit.exchange import ExchangeMemory, GpuHandles
-from mrl.refit.memory import MappedMemory, SharedMemory, bytes_as, wait_for
+from mrl.refit.exchange import Exchange, GpuHandles
+from mrl.refit.memory import MappedMemory, bytes_as, wait_for
+from mrl.refit.pace import Pace
 
 # Enough to see a pattern; a wrong layout makes thousands.
 _MAX_REPORTED = 8
@@ -53,7 +56,7 @@ class _Round(NamedTuple):
 class Puller:
     """The pulls of one engine worker.
 
-    A refit is, for each round in order: `pull`, `verify`; then `finish`. Only after that may the engine sample.
+    A refit is `run`, which for each round in order does `pull` and `verify`; then `finish`. Only after that may the engine sample.
     """
 
     def __init__(
@@ -63,14 +66,14 @@ class Puller:
         worker: int,
         handles: GpuHandles,
         *,
-        own_memory: SharedMemory | None = None,
+        own: Exchange | None = None,
         addresses: Mapping[Slot, int] | None = None,
     ) -> None:
         """Maps the memory of the worker's GPU and prepares all copies.
 
         `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call; `worker` is its
-        number in the schedule. `own_memory` is the exchange memory where it belongs to this process (a dedicated engine) and need not be
-        mapped. `addresses` are those of an earlier puller of this model.
+        number in the schedule. `own` is the exchange whose memory belongs to this process (a dedicated engine) and need not be mapped.
+        `addresses` are those of an earlier puller of this model.
         """
         self._live = live
         self._gpu = handles.gpu
@@ -80,47 +83,76 @@ class Puller:
         self.addresses = dict(addresses) if addresses is not None else _addresses(tensors)
         self._check_addresses(tensors)
         self._total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        assert handles.exchange is None or own_memory is None
-        self._exchange = MappedMemory(handles.exchange) if handles.exchange else None
-        memory = self._exchange or own_memory
-        assert memory is not None
-        check_devices(tensors, memory.tensor.device, gpu=handles.gpu)
-        self._parts = ExchangeMemory.split(memory.tensor)
+        self._own, self._worker = own, worker
+        self._exchange: MappedMemory | None = None
+        if own is not None:
+            self._body, self._pace = own.memory.tensor, own.pace
+        else:
+            assert handles.exchange is not None and handles.pace is not None
+            self._exchange = MappedMemory(handles.exchange)
+            self._body, self._pace = self._exchange.tensor, Pace(MappedMemory(handles.pace, is_writable=True), handles.gpu)
+        self._reader = [number for number, found in schedule.workers.items() if found.gpu == handles.gpu].index(worker)
+        check_devices(tensors, self._body.device, gpu=handles.gpu)
         mapped = dict(handles.peers) | ({handles.gpu: handles.arena} if handles.arena else {})
-        if memory.tensor.device.type == "cpu":
+        if self._body.device.type == "cpu":
             assert schedule.mappable_ranks(worker) <= mapped.keys(), "handles without the arenas of the node: see handles_for"
         self._arenas = {rank: (MappedMemory(arena.memory), arena.table) for rank, arena in mapped.items()}
         self._rounds = [self._prepare(tensors, pulls) for pulls in rounds]
         self._padding = [(slot, box, box_view(tensors[slot], box)) for slot, boxes in padding.items() for box in boxes]
-        self._last_written = 0
         self._reports: dict[int, VerifyReport] = {}
+
+    def run(self, attempt: int, *, timeout_s: float) -> int:
+        """Pulls and verifies all rounds of an attempt, each when it is there, and returns the bytes written to the live tensors.
+
+        In a dedicated engine the exchange runs beside it. RefitError: a round does not come in time, or the attempt was given up.
+        """
+        if self._own is None:
+            return self._run(attempt, timeout_s)
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(self._own.run, attempt, [self._worker], timeout_s=timeout_s)
+            try:
+                return self._run(attempt, timeout_s)
+            except BaseException:
+                self._own.leave(attempt)
+                raise
+            finally:
+                # Its error comes first: the pulls only wait for it. It has ended by its own deadline.
+                receiving.result(2 * timeout_s)
+
+    def _run(self, attempt: int, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        self.begin(attempt)
+        num_bytes = 0
+        for round_index in range(len(self._rounds)):
+            self._pace.wait_until_filled(round_index, deadline)
+            num_bytes += self.pull(round_index)
+            self.verify(round_index)
+            self._pace.read(self._reader, round_index + 1)
+        return num_bytes
+
+    def begin(self, attempt: int) -> None:
+        """Begins an attempt at a refit, of which nothing is pulled yet."""
+        self._pace.attempt = attempt
+        self._reports = {}
 
     @torch.inference_mode()
     def pull(self, round_index: int) -> int:
         """Copies the boxes of one round into the live tensors and returns their bytes there. Round 0 also zeroes the padding."""
-        if round_index == 0:
-            self._reports = {}
-            for _, _, target in self._padding:
-                target.zero_()
         for memory in [self._exchange, *(memory for memory, _ in self._arenas.values())]:
             if memory is not None:
                 memory.check()
-        current, num_written = self._parts.stamps.tolist()
-        if current != round_index or num_written == self._last_written:
-            raise RefitError(
-                f"GPU {self._gpu} has not exchanged round {round_index} since the last pull: "
-                f"its memory holds round {current}, the {num_written}th written"
-            )
-        self._last_written = num_written
+        self._pace.check_filled(round_index)
+        for _, _, target in self._padding if round_index == 0 else ():
+            target.zero_()
         self._rounds[round_index].copies.run()
-        wait_for(self._parts.body.device)
+        wait_for(self._body.device)
         return self._rounds[round_index].num_bytes
 
     @torch.inference_mode()
     def verify(self, round_index: int) -> VerifyReport:
         """Compares the live bytes of the round's boxes with the trainer's checksums; in round 0 also padding with zero."""
         plan = self._rounds[round_index]
-        expected = self._parts.body.view(torch.int64)[plan.expected_words].cpu()
+        expected = self._body.view(torch.int64)[plan.expected_words].cpu()
         different = (plan.checksums.take() != expected).nonzero().flatten().tolist()
         mismatches, padding_bytes = [], 0
         for pull in (plan.pulls[index] for index in different):
@@ -154,7 +186,7 @@ class Puller:
     def _prepare(self, tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull]) -> _Round:
         targets = [box_view(tensors[pull.copy.target], pull.copy.box) for pull in pulls]
         copies = [TensorCopy(target, self._source(pull), pull.copy.transform) for target, pull in zip(targets, pulls, strict=True)]
-        words = torch.tensor([pull.checksum_offset // CHECKSUM_BYTES for pull in pulls], dtype=torch.int64).to(self._parts.body.device)
+        words = torch.tensor([pull.checksum_offset // CHECKSUM_BYTES for pull in pulls], dtype=torch.int64).to(self._body.device)
         checksums = Checksums([Value(target) for target in targets])
         return _Round(pulls, Copies(copies), checksums, words, sum(target.nbytes for target in targets))
 
@@ -163,7 +195,7 @@ class Puller:
         dtype, shape = torch_dtype(dtype_name), lengths(pull.copy.box)
         if pull.rank not in self._arenas:
             assert pull.offset is not None
-            return bytes_as(self._parts.body, pull.offset, shape, dtype)
+            return bytes_as(self._body, pull.offset, shape, dtype)
         memory, table = self._arenas[pull.rank]
         row = table[slot]
         if row.dtype != dtype_name:

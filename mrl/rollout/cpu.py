@@ -94,7 +94,7 @@ def _activate(activation: MoEActivation, x: Tensor) -> Tensor:
         return F.relu(x).square_()
     if activation == MoEActivation.SILU:
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
     raise NotImplementedError(f"expert activation {activation} on CPU; supported: {PlainExperts.ACTIVATIONS}")
 
 
@@ -141,36 +141,30 @@ class PlainExperts(CPUUnquantizedExperts):
         apply_router_weight_on_input: bool,
     ) -> None:
         """Writes the weighted sum of each token's experts into `output`; experts of other ranks count as zero."""
-        num_tokens, num_choices = topk_ids.shape
         expert_ids = (topk_ids if expert_map is None else expert_map[topk_ids.long()]).reshape(-1)
-        order = expert_ids.argsort(stable=True)
-        # Experts that live on other ranks have id -1 and are sorted to the front.
-        counts = torch.bincount(expert_ids + 1, minlength=w1.shape[0] + 1).tolist()
-        weights = topk_weights.reshape(-1)
-        total = torch.zeros(num_tokens, output.shape[-1], dtype=torch.float32)
-        start = counts[0]
-        for expert_index, count in enumerate(counts[1:]):
-            if count == 0:
-                continue
-            choices = order[start : start + count]
-            start += count
-            tokens = choices // num_choices
-            hidden = _activate(activation, F.linear(_pad_rows(hidden_states[tokens]), w1[expert_index]))
-            result = F.linear(hidden, w2[expert_index])[:count].float()
-            if not apply_router_weight_on_input:
-                result *= weights[choices].float().unsqueeze(-1)
-            total.index_add_(0, tokens, result)
-        output.copy_(total)
+        # Experts that live on other ranks have id -1, so their choices are sorted to the front.
+        num_elsewhere, *counts = torch.bincount(expert_ids + 1, minlength=len(w1) + 1).tolist()
+        choices = expert_ids.argsort(stable=True)[num_elsewhere:]
+        tokens = choices // topk_ids.shape[1]
+        weights = torch.ones(len(choices), 1) if apply_router_weight_on_input else topk_weights.reshape(-1, 1)[choices].float()
+        # Filled up with token 0 for each expert; what becomes of it is dropped.
+        padded = [F.pad(chosen, (0, -len(chosen) % ROW_MULTIPLE)) for chosen in tokens.split(counts)]
+        sizes = [len(chosen) for chosen in padded]
+        # Experts at once where there is no matrix product: each call costs as much as the few rows of an expert.
+        inputs = hidden_states[torch.cat(padded)].split(sizes)
+        hidden = _activate(activation, torch.cat([F.linear(rows, weight) for rows, weight in zip(inputs, w1, strict=True)])).split(sizes)
+        results = [F.linear(rows, weight)[:count] for rows, weight, count in zip(hidden, w2, counts, strict=True)]
+        scaled = torch.cat(results).float().mul_(weights)
+        output.copy_(torch.zeros(output.shape, dtype=torch.float32).index_add_(0, tokens, scaled))
 
 
 def _tail_safe(out_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def function(x: Tensor, *args: float) -> Tensor:
-        if x.numel() == 0:
-            return torch.empty_like(x)
-        padded = torch.zeros(x.numel() + -x.numel() % VECTOR_LANES, dtype=x.dtype)
-        padded[: x.numel()].view(x.shape).copy_(x)
-        result = torch.empty_like(padded)
-        out_function(padded, *args, out=result)
+        flat = x.reshape(-1)
+        if missing := -x.numel() % VECTOR_LANES:
+            flat = F.pad(flat, (0, missing))
+        result = torch.empty_like(flat)
+        out_function(flat, *args, out=result)
         return result[: x.numel()].view(x.shape)
 
     return function

@@ -28,6 +28,7 @@ from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig
 from mrl.data.turns import appended
 from mrl.phases import Phase
+from mrl.refit import RefitError
 from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
@@ -95,6 +96,7 @@ class Engine:
         self._awake = {"weights", "kv_cache"}
         self._is_prepared = False
         self._is_refitting = False
+        self._is_verified = False
         self._num_refits = 0
         self.weight_version: int | None = None
         self.num_steps = 0
@@ -168,40 +170,55 @@ class Engine:
         self._workers("prepare_refit", list(workers))
         self._is_prepared = True
 
-    def exchange(self, round_index: int) -> None:
-        """Lets the workers of a dedicated engine receive what they will pull in one round. Changes nothing in the model."""
-        self._workers("exchange_round", round_index)
+    def refit(self, attempt: int, is_reader: bool, timeout_s: float) -> int:
+        """Takes part in an attempt at a refit, beside the policy; returns the bytes written by all workers.
 
-    def pull(self, round_index: int) -> int:
-        """Copies one round into the live model and returns the bytes written by all workers. The engine refuses to step from here on."""
-        self._is_refitting = True
-        return sum(self._workers("pull_round", round_index))
+        A reader copies all rounds into the live model, compares them with the trainer's checksums as they come, and refuses to step from
+        here on. A dedicated engine that is no reader only lets the exchange go on. RefitError: the attempt came to nothing within
+        `timeout_s`; the next one has a higher number.
+        """
+        if is_reader:
+            self.enter("refit")
+            self._is_refitting, self._is_verified = True, False
+        answers = self._workers("run_refit", attempt, is_reader, timeout_s)
+        for answer in answers:
+            if isinstance(answer, RefitError):
+                raise answer
+        return sum(answers)
 
-    def verify(self, round_index: int) -> list[VerifyReport]:
-        """Compares the live bytes of one round with the trainer's checksums, per worker."""
-        return self._workers("verify_round", round_index)
-
-    def set_weight_version(self, version: int) -> list[VerifyReport]:
-        """Completes a refit: from here on the engine samples, from weights of this version. Per worker: what was verified.
-
-        Cached keys and values of older weights are dropped, and running requests compute theirs again; see `keeps_kv_cache`.
-        An engine that was never prepared for refits takes the weights that it has loaded for this version, and reports nothing.
+    def finish_refit(self) -> list[VerifyReport]:
+        """Proves that the last refit has reached every live byte. Per worker: what was verified.
 
         Raises:
             RefitError: a box differs, or not every live byte was verified since the last refit.
             RuntimeError: nothing was pulled since the last refit.
         """
-        reports: list[VerifyReport] = []
-        if self._is_prepared:
-            if not self._is_refitting:
-                raise RuntimeError(f"weight version {version}: nothing was pulled since version {self.weight_version}")
-            reports = self._workers("finish_refit")
+        if not self._is_refitting:
+            raise RuntimeError(f"nothing was pulled since weight version {self.weight_version}")
+        reports = self._workers("finish_refit")
+        self._is_verified = True
+        return reports
+
+    def serve(self, version: int) -> None:
+        """Completes a refit, and takes the KV cache for what is sampled from here on."""
+        self.set_weight_version(version)
+        self.enter("generate")
+
+    def set_weight_version(self, version: int) -> None:
+        """Completes a refit: from here on the engine samples, from weights of this version.
+
+        Cached keys and values of older weights are dropped, and running requests compute theirs again; see `keeps_kv_cache`.
+        An engine that was never prepared for refits takes the weights that it has loaded for this version. RuntimeError: what a prepared
+        one holds is not proven by `finish_refit`.
+        """
+        if self._is_prepared and not self._is_verified:
+            raise RuntimeError(f"weight version {version}: no refit was finished since version {self.weight_version}")
+        self._is_verified = False
         if not (self._keeps_kv_cache and self._unfinished):
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self._is_refitting = False
         self._num_refits += 1
         self.weight_version = version
-        return reports
 
     def enter(self, phase: Phase) -> None:
         """Frees or takes GPU memory as the phase table says. On CPU hosts and in dedicated engines nothing moves."""

@@ -60,7 +60,7 @@ class RefitWorker:
         mine, model = workers[self.rank], self.get_model()
         # Gives back what an earlier refit has mapped or received into.
         if self.exchange is not None:
-            self.exchange.close()
+            self.exchange.join(None)
         self.puller = self.exchange = None
         for name, buffer in model.named_buffers():
             if _is_constant(name) and buffer.item() != 1.0:
@@ -69,27 +69,31 @@ class RefitWorker:
         for (_, end, slot), (start, _, following) in zip(spans, spans[1:], strict=False):
             if start < end:
                 raise RefitError(f"{slot} and {following} share memory in the engine")
-        schedule, handles, own_memory = mine.inputs.schedule(), mine.memory, None
+        schedule, handles = mine.inputs.schedule(), mine.memory
         if isinstance(handles, ExchangeMember):
             device = next(model.parameters()).device
             group = ExchangeGroup(handles.address, mine.worker, device=device, timeout_s=handles.timeout_s)
             # Without a trainer rank on its GPU it receives, and sends nothing.
             self.exchange = Exchange(schedule, mine.worker, {}, None, group=group)
-            handles, own_memory = self.exchange.handles(), self.exchange.memory
+            handles = self.exchange.handles()
         self.puller = Puller(
-            lambda: engine_tensors(self.get_model()), schedule, mine.worker, handles, own_memory=own_memory, addresses=self.addresses
+            lambda: engine_tensors(self.get_model()), schedule, mine.worker, handles, own=self.exchange, addresses=self.addresses
         )
         self.addresses = self.puller.addresses
 
-    def exchange_round(self, round_index: int) -> None:
-        assert self.exchange is not None, "only workers of dedicated engines exchange"
-        self.exchange.run(round_index)
+    def run_refit(self, attempt: int, is_reader: bool, timeout_s: float) -> int | RefitError:
+        """Bytes that this worker has pulled, 0 if it only takes part in the exchange; or why it has left the attempt.
 
-    def pull_round(self, round_index: int) -> int:
-        return self._prepared().pull(round_index)
-
-    def verify_round(self, round_index: int) -> VerifyReport:
-        return self._prepared().verify(round_index)
+        An error is returned: when one worker raises it, vLLM leaves the answers of the others for the next call.
+        """
+        try:
+            if is_reader:
+                return self._prepared().run(attempt, timeout_s=timeout_s)
+            assert self.exchange is not None, "colocated workers only read"
+            self.exchange.run(attempt, [], timeout_s=timeout_s)
+        except RefitError as error:
+            return error
+        return 0
 
     def finish_refit(self) -> VerifyReport:
         """The report of the whole refit; the model computes with the new weights from here on.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from conversion.files.durable import sync_file, write_atomic
 from conversion.files.manifest import FileRecord, file_record
-from conversion.files.reading import name_inside, read_file, read_json, sha256_file
+from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig
 from mrl.store.ownership import unowned
 from mrl.types import RunState
@@ -30,6 +31,8 @@ MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 STATE = "training_info.json"
 STEP_FOLDER = re.compile(r"step_(\d+)")
+SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+"""The file of a rank: nearly all bytes of a checkpoint are in these."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,14 @@ class Checkpoint:
     def weights(self) -> Path:
         """Folder in Megatron's layout, holding `iter_0000000`."""
         return self.folder / "policy" / "weights"
+
+    def shards(self, num_ranks: int) -> list[dict[Path, str]]:
+        """The shards that each of `num_ranks` ranks compares with their sha256: its own where as many ranks have written them."""
+        shares: list[dict[Path, str]] = [{} for _ in range(num_ranks)]
+        for path, (_, sha256) in _listed(self.folder).items():
+            if (match := SHARD.fullmatch(path.name)) is not None:
+                shares[int(match[1]) % num_ranks][path] = sha256
+        return shares
 
     def state(self) -> RunState:
         return RunState(**json.loads((self.folder / STATE).read_text(encoding="utf-8")))
@@ -97,10 +108,15 @@ class CheckpointStore:
         self._prune()
         return Checkpoint(pending.step, final)
 
-    def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose every byte agrees with its manifest; warns of each newer one that does not."""
+    def newest(self, *, before: float = math.inf, with_shards: bool = False) -> Checkpoint | None:
+        """The newest checkpoint before step `before` that agrees with its manifest; warns of each newer one that does not.
+
+        Without `with_shards` only the sizes of shards are compared: hundreds of GB, which the ranks read faster than one process does.
+        """
         for checkpoint in self._newest_first():
-            problem = find_damage(checkpoint.folder)
+            if checkpoint.step >= before:
+                continue
+            problem = find_damage(checkpoint.folder, with_shards=with_shards)
             if problem is None:
                 return checkpoint
             logger.warning("passing over %s: %s", checkpoint.folder, problem)
@@ -141,25 +157,32 @@ def newest_step(folder: Path) -> int:
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def find_damage(folder: Path) -> str | None:
-    """The damage of a checkpoint folder: no marker, or the first file that differs from the manifest; None if it is whole."""
+def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:
+    """The damage of a checkpoint folder: no marker, or the first file that differs from the manifest; None if it is whole.
+
+    Of shards compares sizes, and the content only `with_shards`.
+    """
     marker, manifest_path = folder / MARKER, folder / MANIFEST
     if not marker.exists() or not manifest_path.exists():
         return "it was never completed"
     if read_file(marker).decode(errors="replace") != sha256_file(manifest_path):
         return f"{MANIFEST} differs from the completion marker"
     try:
-        files = read_json(manifest_path)
-        assert isinstance(files, dict)
-        for name, expected in files.items():
-            path = folder / name_inside(name, manifest_path)
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != expected["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
-            if sha256_file(path) != expected["sha256"]:
-                return f"{name} does not have the manifest's sha256"
+        files = _listed(folder)
     # Its checksum is right, so its writer made it so.
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         return f"{MANIFEST} lists no files: {error!r}"
-    return None
+    for path, (size, _) in files.items():
+        if not path.is_file():
+            return f"{path.relative_to(folder)} is missing"
+        if path.stat().st_size != size:
+            return f"{path.relative_to(folder)} has {path.stat().st_size} bytes, the manifest says {size}"
+    read = {path: sha256 for path, (_, sha256) in files.items() if with_shards or not SHARD.fullmatch(path.name)}
+    return find_difference(read) or None
+
+
+def _listed(folder: Path) -> dict[Path, tuple[int, str]]:
+    """Size and sha256 of every file that the manifest lists."""
+    files = read_json(folder / MANIFEST)
+    assert isinstance(files, dict)
+    return {folder / name_inside(name, folder / MANIFEST): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}

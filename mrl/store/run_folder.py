@@ -11,32 +11,44 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conversion.files.durable import write_atomic
+from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
-from mrl.data.chat import OWN_TEMPLATE, template_text
+from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
+from mrl.store.about import about_this_attempt
 from mrl.store.checkpoints import RUN_CONFIG, Checkpoint, CheckpointStore, newest_step
 from mrl.store.console import step_header, step_lines, story, supervised_lines
 from mrl.store.identity import Identity, check_identity
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.ownership import FolderLost, Ownership
-from mrl.store.report import METRIC_KEYS, read_rows, write_report
-from mrl.store.samples import Split, append_report_samples, best_and_worst, drop_old_step_data, sample_lines, write_step_data
-from mrl.types import RolloutGroup, TrainSequence
+from mrl.store.samples import Split, append_report_samples, best_and_worst, drop_old_step_data, sample_lines, token_row, write_step_data
+from mrl.types import RolloutGroup, TokenSample, TrainSequence
+from mrl.view.advisories import Advisor
+from mrl.view.page import write_report
+from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLES, read_rows
+from mrl.view.run_data import ABOUT, OWNER, REFIT, State, facts_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-OWNER = "owner.json"
 IDENTITY = "identity.json"
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
 REPORT = "report.html"
-# Of many steps: a line of metrics has a few KB.
-MEASURED_BYTES = 2**18
+# A disk on which one step's texts take longer hangs.
+WRITE_TIMEOUT_S = 600.0
+# Of the run's time that may go into its report before its end.
+MAX_REPORT_SHARE = 0.01
+# A line of metrics has a few KB.
+MEASURED_STEPS, MEASURED_BYTES = 20, 2**18
 
 
 class RunFolder:
@@ -56,6 +68,12 @@ class RunFolder:
         self._loggers: Loggers | None = None
         self._last_logged_step = -1
         self._failed_writes: Counter[str] = Counter()
+        self._advisor = Advisor(facts_of(asdict(config)))
+        self._next_report = 0.0
+        self._loaded_tokenizer: PreTrainedTokenizerBase | None = None
+        # Hundreds of megabytes of texts a step take seconds to compress.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._texts: Future[None] | None = None
         self.next_metrics: dict[str, float] = {}
         """Go into the next line of metrics, beside its own."""
 
@@ -78,6 +96,8 @@ class RunFolder:
                 logger.info("Config since the last attempt: %s", line)
             for folder in (self.path, self.log_folder):
                 write_atomic(folder / RUN_CONFIG, resolved_yaml(self.config))
+            write_atomic(self.path / ABOUT, json.dumps(about_this_attempt(self.config)))
+            spans.record_in(self.log_folder / "actors" / f"driver{spans.SUFFIX}")
         except OSError as error:
             way_out = "free space there, or choose another folder"
             raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; {way_out}") from error
@@ -87,11 +107,14 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish_texts()
+        self._writer.shutdown()
         if self._metrics is not None and kind is not FolderLost:
-            self._render_report()
+            self._render_report("over")
         if self._metrics is not None:
             with self._may_fail(METRICS):
                 self._metrics.close()
+        spans.stop()
         self._ownership.give_back()
 
     def _check_identity(self) -> None:
@@ -104,14 +127,24 @@ class RunFolder:
             self._ownership.give_back()
             raise
 
-    def newest_checkpoint(self) -> Checkpoint | None:
-        """Finds the newest complete checkpoint, drops later steps from ledger and metrics, and opens the metrics."""
-        newest = self.checkpoints.newest()
+    def pass_over(self, checkpoint: Checkpoint, damage: str) -> Checkpoint | None:
+        """As `newest_checkpoint`, after a checkpoint that has turned out to be damaged, before anything is trained."""
+        logger.warning("passing over %s: %s", checkpoint.folder, damage)
+        return self.newest_checkpoint(before=checkpoint.step)
+
+    def newest_checkpoint(self, *, before: float = math.inf) -> Checkpoint | None:
+        """Finds the newest complete checkpoint, drops later steps from ledger and metrics, and opens the metrics.
+
+        The content of its shards is for those who load it to check; see `CheckpointStore.newest`.
+        """
+        newest = self.checkpoints.newest(before=before)
         self.ledger.roll_back(newest.step if newest else 0)
         # Without a checkpoint, step 0 is validated again too.
         last_step = newest.step if newest else -1
         drop_later_steps(self.path / SAMPLES, last_step)
-        self._last_logged_step = last_step_in(self.path / METRICS)
+        self._last_logged_step = max(self._last_logged_step, last_step_in(self.path / METRICS))
+        if self._metrics is not None:
+            self._metrics.close()
         has_metrics = drop_later_steps(self.path / METRICS, last_step)
         self._metrics = JsonlLogger(self.path / METRICS)
         if newest is not None and not has_metrics:  # killed between the checkpoint and its line
@@ -141,13 +174,14 @@ class RunFolder:
         if self._loggers is not None:
             self._loggers.log(metrics, step)
         if "time/checkpoint" in metrics or any(name.startswith("val/") for name in metrics):
-            self._render_report()
+            self._render_report("running")
         self._count_logging(started)
 
     def _count_logging(self, started: float) -> None:
         # A line of metrics cannot hold how long it takes itself.
         spent_s = self.next_metrics.get("time/logging", 0.0) + time.monotonic() - started
         self.next_metrics["time/logging"] = spent_s
+        spans.add("logging", started)
 
     def measured(self, name: str, *, num_steps: int) -> float | None:
         """The mean of a metric over the last steps that have it; None if there is none."""
@@ -155,14 +189,21 @@ class RunFolder:
         values = [row[name] for row in rows if row.get(name) is not None]
         return statistics.fmean(values[-num_steps:]) if values else None
 
-    def log_samples(self, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence] = ()) -> None:
-        """Writes a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. `sequences`: see `write_step_data`."""
+    def log_samples(
+        self,
+        step: int,
+        split: Split,
+        groups: Sequence[RolloutGroup],
+        sequences: Sequence[TrainSequence] = (),
+        tokens: Mapping[str, TokenSample] | None = None,
+    ) -> None:
+        """Writes a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. See `write_step_data`."""
         started = time.monotonic()
         with self._may_fail(SAMPLES):
             append_report_samples(self.path / SAMPLES, step, split, groups)
-        with self._may_fail("the files *_data_stepN.jsonl.gz"):
-            drop_old_step_data(self.log_folder.parent, step, self.config.logger)
-            write_step_data(self.log_folder, step, split, groups, sequences, self.config.logger)
+        # Those of the step before: one step's texts at most wait, beside the rollouts of the next one.
+        self.finish_texts()
+        self._texts = self._writer.submit(self._write_texts, step, split, groups, sequences, tokens or {})
         if split == "validation":
             shown = best_and_worst(groups, self.config.logger.num_val_samples_to_print)
             for line in sample_lines(shown, step):
@@ -171,8 +212,45 @@ class RunFolder:
                 self._loggers.log_samples(shown, step)
         self._count_logging(started)
 
-    def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> None:
-        """Prints a step's metrics, and writes them and its rollouts, if it had any."""
+    def note_refit(self, described: Mapping[str, object]) -> None:
+        """Writes `refit.json`, which the page shows."""
+        with self._may_fail(REFIT):
+            write_atomic(self.path / REFIT, json.dumps(described))
+
+    def _write_texts(
+        self,
+        step: int,
+        split: Split,
+        groups: Sequence[RolloutGroup],
+        sequences: Sequence[TrainSequence],
+        tokens: Mapping[str, TokenSample],
+    ) -> None:
+        with self._may_fail("the files *_data_stepN.jsonl.gz"), spans.span("write texts", "writer of texts"):
+            drop_old_step_data(self.log_folder.parent, step, self.config.logger)
+            rows = {name: token_row(sample, self._tokenizer()) for name, sample in tokens.items()}
+            write_step_data(self.log_folder, step, split, groups, sequences, self.config.logger, rows)
+
+    def finish_texts(self) -> None:
+        """Waits until the rollouts of all steps so far are written."""
+        texts, self._texts = self._texts, None
+        if texts is not None:
+            with self._may_fail("the files *_data_stepN.jsonl.gz"):
+                texts.result(WRITE_TIMEOUT_S)
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._loaded_tokenizer is None:
+            self._loaded_tokenizer = load_tokenizer(self.config.policy.tokenizer.name)
+        return self._loaded_tokenizer
+
+    def log_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[RolloutGroup],
+        sequences: Sequence[TrainSequence],
+        tokens: Mapping[str, TokenSample],
+    ) -> None:
+        """Prints a step's metrics, and writes them and its rollouts, if it had any; `tokens` by request id."""
         grpo = self.config.grpo
         if self.config.has_engines:
             lines = step_lines(metrics, num_prompts=grpo.num_prompts_per_step, num_generations=grpo.num_generations_per_prompt)
@@ -180,8 +258,10 @@ class RunFolder:
             lines = supervised_lines(metrics)
         for line in lines:
             story.info("%s", line)
+        for advisory in self._advisor.new({"step": float(step), **metrics}):
+            story.warning("%s", advisory.line())
         if groups:
-            self.log_samples(step, "train", groups, sequences)
+            self.log_samples(step, "train", groups, sequences, tokens)
         self.log_metrics(step, metrics)
 
     def print_header(self, step: int, last_step: int) -> None:
@@ -198,9 +278,16 @@ class RunFolder:
             # transformers looks here first: prompts must have the template that the model was trained with.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
 
-    def _render_report(self) -> None:
+    def _render_report(self, state: State) -> None:
+        started = time.monotonic()
+        if state == "running" and started < self._next_report:
+            return
+        # The page shows them.
+        self.finish_texts()
         with self._may_fail(REPORT):
-            write_report(self.path / REPORT, metrics_file=self.path / METRICS, samples_file=self.path / SAMPLES, title=self.path.name)
+            write_report(self.path / REPORT, state=state)
+        ended = time.monotonic()
+        self._next_report = ended + (ended - started) / MAX_REPORT_SHARE
 
     @contextmanager
     def _may_fail(self, what: str) -> Iterator[None]:

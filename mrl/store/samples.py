@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from isal import igzip
 
 from mrl.config.schema.logger import LoggerConfig
 from mrl.store.loggers.sink import Sample
-from mrl.types import RolloutGroup, TrainSequence, Verdict
+from mrl.types import RolloutGroup, TokenSample, TrainSequence, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "validation"]
 
@@ -46,12 +49,18 @@ def _shorten(text: str) -> str:
 
 
 def write_step_data(
-    folder: Path, step: int, split: Split, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], config: LoggerConfig
+    folder: Path,
+    step: int,
+    split: Split,
+    groups: Sequence[RolloutGroup],
+    sequences: Sequence[TrainSequence],
+    config: LoggerConfig,
+    token_rows: Mapping[str, Mapping[str, object]] | None = None,
 ) -> None:
     """Writes the rollouts of a step that `logger.rollouts` wants as compressed JSON lines, by NeMo RL's names and keys, and some of ours.
 
-    `sequences` are of the same rollouts, none in validation. Tokens and logprobs never reach the driver, so these files have no
-    `token_ids`, `generation_logprobs` or `prev_logprobs`. An error leaves no part of the file.
+    `sequences` are of the same rollouts, none in validation. Only those of `token_rows`, by request id, have tokens and logprobs, since
+    the others never reach the driver. An error leaves no part of the file.
     """
     if config.rollouts == "none":
         return
@@ -70,11 +79,35 @@ def write_step_data(
                     row |= {"advantages": sequence.advantage, "sample_loss_mask": float(sequence.is_valid)}
                 row |= {"prompt_id": prompt.prompt_id, "environment": prompt.env_name, "reward_components": dict(verdict.components)}
                 row |= {"finish_reason": rollout.finish_reason, "masked": _mask_reason(verdict, sequence)}
-                file.write((json.dumps({**row, "idx": index}) + "\n").encode("ascii"))
+                row |= {"expected": prompt.expected_answer, "extracted": verdict.extracted}
+                row |= {"weight_version": rollout.weight_version, "num_turns": rollout.num_turns, "idx": index}
+                row |= (token_rows or {}).get(rollout.request_id, {})
+                file.write((json.dumps(row) + "\n").encode("ascii"))
         aside.rename(path)
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+
+
+def token_row(sample: TokenSample, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """The keys of a dump's line that describe its tokens, NeMo RL's names where it has them."""
+    special = set(tokenizer.all_special_ids)
+    return {
+        "token_ids": sample.token_ids,
+        "token_texts": [tokenizer.decode([token_id]) for token_id in sample.token_ids],
+        "token_special": [int(token_id in special) for token_id in sample.token_ids],
+        "token_generated": sample.is_generated,
+        "token_loss_mask": sample.loss_mask,
+        "token_advantages": _short(sample.advantages),
+        "token_entropies": _short(sample.entropies),
+        "generation_logprobs": _short(sample.generator_logprobs),
+        "prev_logprobs": None if sample.old_logprobs is None else _short(sample.old_logprobs),
+    }
+
+
+def _short(values: Sequence[float]) -> list[float]:
+    """Nine digits name a float32."""
+    return [float(f"{value:.9g}") for value in values]
 
 
 def _mask_reason(verdict: Verdict, sequence: TrainSequence | None) -> str | None:

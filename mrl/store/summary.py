@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from mrl import spans
 from mrl.algo.evaluation import mean_pass_at_k
 from mrl.algo.rewards import shaped_rewards_of
 from mrl.config.schema.algo import GrpoConfig
@@ -31,7 +32,9 @@ class Clock:
     Of work that began beside earlier phases, `time/<phase>` is the part that the run waited for, and `time/<phase>_hidden` the rest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int | None = None) -> None:
+        """With `step`, `metrics()` ends the span of this step."""
+        self._step = step
         self._start = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._work: dict[str, float] = {}
@@ -44,6 +47,7 @@ class Clock:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+            spans.add(name, start)
 
     def overlap(self, name: str, work_s: float) -> None:
         """Notes that the work of phase `name` took `work_s` in all, some of it during other phases."""
@@ -54,6 +58,8 @@ class Clock:
 
     def metrics(self) -> dict[str, float]:
         hidden = {f"time/{name}_hidden": max(0.0, work_s - self._seconds[name]) for name, work_s in self._work.items()}
+        if self._step is not None:
+            spans.add("step", self._start, step=self._step)
         exposed = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         return exposed | hidden | {"time/total": time.monotonic() - self._start}
 

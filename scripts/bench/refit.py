@@ -7,10 +7,10 @@ cuts along their columns have the hidden size as their height, so their rows, wh
 model; matrices are smaller by the factor, so what a copy costs apart from its bytes weighs more than there. Repeats of copy and refit take
 turns.
 
-- refit: exchange and pull, without checksums. Its speed is given as a share of the plain copy's (one Tensor.copy_ by every engine worker
-  of as many bytes as it has weights).
+- refit: exchange and pull, ranks and workers at the same time as in a run, but all checksums are zero. Its speed is given as a share of
+  the plain copy's (one Tensor.copy_ by every engine worker of as many bytes as it has weights).
 - refit + verification: all of it, with the checksums that the ranks take and those that the workers compare. As a multiple of the time
-  of the plain copy.
+  of the plain copy. Bytes moved are those of this one.
 
 Prints a line for each pair of layouts and writes docs/data/refit.json.
 
@@ -33,9 +33,10 @@ from conversion.boxes import DTYPE_BYTES, Layout, volume
 from conversion.families.common import HfConfig, MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
-from conversion.schedule import Schedule
+from conversion.schedule import NUM_BUFFERS, Schedule
 from conversion.tensors import torch_dtype
 from mrl.policy.weights import Arena
+from mrl.refit.checksum import Checksums
 from mrl.refit.exchange import Exchange, GpuHandles, handles_for
 from mrl.refit.group import ExchangeGroup, GroupAddress, Incoming, Outgoing
 from mrl.refit.memory import wait_for
@@ -78,7 +79,7 @@ class Case:
         targets = self.targets(hf_config)
         nodes = {rank: rank % self.num_hosts for rank in range(self.num_ranks)}
         gpus = {target: target for target in targets}
-        return reshard(self.sources(hf_config), targets, gpu_of=gpus, node_of=nodes, buffer_bytes=BUFFER_BYTES)
+        return reshard(self.sources(hf_config), targets, gpu_of=gpus, node_of=nodes, buffer_bytes=BUFFER_BYTES // NUM_BUFFERS)
 
 
 CASES = {
@@ -91,6 +92,9 @@ CASES = {
 }
 # Of several ranks on one GPU NCCL makes no group.
 CASES_OF = {"cpu": [name for name in CASES if name != "TP1 to TP1"], "cuda": ["TP1 to TP1"]}
+
+
+TAKE = Checksums.take
 
 
 class State(children.State):
@@ -108,10 +112,12 @@ class CountingGroup(ExchangeGroup):
 
     sent_bytes = 0
 
-    def run(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None]) -> None:
+    def run(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None], deadline: float
+    ) -> None:
         """One round."""
         self.sent_bytes += sum(message.buffer.nbytes for message in outgoing)
-        super().run(outgoing, incoming, what=what, meanwhile=meanwhile)
+        super().run(outgoing, incoming, what=what, meanwhile=meanwhile, deadline=deadline)
 
 
 def build_trainer(state: State, rank: int, layout: Layout, schedule: Schedule, address: GroupAddress | None, device: str) -> GpuHandles:
@@ -144,11 +150,13 @@ def plain_copy(state: State) -> None:
     wait_for(state.copy.device)
 
 
-def exchange(state: State, round_index: int) -> float:
-    """One round; seconds that it took this rank without its checksums."""
-    summed_before, start = state.exchange.checksum_seconds, time.perf_counter()
-    state.exchange.run(round_index)
-    return time.perf_counter() - start - (state.exchange.checksum_seconds - summed_before)
+def take_checksums(state: State, is_wanted: bool) -> None:
+    """Sets whether this process takes checksums; else all of them are zero."""
+
+    def take_none(self: Checksums) -> Tensor:
+        return torch.zeros(len(self._on_host) if self._on_device is None else self._on_device._num_values, dtype=torch.int64)
+
+    Checksums.take = TAKE if is_wanted else take_none
 
 
 def sent_bytes(state: State) -> int:
@@ -160,23 +168,20 @@ def sent_bytes(state: State) -> int:
 class Repeat:
     """Seconds of wall time, and bytes."""
 
-    plain_copy: float = 0.0
-    moving: float = 0.0
-    checksums: float = 0.0
-    moved_bytes: int = 0
+    plain_copy: float
+    refit: float
+    verified_refit: float
+    moved_bytes: int
     """Written to engines' parameters, and sent by ranks."""
 
-    def one_round(self, ranks: Sequence[Child], workers: Sequence[Child], index: int) -> None:
-        """Runs a round and adds what it took."""
-        sent_before = sum(cast(list[int], call_all(ranks, sent_bytes)))
-        taken, total = seconds(call_all, ranks, exchange, index)
-        # A rank that waits for another one's message is moving, whatever the other does meanwhile.
-        exchanging = max(cast(list[float], taken))
-        pulled, pulling = seconds(call_all, workers, children.pull, index)
-        _, comparing = seconds(call_all, workers, children.verify, index)
-        self.moving += exchanging + pulling
-        self.checksums += total - exchanging + comparing
-        self.moved_bytes += sum(cast(list[int], pulled)) + sum(cast(list[int], call_all(ranks, sent_bytes))) - sent_before
+
+def refit(ranks: Sequence[Child], workers: Sequence[Child], attempt: int) -> int:
+    """One refit of all rounds; bytes written to engines' parameters."""
+    for rank in ranks:
+        rank.send(children.exchange, attempt, range(len(workers)), children.DEADLINE_S)
+    for worker in workers:
+        worker.send(children.pull_all, attempt, children.DEADLINE_S)
+    return sum(cast(int, child.result(children.DEADLINE_S)) or 0 for child in [*ranks, *workers])
 
 
 def seconds(function: Callable[..., object], *arguments: object) -> tuple[object, float]:
@@ -201,12 +206,16 @@ def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> l
         for target, worker in enumerate(workers):
             worker.call(build_engine, targets[target], device)
             worker.call(children.prepare_pull, schedule, target, handles_for(schedule, target, handles))
-        for _ in range(num_repeats + 1):
-            repeats.append(Repeat())
-            _, repeats[-1].plain_copy = seconds(call_all, workers, plain_copy)
-            for index in range(schedule.num_rounds):
-                repeats[-1].one_round(ranks, workers, index)
+        for repeat in range(num_repeats + 1):
+            _, plain = seconds(call_all, workers, plain_copy)
+            call_all([*ranks, *workers], take_checksums, False)
+            _, moving = seconds(refit, ranks, workers, 2 * repeat + 1)
+            call_all([*ranks, *workers], take_checksums, True)
+            sent_before = sum(cast(list[int], call_all(ranks, sent_bytes)))
+            written, verified = seconds(refit, ranks, workers, 2 * repeat + 2)
             call_all(workers, children.finish)
+            sent = sum(cast(list[int], call_all(ranks, sent_bytes))) - sent_before
+            repeats.append(Repeat(plain, moving, verified, cast(int, written) + sent))
     finally:
         for child in ranks + workers:
             child.stop()
@@ -221,8 +230,8 @@ def needed_bytes(layout: Layout) -> int:
 def row_of(name: str, divide: int, hf_config: HfConfig, device: str, repeats: Sequence[Repeat]) -> Row:
     """One line of the table."""
     needed = sum(needed_bytes(layout) for layout in CASES[name].targets(hf_config).values())
-    speeds = sorted(item.plain_copy / item.moving for item in repeats)
-    multiples = sorted((item.moving + item.checksums) / item.plain_copy for item in repeats)
+    speeds = sorted(item.plain_copy / item.refit for item in repeats)
+    multiples = sorted(item.verified_refit / item.plain_copy for item in repeats)
     has_target = CASES[name].num_hosts == 1
     return {
         "policy to engine": name,

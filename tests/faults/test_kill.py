@@ -73,6 +73,7 @@ def rows(run_folder: Path) -> list[dict]:
         "rollout/engine_idle_fraction",
         "refit/weight_version",
         "rollout/engine_restarts",
+        "rollout/reward_",
     )
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 

@@ -138,8 +138,8 @@ def build_trainer(state: Gpu, schedule: Schedule) -> GpuHandles:
     return state.exchange.handles()
 
 
-def exchange(state: Gpu) -> dict[str, torch.Tensor]:
-    state.exchange.run(0)
+def exchange(state: Gpu, attempt: int) -> dict[str, torch.Tensor]:
+    state.exchange.run(attempt, [0], timeout_s=60.0)
     return {slot.name: tensor.cpu() for slot, tensor in state.arena.tensors().items()}
 
 
@@ -154,7 +154,8 @@ def build_engine(state: Gpu, schedule: Schedule, handles: GpuHandles) -> None:
     state.puller = Puller(lambda: state.live, schedule, 0, handles)
 
 
-def pull(state: Gpu) -> dict[str, torch.Tensor]:
+def pull(state: Gpu, attempt: int) -> dict[str, torch.Tensor]:
+    state.puller.begin(attempt)
     state.puller.pull(0)
     return {slot.name: tensor.cpu() for slot, tensor in state.live.items()}
 
@@ -173,17 +174,17 @@ def test_a_refit_inside_one_gpu(owner_and_reader):
     schedule = reshard({0: SOURCE}, {0: TARGET}, gpu_of={0: 0}, buffer_bytes=1 << 20)
     handles = trainer.call(build_trainer, schedule)
     engine.call(build_engine, schedule, handles)
-    for _ in range(2):
-        weights = trainer.call(exchange)
-        live = engine.call(pull)
+    for attempt in (1, 2):
+        weights = trainer.call(exchange, attempt)
+        live = engine.call(pull, attempt)
         assert torch.equal(live["left"], weights["w"][:, :24])
         assert torch.equal(live["right"][:ROWS], weights["w"][:, 24:].float()) and not live["right"][ROWS:].any()
         assert torch.allclose(live["A"], -torch.exp(weights["A_log"].float()), rtol=1e-6)
         report = engine.call(verify)
         assert report.num_bytes + report.padding_bytes == report.total_bytes
         trainer.call(train)
-    trainer.call(exchange)
-    engine.call(pull)
+    trainer.call(exchange, 3)
+    engine.call(pull, 3)
     engine.call(damage)
     with pytest.raises(RefitError, match=r"left box .* differs from source rank 0"):
         engine.call(verify)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema.env import EnvConfig
+from mrl.config.schema.env import BUILT_IN, EnvConfig
+from mrl.config.schema.run import RunConfig
 from mrl.envs.pool import LONG_CHARACTERS, TEXT_FAULT, RewardPool
 from mrl.envs.scorer import build_environment
 from mrl.envs.task import MAX_MESSAGE_BYTES, Environment, Task
+from mrl.envs.workers import num_workers
 
 # One of its faults leaves a file, to be another the second time.
 FAULTS = Environment("tests.hostile.fault_grader:make", allowances=("files",), blames_text=True)
@@ -41,7 +43,7 @@ def graders() -> Iterator[dict[str, RewardPool]]:
 TEXT = ("ok", True, 0.0, (TEXT_FAULT,))
 NOBODY = ("ok", True, 1.0, ())
 ROW = MACHINE = ("error", False, 0.0, ())
-POOL = OWN = ("timeout", False, 0.0, ())
+OWN = ("timeout", False, 0.0, ())
 
 
 @pytest.mark.attack("an answer makes its grader fail")
@@ -81,19 +83,6 @@ def test_a_fault_of_the_row_names_the_fields_that_are_read(graders: dict[str, Re
     (verdict,) = graders["instruction_following"].score([Task(("good",), row='{"instruction_ids": []}')])
     assert (verdict.status, verdict.is_valid) == ("error", False)
     assert "instruction_id_list, kwargs" in verdict.reason
-
-
-def test_what_the_pool_has_no_patience_for_is_masked(pool: RewardPool):
-    verdicts = pool.score([Task(("never begun",)), Task(("spin, never begun",))], gives_up=lambda: True)
-    assert [(verdict.status, verdict.is_valid, verdict.reward, verdict.flags) for verdict in verdicts] == [POOL, POOL]
-
-
-def test_a_second_try_that_the_pool_has_no_patience_for_is_masked():
-    with RewardPool(replace(FAULTS, num_workers=1, timeout_s=0.5)) as pool:
-        patience = iter([False])
-        (verdict,) = pool.score([Task(("hang",))], gives_up=lambda: next(patience, True))
-    assert (verdict.status, verdict.is_valid) == ("timeout", False)
-    assert "second try" in verdict.reason
 
 
 @pytest.mark.parametrize("text", ["hang", "spin"])
@@ -194,8 +183,7 @@ def test_costly_mathematics_masks_no_honest_neighbour(graders: dict[str, RewardP
     tasks = [
         Task((f"{'a' * index} {bad}" if index % 4 == 0 else f"so \\boxed{{{index}}}",), str(index)) for index in range(4 * NUM_HONEST // 3)
     ]
-    end = time.monotonic() + 20.0
-    verdicts = graders["math"].score(tasks, gives_up=lambda: time.monotonic() > end)
+    verdicts = graders["math"].score(tasks)
     assert [verdict.reward for index, verdict in enumerate(verdicts) if index % 4] == [1.0] * NUM_HONEST
     # At once: not one child had to be killed.
     assert {(v.reward, v.is_valid, v.flags) for index, v in enumerate(verdicts) if index % 4 == 0} == {(0.0, True, ())}
@@ -213,8 +201,7 @@ def test_long_texts_and_suspects_go_last():
 @pytest.mark.attack("an answer starves the others")
 def test_culprits_do_not_pass_their_deadline_on(pool: RewardPool):
     tasks = [Task((f"spin {index}" if index % 16 == 0 else f"honest {index}",)) for index in range(32)]
-    end = time.monotonic() + 20.0
-    verdicts = pool.score(tasks, gives_up=lambda: time.monotonic() > end)
+    verdicts = pool.score(tasks)
     assert [verdict.reward for verdict in verdicts] == [float(index % 16 != 0) for index in range(32)]
     # What a text did once it is known for.
     started = time.monotonic()
@@ -223,5 +210,4 @@ def test_culprits_do_not_pass_their_deadline_on(pool: RewardPool):
 
 
 def test_each_built_in_grader_has_two_children():
-    for name in ("math", "mcqa", "instruction_following", "structured_outputs", "workplace_assistant"):
-        assert getattr(EnvConfig(), name).num_workers == 2
+    assert [num_workers(name, RunConfig(), num_cores=1) for name in BUILT_IN] == [2] * len(BUILT_IN)

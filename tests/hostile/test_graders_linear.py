@@ -83,6 +83,7 @@ MEETS_NO_TEXT = {
     "mrl.data.reading.Names",
     "mrl.envs.mcqa.own_patterns",
     "mrl.envs.mcqa.score",
+    "mrl.store.checkpoints.SHARD",
     "mrl.store.checkpoints.STEP_FOLDER",
     "mrl.store.loggers.prometheus.PrometheusSink",
     "mrl.store.samples.drop_old_step_data",

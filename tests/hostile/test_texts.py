@@ -22,6 +22,7 @@ from mrl.envs.task import Environment, Task
 from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.run_folder import RunFolder
 from mrl.types import Prompt, Rollout, RolloutGroup, RolloutInfo, Verdict
+from mrl.view.page import read_page
 from tests.rollouts import request
 from tests.unit.data.test_prompts import configured, write
 from tests.unit.store.test_run_folder import config
@@ -138,13 +139,14 @@ def test_a_run_folder_of_hostile_samples_renders_its_report(tmp_path: Path, capl
             folder.log_samples(step, "validation", [group_of(text)])
         folder.log_metrics(step, {"train/reward": 1.0})
     page = (folder.path / "report.html").read_text(encoding="utf-8")
-    assert page.count("<td>validation</td>") == len(HOSTILE) and "<script>alert" not in page and is_safe(page)
+    (run,) = read_page(page)["runs"]
+    assert len(run["samples"]) == len(run["dumps"]) == len(HOSTILE) and "<script>alert" not in page and is_safe(page)
     assert len((folder.path / "samples.jsonl").read_text().splitlines()) == len(HOSTILE)
     assert all(is_safe(record.getMessage()) for record in caplog.records)
 
 
 @breaks
-def test_a_text_that_came_past_the_gate_costs_the_report_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_text_that_came_past_the_gate_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """For whoever hands a verdict to the run folder that was not made safe."""
     raw = group_of("a")
     raw = replace(raw, verdicts=(replace(raw.verdicts[0], text="\ud800", extracted="\ud800"),))
@@ -154,7 +156,8 @@ def test_a_text_that_came_past_the_gate_costs_the_report_and_not_the_run(tmp_pat
         folder.newest_checkpoint()
         folder.log_samples(1, "train", [raw])
         folder.log_metrics(1, {"train/reward": 1.0})
-    assert "report.html cannot be written, and the run goes on without it" in caplog.text
+    (run,) = read_page((folder.path / "report.html").read_text())["runs"]
+    assert run["samples"][0]["text"] == "\ud800" and "cannot be written" not in caplog.text
 
 
 @breaks
@@ -174,8 +177,8 @@ def test_a_disk_that_was_full_for_a_moment_costs_some_lines(tmp_path: Path):
         folder.log_metrics(3, {"train/reward": 1.0})
     lines = (folder.path / "samples.jsonl").read_text().splitlines()
     assert len(lines) == 3 and [json.loads(line)["text"] for line in (lines[0], lines[2])] == ["first", "third"]
-    page = (folder.path / "report.html").read_text()
-    assert "third" in page and "1 torn lines" in page
+    (run,) = read_page((folder.path / "report.html").read_text())["runs"]
+    assert run["samples"][-1]["text"] == "third" and run["num_torn"] == 1
 
 
 @breaks
@@ -190,5 +193,5 @@ def test_reports_survive_torn_lines(tmp_path: Path, torn: bytes):
         (folder.path / "samples.jsonl").write_bytes(torn)
         folder.log_samples(3, "train", [group_of("whole")])
         folder.log_metrics(3, {"train/reward": 1.0})
-    page = (folder.path / "report.html").read_text()
-    assert "whole" in page and "1 torn lines" in page
+    (run,) = read_page((folder.path / "report.html").read_text())["runs"]
+    assert [sample["text"] for sample in run["samples"]] == ["whole"] and run["num_torn"] == 1

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import shutil
 
 import pytest
 
+from mrl.view.page import read_page
+from tests.faults.attempts import Attempt, lineage
 from tests.learn.quickstart import Quickstart, accuracy_before, accuracy_of_export, run_quickstart, sampling_noise
 
 pytestmark = pytest.mark.timeout(1800)
@@ -54,7 +59,8 @@ def test_the_run_folder_holds_what_was_promised(quickstart: Quickstart):
     folder = quickstart.run_folder
     assert (folder / "config.yaml").stat().st_size
     report = (folder / "report.html").read_text()
-    assert "Held-out accuracy" in report and "http" not in report.replace("http://www.w3.org/2000/svg", "")
+    (run,) = read_page(report)["runs"]
+    assert run["series"]["val/accuracy"] and run["rollouts"] and "connect-src 'none'" in report
     assert list((folder / "logs").glob("exp_001/tensorboard/events.out.tfevents.*"))
     assert (folder / f"step_{quickstart.last_step}" / "policy" / "weights" / "iter_0000000" / ".metadata").exists()
     assert (folder / f"step_{quickstart.last_step}" / "policy" / "tokenizer" / "tokenizer.json").exists()
@@ -78,3 +84,24 @@ def test_the_model_does_not_know_the_answers_before(quickstart: Quickstart):
     before = accuracy_before(quickstart)
     print(f"before: {before}")
     assert before.greedy <= 0.50
+
+
+def test_other_data_are_refused_until_allowed(quickstart: Quickstart):
+    folder, other = quickstart.folder / "results" / "other_data", quickstart.folder / "other.jsonl"
+    shutil.copytree(quickstart.run_folder, folder)
+    rows = (quickstart.folder / "prepared/tiny/data/train.jsonl").read_text().splitlines()
+    other.write_text("\n".join(rows[: len(rows) // 8]))
+    last = quickstart.last_step + 2
+    overrides = [f"checkpointing.checkpoint_dir={folder}", f"data.train.data_path={other}", f"grpo.max_num_steps={last}"]
+    with Attempt(folder, overrides, quickstart.folder / "refused.log", working_folder=quickstart.folder) as refused:
+        assert refused.finish() == 2
+    assert "checkpointing.allow_changes=[data]" in refused.text()
+    overrides += ["checkpointing.allow_changes=[data]"]
+    with Attempt(folder, overrides, quickstart.folder / "allowed.log", working_folder=quickstart.folder) as allowed:
+        assert allowed.finish() == 0, allowed.text()[-6000:]
+    assert sorted(lineage(folder)) == list(range(1, last + 1))
+    (dump,) = folder.glob(f"logs/exp_*/train_data_step{last}.jsonl.gz")
+    asked = [json.loads(line)["content"][0] for line in gzip.decompress(dump.read_bytes()).splitlines()]
+    questions = [json.loads(row)["question"] for row in other.read_text().splitlines()]
+    assert len(asked) == 512
+    assert all(any(question in text for question in questions) for text in asked)

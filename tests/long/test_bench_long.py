@@ -86,3 +86,10 @@ def test_a_train_step_is_nearly_as_fast_as_bare_megatron():
     assert {row["layout"] for row in rows} == {"tp2 sp dp2 ep2", "one"}
     for row in rows:
         assert number(row, "speed of Megatron's") >= number(row, "at least"), row
+
+
+def test_a_run_is_at_its_first_step_in_time():
+    rows = bench("startup")
+    assert [row["policy ranks"] for row in rows] == [1, 4]
+    for row in rows:
+        assert number(row, "s") <= number(row, "at most"), row

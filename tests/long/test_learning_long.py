@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from mrl.config.load import load_config
+from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.loop.rollouts import prepare
 from mrl.loop.run import Budget, is_due
@@ -108,7 +109,7 @@ class CoinToss:
     def __init__(self, seed: int) -> None:
         self.coin = random.Random(seed)
 
-    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
         return [Verdict(float(self.coin.randint(0, 1)), True, "ok", "", task.text) for task in tasks]
 
 

@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -140,6 +141,10 @@ def carry_out(case: Case, schedule: Schedule, sources: Mapping[int, Arrays]) -> 
     gpus = sorted({*case.sources, *case.gpu_of.values()})
     sent = {gpu: schedule.sent_by(gpu) for gpu in gpus}
     received = {gpu: schedule.received_on(gpu) for gpu in gpus}
+    for earlier, later in chain.from_iterable(pairwise(rounds) for rounds in received.values()):
+        # One arrives while the other is read.
+        spans = sorted((item.offset, item.offset + item.message.num_bytes) for item in [*earlier, *later])
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     pulls = {target: schedule.pulls(target) for target in targets}
     for target, live in targets.items():
         for slot, boxes in schedule.class_of(target).padding.items():

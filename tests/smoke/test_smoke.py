@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from mrl.view.timeline import list_windows, memory_by_phase, read_timelines
 from tests.faults.attempts import Attempt, is_taken, lineage
 from tests.learn.quickstart import PREPARE_TIMEOUT_S, RUN_FOLDER, Quickstart, accuracy_of_export, call, sampling_noise
 
@@ -57,3 +58,18 @@ def test_the_export_answers_as_the_run_reports(run: Quickstart):
     _, reported = run.accuracies[-1]
     exported = accuracy_of_export(run)
     assert abs(exported.sampled - reported) <= sampling_noise([exported.sampled, reported], exported.num_problems)
+
+
+def test_every_process_says_what_it_did_in_a_step(run: Quickstart):
+    windows = list_windows(run.run_folder)
+    assert list(windows) == list(range(STEPS + 1))
+    lanes = {lane["name"]: lane["spans"] for lane in read_timelines([windows[STEPS - 1]])[str(STEPS - 1)]["lanes"]}
+    ranks = [f"policy rank {rank}" for rank in range(4)]
+    assert {"driver", *ranks, "engine 0", "rewards: math"} <= lanes.keys()
+    assert all({"train_step", "begin_refit", "compare copies"} <= {name for name, *_ in lanes[rank]} for rank in ranks)
+    memory = memory_by_phase(read_timelines([windows[STEPS - 1]]))
+    assert {"logprob", "train", "refit"} <= memory.keys() and memory["train"]["host_bytes"] > 10**8
+    # The driver's span and its metric are two measurements of one step.
+    (length,) = [length for name, _, length, _ in lanes["driver"] if name == "step"]
+    (row,) = [row for row in run.metrics if row["step"] == STEPS - 1]
+    assert abs(length / 1e6 - row["time/total"]) < 0.01

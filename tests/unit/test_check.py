@@ -53,6 +53,7 @@ def test_what_is_missing_on_this_machine_refuses_nothing_unless_strict(said):
     assert code == 0
     assert "To be provided: 3" in output and "Refused: 0" in output
     assert "start deadline 300 s: 300 s for processes; the time to read the weights of prepared/tiny/model is added" in output
+    assert "train deadline 600 s: " in output and "checkpoint deadline 600 s: " in output
 
 
 def test_a_machine_that_has_all_passes_the_strict_check(said, workplace: Path):

@@ -18,12 +18,16 @@ LAYERS = {
     "mrl.types": 0,
     "mrl.config": 0,
     "mrl.env": 0,
+    "mrl.phases": 0,
+    "mrl.spans": 0,
+    "mrl.startup": 0,
     "mrl.data": 1,
     "mrl.envs": 1,
     "mrl.algo": 1,
     "mrl.refit": 1,
-    "mrl.phases": 1,
     "mrl.launchers": 1,
+    "mrl.view": 1,
+    "mrl.plan": 2,
     "mrl.policy": 2,
     "mrl.rollout": 2,
     "mrl.cluster": 3,
@@ -170,3 +174,9 @@ def test_planning_imports_no_heavy_library():
     code = f"import sys, importlib\nfor name in {light}: importlib.import_module(name)\nprint(*({HEAVY_LIBRARIES} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "", "")
+
+
+def test_reward_actors_import_no_torch():
+    code = "import sys, mrl.cluster.rewards, mrl.data.chat\nprint('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout.strip()) == (0, "False"), result.stderr

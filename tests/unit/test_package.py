@@ -42,6 +42,8 @@ def test_the_wheel_holds_packages_configs_licence_and_command(tmp_path: Path):
     members = set(wheel.namelist())
     assert {"mrl/train.py", "conversion/boxes.py", "mrl/constraints-cpu.txt", "mrl/constraints-gpu.txt"} <= members
     assert {"mrl/py.typed", "conversion/py.typed", f"{information}/licenses/LICENSE", f"{information}/licenses/NOTICE"} <= members
+    page = {f"mrl/view/{path.name}" for path in (ROOT / "mrl/view").iterdir() if path.suffix in (".js", ".css", ".LICENSE")}
+    assert len(page) > 6 and page <= members
     assert {f"mrl/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} <= members
     assert not [member for member in members if not member.startswith(("mrl/", "conversion/", "mrl-"))]
     assert "License-Expression: Apache-2.0\n" in wheel.read(f"{information}/METADATA").decode()

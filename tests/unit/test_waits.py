@@ -43,7 +43,7 @@ def unbounded_waits(source: str) -> list[str]:
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
         calls = _calls(function)
         polls = any(_ends_with(call, {"poll"}) and (call.args or call.keywords) for call in calls)
-        found += [_text(call) for call in calls if not polls and _is_method(call, NEED_POLL) and not call.args]
+        found += [_text(call) for call in calls if not polls and _is_method(call, NEED_POLL) and not (call.args or call.keywords)]
         if not any(_ends_with(call, {"monotonic"}) for call in calls):
             loops = [node for node in ast.walk(function) if isinstance(node, ast.While)]
             found += [_text(loop.test) for loop in loops if any(_ends_with(call, {"sleep"}) for call in _calls(loop))]

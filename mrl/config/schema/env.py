@@ -13,8 +13,11 @@ from mrl.config.fields import AboveZero, Workers
 class WorkersConfig:
     """Children that score rollouts, of any environment."""
 
-    num_workers: Workers = 2
-    """Child processes that score rollouts. There are at least two, so that a text that takes its deadline does not hold up all others."""
+    num_workers: Workers | None = None
+    """Child processes that score rollouts, of all nodes together; null = the cores of each node, shared by the run's environments.
+
+    A node has at least two, so that a text that takes its deadline does not hold up all others, and at most one for each core.
+    """
     timeout_s: AboveZero = 2.0
     """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
 
@@ -29,8 +32,6 @@ class MathEnvConfig(WorkersConfig):
 
 @dataclass
 class CodeEnvConfig(WorkersConfig):
-    num_workers: Workers = 8
-    """Child processes that score rollouts, one program at a time each; never more than the host has cores."""
     timeout_s: AboveZero = 60.0
     """Seconds for all tests of a rollout; then its program has failed. A child that takes 10 s more is killed; twice gives reward 0."""
     unit_test_timeout_s: AboveZero = 10.0
@@ -54,8 +55,11 @@ class OwnEnvConfig(WorkersConfig):
 
     Entry points of group `mrl.rewards` need no line here.
     """
-    num_workers: Workers = 1
-    """Child processes of each function."""
+    num_workers: Workers | None = 1
+    """Child processes of each function, of all nodes together, at least one a node. They may be more than the cores: many functions wait.
+
+    null = the cores of each node, shared by the run's environments.
+    """
     timeout_s: AboveZero = 10.0
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
     allow: list[Literal["network", "processes", "files"]] = field(default_factory=list)

@@ -92,7 +92,7 @@ class PolicyConfig:
     offload_optimizer_for_logprob: bool = False
     """Keep gradients and optimizer off the GPUs outside of train steps, also where engines have their own GPUs."""
     refit_buffer_size_gb: AboveZero = 0.25
-    """Exchange buffer of a GPU or policy rank during a refit, in GB (10^9 bytes). Smaller = more rounds."""
+    """Exchange buffer of a GPU or policy rank during a refit, in GB (10^9 bytes), for two rounds at a time. Smaller = more rounds."""
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     reward_model_cfg: RewardModelConfig = field(default_factory=RewardModelConfig)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)

@@ -89,13 +89,16 @@ class DeadlinesConfig:
     generate_s: AboveZero = 600.0
     """Seconds without a finished rollout after which generation has failed."""
     reward_s: AboveZero = 120.0
-    """Seconds for the rewards still missing when the last rollout of a step is done."""
-    train_s: AboveZero = 600.0
-    """Seconds for one logprob pass or train step."""
+    """Seconds, beyond the longest `env.NAME.timeout_s`, in which no worker begins or ends a rollout: then rewards have failed.
+
+    Rollouts that wait for a worker are waited for; the metric `rollout/reward_wait_s` says how long.
+    """
+    train_s: AboveZero | None = None
+    """Seconds for one logprob pass or train step; null = by model, tokens and GPUs: `--check` prints it."""
     refit_s: AboveZero = 300.0
     """Seconds for one refit."""
-    checkpoint_s: AboveZero = 600.0
-    """Seconds to save or load a checkpoint."""
+    checkpoint_s: AboveZero | None = None
+    """Seconds to save, to check or to load a checkpoint; null = by its size and the nodes: `--check` prints it."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import signal
-import time
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.data.order import prompts_at
 from mrl.data.packing import PackedRow
+from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run
@@ -128,12 +129,11 @@ def test_an_engine_that_dies_while_the_policy_trains_is_replaced_by_the_refit(tm
 
 
 class Silent(CoinToss):
-    """An environment that answers no more, until the run ends."""
+    """An environment that answers no more."""
 
-    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
-        while not gives_up():
-            time.sleep(0.1)
-        return super().score(tasks, gives_up=gives_up)
+    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
+        threading.Event().wait()
+        return super().score(tasks, feed)
 
 
 def fall_silent(actor) -> None:

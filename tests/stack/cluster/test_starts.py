@@ -15,7 +15,7 @@ import ray
 from mrl.cluster import session
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.policies import PolicyGroup
-from mrl.cluster.runtime import Placement, placed_slots, usable_cores
+from mrl.cluster.runtime import Placement, placed_slots
 from mrl.cluster.session import start_models
 from mrl.config.load import load_config
 from mrl.phases import Phase
@@ -42,7 +42,7 @@ class StandIn:
 @pytest.mark.parametrize(
     ("overrides", "order"),
     [
-        (["cluster.gpus_per_node=2"], ["start engines", "engines are built", "start policy", "engines are built"]),
+        (["cluster.gpus_per_node=2"], ["start engines", "convert", "engines are built", "start policy", "engines are built"]),
         (["cluster.gpus_per_node=0"], ["start engines", "start policy", "engines are built"]),
         (
             ["cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false"],
@@ -55,6 +55,7 @@ def test_engines_measure_a_shared_gpu_before_the_policy_is_there(overrides: list
     monkeypatch.setattr(session, "EngineGroup", lambda *_, **__: StandIn(calls, "engines"))
     monkeypatch.setattr(session, "PolicyGroup", lambda *_, **__: StandIn(calls, "policy"))
     monkeypatch.setattr(session, "Refit", lambda *_: None)
+    monkeypatch.setattr(session, "convert_if_new", lambda _: calls.append("convert"))
     placement = Placement.__new__(Placement)
     placement.num_slots = placement.num_policy_ranks = 1
     start_models(load_config("grpo_tiny.yaml", overrides), placement, pad_token_id=0, log_folder=Path("logs"))
@@ -71,15 +72,6 @@ def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_pat
     with placed_slots(config) as placement:
         policies = PolicyGroup(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
         assert policies.apply(num_threads, deadline_s=DEADLINE_S) == [str(len(cores))]
-
-
-def test_cores_that_slurm_or_a_container_keeps_back_do_not_count():
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        assert usable_cores() == 1
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def num_threads(policy) -> str:

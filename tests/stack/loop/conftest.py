@@ -7,7 +7,7 @@ import json
 import random
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
+from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.loop.rollouts import RolloutSupplier, prepare
 from mrl.loop.run import Budget, Run
@@ -91,7 +92,7 @@ class LiveRun:
 class CoinToss:
     """An environment whose reward follows from the text and has nothing to do with the answer: a random model gets a gradient from it."""
 
-    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
         return [Verdict(float(zlib.crc32(task.text.encode()) % 2), True, "ok", "", task.text) for task in tasks]
 
 

@@ -52,6 +52,7 @@ def test_every_step_is_one_line_of_metrics_and_two_of_ledger(live: LiveRun):
         assert rows[-1][name] is not None, name
     events = [json.loads(line) for line in (folder.path / "ledger.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["taken", "trained"] * live.state.step
+    folder.finish_texts()
     texts = gzip.decompress((folder.log_folder / f"train_data_step{live.state.step}.jsonl.gz").read_bytes())
     data = [json.loads(line) for line in texts.splitlines()]
     assert len(data) == 16 and sum(row["rewards"] for row in data) / 16 == pytest.approx(rows[-1]["train/reward"])

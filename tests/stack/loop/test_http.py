@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from mrl.envs.endpoints import Endpoints, read_endpoints
+from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.loop.rollouts import VALIDATION_EPOCH
 from mrl.store.summary import Clock
@@ -39,11 +40,11 @@ class Judge(CoinToss):
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
         found = read_endpoints(self.file)
         opinions = [ask(found, found.base_url(task.text), "is it right?", seed=1) for task in tasks]
         assert all(len(opinion["choices"][0]["token_ids"]) >= 1 for opinion in opinions)
-        return super().score(tasks, gives_up=gives_up)
+        return super().score(tasks, feed)
 
 
 def set_environment(actor, environment: object) -> None:

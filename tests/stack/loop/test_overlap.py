@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.store.checkpoints import find_damage
 from mrl.train import train_step
@@ -33,10 +34,10 @@ class HeldBack(CoinToss):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
+    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
         (self.folder / "has_begun").touch()
         wait_for(self.folder / "may_score")
-        return super().score(tasks, gives_up=gives_up)
+        return super().score(tasks, feed)
 
 
 def set_environment(actor, environment: object) -> None:
@@ -63,7 +64,7 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
     for group in groups:
         assert [rollout.rollout_index for rollout in group.rollouts] == [0, 1, 2, 3]
         tasks = [Task((verdict.text,)) for verdict in group.verdicts]
-        assert list(group.verdicts) == CoinToss().score(tasks, gives_up=lambda: False)
+        assert list(group.verdicts) == CoinToss().score(tasks, Feed())
     assert seconds > 0
     run.supplier.session.rewards.apply(set_environment, CoinToss())
 

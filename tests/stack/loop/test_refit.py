@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from conversion.boxes import Slot
+from mrl.cluster import calls, refit
+from mrl.cluster.calls import Actors, wait_all
 from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.refit import Refit
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
@@ -146,6 +148,23 @@ def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
     assert report.copied_bytes == sum(schedule.class_of(target).written_bytes for target in targets) == report.verified_bytes
     live_bytes = sum(live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values())))
     assert report.verified_bytes + report.padding_bytes == live_bytes
+
+
+def test_the_driver_makes_four_calls_however_many_rounds_there_are(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
+    session, asked, waits = live.run.supplier.session, [], []
+    assert session.refit.schedule.num_rounds > 4
+    start = Actors.start
+    monkeypatch.setattr(
+        Actors, "start", lambda self, verb, arguments: asked.append((self.kind, verb.__name__)) or start(self, verb, arguments)
+    )
+    for module in (calls, refit):
+        monkeypatch.setattr(module, "wait_all", lambda *arguments, **named: waits.append(named["what"]) or wait_all(*arguments, **named))
+    report = session.refit.run()
+    monkeypatch.undo()
+    live.state.weight_version = report.weight_version
+    assert len(waits) == 4, waits
+    # Ranks and engines each have a part in two of them.
+    assert len(asked) == 6, asked
 
 
 def test_weights_take_no_other_way(live: LiveRun):

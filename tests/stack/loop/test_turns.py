@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
+from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.train import train_step
 from mrl.types import Verdict
@@ -18,15 +19,14 @@ from tests.stack.loop.conftest import CoinToss, LiveRun
 class Again(CoinToss):
     """Answers every first turn; what is said then is judged by a coin."""
 
-    def score(self, tasks: Sequence[Task], *, gives_up: Callable[[], bool]) -> list[Verdict]:
-        verdicts = super().score(tasks, gives_up=gives_up)
+    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
+        verdicts = super().score(tasks, feed)
         again = ({"role": "tool", "content": "again"},)
         return [replace(verdict, observation=again if len(task.turns) == 1 else ()) for verdict, task in zip(verdicts, tasks, strict=True)]
 
 
 def set_turns(actor, max_turns: int, environment: object) -> None:
     actor.max_turns = max_turns
-    actor.scorer.keeps_fresh = max_turns > 1
     actor.scorer.environments["math"] = environment
 
 
@@ -52,7 +52,7 @@ def set_room(actor, max_model_len: int) -> int:
 def test_a_rollout_whose_next_turn_does_not_fit_is_truncated(live: LiveRun, two_turns: None):
     train_step(live.run, live.state)
     assert live.state.metrics["rollout/truncated_fraction"] < 1.0
-    before = live.run.supplier.session.rewards.apply(set_room, 1)
+    (before,) = live.run.supplier.session.rewards.apply(set_room, 1)
     train_step(live.run, live.state)
     live.run.supplier.session.rewards.apply(set_room, before)
     assert live.state.metrics["rollout/math/turns"] == live.state.metrics["rollout/truncated_fraction"] == 1.0

@@ -66,7 +66,8 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 def is_of_time(name: str) -> bool:
-    return name.startswith(("time/", "performance/")) or name.endswith(("seconds", "_per_s", "idle_fraction"))
+    of_time = ("time/", "performance/", "rollout/reward_wait", "rollout/reward_queue")
+    return name.startswith(of_time) or name.endswith(("seconds", "_per_s", "idle_fraction"))
 
 
 @pytest.fixture(scope="module")

@@ -92,6 +92,17 @@ def _enter(policy: Policy, phase: Phase, result: Walk) -> None:
     result.device_bytes[phase] = sum(tensor.nbytes for tensor in tensors if not tensor.is_shared())
 
 
+def trained_bytes(rank: Rank, config: RunConfig) -> tuple[int, int, int]:
+    """Bytes of weights, gradient buffers and optimizer state of a rank after a step."""
+    from mrl.policy.optimizer import optimizer_tensors
+
+    result = Walk()
+    with open_policy(rank, config) as policy:
+        _step(policy, result)
+        weights = sum(tensor.nbytes for tensor in policy._tensors.values())
+        return weights, result.gradient_bytes["train"], sum(tensor.nbytes for tensor in optimizer_tensors(policy._state))
+
+
 def swapped_reference(rank: Rank, config: RunConfig) -> tuple[bool, bool, bool]:
     """Of a pass of the reference after a step: whether the host copies become the current weights, the weights the starting ones, and
     both are as before afterwards, in the same memory."""

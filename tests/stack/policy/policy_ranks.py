@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, RowSequence, pack_row, padded_length
 from mrl.data.planning import RowPlan, SequenceCost, batch_in_order, pack, repack
-from mrl.types import Rollout, RolloutRequest, SamplingParams
+from mrl.types import Rollout, RolloutRequest, SamplingParams, TokenSample
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
@@ -289,6 +290,13 @@ def metrics_of_steps(rank: Rank, config: RunConfig, num_steps: int) -> list[dict
         return train(policy, num_steps)
 
 
+def sampled_tokens(rank: Rank, config: RunConfig, wanted: Sequence[int]) -> list[dict[int, TokenSample]]:
+    """What this rank answers to a first and a second call after a step."""
+    with open_policy(rank, config) as policy:
+        train(policy, 1)
+        return [policy.token_samples(wanted) for _ in range(2)]
+
+
 def widths_of_output(rank: Rank, config: RunConfig) -> set[int]:
     """Last sizes of what the output layer returns in a logprob pass and a train step; empty on all but the last stage."""
     from megatron.core.utils import unwrap_model
@@ -473,12 +481,10 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
         is_host = rank.rank == 0
         puller = Puller(lambda: live, schedule, 0, handles) if is_host else None
         train(policy, 2)
-        for index in range(schedule.num_rounds):
-            policy.exchange(index)
-            if puller:
-                puller.pull(index)
-                puller.verify(index)
-            dist.barrier()
-        if puller:
+        with ThreadPoolExecutor(1) as pool:
+            pulling = pool.submit(puller.run, 1, timeout_s=60.0) if puller else None
+            policy.exchange(1, [0], 60.0)
+        if puller and pulling:
+            pulling.result()
             puller.finish()
         return ({str(slot): tensor.float().numpy() for slot, tensor in live.items()} if is_host else {}), main_shards(policy)

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from mrl.policy.policy import Policy
 
 
+TIMEOUT_S = 120.0
+
+
 def save(policy: Policy, weights_dir: Path) -> None:
     """Writes a checkpoint, and waits for it."""
     assert policy.begin_save(weights_dir) == ""
-    assert policy.finish_save().problem == ""
+    assert policy.finish_save(TIMEOUT_S).problem == ""
 
 
 def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Path) -> tuple[bool, bool, list[str]]:
@@ -51,7 +54,7 @@ def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Pa
         policy.settle()
         is_written = policy.is_written()
         may_write.set()
-        report = policy.finish_save()
+        report = policy.finish_save(TIMEOUT_S)
         return is_written, raw_checksums(policy) != before, sorted(report.files)
 
 
@@ -61,7 +64,7 @@ def save_where_a_file_cannot_be_written(rank: Rank, config: RunConfig, weights_d
     with open_policy(rank, config) as policy:
         train(policy, 1)
         policy.begin_save(weights_dir)
-        return policy.finish_save().problem, train(policy, 1)[0]["train/loss"]
+        return policy.finish_save(TIMEOUT_S).problem, train(policy, 1)[0]["train/loss"]
 
 
 def save_after_steps(

@@ -44,6 +44,29 @@ def test_two_steps_equal_transformers_and_adamw(ranks: RankPool, folder: Path, t
         assert relative_error(moved, expected_move) <= 1e-3, name
 
 
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2 dp2 ep2", "cp2 ep2"])
+def test_one_rank_of_each_row_tells_its_tokens_once(ranks: RankPool, folder: Path, layout: str):
+    """Sequence 3 is not valid; the old logprobs and the entropies are those of transformers."""
+    config, wanted = policy_ranks.run_config(folder, layout), [0, 3, 15]
+    answers = ranks.run(policy_ranks.sampled_tokens, config, wanted, world_size=policy_ranks.world_size(layout))
+    assert sorted(index for first, _ in answers for index in first) == wanted and not any(second for _, second in answers)
+    model = models.nemotron_h()
+    for index, sample in ((index, sample) for first, _ in answers for index, sample in first.items()):
+        _, rollout, advantage, is_valid = policy_ranks.rollouts()[index]
+        prompt, length = rollout.request.token_ids, len(rollout.token_ids)
+        assert sample.token_ids == [*prompt, *rollout.token_ids.tolist()]
+        assert sample.is_generated == [0] * len(prompt) + [1] * length and sample.loss_mask[-length:] == [int(is_valid)] * length
+        assert sample.generator_logprobs[-length:] == rollout.generator_logprobs.tolist()
+        np.testing.assert_allclose(sample.advantages[-length:], [advantage * is_valid] * length, rtol=1e-6)
+        with torch.no_grad():
+            expected = sequence_logprobs(model, rollout)
+            logits = model(torch.tensor([sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+            entropies = torch.distributions.Categorical(logits=logits).entropy()
+        np.testing.assert_allclose(sample.entropies[-length:], entropies, atol=1e-5)
+        assert sample.old_logprobs is not None and not any(sample.old_logprobs[: len(prompt)])
+        np.testing.assert_allclose(sample.old_logprobs[-length:], expected, atol=1e-5)
+
+
 def transformers_steps(num_steps: int, out: Path) -> tuple[list[float], list[float], list[float]]:
     """Loss, gradient norm and clipped share of steps of a plain implementation, sequence by sequence; saves the model at the end."""
     model, reference = models.nemotron_h(), models.nemotron_h()

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +22,8 @@ from conversion.schedule import Schedule
 from conversion.tensors import box_view, torch_dtype
 from mrl.policy.weights import Arena
 from mrl.refit.copies import converted
-from mrl.refit.exchange import Exchange, ExchangeMemory, GpuHandles
+from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
-from mrl.refit.memory import SharedMemory
 from mrl.refit.pull import Puller, VerifyReport
 
 # Starts of processes on a busy machine take most of it.
@@ -40,8 +43,8 @@ class State:
     puller: Puller
 
     def __init__(self) -> None:
-        # A worker of a colocated engine has none: the memory that it pulls from is its trainer rank's.
-        self.own_memory: SharedMemory | None = None
+        # A worker of a colocated engine pulls from the memory of its trainer rank.
+        self.is_dedicated = False
 
 
 class Child:
@@ -67,6 +70,10 @@ class Child:
     def call(self, function: Callable, *args: object) -> object:
         self.send(function, *args)
         return self.result()
+
+    @property
+    def pid(self) -> int:
+        return cast(int, self._process.pid)
 
     def stop(self) -> None:
         self._process.kill()
@@ -129,6 +136,12 @@ def join_world(state: State, rank: int, address: GroupAddress, timeout_s: float)
     state.group = ExchangeGroup(address, rank, device=torch.device("cpu"), timeout_s=timeout_s)
 
 
+def join_again(state: State, rank: int, address: GroupAddress, timeout_s: float) -> None:
+    """Another group for the exchange that is prepared."""
+    join_world(state, rank, address, timeout_s)
+    state.exchange.join(state.group)
+
+
 def build_trainer(state: State, layouts: dict[int, Layout], canonical: dict[str, Tensor]) -> None:
     state.arena = Arena(fill(layouts[state.rank], canonical), name=f"mrl-arena-{state.rank}")
 
@@ -144,12 +157,44 @@ def prepare_exchange(state: State, schedule: Schedule) -> GpuHandles:
     return state.exchange.handles()
 
 
-def exchange(state: State, round_index: int) -> None:
-    state.exchange.run(round_index)
+def exchange(state: State, attempt: int, readers: Collection[int], timeout_s: float) -> None:
+    state.exchange.run(attempt, readers, timeout_s=timeout_s)
+
+
+def exchange_first(state: State, attempt: int, timeout_s: float = DEADLINE_S) -> None:
+    """Round 0 alone."""
+    state.exchange.begin(attempt)
+    state.exchange.fill(0, time.monotonic() + timeout_s)
 
 
 def flip_exchanged_byte(state: State, offset: int) -> None:
-    ExchangeMemory.split(state.exchange.memory.tensor).body[offset] ^= 1
+    state.exchange.memory.tensor[offset] ^= 1
+
+
+def flip_in_round(state: State, round_index: int, offset: int) -> None:
+    """In the next attempt a byte of this round is damaged where it has arrived."""
+    filled = state.exchange.pace.filled
+
+    def damage(num_rounds: int) -> None:
+        if num_rounds == round_index + 1:
+            flip_exchanged_byte(state, offset)
+            state.exchange.pace.filled = filled
+        filled(num_rounds)
+
+    state.exchange.pace.filled = damage
+
+
+def signal_in_exchange(state: State, round_index: int, number: signal.Signals) -> None:
+    """This rank gets the signal when it has filled a round."""
+    filled = state.exchange.pace.filled
+
+    def fill_and_signal(num_rounds: int) -> None:
+        filled(num_rounds)
+        if num_rounds == round_index + 1:
+            state.exchange.pace.filled = filled
+            os.kill(os.getpid(), number)
+
+    state.exchange.pace.filled = fill_and_signal
 
 
 def set_weight(state: State, slot: Slot, value: float) -> None:
@@ -172,22 +217,43 @@ def build_engine(state: State, layout: Layout) -> None:
 
 
 def prepare_pull(state: State, schedule: Schedule, worker: int, handles: GpuHandles) -> None:
-    state.puller = Puller(lambda: state.live, schedule, worker, handles, own_memory=state.own_memory)
+    own = state.exchange if state.is_dedicated else None
+    state.puller = Puller(lambda: state.live, schedule, worker, handles, own=own)
 
 
 def receive_alone(state: State, schedule: Schedule) -> GpuHandles:
     """A worker of a dedicated engine receives what it pulls; it has joined the group before."""
     state.exchange = Exchange(schedule, state.rank, {}, None, group=state.group)
-    state.own_memory = state.exchange.memory
+    state.is_dedicated = True
     return state.exchange.handles()
 
 
 def read_trainer(state: State) -> None:
-    state.own_memory = None
+    state.is_dedicated = False
 
 
-def pull(state: State, round_index: int) -> int:
-    return state.puller.pull(round_index)
+def pull_all(state: State, attempt: int, timeout_s: float) -> int:
+    return state.puller.run(attempt, timeout_s=timeout_s)
+
+
+def pull_first(state: State, attempt: int) -> int:
+    """Round 0 alone."""
+    state.puller.begin(attempt)
+    return state.puller.pull(0)
+
+
+def signal_in_pull(state: State, round_index: int, number: signal.Signals) -> None:
+    """This worker gets the signal in the middle of a round."""
+    pull, signaled = state.puller.pull, round_index
+
+    def pull_and_signal(round_index: int) -> int:
+        num_bytes = pull(round_index)
+        if round_index == signaled:
+            state.puller.pull = pull
+            os.kill(os.getpid(), number)
+        return num_bytes
+
+    state.puller.pull = pull_and_signal
 
 
 def verify(state: State, round_index: int) -> VerifyReport:

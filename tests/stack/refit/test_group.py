@@ -38,12 +38,12 @@ def join(participants: list[Child], *, timeout_s: float) -> None:
 
 def send(state: State, peers: list[int]) -> None:
     messages = [Outgoing(peer, torch.full((NUM_BYTES,), peer, dtype=torch.uint8), lambda: None) for peer in peers]
-    state.group.run(messages, [], what="round 7", meanwhile=lambda: None)
+    state.group.run(messages, [], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + 30)
 
 
 def receive(state: State) -> list[int]:
     buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8)
-    state.group.run([], [Incoming(0, buffer)], what="round 7", meanwhile=lambda: None)
+    state.group.run([], [Incoming(0, buffer)], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + 30)
     return buffer.unique().tolist()
 
 
@@ -51,7 +51,9 @@ def send_what_cannot_be_packed(state: State) -> None:
     def pack() -> None:
         raise RuntimeError("no memory")
 
-    state.group.run([Outgoing(1, torch.zeros(1, dtype=torch.uint8), pack)], [], what="round 7", meanwhile=lambda: None)
+    state.group.run(
+        [Outgoing(1, torch.zeros(1, dtype=torch.uint8), pack)], [], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + 30
+    )
 
 
 def test_a_participant_that_never_comes_ends_the_meeting_in_time(three):

@@ -7,7 +7,10 @@ Four trainer ranks and two engine workers live as long as the module; each test 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -62,6 +65,7 @@ class Refit:
     gpu_of: dict[int, int]
     handles: dict[int, GpuHandles]
     """By GPU."""
+    attempt: int = 0
 
     @property
     def participants(self) -> list[Child]:
@@ -72,14 +76,33 @@ class Refit:
         for target, worker in enumerate(self.workers):
             worker.call(children.prepare_pull, self.schedule, target, handles_for(self.schedule, target, self.handles))
 
-    def round(self, index: int) -> list[int]:
-        call_all(self.participants, children.exchange, index)
-        return [int(str(num_bytes)) for num_bytes in call_all(self.workers, children.pull, index)]
+    def exchange_first(self) -> None:
+        """Round 0 alone."""
+        self.attempt += 1
+        call_all(self.participants, children.exchange_first, self.attempt)
 
-    def run(self) -> list[VerifyReport]:
-        for index in range(self.schedule.num_rounds):
-            self.round(index)
-            call_all(self.workers, children.verify, index)
+    def pull_first(self, worker: int = 0) -> None:
+        """Round 0 alone."""
+        self.workers[worker].call(children.pull_first, self.attempt)
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Has all sides begin an attempt with all rounds."""
+        self.attempt += 1
+        for trainer in self.trainers:
+            trainer.send(children.exchange, self.attempt, list(range(len(self.workers))), timeout_s)
+        for worker in self.workers:
+            worker.send(children.pull_all, self.attempt, timeout_s)
+
+    def run(self) -> list[int]:
+        """Runs all rounds; bytes that each worker has written."""
+        self.start()
+        for trainer in self.trainers:
+            trainer.result()
+        return [int(str(worker.result())) for worker in self.workers]
+
+    def refit(self) -> list[VerifyReport]:
+        """A whole refit."""
+        self.run()
         return [report for report in call_all(self.workers, children.finish) if isinstance(report, VerifyReport)]
 
     def assert_equals(self, canonical: dict[str, Tensor]) -> None:
@@ -114,14 +137,15 @@ def processes() -> Iterator[tuple[list[Child], list[Child]]]:
             child.stop()
 
 
-def join_world(participants: list[Child], *, timeout_s: float) -> None:
+def join_world(participants: list[Child], *, timeout_s: float, join: Callable = children.join_world) -> GroupAddress:
     """Makes a group of all, which replaces an earlier one."""
     port, num_groups = cast(tuple[int, int], participants[0].call(children.count_group))
     address = GroupAddress("127.0.0.1", port, f"exchange {num_groups}", len(participants))
     for rank, child in enumerate(participants):
-        child.send(children.join_world, rank, address, timeout_s)
+        child.send(join, rank, address, timeout_s)
     for child in participants:
         child.result()
+    return address
 
 
 def prepare(
@@ -200,11 +224,11 @@ def prepare(
 )
 def test_the_engine_holds_the_checkpoint_after_each_refit(processes, models, case):
     refit = prepare(processes, models, **case)
-    for report in refit.run():
+    for report in refit.refit():
         assert report.num_bytes + report.padding_bytes == report.total_bytes
     refit.assert_equals(models.checkpoints[0])
     call_all(refit.trainers, children.train, refit.sources, models.checkpoints[1])
-    refit.run()
+    refit.refit()
     refit.assert_equals(models.checkpoints[1])
 
 
@@ -214,13 +238,12 @@ def test_a_small_buffer_makes_rounds_and_bounds_the_memory(processes, models):
     for rank in range(2):
         for rounds in (refit.schedule.received_on(rank), refit.schedule.sent_by(rank)):
             assert all(sum(delivery.message.num_bytes for delivery in deliveries) <= 32 << 10 for deliveries in rounds)
-    copied = [refit.round(index) for index in range(refit.schedule.num_rounds)]
-    assert [sum(counts) for counts in zip(*copied, strict=True)] == [refit.schedule.class_of(target).written_bytes for target in range(2)]
+    assert refit.run() == [refit.schedule.class_of(target).written_bytes for target in range(2)]
 
 
 def test_a_byte_flipped_on_its_way_is_caught(processes, models):
     refit = prepare(processes, models)
-    call_all(refit.trainers, children.exchange, 0)
+    refit.exchange_first()
     pull = next(pull for pull in refit.schedule.pulls(0)[0] if pull.offset is not None)
     assert pull.offset is not None
     refit.trainers[0].call(children.flip_exchanged_byte, pull.offset + 5)
@@ -229,14 +252,14 @@ def test_a_byte_flipped_on_its_way_is_caught(processes, models):
 
 def test_a_weight_that_changes_after_its_checksum_is_caught(processes, models):
     refit = prepare(processes, models)
-    call_all(refit.trainers, children.exchange, 0)
+    refit.exchange_first()
     pull = next(pull for pull in refit.schedule.pulls(0)[0] if pull.offset is None and pull.copy.target.name.endswith("mixer.D"))
     refit.trainers[0].call(children.set_weight, pull.holding.slot, 7.0)
     assert_one_mismatch(refit, pull.copy.target, pull.rank)
 
 
 def assert_one_mismatch(refit: Refit, slot: Slot, source_rank: int) -> None:
-    refit.workers[0].call(children.pull, 0)
+    refit.pull_first()
     report = refit.workers[0].call(children.verify, 0)
     assert isinstance(report, VerifyReport)
     assert len(report.mismatches) == 1
@@ -247,7 +270,8 @@ def assert_one_mismatch(refit: Refit, slot: Slot, source_rank: int) -> None:
 
 def test_a_live_byte_damaged_after_the_pull_is_caught_in_every_slot(processes, models):
     refit = prepare(processes, models)
-    refit.round(0)
+    refit.exchange_first()
+    refit.pull_first()
     for slot in refit.targets[0]:
         refit.workers[0].call(children.damage, slot, 0)
     report = refit.workers[0].call(children.verify, 0)
@@ -257,7 +281,8 @@ def test_a_live_byte_damaged_after_the_pull_is_caught_in_every_slot(processes, m
 
 def test_padding_garbage_is_caught(processes, models):
     refit = prepare(processes, models)
-    refit.round(0)
+    refit.exchange_first()
+    refit.pull_first()
     slot = Slot("lm_head.weight")
     last = torch.Size(refit.targets[0][slot].shape).numel() * 4 - 1
     refit.workers[0].call(children.damage, slot, last)
@@ -268,11 +293,11 @@ def test_padding_garbage_is_caught(processes, models):
 
 def test_a_byte_flipped_in_a_dedicated_worker_is_caught(processes, models):
     refit = prepare(processes, models, first_gpu=WORLD_SIZE)
-    call_all(refit.participants, children.exchange, 0)
+    refit.exchange_first()
     pulls = refit.schedule.pulls(0)[0]
     assert not any(pull.offset is None for pull in pulls)
     refit.workers[0].call(children.flip_exchanged_byte, pulls[3].offset)
-    refit.workers[0].call(children.pull, 0)
+    refit.pull_first()
     with pytest.raises(RefitError, match=rf"{pulls[3].copy.target.name} box .* \(pulled on GPU {WORLD_SIZE}\)"):
         refit.workers[0].call(children.verify, 0)
         refit.workers[0].call(children.finish)
@@ -280,13 +305,83 @@ def test_a_byte_flipped_in_a_dedicated_worker_is_caught(processes, models):
 
 def test_on_one_node_only_checksums_travel_and_a_changed_weight_of_another_rank_is_caught(processes, models):
     refit = prepare(processes, models, on_one_node=True)
-    call_all(refit.trainers, children.exchange, 0)
+    refit.exchange_first()
     pull = next(pull for pull in refit.schedule.pulls(0)[0] if pull.offset is not None)
     assert pull.rank != 0
     # What the box would have occupied in the exchange memory was not written and is not read.
     refit.trainers[0].call(children.flip_exchanged_byte, pull.offset)
     refit.trainers[pull.rank].call(children.flip_weight_byte, pull.holding.slot, pull.holding.box)
     assert_one_mismatch(refit, pull.copy.target, pull.rank)
+
+
+def test_a_wrong_byte_is_caught_in_every_round(processes, models):
+    refit = prepare(processes, models, tp=2, buffer_bytes=32 << 10)
+    assert refit.schedule.num_rounds > 3
+    for index, pulls in enumerate(refit.schedule.pulls(1)):
+        pull = next(pull for pull in reversed(pulls) if pull.offset is not None)
+        assert pull.offset is not None
+        refit.trainers[1].call(children.flip_in_round, index, pull.offset)
+        refit.run()
+        refit.workers[0].call(children.finish)
+        with pytest.raises(RefitError, match=re.escape(f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} ")):
+            refit.workers[1].call(children.finish)
+    refit.refit()
+    refit.assert_equals(models.checkpoints[0])
+
+
+def errors_of(participants: list[Child]) -> list[str]:
+    """Why they have left the attempt, of those that had not done their part."""
+    messages = []
+    for child in participants:
+        try:
+            child.result()
+        except RefitError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("kind", "signal_in", "reason"),
+    [
+        ("workers", children.signal_in_pull, "the engine worker on slot 1 has not verified round 1 on GPU 1 in time"),
+        ("trainers", children.signal_in_exchange, "policy rank 1 has not exchanged round 2 of its GPU in time"),
+    ],
+)
+def test_a_rank_or_worker_that_hangs_in_a_later_round_is_named_and_all_others_leave(processes, models, kind, signal_in, reason):
+    refit = prepare(processes, models, tp=2, buffer_bytes=32 << 10)
+    victim = getattr(refit, kind)[1]
+    victim.call(signal_in, 1, signal.SIGSTOP)
+    refit.start(timeout_s=5.0)
+    messages = errors_of([child for child in refit.trainers + refit.workers if child is not victim])
+    assert any(reason in message for message in messages), messages
+    os.kill(victim.pid, signal.SIGCONT)
+    assert errors_of([victim])
+    join_world(refit.trainers, timeout_s=30.0, join=children.join_again)
+    refit.refit()
+    refit.assert_equals(models.checkpoints[0])
+
+
+def test_after_a_death_the_others_leave_when_they_are_told_and_the_next_attempt_is_whole(models):
+    trainers, workers = [Child() for _ in range(WORLD_SIZE)], [Child() for _ in range(3)]
+    try:
+        trainers[0].call(children.open_store)
+        address = join_world(trainers, timeout_s=30.0)
+        refit = prepare((trainers, workers), models, tp=2, buffer_bytes=32 << 10)
+        workers[1].call(children.signal_in_pull, 1, signal.SIGKILL)
+        refit.start(timeout_s=600.0)
+        workers[1].stop()
+        address.give_up(refit.attempt)
+        messages = errors_of([*trainers, workers[0]])
+        assert any("attempt 1 at the refit was given up" in message for message in messages)
+        refit.workers[1] = workers[2]
+        workers[2].call(children.build_engine, refit.targets[1])
+        refit.prepare_pulls()
+        join_world(trainers, timeout_s=30.0, join=children.join_again)
+        refit.refit()
+        refit.assert_equals(models.checkpoints[0])
+    finally:
+        for child in trainers + workers:
+            child.stop()
 
 
 def test_a_missing_box_is_caught(processes, models):
@@ -298,26 +393,26 @@ def test_a_missing_box_is_caught(processes, models):
 
 def test_stale_epochs_and_skipped_exchanges_are_refused(processes, models):
     refit = prepare(processes, models)
-    refit.run()
-    with pytest.raises(RefitError, match="has not exchanged round 0"):
-        refit.workers[0].call(children.pull, 0)
-    call_all(refit.trainers, children.exchange, 0)
+    refit.refit()
+    with pytest.raises(RefitError, match="has not exchanged round 0 in attempt 2"):
+        refit.workers[0].call(children.pull_first, refit.attempt + 1)
+    refit.exchange_first()
     refit.trainers[0].call(children.bump_arena)
     with pytest.raises(RefitError, match="stale handle"):
-        refit.workers[0].call(children.pull, 0)
+        refit.pull_first()
 
 
 def test_an_absent_and_a_dead_trainer_rank_end_the_refit(models):
     trainers, worker = [Child() for _ in range(WORLD_SIZE)], Child()
     try:
         trainers[0].call(children.open_store)
-        join_world(trainers, timeout_s=3.0)
+        join_world(trainers, timeout_s=30.0)
         refit = prepare((trainers, [worker]), models)
-        with pytest.raises(RefitError, match=r"did not finish round 0 within 3.0 s.*sending to ranks \[0\]"):
-            call_all(trainers[1:], children.exchange, 0)
+        with pytest.raises(RefitError, match=r"did not finish round 0.*sending to ranks \[0\]"):
+            call_all(trainers[1:], children.exchange_first, 1, 3.0)
         trainers[0].stop()
         with pytest.raises(RefitError, match="owner.*gone"):
-            worker.call(children.pull, 0)
+            worker.call(children.pull_all, 1, 60.0)
         # What a worker is told again after a restart of the rank fails as clearly.
         with pytest.raises(RefitError, match="cannot map memory 'mrl-exchange-0'"):
             refit.prepare_pulls()

@@ -15,7 +15,7 @@ from mrl.refit import RefitError
 from mrl.refit.checksum import digest
 from tests.rollouts import StartEngine, differences, random_requests, run
 from tests.schedules import without_box
-from tests.stack.rollout.trainer import Trainer, expected_tensors, refit, vllm_layout
+from tests.stack.rollout.trainer import TIMEOUT_S, Trainer, expected_tensors, refit, vllm_layout
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
@@ -33,6 +33,7 @@ def trainer(checkpoint: Checkpoint) -> Trainer:
 @pytest.fixture(scope="module")
 def engine(start_engine: StartEngine, trainer: Trainer) -> Engine:
     engine = start_engine(0)
+    engine.enter("load")
     engine.prepare_refit(trainer.workers())
     return engine
 
@@ -57,6 +58,8 @@ def test_loaded_tensors_are_those_of_the_table(engine: Engine, checkpoint: Check
 def test_refit_zero_changes_no_byte(engine: Engine, trainer: Trainer) -> None:
     before = engine.live_digest()
     with pytest.raises(RuntimeError, match="nothing was pulled"):
+        engine.finish_refit()
+    with pytest.raises(RuntimeError, match="no refit was finished"):
         engine.set_weight_version(1)
     refit(engine, trainer, version=1)
     assert engine.live_digest() == before
@@ -64,23 +67,30 @@ def test_refit_zero_changes_no_byte(engine: Engine, trainer: Trainer) -> None:
 
 def test_it_does_not_sample_during_a_refit(engine: Engine, trainer: Trainer) -> None:
     refit(engine, trainer, version=1)
-    trainer.exchange(0)
-    engine.pull(0)
+    engine.refit(trainer.exchange(), True, TIMEOUT_S)
     with pytest.raises(RuntimeError, match="is being refitted"):
         engine.step()
     refit(engine, trainer, version=2)
     engine.step()
 
 
-def test_a_changed_byte_is_named_and_stops_sampling(engine: Engine, trainer: Trainer) -> None:
+def test_a_changed_byte_is_named_and_stops_sampling(engine: Engine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.0.mixer.D"
-    trainer.exchange(0)
-    engine.pull(0)
-    with torch.no_grad():
-        live(engine, name)[3] += 1
-    (report,) = engine.verify(0)
-    assert [name in line for line in report.mismatches] == [True]
+    puller = engine.llm.model_executor.driver_worker.worker.puller
+    pull = puller.pull
+
+    def pull_and_change(round_index: int) -> int:
+        num_bytes = pull(round_index)
+        with torch.no_grad():
+            live(engine, name)[3] += 1
+        return num_bytes
+
+    monkeypatch.setattr(puller, "pull", pull_and_change)
+    engine.refit(trainer.exchange(), True, TIMEOUT_S)
+    monkeypatch.undo()
     with pytest.raises(RefitError, match=name):
+        engine.finish_refit()
+    with pytest.raises(RuntimeError, match="no refit was finished"):
         engine.set_weight_version(3)
     with pytest.raises(RuntimeError, match="is being refitted"):
         engine.step()
@@ -135,6 +145,7 @@ def test_bfloat16_engines_get_rounded_weights(start_engine: StartEngine, checkpo
     # Some tensors of a Mamba and of an expert layer are float32 there.
     assert {dtype for _, dtype in live[0]} == {"float32", "bfloat16"}
     trainer = Trainer(checkpoint(0), precision="bfloat16", live=live)
+    engine.enter("load")
     engine.prepare_refit(trainer.workers())
     refit(engine, trainer, version=1)
     assert engine.live_digest() == before

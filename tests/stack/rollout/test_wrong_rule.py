@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
 from conversion.files.safetensors import read_layout
 from conversion.reshard import ScheduleError
 from mrl.cluster.engines import EngineGroup
+from mrl.cluster.errors import ActorName
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import Refit, build_schedule, refit_inputs
 from mrl.cluster.runtime import Placement
@@ -26,6 +27,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.policy.weights import Arena
 from mrl.refit import RefitError
 from mrl.refit.exchange import Exchange, GpuHandles
+from mrl.refit.group import GroupAddress
 from mrl.refit.inputs import RefitInputs
 from tests import models
 from tests.rollouts import StartEngine, random_requests, run
@@ -51,24 +53,25 @@ class OneRank:
     def layout_arguments(self) -> tuple[MegatronParallel, MegatronCoords, str, Flavour]:
         return MegatronParallel(), MegatronCoords(), "float32", "local"
 
-    def prepare_refit(self, inputs: RefitInputs, address: None) -> GpuHandles:
-        self._exchange = Exchange(inputs.schedule(), 0, self._arena.tensors(), self._arena.handle(), group=address)
+    def prepare_refit(self, inputs: RefitInputs, address: GroupAddress) -> GpuHandles:
+        self._exchange = Exchange(inputs.schedule(), 0, self._arena.tensors(), self._arena.handle(), group=None)
         return self._exchange.handles()
 
-    def exchange(self, round_index: int) -> None:
-        self._exchange.run(round_index)
+    def exchange(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
+        self._exchange.run(attempt, readers, timeout_s=timeout_s)
+
+    def begin_refit(self) -> None:
+        """One rank has no copies."""
 
     def enter(self, phase: str) -> None:
         """Nothing moves on CPU."""
-
-    def settle(self) -> None:
-        """One rank has no copies."""
 
 
 class Here:
     """Calls that the groups of actors make, on an object of this process."""
 
-    num_engines = 1
+    num_engines = world_size = 1
+    master = ("nowhere", 0)
 
     def __init__(self, target: object) -> None:
         self._target = target
@@ -76,11 +79,23 @@ class Here:
     def call(self, verb: Callable, *arguments: object, deadline_s: float | None = None, only: object = None) -> dict[int, object]:
         return {0: getattr(self._target, verb.__name__)(*arguments)}
 
+    def start(self, verb: Callable, arguments: dict[int, tuple[object, ...]]) -> dict[ActorName, object]:
+        """The answers, at once."""
+        return {
+            ActorName(type(self._target).__name__, index): getattr(self._target, verb.__name__)(*mine) for index, mine in arguments.items()
+        }
+
     def call_each(self, verb: Callable, arguments: dict[int, tuple[object, ...]], *, deadline_s: float | None = None) -> dict[int, object]:
         return self.call(verb, *arguments[0])
 
     def held(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+@pytest.fixture(autouse=True)
+def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of this process answer at once; of one round, the policy's part waits for no reader."""
+    monkeypatch.setattr("mrl.cluster.refit.wait_all", lambda pending, **_: pending)
 
 
 def refit_between(folder: Path, engine: Engine) -> Refit:

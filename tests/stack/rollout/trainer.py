@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
 
 SINGLE = VllmParallel()
+TIMEOUT_S = 60.0
 
 
 class Trainer:
@@ -48,6 +49,7 @@ class Trainer:
         self.schedule = self.inputs.schedule()
         self._arena = Arena(read_layout(folder, self._layout), name="test-arena")
         self._exchange = Exchange(self.schedule, 0, self._arena.tensors(), self._arena.handle(), group=None)
+        self._attempt = 0
 
     def load(self, folder: Path) -> None:
         """Takes the weights of another checkpoint."""
@@ -55,9 +57,12 @@ class Trainer:
             for slot, tensor in read_layout(folder, self._layout).items():
                 self._arena.tensors()[slot].copy_(tensor)
 
-    def exchange(self, round_index: int) -> None:
-        """The trainer's part of one round."""
-        self._exchange.run(round_index)
+    def exchange(self) -> int:
+        """The trainer's part of the next attempt, whose number it returns."""
+        assert self.schedule.num_rounds == 1
+        self._attempt += 1
+        self._exchange.run(self._attempt, self.inputs.workers.keys(), timeout_s=TIMEOUT_S)
+        return self._attempt
 
     def workers(self) -> list[WorkerRefit]:
         """What `Engine.prepare_refit` needs."""
@@ -67,11 +72,9 @@ class Trainer:
 
 def refit(engine: Engine, trainer: Trainer, version: int) -> None:
     """One whole refit; the engine samples from version `version` afterwards."""
-    for index in range(trainer.schedule.num_rounds):
-        trainer.exchange(index)
-        engine.pull(index)
-        engine.verify(index)
-    engine.set_weight_version(version)
+    engine.refit(trainer.exchange(), True, TIMEOUT_S)
+    engine.finish_refit()
+    engine.serve(version)
 
 
 def vllm_layout(

@@ -54,6 +54,7 @@ def witness(
     engine = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS, **layout)
     trainer = Trainer(loaded, parallel)
     before = engine.live_digest()
+    engine.enter("load")
     engine.prepare_refit(trainer.workers())
     refit(engine, trainer, version=1)
     zero = engine.live_digest()

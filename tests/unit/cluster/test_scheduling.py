@@ -5,6 +5,7 @@ import pytest
 
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.scheduling import (
+    ENGINE,
     RequestBook,
     engine_slots,
     find_engine_across_nodes,
@@ -85,7 +86,7 @@ def requests(*prompt_ids: str) -> list[RolloutRequest]:
 
 
 def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
-    book = RequestBook(2, max_fruitless_restarts=0)
+    book = RequestBook[RolloutRequest](ENGINE, 2, max_fruitless_restarts=0)
     a, b, c, d = requests("a", "b", "c", "d")
     book.submit([a, b, c])
     assert book.take_unsent(0) == [a, c] and book.take_unsent(1) == [b]
@@ -97,7 +98,7 @@ def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
 
 
 def test_only_living_engines_with_work_are_polled():
-    book = RequestBook(3, max_fruitless_restarts=0)
+    book = RequestBook[RolloutRequest](ENGINE, 3, max_fruitless_restarts=0)
     assert book.to_poll(set()) == []
     book.submit(requests("a", "b"))
     assert book.to_poll(set()) == [0, 1] and book.to_poll({1}) == [0]
@@ -107,7 +108,7 @@ def test_only_living_engines_with_work_are_polled():
 
 
 def test_a_restarted_engine_is_asked_its_unfinished_requests_again():
-    book = RequestBook(2, max_fruitless_restarts=3)
+    book = RequestBook[RolloutRequest](ENGINE, 2, max_fruitless_restarts=3)
     a, b, c = requests("a", "b", "c")
     book.submit([a, b, c])
     assert book.take_unsent(0) == [a, c]
@@ -120,7 +121,7 @@ def test_a_restarted_engine_is_asked_its_unfinished_requests_again():
 
 
 def test_an_engine_that_keeps_dying_without_a_rollout_ends_the_run():
-    book = RequestBook(1, max_fruitless_restarts=2)
+    book = RequestBook[RolloutRequest](ENGINE, 1, max_fruitless_restarts=2)
     book.submit(requests("a", "b"))
     for _ in range(2):
         book.count_restart(0, log_file=LOG)

@@ -10,7 +10,7 @@ import pytest
 from conversion.boxes import Box, Layout, Piece, Slot, SlotLayout, volume
 from conversion.reshard import ScheduleError, reshard
 from conversion.rounds import split
-from conversion.schedule import Delivery, Pull, Schedule
+from conversion.schedule import NUM_BUFFERS, Delivery, Pull, Schedule
 
 
 def rows(start: int, stop: int, width: int = 4) -> Box:
@@ -98,7 +98,7 @@ def test_rounds_and_boxes_stay_within_the_buffer():
         assert delivery.message.num_bytes <= 128
         boxes += [copy.box for copy in delivery.message.copies]
     assert sum(map(volume, boxes)) == 32
-    assert schedule.body_bytes[0] <= 128
+    assert schedule.body_bytes[0] <= NUM_BUFFERS * 128
 
 
 def test_workers_take_turns_where_one_rank_serves_many():

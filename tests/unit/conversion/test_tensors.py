@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from conversion import tensors
 from conversion.boxes import lengths
-from conversion.tensors import StoredTensor, blocks, box_view, byte_view, dtype_name, read_stored, torch_dtype, transformed
+from conversion.tensors import StoredTensor, blocks, box_view, byte_view, dtype_name, read_ahead, read_stored, torch_dtype, transformed
 
 
 def test_a_box_is_a_view():
@@ -68,3 +69,17 @@ def test_blocks_tile_a_tensor_in_order(monkeypatch: pytest.MonkeyPatch, shape: t
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     parts = [box_view(tensor, box).reshape(-1) for box in blocks(shape, 8)]
     assert torch.equal(torch.cat(parts) if parts else tensor.reshape(-1), tensor.reshape(-1))
+
+
+def test_a_tensor_stays_while_the_next_one_is_read():
+    is_filled = [threading.Event() for _ in range(4)]
+
+    def fill(index: int, tensor: torch.Tensor) -> None:
+        tensor.fill_(index)
+        is_filled[index].set()
+
+    for index, tensor in enumerate(read_ahead(range(4), lambda index: ((4 - index, 2), torch.float32), fill)):
+        assert index == 3 or is_filled[index + 1].wait(60)
+        assert tensor.tolist() == [[index, index]] * (4 - index)
+        # torch.save writes whole storages.
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,6 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from mrl.config.schema.data import DataDefaultConfig
 from mrl.config.schema.policy import TokenizerConfig
 from mrl.data.chat import (
+    NO_OWN_TOKENIZER,
+    PLAIN_TOKENIZERS,
     ChatFormat,
     load_chat_format,
     load_tokenizer,
@@ -166,3 +171,28 @@ def test_what_a_checkpoint_keeps_of_a_template_is_what_transformers_reads(tmp_pa
     file.write_text("[{{ messages[0]['content'] }}]")
     (tmp_path / "chat_template.jinja").write_text(template_text(str(file)))
     assert load_tokenizer(str(tmp_path)).apply_chat_template([{"role": "user", "content": "q"}], tokenize=False) == "[q]"
+
+
+@pytest.mark.parametrize("name", PLAIN_TOKENIZERS)
+def test_a_plain_tokenizer_is_the_one_that_transformers_chooses_and_needs_no_torch(tmp_path: Path, name: str):
+    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    assert not TOKENIZER_MAPPING_NAMES.keys() & set(NO_OWN_TOKENIZER)
+    byte_tokenizer(4096).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] in PLAIN_TOKENIZERS
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": NO_OWN_TOKENIZER[0]}))
+    ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert type(ours) is type(theirs) and ours.get_vocab() == theirs.get_vocab()
+    messages = [{"role": "user", "content": "ä€🙂 12+34="}]
+    for tokenizer in (ours, theirs):
+        assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "<|user|>ä€🙂 12+34=<|assistant|>"
+    assert ours("<|user|>ä€🙂<|assistant|>") == theirs("<|user|>ä€🙂<|assistant|>")
+    # All settings but where they were read, and how.
+    kept = [{key: value for key, value in tokenizer.init_kwargs.items() if key != "_from_auto"} for tokenizer in (ours, theirs)]
+    assert kept[0] == kept[1] and ours.special_tokens_map == theirs.special_tokens_map
+    script = "import sys; from mrl.data.chat import load_tokenizer; load_tokenizer(sys.argv[1]); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout == "False\n"

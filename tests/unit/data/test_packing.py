@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.data.packing import PackedRow, RowSequence, pack_row, regroup
-from mrl.types import FixedAdvantage, Rollout, Turn
+from mrl.data.packing import MAX_SAMPLED_TOKENS, PackedRow, RowSequence, pack_row, regroup, token_samples
+from mrl.types import FixedAdvantage, Rollout, TokenSample, Turn
 from tests.rollouts import request
 
 PAD = 256
@@ -46,6 +46,29 @@ def test_padding_stands_behind_each_sequence():
     assert row.labels_T.tolist() == [2, 3, 0, 0, 6, 7, 8, 0, 0, 0, 0, 0]
     assert row.loss_mask_T.tolist() == [0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
     assert row.cu_seqlens.tolist() == [0, 4, 8, 12]
+
+
+def test_a_sampled_sequence_has_every_number_at_its_own_token():
+    sequences = [RowSequence(4, rollout([1, 2], [3, 4]), 0.5, True), RowSequence(9, rollout([5], [6, 7, 8]), -1.5, False)]
+    row = pack_row(sequences, divisible_by=10, sequence_multiple=5, pad_token_id=PAD)
+    # Old logprobs exist at the prompt's tokens too, where no one wants them.
+    old_T = torch.arange(10).float()
+    assert token_samples(row, [4], old_T / 8, old_T) == {
+        4: TokenSample([1, 2, 3, 4], [0, 0, 1, 1], [0, 0, -0.5, -1.5], [0, 0, 1, 2], [0, 0, 0.5, 0.5], [0, 0, 1, 1], [0, 0, 0.125, 0.25])
+    }
+    (second,) = token_samples(row, [9, 77], old_T / 8, None).values()
+    assert second == TokenSample(
+        [5, 6, 7, 8], [0, 1, 1, 1], [0, -0.5, -1.5, -2.5], None, [0, 0, 0, 0], [0, 0, 0, 0], [0, 0.625, 0.75, 0.875]
+    )
+
+
+def test_a_long_sequence_is_sampled_to_its_bound():
+    row = pack_row([RowSequence(0, rollout([1], list(range(2, 5002))), 1.0, True)], divisible_by=1, pad_token_id=PAD)
+    (sample,) = token_samples(row, [0], torch.zeros(5001), None).values()
+    lengths = {
+        len(values) for values in (sample.token_ids, sample.is_generated, sample.generator_logprobs, sample.advantages, sample.loss_mask)
+    }
+    assert lengths == {MAX_SAMPLED_TOKENS}
 
 
 def test_an_invalid_sequence_is_generated_but_not_trained():

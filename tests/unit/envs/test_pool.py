@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from mrl.envs import pool as pool_module
-from mrl.envs.pool import RewardPool
+from mrl.envs.pool import Feed, RewardPool
 from mrl.envs.task import Environment, Task
+from mrl.types import Verdict
 
 HOSTILE = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"}, allowances=("processes",))
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,11 +140,27 @@ def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
         assert [verdict.text for verdict in pool.score(tasks(items))] == [text for text, _ in items]
 
 
-def test_what_is_not_begun_in_time_is_a_timeout():
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=0.5)) as pool:
-        patience = iter([False])
-        verdicts = pool.score(tasks([("hang", "a"), ("hang", "b"), ("hang", "c"), ("late", "late")]), gives_up=lambda: next(patience, True))
-    assert [verdict.status for verdict in verdicts] == ["timeout"] * 4
+def test_a_deadline_starts_when_a_child_begins_and_not_when_the_text_comes():
+    # Half a second each: the last of them waits for longer than the deadline of one.
+    items = [("nap", str(index)) for index in range(5)]
+    told: list[tuple[str, bool]] = []
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=1.9)) as pool:
+        verdicts = pool.score(tasks(items), Feed(lambda task, verdict: told.append((task.expected, verdict is not None))))
+    assert [verdict.status for verdict in verdicts] == ["ok"] * 5
+    assert told == [(name, is_judged) for _, name in items for is_judged in (False, True)]
+
+
+def test_an_idle_child_begins_what_comes_while_another_is_slow():
+    (slow,), late, told = tasks([("hang", "a")]), [tasks([("late", "late"), ("hang", "a")])], list[tuple[str, bool]]()
+
+    def tell(task: Task, verdict: Verdict | None) -> None:
+        told.append((task.text, verdict is not None))
+
+    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=3.0)) as pool:
+        (verdict,) = pool.score([slow], Feed(tell, lambda: late.pop() if late else ()))
+    assert verdict.status == "timeout"
+    # The second `hang` is the same task, and gets the verdict of the first.
+    assert told == [("hang", False), ("late", False), ("late", True), ("hang", True)]
 
 
 @pytest.fixture(params=["asyncio", *(["uvloop"] if find_spec("uvloop") else [])])
@@ -158,12 +175,12 @@ def loops(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_an_answer_in_time_counts_though_the_parent_is_held_up(loops: None):
     pauses_s = iter([0.0, 0.0, 2.0])
 
-    def hold_up() -> bool:
-        time.sleep(next(pauses_s, 0.0))
-        return False
+    def hold_up(task: Task, verdict: Verdict | None) -> None:
+        if verdict is None:
+            time.sleep(next(pauses_s, 0.0))
 
     with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=1.5)) as pool:
-        verdicts = pool.score(tasks([("nap", "nap"), ("quick", "quick"), ("after the pause", "after the pause")]), gives_up=hold_up)
+        verdicts = pool.score(tasks([("nap", "nap"), ("quick", "quick"), ("after the pause", "after the pause")]), Feed(hold_up))
     assert [verdict.status for verdict in verdicts] == ["ok"] * 3
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from conversion.boxes import align
+from mrl.env import with_expandable_segments
 from mrl.refit import RefitError
-from mrl.refit.memory import MappedMemory, SharedMemory, with_expandable_segments
+from mrl.refit.memory import MappedMemory, SharedMemory
 
 CPU = torch.device("cpu")
 SPAWN = multiprocessing.get_context("spawn")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from conversion.boxes import Piece, Slot, SlotLayout, full
 from conversion.reshard import reshard
-from conversion.schedule import Schedule
+from conversion.schedule import NUM_BUFFERS, Schedule
 from mrl.policy.weights import Arena
 from mrl.refit import RefitError
 from mrl.refit.checksum import check_unchanged, digest
@@ -45,6 +46,14 @@ class OneGpu:
     arena: Arena
     exchange: Exchange
     live: dict[Slot, Tensor]
+    attempt: int = 0
+
+    def begin(self, puller: Puller) -> None:
+        """Both sides begin another attempt, and round 0 is there."""
+        self.attempt += 1
+        self.exchange.begin(self.attempt)
+        puller.begin(self.attempt)
+        self.exchange.fill(0, math.inf)
 
     def puller(self, *, without: Slot | None = None, addresses: Mapping[Slot, int] | None = None) -> Puller:
         schedule = drop_copies(self.schedule, lambda copy: copy.target == without)
@@ -72,10 +81,10 @@ def gpu() -> OneGpu:
 
 
 def refit(gpu: OneGpu, puller: Puller) -> None:
-    for round_index in range(gpu.schedule.num_rounds):
-        gpu.exchange.run(round_index)
-        puller.pull(round_index)
-        puller.verify(round_index)
+    assert gpu.schedule.num_rounds <= NUM_BUFFERS
+    gpu.attempt += 1
+    gpu.exchange.run(gpu.attempt, [0], timeout_s=1.0)
+    puller.run(gpu.attempt, timeout_s=1.0)
 
 
 def test_every_live_byte_is_written_and_verified(gpu):
@@ -93,16 +102,13 @@ def test_every_live_byte_is_written_and_verified(gpu):
 
 def test_pull_reports_the_bytes_of_the_schedule(gpu):
     puller = gpu.puller()
-    num_bytes = 0
-    for round_index in range(gpu.schedule.num_rounds):
-        gpu.exchange.run(round_index)
-        num_bytes += puller.pull(round_index)
-    assert num_bytes == gpu.schedule.class_of(0).written_bytes
+    gpu.begin(puller)
+    assert puller.pull(0) == gpu.schedule.class_of(0).written_bytes
 
 
 def test_a_byte_that_changes_after_the_pull_is_caught(gpu):
     puller = gpu.puller()
-    gpu.exchange.run(0)
+    gpu.begin(puller)
     puller.pull(0)
     gpu.live[STACK].view(torch.uint8).view(-1)[70] ^= 1
     mismatches = puller.verify(0).mismatches
@@ -114,7 +120,7 @@ def test_a_byte_that_changes_after_the_pull_is_caught(gpu):
 
 def test_a_byte_that_changes_before_the_pull_is_caught(gpu):
     puller = gpu.puller()
-    gpu.exchange.run(0)
+    gpu.begin(puller)
     gpu.weights[Slot("A_log")][2] += 1
     puller.pull(0)
     assert ["A box" in line for line in puller.verify(0).mismatches] == [True]
@@ -122,7 +128,7 @@ def test_a_byte_that_changes_before_the_pull_is_caught(gpu):
 
 def test_padding_is_rewritten_and_verified(gpu):
     puller = gpu.puller()
-    gpu.exchange.run(0)
+    gpu.begin(puller)
     puller.pull(0)
     assert torch.equal(gpu.live[W][6:], torch.zeros(2, 4))
     gpu.live[W][7, 1] = -0.0
@@ -176,7 +182,8 @@ def test_a_pull_needs_an_exchange_of_its_own(gpu):
     with pytest.raises(RefitError, match="has not exchanged round 0"):
         puller.pull(0)
     refit(gpu, puller)
-    with pytest.raises(RefitError, match="has not exchanged round 0"):
+    puller.begin(gpu.attempt + 1)
+    with pytest.raises(RefitError, match="has not exchanged round 0 in attempt 2"):
         puller.pull(0)
 
 
@@ -184,7 +191,7 @@ def test_a_round_that_was_not_verified_is_no_refit(gpu):
     puller = gpu.puller()
     with pytest.raises(RefitError, match="0 of 1 rounds"):
         puller.finish()
-    gpu.exchange.run(0)
+    gpu.begin(puller)
     puller.pull(0)
     with pytest.raises(RefitError, match="0 of 1 rounds"):
         puller.finish()
@@ -193,7 +200,7 @@ def test_a_round_that_was_not_verified_is_no_refit(gpu):
 def test_an_old_handle_is_refused(gpu):
     puller = gpu.puller()
     gpu.arena._memory.bump_epoch()
-    gpu.exchange.run(0)
+    gpu.begin(puller)
     with pytest.raises(RefitError, match="stale handle"):
         puller.pull(0)
 

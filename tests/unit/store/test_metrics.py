@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mrl.store.report import write_report
 from mrl.store.run_folder import JsonlLogger, drop_later_steps, last_step_in
 
 
@@ -56,27 +55,3 @@ def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path: Path):
     ended = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True, timeout=60)
     assert ended.stdout == "full\nfull\n", ended.stderr
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": step, "a": float(step)} for step in (1, 2, 3, 4)]
-
-
-def test_the_report_is_self_contained_and_escapes_what_models_write(tmp_path: Path):
-    metrics = [{"step": step, "train/reward": step / 10, "val/accuracy": step / 10, "time/train": 1.0} for step in range(5)]
-    sample = {"step": 1, "split": "train", "prompt": "1+1=", "text": "<script>x</script>", "extracted": "2", "expected": "2"}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
-    (tmp_path / "samples.jsonl").write_text(json.dumps(sample | {"reward": 0.0, "status": "timeout"}) + "\n")
-    page_file = tmp_path / "report.html"
-    write_report(page_file, metrics_file=tmp_path / "metrics.jsonl", samples_file=tmp_path / "samples.jsonl", title="run")
-    page = page_file.read_text()
-    assert "<script" not in page and "http" not in page and "masked (timeout)" in page
-    assert "Held-out accuracy 0.000 at step 0, 0.400 at step 4" in page
-    assert page.count("<polyline") == 2
-
-
-def test_the_report_of_a_run_without_rollouts_shows_its_losses(tmp_path: Path):
-    rows = [{"step": 0, "val/validation-default_loss": 0.693}]
-    rows += [{"step": step, "train/loss": 1.0 / step, "train/accuracy": 0.5, "train/rewards_margin_mean": 0.1} for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = tmp_path / "report.html"
-    write_report(page, metrics_file=tmp_path / "metrics.jsonl", samples_file=tmp_path / "samples.jsonl", title="run")
-    text = page.read_text()
-    assert "Held-out loss 0.693 at step 0, 0.693 at step 0." in text
-    assert "Preferred answers that win" in text and "Refit" not in text and "rollout" not in text.partition("Samples")[0]

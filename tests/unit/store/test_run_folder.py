@@ -3,6 +3,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
 from mrl.store.ledger import replay
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
+from mrl.view.page import read_page
 from tests.sources import ROOT
 
 
@@ -67,7 +70,8 @@ def test_files_that_cannot_be_written_are_counted_and_end_nothing(tmp_path: Path
     assert [warning.split(" cannot")[0] for warning in warnings] == ["samples.jsonl", "report.html"]
 
 
-def test_the_report_is_rendered_after_validations_and_checkpoints_and_at_the_end(tmp_path: Path):
+def test_the_report_is_rendered_after_validations_and_checkpoints_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mrl.store.run_folder.MAX_REPORT_SHARE", float("inf"))
     folder = RunFolder(config(tmp_path))
     folder.open()
     page = folder.path / "report.html"
@@ -79,7 +83,46 @@ def test_the_report_is_rendered_after_validations_and_checkpoints_and_at_the_end
             page.unlink(missing_ok=True)
             folder.log_metrics(step, {"train/reward": 0.5, **metrics})
             assert page.exists() == is_rendered
-    assert "4 steps" not in page.read_text() and "3 steps" in page.read_text()
+    (run,) = read_page(page.read_text())["runs"]
+    assert run["series"]["step"] == [0, 1, 2, 3] and ["state", "not running"] in run["progress"]
+
+
+def test_reports_take_a_percent_of_the_run_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    taken: list[float] = []
+    now = iter(range(10_000))
+    # A clock that ticks once a look: a report takes a second, and the next one comes after a hundred.
+    monkeypatch.setattr("mrl.store.run_folder.time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    monkeypatch.setattr("mrl.store.run_folder.write_report", lambda *_, **__: taken.append(float(next(now))))
+    folder = RunFolder(config(tmp_path))
+    for _ in range(1000):
+        folder._render_report("running")
+    gaps = [later - earlier for earlier, later in zip(taken, taken[1:], strict=False)]
+    assert len(gaps) > 3 and min(gaps) >= 100
+    num_taken = len(taken)
+    folder._render_report("over")
+    assert len(taken) == num_taken + 1
+
+
+def test_a_step_does_not_wait_until_its_texts_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    may_write = Event()
+    written: list[int] = []
+
+    def write(folder: Path, step: int, *_: object) -> None:
+        assert may_write.wait(60)
+        written.append(step)
+
+    monkeypatch.setattr("mrl.store.run_folder.write_step_data", write)
+    folder = RunFolder(config(tmp_path))
+    folder.open()
+    with folder:
+        folder.newest_checkpoint()
+        folder.log_samples(1, "train", [])
+        folder.log_metrics(1, {"loss": 1.0})
+        assert written == []
+        may_write.set()
+        folder.log_samples(2, "train", [])
+        assert 1 in written
+    assert written == [1, 2]
 
 
 def test_an_attempt_that_lost_the_folder_renders_no_report(tmp_path: Path):
@@ -94,10 +137,12 @@ def test_an_attempt_that_lost_the_folder_renders_no_report(tmp_path: Path):
 FULL = """
 import logging, resource, sys
 from pathlib import Path
+import mrl.store.run_folder
 from mrl.store.run_folder import RunFolder
 from tests.unit.store.test_run_folder import config
 from tests.unit.store.test_samples import group_of
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
+mrl.store.run_folder.MAX_REPORT_SHARE = float("inf")
 folder = RunFolder(config(Path(sys.argv[1])))
 folder.open()
 with folder:
@@ -117,7 +162,8 @@ def test_a_full_disk_costs_texts_and_nothing_that_a_resume_needs(tmp_path: Path)
     ended = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     said = [line.split(" cannot be written")[0].removeprefix(f"{tmp_path}/run/") for line in ended.stdout.splitlines()]
-    assert said == ["ledger.jsonl", "samples.jsonl", "the files *_data_stepN.jsonl.gz", "metrics.jsonl", "report.html"]
+    texts, spans = "the files *_data_stepN.jsonl.gz", "logs/exp_001/actors/driver.trace.json"
+    assert sorted(said) == sorted(["ledger.jsonl", "samples.jsonl", texts, spans, "metrics.jsonl", "report.html"])
     run = tmp_path / "run"
     assert sorted(replay(run / "ledger.jsonl").trained) == [1, 2, 3, 4, 5, 6]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema.logger import LoggerConfig
-from mrl.store.samples import append_report_samples, best_and_worst, drop_old_step_data, sample_lines, write_step_data
-from mrl.types import Prompt, RolloutGroup, RolloutInfo, TrainSequence, Verdict
+from mrl.recipes.tokenizer import byte_tokenizer
+from mrl.store.samples import append_report_samples, best_and_worst, drop_old_step_data, sample_lines, token_row, write_step_data
+from mrl.types import Prompt, RolloutGroup, RolloutInfo, TokenSample, TrainSequence, Verdict
 
 
 def group_of(name: str, *rewards: float) -> RolloutGroup:
@@ -62,10 +63,25 @@ def test_every_rollout_of_a_step_is_one_line_under_nemo_rls_names(tmp_path: Path
         "reward_components": {},
         "finish_reason": "stop",
         "masked": "crash: no answer",
+        "expected": "42",
+        "extracted": "",
+        "weight_version": 1,
+        "num_turns": 1,
     }
     validation = rows_of(tmp_path / "val_data_step7.jsonl.gz")
     assert len(validation) == 4 and "advantages" not in validation[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train_data_step7.jsonl.gz", "val_data_step7.jsonl.gz"]
+
+
+def test_a_sampled_rollout_has_its_tokens_beside_its_text(tmp_path: Path):
+    sample = TokenSample([65, 66, 256], [0, 1, 1], [0, -0.5, -1.25], [0, -0.5, -1.5], [0, 2.0, 2.0], [0, 1, 0], [0, 0.5, 0.25])
+    row = token_row(sample, byte_tokenizer(64))
+    write_step_data(tmp_path, 7, "train", [group_of("a", 1.0, 0.0)], [], LoggerConfig(), {"0/a/1": row})
+    first, second = rows_of(tmp_path / "train_data_step7.jsonl.gz")
+    assert "token_ids" not in first and second["token_ids"] == [65, 66, 256] and second["token_texts"][:2] == ["A", "B"]
+    assert second["generation_logprobs"] == [0, -0.5, -1.25] and second["prev_logprobs"] == [0, -0.5, -1.5]
+    assert second["token_entropies"] == [0, 0.5, 0.25]
+    assert second["token_generated"] == [0, 1, 1] and second["token_special"][:2] == [0, 0]
 
 
 def rows_of(path: Path) -> list[dict]:

@@ -28,6 +28,7 @@ BREAKS += ["policy.generation.vllm_cfg.tensor_parallel_size=3", "policy.generati
 BREAKS += ["cluster.num_nodes=7", "grpo.num_generations_per_prompt=1", "policy.megatron_cfg.num_layers_in_first_pipeline_stage=1000"]
 BREAKS += ["loss_fn.use_kl_in_reward=true", "policy.generation.vllm_cfg.load_format=dummy", "policy.train_global_batch_size=7"]
 BREAKS += ["policy.dynamic_batching.enabled=true", "policy.megatron_cfg.freeze_config.modules=[nothing]", "checkpointing.metric_name=x"]
+BREAKS += ["policy.megatron_cfg.optimizer.clip_grad=-1"]
 
 
 def model_of(name: str, workplace: Path) -> list[str]:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,24 @@ def test_a_file_of_another_content_is_read_again_even_with_the_same_size_and_tim
     shutil.copystat(path, replacement)
     replacement.rename(path)
     assert file_hash(path, memory) == sha256(b"third")
+
+
+@pytest.mark.usefixtures("settled")
+def test_another_node_whose_kernel_numbers_the_file_system_otherwise_reads_nothing(
+    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+):
+    path, memory, stat = tmp_path / "a", tmp_path / "memory", Path.stat
+    path.write_bytes(b"first")
+    file_hash(path, memory)
+
+    def elsewhere(path: Path, **options: bool) -> SimpleNamespace:
+        status = stat(path, **options)
+        fields = {name: getattr(status, name) for name in dir(status) if name.startswith("st_")}
+        return SimpleNamespace(**fields | {"st_dev": status.st_dev + 1})
+
+    monkeypatch.setattr(Path, "stat", elsewhere)
+    assert file_hash(path, memory) == sha256(b"first")
+    assert reads == [path]
 
 
 def test_what_has_just_changed_is_not_remembered(tmp_path: Path, reads: list[Path]):

@@ -175,7 +175,7 @@ def vllm_config(parallel: VllmParallel) -> VllmConfig:
 def published(folder: Path, name: str, changed: dict[str, object]) -> Path:
     """A folder with a published config.json."""
     folder.mkdir()
-    config = json.loads((Path(__file__).parents[3] / "scripts/bench/models" / f"{name}.config.json").read_text())
+    config = json.loads((Path(__file__).parents[2] / "scripts/bench/models" / f"{name}.config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changed))
     return folder
 

@@ -6,30 +6,20 @@ vLLM chooses dtypes of weights, and kernels that reorder them, by the capability
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from conversion.families.registry import FAMILIES
-from tests.sources import ROOT
-from tests.stack.rollout.capabilities import CAPABILITIES, PUBLISHED, TINY, Row
+from tests.rehearsal.capabilities import CAPABILITIES, PUBLISHED, TINY, Row
+from tests.rehearsal.children import rows_of
 from tests.stack.rollout.set_ranks import CASES, WITH_EXPERTS, layouts
 
-TIMEOUT_S = 300
 MODEL_TYPES = {name: model_type for name, (model_type, _) in PUBLISHED.items()} | {name: CASES[name][0] for name in TINY}
 WIDER = "Engines keep as float32 what the trainer holds as bfloat16: model.layers.*.mixer.A"
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    command = [sys.executable, "-m", "tests.stack.rollout.capabilities", str(tmp_path_factory.mktemp("models"))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return [Row(**json.loads(line)) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return [Row(**found) for found in rows_of("capabilities", tmp_path_factory.mktemp("models"))]
 
 
 def test_refits_can_be_prepared_on_every_capability_in_every_layout(rows: list[Row]) -> None:

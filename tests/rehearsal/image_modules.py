@@ -3,7 +3,7 @@
 
 image_modules.json records them. After a change of a pin, make it anew from a clone of https://github.com/NVIDIA/apex and the package index:
 
-    python -m tests.unit.launchers.image_modules CLONE
+    python -m tests.rehearsal.image_modules CLONE
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import re
 import subprocess
 import sys
 import tarfile
-import urllib.request
 import zipfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TypedDict
 
 from mrl.doctor.software import read_pins
-from tests.index import index_url
+from tests.index import download
 from tests.sources import ROOT
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -82,13 +81,8 @@ def apex_modules(clone: Path, commit: str) -> Modules:
 
 def package_modules(name: str, version: str) -> Modules:
     """Those of a version on the index: of its sources, or of a wheel for every platform."""
-    listing = urllib.request.Request(f"{index_url()}/{name}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
-    with urllib.request.urlopen(listing, timeout=60) as answer:
-        files = {entry["filename"]: entry["url"] for entry in json.load(answer)["files"]}
-    stem = f"{name.replace('-', '_')}-{version}"
-    archive = next(found for found in (f"{stem}.tar.gz", f"{stem}-py3-none-any.whl") if found in files)
-    with urllib.request.urlopen(files[archive], timeout=60) as answer:
-        content = io.BytesIO(answer.read())
+    archive, read = download(name, version, ".tar.gz", "-py3-none-any.whl")
+    content, stem = io.BytesIO(read), archive.removesuffix(".tar.gz")
     if archive.endswith(".whl"):
         return {"version": version, "python": python_modules(zipfile.ZipFile(content).namelist()), "extensions": {}}
     with tarfile.open(fileobj=content) as sources:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mrl.doctor.software import read_pins
+from tests.rehearsal.image_modules import RECORD, Modules, apex_commit, extensions, python_modules
 from tests.sources import PRODUCT_FOLDERS, ROOT, module_name, python_files
-from tests.unit.launchers.image_modules import RECORD, Modules, apex_commit, extensions, python_modules
 from tests.unit.launchers.test_docker import FILES, instructions
 from tests.unit.test_imports import imported_names
 
@@ -65,7 +65,7 @@ def programs(dockerfile: Path) -> Iterator[str]:
 
 
 def test_the_records_are_of_what_is_pinned():
-    assert stale_records(PINS, GPU_IMAGE) == [], "see tests/unit/launchers/image_modules.py"
+    assert stale_records(PINS, GPU_IMAGE) == [], "see tests/rehearsal/image_modules.py"
     assert {PINS[there] for _, there in INSTALLED.values()} == {
         importlib.metadata.version(here).partition("+")[0] for here, _ in INSTALLED.values()
     }

@@ -7,7 +7,7 @@ Memory that the driver unmaps is overwritten, so that a forward pass that reads 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 POISON = 0xFF
 # What vLLM's GPU worker allocates beside weights and KV cache.
 OTHER_TAGS = ("workspace", "runtime", "cudagraph")
+# What a call of the workers reads or writes; all others are of memory itself, or of none.
+NEEDS = {"execute_model": {"weights", "kv_cache", *OTHER_TAGS}, "live_digest": {"weights"}}
 
 
 class Device:
@@ -35,6 +37,8 @@ class Device:
         self.asleep: set[int] = set()
         self.moved: list[str] = []
         """Tag of every copy between device and host."""
+        self.calls: list[str] = []
+        """Of the workers, by the executor."""
 
     def unmap(self, device: int, size: int, address: int, handle: int) -> None:
         assert address not in self.asleep, f"{self.tag_at[address]} was released twice"
@@ -44,10 +48,23 @@ class Device:
     def map(self, device: int, size: int, address: int, handle: int) -> None:
         assert address in self.asleep, f"{self.tag_at[address]} was woken twice"
         self.asleep.remove(address)
+        # New memory: what was written to these addresses meanwhile is lost.
+        ctypes.memset(address, POISON, size)
 
     def copy(self, target: int, source: int, size: int) -> None:
         self.moved.append(self.tag_at.get(target) or self.tag_at[source])
         ctypes.memmove(target, source, size)
+
+    def checked(self, call: Callable[..., object]) -> Callable[..., object]:
+        """The executor's call of its workers, which must not need what sleeps."""
+
+        def checked_call(method: str, *args: object, **kwargs: object) -> object:
+            asleep = NEEDS.get(method, set()) & self.sleeping_tags
+            assert not asleep, f"{method} while {asleep} sleep"
+            self.calls.append(method)
+            return call(method, *args, **kwargs)
+
+        return checked_call
 
     @property
     def sleeping_tags(self) -> set[str]:
@@ -83,10 +100,13 @@ def device(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
     for name in ("sleep", "wake_up", "discard"):
         monkeypatch.setattr(type(worker_of(engine)), name, getattr(Worker, name))
+    executor = engine.llm.model_executor
+    monkeypatch.setattr(executor, "collective_rpc", device.checked(executor.collective_rpc))
     # It warns, and does nothing, when it is asked for what sleeps or is awake already.
     monkeypatch.setattr(abstract.logger, "warning", fail)
     monkeypatch.setattr(mrl.rollout.engine, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     yield engine, device
+    assert {"execute_model", "wake_up"} <= set(device.calls)
 
 
 def worker_of(engine: Engine):
@@ -114,8 +134,9 @@ def enter(engine: Engine, device: Device, phase: Phase) -> list[str]:
     return list(device.moved)
 
 
-def refit(engine: Engine, weights: list[torch.Tensor], version: int) -> None:
+def refit(engine: Engine, device: Device, weights: list[torch.Tensor], version: int) -> None:
     """Writes every parameter, as a refit does, and nothing else: buffers are vLLM's to bring back."""
+    assert "weights" not in device.sleeping_tags
     for live, kept in zip(worker_of(engine).model_runner.model.parameters(), weights, strict=True):
         live.data.copy_(kept)
     engine.set_weight_version(version)
@@ -149,7 +170,7 @@ def test_a_step_finds_all_that_it_needs_after_every_sleep(device: tuple[Engine, 
     for version in (1, 2, 3):
         moved = enter(engine, memory, "refit")
         assert "weights" not in moved and "kv_cache" not in moved
-        refit(engine, weights, version)
+        refit(engine, memory, weights, version)
         enter(engine, memory, "generate")
         rollouts = run(engine, requests)
         assert differences(before or rollouts, rollouts) == []

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a start, a train step and a checkpoint may take: what section `deadlines` says, else by bytes, tokens, nodes and GPUs.
+
+Without Ray and torch: `--check` prints them. Rates are those of a bad day; a deadline is for what hangs, not for what is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.files.hf_folder import weight_files
+from mrl.config.model import read_model
+from mrl.config.schema.run import RunConfig
+from mrl.data.planning import sequence_cost
+
+# Ray, the imports of vLLM and Megatron, and process groups, on a host that is busy.
+PROCESSES_S = 300.0
+# With empty caches vLLM, Triton and FlashInfer compile kernels of a GPU, and CUDA graphs are captured.
+KERNELS_S = 300.0
+# A busy host, the first kernels of a step; a file system that stalls.
+BUSY_S = 600.0
+# One node's share of a file system that all nodes read at once: 1.6 GB/s over 32 nodes.
+READ_BYTES_PER_S = 50e6
+# What one node gets alone, and all of them together.
+NODE_BYTES_PER_S, SHARED_BYTES_PER_S = 200e6, 1.6e9
+# A tenth of an A100's peak in bfloat16 and in float32, and a core of a laptop.
+GPU_FLOPS = {"bfloat16": 30e12, "float32": 2e12}
+CPU_FLOPS = 1e9
+# In forward passes: a backward pass is two, and activations may be computed again.
+TRAIN_PASSES = 4
+# bfloat16, in which large models are published; and an optimizer's main parameter and two moments in float32.
+BYTES_PER_PARAMETER, OPTIMIZER_BYTES = 2, 12
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Seconds, and how they add up."""
+
+    what: str
+    seconds: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what} deadline {self.seconds:,.0f} s: {self.reason}"
+
+
+def all_deadlines(config: RunConfig) -> list[Deadline]:
+    """Those that follow the size of the run, for people."""
+    return [start_deadline(config), train_deadline(config), checkpoint_deadline(config)]
+
+
+def start_deadline(config: RunConfig) -> Deadline:
+    """The deadline of each wait at the start, for slots, engines, policy ranks and rewards: deadlines.start_s, or by the weights' size."""
+    parts = {f"{PROCESSES_S:g} s for processes": PROCESSES_S}
+    if config.cluster.gpus_per_node:
+        parts[f"{KERNELS_S:g} s for kernels of GPUs"] = KERNELS_S
+    num_bytes, rest = weight_bytes(Path(config.policy.model_name)), ""
+    if num_bytes is None:
+        rest = f"; the time to read the weights of {config.policy.model_name} is added once they are here"
+    else:
+        read_s = num_bytes / READ_BYTES_PER_S
+        parts[f"{read_s:,.0f} s for {num_bytes / 1e9:,.1f} GB of weights at {READ_BYTES_PER_S / 1e6:g} MB/s"] = read_s
+    return _deadline("start", config.deadlines.start_s, parts, rest)
+
+
+def train_deadline(config: RunConfig) -> Deadline:
+    """The deadline of each logprob pass, train step and switch of phases: deadlines.train_s, or by the operations of the longest one."""
+    policy, parts = config.policy, {f"{BUSY_S:g} s for a busy host": BUSY_S}
+    num_sequences = TRAIN_PASSES * policy.train_global_batch_size * (2 if config.learns_pairs else 1)
+    if config.has_engines:
+        # The pass before a step's first update is over all of its rollouts.
+        num_sequences = max(num_sequences, config.grpo.num_rollouts_per_step)
+    # A layout that is refused may leave none.
+    length, ranks, rest = policy.max_total_sequence_length, max(config.num_policy_ranks, 1), ""
+    flops, rate = CPU_FLOPS, f"{CPU_FLOPS / 1e9:g} GFLOPS"
+    if config.cluster.gpus_per_node:
+        flops = GPU_FLOPS[policy.precision]
+        rate = f"{flops / 1e12:g} TFLOPS"
+    try:
+        read_model(Path(policy.model_name))
+        cost = sequence_cost(policy.model_name)
+        compute_s = num_sequences * (cost.of(length) + cost.scan_per_token * length) / (ranks * flops)
+        parts[f"{compute_s:,.0f} s for {num_sequences:,} forward passes of {length:,} tokens on {ranks} ranks at {rate}"] = compute_s
+    except ValueError:
+        rest = f"; the time to compute is added once {policy.model_name} is here"
+    return _deadline("train", config.deadlines.train_s, parts, rest)
+
+
+def checkpoint_deadline(config: RunConfig) -> Deadline:
+    """The deadline to save, to check and to load a checkpoint: deadlines.checkpoint_s, or by its bytes and the nodes that share them."""
+    parts, rest = {f"{BUSY_S:g} s for a busy file system": BUSY_S}, ""
+    rate = min(config.cluster.num_nodes * NODE_BYTES_PER_S, SHARED_BYTES_PER_S)
+    try:
+        num_parameters = read_model(Path(config.policy.model_name)).num_parameters
+        width = BYTES_PER_PARAMETER * (1 if config.policy.precision == "bfloat16" else 2)
+        num_bytes = num_parameters * (width + (OPTIMIZER_BYTES if config.checkpointing.save_optimizer else 0))
+        parts[f"{num_bytes / rate:,.0f} s for {num_bytes / 1e9:,.1f} GB at {rate / 1e9:g} GB/s"] = num_bytes / rate
+    except ValueError:
+        rest = f"; the time to write is added once {config.policy.model_name} is here"
+    return _deadline("checkpoint", config.deadlines.checkpoint_s, parts, rest)
+
+
+def weight_bytes(folder: Path) -> int | None:
+    """Bytes of a Hugging Face folder's safetensors files; by its config.json if there are none; None without a config.json."""
+    with suppress(ValueError, OSError):
+        return sum(path.stat().st_size for path in weight_files(folder))
+    with suppress(ValueError):
+        return BYTES_PER_PARAMETER * read_model(folder).num_parameters
+    return None
+
+
+def _deadline(what: str, given: float | None, parts: Mapping[str, float], rest: str) -> Deadline:
+    if given is not None:
+        return Deadline(what, given, f"deadlines.{what}_s")
+    return Deadline(what, sum(parts.values()), " + ".join(parts) + rest)

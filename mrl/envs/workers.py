@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many children score the rollouts of each environment on one node, and how long one verdict may take."""
+
+from __future__ import annotations
+
+import os
+
+from mrl.config.rules.data import NEMO_GYM, environment_names
+from mrl.config.schema.env import BUILT_IN, EnvConfig, WorkersConfig
+from mrl.config.schema.run import RunConfig
+from mrl.envs.code import GRACE_S
+
+# With one worker, all texts would wait for the deadline of a slow one.
+MIN_WORKERS = 2
+
+
+def usable_cores() -> int:
+    """Cores of this node that Slurm or a container leaves to this process."""
+    return len(os.sched_getaffinity(0))
+
+
+def environments_of(config: RunConfig) -> tuple[str, ...]:
+    """Environments that share the cores of a node: the user's own, and those of data sets. Rows may name others, which get as much."""
+    named = dict.fromkeys(dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values())
+    names = [name for asked in named for name in (environment_names(config.env) if asked == NEMO_GYM else (asked,))]
+    return tuple(dict.fromkeys((*config.env.own.functions, *names)))
+
+
+def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:
+    """Children of an environment on a node with these cores."""
+    asked = _asked(name, config)
+    if asked is None:
+        return max(MIN_WORKERS, num_cores // len(environments_of(config)))
+    # Built-in environments compute. Functions of users may wait for a server, and take no core then.
+    return max(MIN_WORKERS, min(asked, num_cores)) if name in BUILT_IN else asked
+
+
+def describe_workers(config: RunConfig, *, num_cores: int) -> str:
+    """Workers of each environment on a node with these cores; says so if the config asks for more of them than it has cores."""
+    workers = {name: num_workers(name, config, num_cores=num_cores) for name in environments_of(config)}
+    text = f"an actor a node; workers on a node of {num_cores} cores: {', '.join(f'{name} {given}' for name, given in workers.items())}"
+    for name, given in workers.items():
+        asked = _asked(name, config)
+        if asked is not None and asked > given:
+            key = f"env.{name}.num_workers={_section(name, config.env).num_workers}"
+            text += f"; {key} asks for {asked} on a node, which has no cores for more than {given}: use more nodes, or null for all cores"
+    return text
+
+
+def longest_verdict_s(config: RunConfig) -> float:
+    """Seconds that the slowest environment may take for one rollout."""
+    return GRACE_S + max(_section(name, config.env).timeout_s for name in (*BUILT_IN, "own"))
+
+
+def _section(name: str, config: EnvConfig) -> WorkersConfig:
+    return vars(config)[name] if name in BUILT_IN else config.own
+
+
+def _asked(name: str, config: RunConfig) -> int | None:
+    num_asked = _section(name, config.env).num_workers
+    return None if num_asked is None else -(-num_asked // config.cluster.num_nodes)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that Transformer Engine's kernels keep of one packed row for the backward pass, by layer kind and by what is recomputed.
+
+Letters are those of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba. A layer is a string of its parts, so that a
+decoder layer is `*-` or `*E`. A kept tensor counts once, where it is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BF16, FP32 = 2, 4
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Ranks and widths of a head of multi-latent attention."""
+
+    query_rank: int
+    kv_rank: int
+    plain: int
+    rotary: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model that activations, FLOPs and caches follow from. 0 = the model has no such layer."""
+
+    layers: tuple[str, ...]
+    hidden: int
+    vocabulary: int
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    is_gated: bool = True
+    experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    latent: int = 0
+    """Width in which routed experts work; 0 = hidden."""
+    mamba_heads: int = 0
+    mamba_head_dim: int = 0
+    mamba_groups: int = 0
+    mamba_state: int = 0
+    mla: LatentAttention | None = None
+
+    @property
+    def mamba_inner(self) -> int:
+        return self.mamba_heads * self.mamba_head_dim
+
+    @property
+    def mamba_projection(self) -> int:
+        """Rows of Mamba's in_proj: z, x, B, C and dt."""
+        return 2 * self.mamba_inner + 2 * self.mamba_groups * self.mamba_state + self.mamba_heads
+
+    @property
+    def fc1_factor(self) -> int:
+        """Rows of the first matrix of an MLP in units of its width."""
+        return 2 if self.is_gated else 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One microbatch on one rank, and how the rank computes it."""
+
+    tokens: int
+    """Of the row on a context-parallel rank."""
+    tp: int = 1
+    etp: int = 1
+    is_sequence_parallel: bool = False
+    imbalance: float = 1.0
+    """Tokens that the busiest rank's experts get, over the mean."""
+    recompute: frozenset[str] = frozenset()
+    """`full`, or modules of Megatron's `recompute_modules`."""
+    offloaded: frozenset[str] = frozenset()
+    """Tensors that wait on the host for the backward pass, as `letter.name`."""
+    scores_length: int = 0
+    """Keys of each query whose scores are kept: that of a sequence without a fused attention kernel, else 0."""
+    hidden_dropout: bool = False
+    attention_dropout: bool = False
+
+    @property
+    def sharded_tokens(self) -> float:
+        """Tokens of the row between tensor-parallel regions."""
+        return self.tokens / self.tp if self.is_sequence_parallel else self.tokens
+
+
+# The tensors that a recomputed module does not keep, by the letter of its part.
+RECOMPUTED = {
+    "core_attn": ("*.scores", "*.softmax"),
+    "mlp": ("-.fc1", "-.activation"),
+    "moe_act": ("E.activation",),
+    "moe": ("E.router", "E.dispatched", "E.fc1", "E.activation", "E.shared"),
+    "shared_experts": ("E.shared",),
+    "mla_up_proj": ("*.qkv",),
+    # Other norms are one kernel with the projection behind them.
+    "layernorm": ("E.norm",),
+}
+
+
+def part_bytes(shape: Shape, letter: str, row: Row) -> dict[str, float]:
+    """Bytes of every tensor that a part of a layer keeps, by name, if nothing is recomputed."""
+    stream = BF16 * row.sharded_tokens * shape.hidden
+    tensors = {"input": stream, "norm": stream} | {"*": _attention, "-": _mlp, "E": _experts, "M": _mamba}[letter](shape, row)
+    if row.hidden_dropout:
+        tensors["dropout"] = row.sharded_tokens * shape.hidden
+    return tensors
+
+
+def kept_bytes(shape: Shape, layer: str, row: Row) -> float:
+    """Bytes that a layer keeps between its forward and its backward pass."""
+    if "full" in row.recompute:
+        return BF16 * row.sharded_tokens * shape.hidden
+    left_out = row.offloaded.union(*(RECOMPUTED.get(module, ()) for module in row.recompute))
+    return sum(size for letter in layer for name, size in part_bytes(shape, letter, row).items() if f"{letter}.{name}" not in left_out)
+
+
+def backward_bytes(shape: Shape, layer: str, row: Row) -> float:
+    """What the backward pass of a layer needs above what is kept: what is computed or fetched again, gradients of its widest part."""
+    parts = [part_bytes(shape, letter, row) for letter in layer]
+    again = sum(sum(tensors.values()) for tensors in parts) - kept_bytes(shape, layer, row)
+    return again + max(sum(size for name, size in tensors.items() if name in _WIDE) for tensors in parts) + parts[0]["input"]
+
+
+# Tensors whose gradients are in memory together.
+_WIDE = ("scores", "qkv", "fc1", "activation", "dispatched", "in_proj", "scan")
+
+
+def _attention(shape: Shape, row: Row) -> dict[str, float]:
+    heads, mla = shape.heads / row.tp, shape.mla
+    tensors: dict[str, float] = {"softmax": FP32 * row.tokens * heads}
+    if row.scores_length:
+        tensors["scores"] = heads * row.tokens * row.scores_length * (BF16 + (3 if row.attention_dropout else 0))
+    if mla is None:
+        # More tensor-parallel ranks than key heads: each has a part of a head, and computes with the whole.
+        kv_heads = max(1.0, shape.kv_heads / row.tp)
+        width = shape.head_dim
+        return tensors | {"qkv": BF16 * row.tokens * (heads + 2 * kv_heads) * width, "core": BF16 * row.tokens * heads * width}
+    down = 2 * (mla.query_rank + mla.kv_rank) + mla.rotary
+    return tensors | {
+        "down": BF16 * row.sharded_tokens * down,
+        "qkv": BF16 * row.tokens * heads * (2 * (mla.plain + mla.rotary) + mla.value),
+        "core": BF16 * row.tokens * heads * mla.value,
+    }
+
+
+def _mlp(shape: Shape, row: Row) -> dict[str, float]:
+    width = BF16 * row.tokens * shape.ffn / row.tp
+    return {"fc1": width * shape.fc1_factor, "activation": width}
+
+
+def _experts(shape: Shape, row: Row) -> dict[str, float]:
+    received = row.sharded_tokens * shape.topk * row.etp * row.imbalance
+    width, shared = BF16 * received * shape.expert_ffn / row.etp, BF16 * row.tokens * shape.shared_ffn / row.tp
+    return {
+        # Logits, scores and probabilities in float32.
+        "router": 3 * FP32 * row.sharded_tokens * shape.experts,
+        "dispatched": BF16 * received * (shape.latent or shape.hidden),
+        "fc1": width * shape.fc1_factor,
+        "activation": width,
+        "shared": shared * (shape.fc1_factor + 1),
+    }
+
+
+def _mamba(shape: Shape, row: Row) -> dict[str, float]:
+    inner = BF16 * row.tokens * shape.mamba_inner / row.tp
+    return {"in_proj": BF16 * row.tokens * shape.mamba_projection / row.tp, "scan": 2 * inner}

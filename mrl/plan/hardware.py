@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs that a plan can be made for: usable memory, bandwidth, peak of dense bfloat16 products, and links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Memory is what CUDA reports as total, below the size in the name; rates are those of the data sheet."""
+
+    name: str
+    memory_gib: float
+    bandwidth: float
+    """Bytes a second of its memory."""
+    peak: float
+    """Operations a second of dense bfloat16 products."""
+    link: float
+    """Bytes a second to another GPU of the node, one way."""
+    network: float
+    """Bytes a second to another node, one way: a network card of 400 Gbit/s for each GPU, of 200 Gbit/s with an A100."""
+
+    @property
+    def memory(self) -> float:
+        return self.memory_gib * GIB
+
+
+# Peaks are those of NVIDIA's data sheets without sparsity; a GeForce halves the rate of products that add in float32.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40g", 39.4, 1.555e12, 312e12, 300e9, 25e9),
+        Gpu("a100-80g", 79.2, 2.039e12, 312e12, 300e9, 25e9),
+        Gpu("h100-80g", 79.1, 3.35e12, 989.5e12, 450e9, 50e9),
+        Gpu("h200-141g", 139.8, 4.8e12, 989.5e12, 450e9, 50e9),
+        Gpu("b200-192g", 178.3, 8.0e12, 2250e12, 900e9, 50e9),
+        Gpu("gb200", 184.0, 8.0e12, 2450e12, 900e9, 50e9),
+        Gpu("rtx5090-32g", 31.3, 1.792e12, 209.5e12, 32e9, 3e9),
+    )
+}
+
+
+def local_gpu() -> Gpu | None:
+    """The GPU of this host that is nearest in memory; None where there is none, or the driver does not say."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return None
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        total = int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total)
+    except pynvml.NVMLError:
+        return None
+    return min(GPUS.values(), key=lambda gpu: abs(gpu.memory - total))

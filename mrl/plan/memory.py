@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a run by phase: which rank needs most of its GPU, what a host holds, what the disk holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from conversion.families.common import VllmParallel
+from conversion.schedule import NUM_BUFFERS
+from mrl.config.rules.checks import num_kept_at_most
+from mrl.config.schema.run import RunConfig
+from mrl.phases import PHASES, Phase
+from mrl.plan.activations import BF16, FP32, part_bytes
+from mrl.plan.engine import CacheLayout, cache_layout, profiled_bytes
+from mrl.plan.hardware import GIB, Gpu
+from mrl.plan.inputs import IMBALANCE, Model, num_microbatches, row_of, state_rules
+from mrl.plan.peaks import Stage, logits_bytes, microbatches_in_flight, persistent_bytes, train_peak
+from mrl.plan.states import States, state_bytes
+
+# Outside of torch's allocator: CUDA context, NCCL's buffers, cuDNN. Cards of Megatron-Bridge keep 3 to 6 GB of 80 GB free.
+POLICY_CONTEXT, ENGINE_CONTEXT = 2.5e9, 0.7e9
+# Of vLLM: 1.34 GiB with a model of 35 billion parameters (vLLM issue 50722).
+GRAPHS = 1.34 * GIB
+# Reserved but not allocated, as a share of what is allocated: 2 to 8 % on the cards of Megatron-Bridge.
+SLACK = 0.05
+_WORKSPACE = 32 * 2**20
+# Bytes of a logit without gradient: docs/performance.md, "Memory of log-probabilities".
+_FORWARD_LOGIT = 5
+
+Parts = dict[str, float]
+"""What takes memory -> bytes."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What a colocated or dedicated engine has of its GPU."""
+
+    weights: float
+    activations: float
+    graphs: float
+    cache: float
+    layout: CacheLayout
+
+    def concurrency(self, tokens: int) -> float:
+        """Sequences of that many tokens whose cache fits at once."""
+        return self.layout.concurrency(self.cache, tokens) if self.cache > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The GPU of a policy rank of one pipeline stage, by phase."""
+
+    stage: int
+    phases: dict[Phase, Parts]
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak(self) -> float:
+        return sum(self.phases[self.peak_phase].values())
+
+
+def engine_memory(config: RunConfig, model: Model, gpu: Gpu) -> EngineMemory:
+    """What `gpu_memory_utilization` leaves an engine worker for its cache; the cache is negative if that is too little."""
+    vllm, shape = config.policy.generation.vllm_cfg, model.shape
+    tp, has_mamba = vllm.tensor_parallel_size, shape.mamba_heads > 0
+    element = BF16 if vllm.precision == "bfloat16" else FP32
+    ssm = FP32 if config.policy.generation.vllm_kwargs.get("mamba_ssm_cache_dtype") == "float32" else element
+    cached = element if vllm.kv_cache_dtype == "auto" else BF16
+    layout = cache_layout(
+        shape, tp, element_bytes=cached, ssm_bytes=ssm, shares_prefixes=has_mamba and vllm.enable_prefix_caching is not False
+    )
+    weights = model.engine_bytes(VllmParallel(tp, vllm.expert_parallel_size), vllm.precision)
+    activations = profiled_bytes(shape, tp, batched_tokens=vllm.max_num_batched_tokens, num_seqs=vllm.max_num_seqs)
+    graphs = 0.0 if vllm.enforce_eager else GRAPHS
+    cache = vllm.gpu_memory_utilization * gpu.memory - weights - activations - graphs - ENGINE_CONTEXT
+    return EngineMemory(weights, activations, graphs, cache, layout)
+
+
+def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMemory | None, *, imbalance: float = IMBALANCE) -> RankMemory:
+    """Bytes that a rank of a pipeline stage allocates in each phase."""
+    megatron, shape = config.policy.megatron_cfg, model.shape
+    parallel, states = megatron.parallel, stage_states(config, model, pp_rank)
+    is_last, chunk_tokens = pp_rank == parallel.pp - 1, config.policy.output_chunk_tokens
+    counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config))
+    chunks = [[shape.layers[i] for i in parallel.layers_of(pp_rank, len(shape.layers), chunk)] for chunk in range(parallel.vpp)]
+    stage = Stage(list(zip(chunks, counts, strict=True)), is_last)
+    row, forward_row = (row_of(config, is_training=is_training, imbalance=imbalance) for is_training in (True, False))
+    persistent = persistent_bytes(shape, stage, row, pp=parallel.pp, workspaces=(7 if shape.experts else 3) * _WORKSPACE)
+    has_logits = is_last and config.algorithm != "rm"
+    logits = logits_bytes(shape, stage, row, chunk_tokens=chunk_tokens) if has_logits else 0.0
+    train = train_peak(states, shape, stage, row, logits=logits, persistent=persistent)
+    widest = max(sum(part_bytes(shape, letter, forward_row).values()) for layer in set(shape.layers) for letter in layer)
+    columns = min(chunk_tokens or forward_row.tokens, forward_row.tokens) * shape.vocabulary / row.tp
+    forward = max(widest, _FORWARD_LOGIT * columns if has_logits else 0.0)
+    sleeping = ENGINE_CONTEXT + engine.graphs if engine and config.policy.generation.colocated.enabled else 0.0
+    stays = not config.frees_training_memory
+    phases: dict[Phase, Parts] = {}
+    for phase, residency in PHASES.items():
+        if not config.has_engines and phase in ("generate", "refit"):
+            continue
+        parts = {"weights": states.weights, "buffers": persistent, "outside torch": POLICY_CONTEXT + sleeping}
+        if residency.gradients == "device" or stays:
+            parts["gradients"] = states.gradients
+        if residency.optimizer == "device" or stays:
+            parts["optimizer"] = states.optimizer
+        if residency.activations == "device":
+            is_train = phase == "train"
+            # What the kernels keep is counted in bfloat16.
+            wider = 1 if config.policy.precision == "bfloat16" else 2
+            parts["activations"] = wider * train["activations"] if is_train else 0.0
+            parts["logits or one layer"] = wider * (train["logits or backward"] if is_train else forward)
+        if engine and sleeping and residency.engine_weights == "device":
+            parts["engine weights"] = engine.weights
+        if engine and sleeping and residency.kv_cache == "device":
+            parts |= {"engine activations": engine.activations, "KV cache": max(0.0, engine.cache)}
+        if phase == "refit":
+            # Rounds arrive in one, and are packed in another that holds one round.
+            parts["exchange buffer"] = (1 + 1 / NUM_BUFFERS) * config.policy.refit_buffer_size_gb * 1e9
+        # Cached blocks that torch cannot use are as large as what comes and goes.
+        parts["slack"] = SLACK * sum(parts.get(name, 0.0) for name in ("gradients", "optimizer", "activations", "logits or one layer"))
+        phases[phase] = parts
+    return RankMemory(pp_rank, phases)
+
+
+def all_ranks(config: RunConfig, model: Model, gpu: Gpu, *, imbalance: float = IMBALANCE) -> tuple[list[RankMemory], EngineMemory | None]:
+    """A rank of each pipeline stage, and the engine beside it. Of inner stages with equal layers the first: it keeps most microbatches."""
+    engine = engine_memory(config, model, gpu) if config.has_engines else None
+    parallel, layers = config.policy.megatron_cfg.parallel, model.shape.layers
+    stages: dict[object, int] = {}
+    for stage in range(parallel.pp):
+        mine = sorted(layers[i] for chunk in range(parallel.vpp) for i in parallel.layers_of(stage, len(layers), chunk))
+        stages.setdefault((stage in (0, parallel.pp - 1) and stage, *mine), stage)
+    return [rank_memory(config, model, stage, engine, imbalance=imbalance) for stage in stages.values()], engine
+
+
+def stage_states(config: RunConfig, model: Model, pp_rank: int) -> States:
+    """States of a rank of a pipeline stage."""
+    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank), state_rules(config))
+
+
+def least_peak(rank: RankMemory) -> float:
+    """What the worst phase of a rank needs at the least: without slack."""
+    return max(sum(size for name, size in parts.items() if name != "slack") for parts in rank.phases.values())
+
+
+def host_memory(config: RunConfig, model: Model, states: States) -> Parts:
+    """Bytes of the first node: what leaves its GPUs, a checkpoint's copy that is being written, model files in the page cache, rollouts.
+
+    What leaves at a change of phase goes into one pinned block (`mrl.policy.host_block`), which torch does not round up.
+    """
+    ranks = config.cluster.slots_per_node
+    away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer
+    parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": model.num_parameters * float(BF16)}
+    if config.keeps_reference:
+        parts["weights of the reference"] = states.weights * ranks
+    if config.checkpointing.enabled and config.policy.megatron_cfg.checkpoint.async_save:
+        parts["checkpoint being written"] = checkpoint_bytes(config, model) / config.num_policy_ranks * ranks
+    if config.has_engines:
+        parts["rollouts in Ray's object store"] = rollout_bytes(config)
+    return parts
+
+
+def checkpoint_bytes(config: RunConfig, model: Model) -> float:
+    """Of one checkpoint: weights, and with the optimizer its main parameters and moments in float32."""
+    rules = state_rules(config)
+    has_optimizer = config.checkpointing.save_optimizer and rules.is_trained
+    return float(model.num_parameters * (rules.weight_bytes + (3 * FP32 if has_optimizer else 0)))
+
+
+def disk_bytes(config: RunConfig, model: Model) -> tuple[float, int | None]:
+    """Of all checkpoints that are kept and one being written, and their number; None if that is not bounded: then one is counted."""
+    if not config.checkpointing.enabled:
+        return 0.0, 0
+    kept = num_kept_at_most(config)
+    return checkpoint_bytes(config, model) * ((kept or 1) + 1), kept
+
+
+def rollout_bytes(config: RunConfig) -> float:
+    """Of the rollouts of a step on their way: token id, logprob and mask of each token."""
+    tokens = config.grpo.num_rollouts_per_step * config.policy.max_total_sequence_length if config.has_engines else 0
+    return float(math.ceil(tokens) * 16)

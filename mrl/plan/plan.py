@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a run: memory by phase, bytes, times, and what does not fit; as an object, as lines, and as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.schedule import Link
+from mrl.config.errors import Unprovided
+from mrl.config.model import read_model as read_sizes
+from mrl.config.model import with_value
+from mrl.config.rules.checks import find_problems
+from mrl.config.schema.run import RunConfig
+from mrl.phases import Phase
+from mrl.plan.hardware import GIB, GPUS, Gpu
+from mrl.plan.inputs import IMBALANCE, Model, hub_folder, read_model
+from mrl.plan.memory import (
+    EngineMemory,
+    Parts,
+    RankMemory,
+    all_ranks,
+    checkpoint_bytes,
+    disk_bytes,
+    engine_memory,
+    host_memory,
+    least_peak,
+    rollout_bytes,
+    stage_states,
+)
+from mrl.plan.search import Candidate, Found, search, worst_rank
+from mrl.plan.times import StepTimes, step_times
+from mrl.plan.traffic import Refit, plan_refit
+
+GB = 1e9
+NUM_NEAREST, NUM_BEST = 3, 10
+LARGEST = max(GPUS.values(), key=lambda gpu: gpu.memory)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is predicted to need."""
+
+    config: RunConfig
+    gpu: Gpu
+    model: Model
+    worst: RankMemory
+    misfit: str | None
+    """What does not fit; None if all does."""
+    engine: EngineMemory | None
+    host: Parts
+    """By what holds it, on each node."""
+    refit: Refit | None
+    times: StepTimes
+
+
+def mean_tokens_of(config: RunConfig, given: float | None) -> float:
+    """Tokens of a rollout with its prompt for which times are given: half of the longest unless the user knows better."""
+    return given or config.policy.max_total_sequence_length / 2
+
+
+def with_config_json(config: RunConfig) -> RunConfig:
+    """The config with a folder that holds the model's config.json in place of an id of the Hub."""
+    return with_value(config, "policy.model_name", str(hub_folder(config.policy.model_name)))
+
+
+def problems_of(config: RunConfig) -> list[str]:
+    """What the rules of a config refuse. What this machine lacks is no reason."""
+    return [problem for problem in find_problems(config) if not isinstance(problem, Unprovided)]
+
+
+def make_plan(config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None) -> Plan:
+    """The plan of a config that no rule refuses."""
+    model = read_model(config)
+    engine = engine_memory(config, model, gpu) if config.has_engines else None
+    worst, misfit = worst_rank(config, model, gpu)
+    refit = plan_refit(config, model) if config.has_engines else None
+    times = step_times(config, model, gpu, engine, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
+    return Plan(
+        config, gpu, model, worst, misfit, engine, host_memory(config, model, stage_states(config, model, worst.stage)), refit, times
+    )
+
+
+def search_layouts(config: RunConfig, gpu: Gpu, refit: Refit | None, *, mean_tokens: float | None = None) -> Found:
+    """All layouts of a run on its GPUs."""
+    sizes, model = read_sizes(Path(config.policy.model_name), config.policy.hf_config_overrides), read_model(config)
+    return search(config, sizes, model, gpu, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
+
+
+def prediction(config: RunConfig, gpu: Gpu | None) -> str:
+    """One line for the start of a run. `gpu` is None where it is not known; then the largest of `GPUS` is asked whether all fits.
+
+    Raises:
+        ValueError: a phase does not fit by a clear margin: without slack, and with balanced experts.
+    """
+    asked, model = gpu or LARGEST, read_model(config)
+    least = max(all_ranks(config, model, asked, imbalance=1.0)[0], key=least_peak)
+    if least_peak(least) > asked.memory:
+        parts = {name: size for name, size in least.phases[least.peak_phase].items() if name != "slack"}
+        found = nearest(search_layouts(with_config_json(config), asked, None))
+        fits = "; it fits with: " + "; or ".join(" ".join(one.overrides) for one in found) if found else "; no layout fits on these GPUs"
+        raise ValueError(
+            f"policy.megatron_cfg: phase {least.peak_phase} needs at least {least_peak(least) / GIB:.1f} GiB of a GPU on pipeline stage "
+            f"{least.stage}, and {asked.name} has {asked.memory_gib} GiB: {spell_parts(parts)}{fits}"
+        )
+    worst, _ = worst_rank(config, model, asked)
+    known = f"{gpu.name}: {gpu.memory_gib} GiB" if gpu else "this host has none to compare with; `python -m mrl.plan` takes --gpu"
+    return f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({known})"
+
+
+def predicted_bytes(config: RunConfig, gpu: Gpu | None) -> dict[Phase, float]:
+    """Bytes of a GPU in each phase, on the policy rank that needs most then. Without `generate` where the GPU, which its cache fills, is
+    not known; empty for a run without GPUs."""
+    if not config.cluster.gpus_per_node:
+        return {}
+    ranks, _ = all_ranks(config, read_model(config), gpu or LARGEST)
+    return {phase: max(sum(rank.phases[phase].values()) for rank in ranks) for phase in ranks[0].phases if gpu or phase != "generate"}
+
+
+def spell_parts(parts: Parts) -> str:
+    """Parts of a memory, largest first."""
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(parts.items(), key=lambda item: -item[1]) if size > 0.005 * GIB)
+
+
+def describe(plan: Plan) -> list[str]:
+    """The plan as lines of text. Memory is in GiB, what is moved or stored in GB."""
+    config, gpu, worst = plan.config, plan.gpu, plan.worst
+    stages = config.policy.megatron_cfg.pipeline_model_parallel_size
+    lines = [
+        f"GPU: {gpu.name}, {gpu.memory_gib} GiB usable; {config.num_slots} of them. Model: {plan.model.num_parameters:,} parameters",
+        f"Memory of the fullest policy rank (pipeline stage {worst.stage} of {stages}), GiB; experts of the busiest rank get "
+        f"{IMBALANCE} times the mean:",
+    ]
+    for phase, parts in worst.phases.items():
+        mark = "  <- does not fit" if sum(parts.values()) > gpu.memory else ""
+        lines.append(f"  {phase:<11}{sum(parts.values()) / GIB:6.1f}  {spell_parts(parts)}{mark}")
+    if plan.engine:
+        lines += _engine_lines(plan, plan.engine)
+    held = ", ".join(f"{name} {size / GB:.0f}" for name, size in plan.host.items())
+    lines.append(f"Host memory of the first node, GB: {sum(plan.host.values()) / GB:.0f} ({held})")
+    disk, kept = disk_bytes(config, plan.model)
+    number = "not bounded, one counted" if kept is None else f"{kept} kept"
+    lines.append(f"Checkpoint: {checkpoint_bytes(config, plan.model) / GB:.0f} GB; disk {disk / GB:.0f} GB ({number}, one being written)")
+    if plan.refit:
+        moved = plan.refit.link_bytes
+        per_gpu = ", ".join(f"{moved[link] / config.num_slots / GB:.2f} {name}" for link, name in _LINKS)
+        lines.append(
+            f"Refit, GB a GPU: {per_gpu}; {plan.refit.num_rounds} rounds. Rollouts of a step: {rollout_bytes(config) / GB:.2f} GB at most"
+        )
+    total = plan.times.total
+    lines.append(
+        f"Step with {plan.times.mean_tokens:,.0f} tokens a rollout: {total.low:.1f} to {total.high:.1f} s, mostly {plan.times.bottleneck}"
+    )
+    lines += [f"  {name:<27}{phase.low:7.1f} to {phase.high:7.1f} s" for name, phase in plan.times.phases.items()]
+    return lines
+
+
+_LINKS: tuple[tuple[Link, str], ...] = (("gpu", "from its own memory"), ("node", "within the node"), ("network", "between nodes"))
+
+
+def _engine_lines(plan: Plan, engine: EngineMemory) -> list[str]:
+    config, length = plan.config, plan.config.policy.max_total_sequence_length
+    vllm = config.policy.generation.vllm_cfg
+    fits = engine.concurrency(length)
+    return [
+        f"Engine worker, GiB: {vllm.gpu_memory_utilization * plan.gpu.memory_gib:.1f} = weights {engine.weights / GIB:.2f}, activations "
+        f"{engine.activations / GIB:.1f}, graphs {engine.graphs / GIB:.1f}, context, cache {engine.cache / GIB:.1f}",
+        f"Cache: blocks of {engine.layout.block_tokens} tokens, {engine.layout.block_bytes:,} bytes; {engine.layout.state_blocks} more for "
+        f"a sequence's states; {fits:.1f} sequences of {length:,} tokens fit, max_num_seqs={vllm.max_num_seqs}",
+    ]
+
+
+def describe_candidates(title: str, candidates: list[Candidate]) -> list[str]:
+    """Layouts, one a line."""
+    lines = [title]
+    for found in candidates:
+        sizes = " ".join(f"{name}={value}" for name, value in found.values.items() if value is not None)
+        total = found.times.total
+        lines.append(
+            f"  {sizes}: {found.worst.peak / GIB:.0f} GiB, {total.low:.0f} to {total.high:.0f} s, exchange up to {found.exchange:.1f} s"
+        )
+        lines.append(f"    {' '.join(found.overrides) or '(as configured)'}")
+    return lines
+
+
+def nearest(found: Found) -> list[Candidate]:
+    """The layouts that fit with the fewest keys changed."""
+    return sorted(found.best, key=lambda one: (len(one.overrides), one.times.total.high))[:NUM_NEAREST]
+
+
+def as_data(plan: Plan, found: Found | None = None) -> dict[str, object]:
+    """The plan as plain data: bytes and seconds."""
+    data: dict[str, object] = {
+        "gpu": dataclasses.asdict(plan.gpu),
+        "num_gpus": plan.config.num_slots,
+        "num_parameters": plan.model.num_parameters,
+        "stage": plan.worst.stage,
+        "memory": plan.worst.phases,
+        "fits": plan.misfit is None,
+        "misfit": plan.misfit,
+        "engine": dataclasses.asdict(plan.engine) if plan.engine else None,
+        "host": plan.host,
+        "checkpoint_bytes": checkpoint_bytes(plan.config, plan.model),
+        "refit": dataclasses.asdict(plan.refit) if plan.refit else None,
+        "times": {name: dataclasses.asdict(phase) for name, phase in plan.times.phases.items()},
+        "mean_tokens": plan.times.mean_tokens,
+    }
+    if found:
+        data["layouts"] = [
+            {"overrides": one.overrides, "memory": one.worst.peak, "seconds": dataclasses.asdict(one.times.total), "values": one.values}
+            for one in found.best
+        ]
+        data["refused"] = dict(found.refused)
+    return data

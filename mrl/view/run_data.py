@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page shows of a run, from the files of its folder: plain JSON values, bounded in size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Literal, cast
+
+import yaml
+
+from mrl.phases import PHASES
+from mrl.view.advisories import RULES, Advisory, Facts, advisories, number, silence
+from mrl.view.dumps import list_dumps, read_evaluations, sampled_dumps
+from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLE_KEYS, SAMPLES, Row, read_rows
+from mrl.view.timeline import chosen, list_windows, memory_by_phase, read_timelines
+
+Json = dict[str, object]
+State = Literal["running", "over"]
+
+OWNER = "owner.json"
+ABOUT = "about.json"
+REFIT = "refit.json"
+# The owner touches its file far more often; see mrl.store.ownership.
+OWNER_LEASE_S = 120.0
+MAX_POINTS = 2_000
+NUM_TIMED_STEPS = 20
+SAMPLES_BYTES = 2**19
+NUM_SAMPLES = 48
+
+
+def run_data(folder: Path, *, state: State | None = None, has_rollouts: bool = True) -> Json:
+    """All that the page shows of a run. `state` None: as the owner's file tells it. Without `has_rollouts` only the names of the dumps."""
+    rows, num_torn = read_rows(folder / METRICS, METRIC_KEYS)
+    samples, num_torn_samples = read_rows(folder / SAMPLES, SAMPLE_KEYS, last_bytes=SAMPLES_BYTES)
+    config = read_config(folder / "config.yaml")
+    state = state or owner_state(folder)
+    found = advisories(rows, facts_of(config))
+    if state == "running" and (silent := silence(rows, silent_s=time.time() - newest_change(folder))):
+        found = [silent, *found]
+    dumps, evaluations, windows = list_dumps(folder), read_evaluations(folder), list_windows(folder)
+    timelines = read_timelines(chosen(windows))
+    return {
+        "name": folder.name,
+        "about": about_lines(config, read_json(folder / ABOUT)),
+        "progress": progress_lines(rows, config, folder, state),
+        "health": health(rows, found),
+        "advisories": [asdict(advisory) for advisory in found],
+        "num_torn": num_torn + num_torn_samples,
+        "series": series_of(rows),
+        "samples": samples[-NUM_SAMPLES:],
+        "checkpoints": checkpoints_of(folder),
+        "disk": disk_of(folder),
+        "memory": memory_of(memory_by_phase(timelines), read_json(folder / ABOUT).get("plan")),
+        "refit": read_json(folder / REFIT),
+        "timelines": timelines,
+        # What a live page reads on demand.
+        "timed_steps": [] if has_rollouts else list(windows),
+        "evaluations": [{name: found[name] for name in ("name", "metric", "scores")} for found in evaluations],
+        "dumps": [
+            *({"name": dump.name, "step": dump.step, "split": dump.split} for dump in dumps),
+            *({"name": found["name"], "step": found["name"], "split": "evaluation"} for found in evaluations),
+        ],
+        "rollouts": (sampled_dumps(dumps) if has_rollouts else {}) | {str(found["name"]): found["rows"] for found in evaluations},
+    }
+
+
+def memory_of(measured: Mapping[str, Mapping[str, int]], plan: object) -> list[Json]:
+    """Per phase, the memory that the plan of the run predicts for a GPU, and what ranks were seen to hold."""
+    predicted = plan if isinstance(plan, dict) else {}
+    phases = dict.fromkeys([*PHASES, *predicted, *measured])
+    return [
+        {"phase": phase, "predicted_bytes": predicted.get(phase), **measured.get(phase, {})}
+        for phase in phases
+        if phase in predicted or phase in measured
+    ]
+
+
+def rule_table() -> list[Json]:
+    """The rules with their limits, for the page."""
+    return [
+        {"key": rule.key, "level": rule.level, "rule": f"{rule.what} {'<' if rule.is_below else '>'} {number(rule.limit)}"}
+        for rule in RULES
+    ]
+
+
+def read_config(path: Path) -> Json:
+    """The resolved config, sections within sections; empty if there is no readable one."""
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        config = None
+    return config if isinstance(config, dict) else {}
+
+
+def read_json(path: Path) -> Json:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def setting(config: Mapping[str, object], path: str) -> object:
+    """A value of a config by its dotted name; None if a section on the way is missing."""
+    found: object = config
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def facts_of(config: Json) -> Facts:
+    found = {"num_prompts": setting(config, "grpo.num_prompts_per_step")}
+    if setting(config, "grpo.async_grpo.enabled"):
+        found["max_lag"] = setting(config, "grpo.async_grpo.max_trajectory_age_steps")
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
+def checkpoints_of(folder: Path) -> list[Json]:
+    """The complete checkpoints by step, with the files and bytes of their manifests."""
+    found = []
+    for path in folder.glob("step_*/COMPLETE"):
+        if path.parent.name[5:].isdecimal():
+            files = [entry for entry in read_json(path.with_name("manifest.json")).values() if isinstance(entry, dict)]
+            sizes = [size for entry in files if isinstance(size := entry.get("bytes"), int)]
+            found.append({"step": int(path.parent.name[5:]), "files": len(sizes), "bytes": sum(sizes)})
+    return sorted(found, key=lambda checkpoint: checkpoint["step"])
+
+
+def disk_of(folder: Path) -> Json:
+    usage = shutil.disk_usage(folder)
+    return {"free": usage.free, "total": usage.total}
+
+
+def owner_state(folder: Path) -> State:
+    """Whether a process still writes into the folder, by the file that it touches."""
+    owner = folder / OWNER
+    return "running" if owner.exists() and time.time() - owner.stat().st_mtime < OWNER_LEASE_S else "over"
+
+
+def newest_change(folder: Path) -> float:
+    return max((path.stat().st_mtime for name in (METRICS, "config.yaml") if (path := folder / name).exists()), default=time.time())
+
+
+def series_of(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """Every metric as a column beside `step`, six digits each; of more than `MAX_POINTS` steps every second one, and so on."""
+    stride = -(-len(rows) // MAX_POINTS)
+    kept = [row for index, row in enumerate(rows) if (len(rows) - 1 - index) % stride == 0 or any(name.startswith("val/") for name in row)]
+    names = sorted({name for row in kept for name in row} - {"step"})
+    columns: dict[str, list[float | None]] = {"step": [row["step"] for row in kept]}
+    for name in names:
+        columns[name] = [None if (value := row.get(name)) is None else float(f"{value:.6g}") for row in kept]
+    return columns
+
+
+def about_lines(config: Json, about: Json) -> list[tuple[str, str]]:
+    """Model, layout, data, algorithm and versions, as (name, text)."""
+
+    def of(path: str) -> str:
+        return str(setting(config, path))
+
+    if not config:
+        return []
+    megatron = "policy.megatron_cfg"
+    sizes = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context", "EP": "expert_model"}
+    layout = " x ".join(f"{label}{of(f'{megatron}.{name}_parallel_size')}" for label, name in sizes.items())
+    lines = [
+        ("algorithm", of("algorithm")),
+        ("model", of("policy.model_name")),
+        ("layout", f"{layout}, {of('cluster.num_nodes')} node(s) with {of('cluster.gpus_per_node')} GPUs, {of('policy.precision')}"),
+        ("data", of("data.train.data_path")),
+        ("learning rate", of(f"{megatron}.optimizer.lr")),
+    ]
+    if of("algorithm") == "grpo":
+        lines.append(("step", f"{of('grpo.num_prompts_per_step')} prompts x {of('grpo.num_generations_per_prompt')} rollouts"))
+        is_colocated = setting(config, "policy.generation.colocated.enabled")
+        lines.append(
+            ("engines", f"vLLM, TP{of('policy.generation.vllm_cfg.tensor_parallel_size')}, {'colocated' if is_colocated else 'dedicated'}")
+        )
+    return [*lines, *((name, text) for name, text in about.items() if isinstance(text, str))]
+
+
+def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State) -> list[tuple[str, str]]:
+    """Where the run stands, as (name, text)."""
+    step = int(rows[-1]["step"] or 0) if rows else 0
+    algorithm = str(setting(config, "algorithm"))
+    last = setting(config, f"{algorithm}.max_num_steps")
+    has_last = isinstance(last, int) and last > 0
+    lines = [("state", "running" if state == "running" else "not running"), ("step", f"{step} of {last}" if has_last else str(step))]
+    times = [total for row in rows[-NUM_TIMED_STEPS:] if (total := row.get("time/total")) is not None]
+    if times:
+        step_s = statistics.median(times)
+        lines.append(("step time", f"{number(step_s)} s"))
+        if has_last and state == "running":
+            lines.append(("time left", f"about {timedelta(seconds=round(step_s * max(0, cast(int, last) - step)))}"))
+    saved = checkpoints_of(folder)
+    lines.append(("last checkpoint", f"step {saved[-1]['step']}" if saved else "none"))
+    for what, name in (("accuracy", "val/accuracy"), ("loss", "val/val_loss"), ("loss", "val/validation-default_loss")):
+        points = [(int(row["step"] or 0), value) for row in rows if (value := row.get(name)) is not None]
+        if points:
+            text = f"{points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}"
+            lines.append((f"held-out {what}", text))
+    lines.append(("as of", datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")))
+    return lines
+
+
+def health(rows: Sequence[Row], found: Sequence[Advisory]) -> Json:
+    """`ok`, `look` or `stop`, with the reason in a sentence."""
+    worst = next((advisory for level in ("stop", "look") for advisory in found if advisory.level == level), None)
+    if worst is not None:
+        return {"level": worst.level, "reason": f"{worst.seen[:1].upper()}{worst.seen[1:]}: {worst.causes}."}
+    return {"level": "ok", "reason": "No rule holds." if any(row.get("step") for row in rows) else "No step has finished yet."}

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs a run to be looked at: spans, texts and tokens of rollouts, and its page; writes docs/data/spans.json.
+
+Usage: python -m scripts.bench.spans RUN_FOLDER [--no-record]
+
+All shares are of the run's own fastest step. Its processes wrote their spans while they worked, so that their cost is counted: the number
+of spans of a step times what one costs here and now. The page is opened in a headless Chromium, if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mrl import spans
+from mrl.policy.profile import memory_facts
+from mrl.view.page import page
+from mrl.view.rows import METRIC_KEYS, METRICS, read_rows
+from mrl.view.run_data import run_data
+from mrl.view.timeline import START, list_windows, read_timelines
+from scripts.chromium import find_chromium, open_tab
+from tests.long.record import Row, record
+from tests.unit.view.runs import make_long_run
+
+NUM_CALLS = 5_000
+LONG_STEPS = 1000
+
+
+def seconds_of(call: Callable[[], object], *, count: int = 1) -> float:
+    """Seconds of one call."""
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - started) / count
+
+
+def span_rows(run: Path, step_s: float) -> list[Row]:
+    """Of the busiest process of each kind: its spans in a step, and their share of its time."""
+    with tempfile.TemporaryDirectory() as folder:
+        spans.record_in(Path(folder) / f"x{spans.SUFFIX}")
+        span_s = seconds_of(lambda: spans.add("train_step", time.monotonic(), phase="train", host_bytes=1), count=NUM_CALLS)
+        spans.stop()
+    memory_s = seconds_of(memory_facts, count=NUM_CALLS)
+    windows = [window for step, window in list_windows(run).items() if step != START]
+    counts: dict[str, list[int]] = {}
+    facts: dict[str, list[int]] = {}
+    for timeline in read_timelines(windows).values():
+        for lane in timeline["lanes"]:
+            process = lane["name"].split(":")[0]
+            counts.setdefault(process, []).append(len(lane["spans"]))
+            facts.setdefault(process, []).append(sum("host_bytes" in one[3] for one in lane["spans"]))
+    most: list[tuple[str, float, Row]] = []
+    for process, found in counts.items():
+        spent_s = (sum(found) * span_s + sum(facts[process]) * memory_s) / len(windows)
+        row: Row = {"what": f"spans of {process}", "milliseconds": 1e3 * spent_s, "percent_of_a_step": 100 * spent_s / step_s}
+        most.append((process.rstrip(" 0123456789"), spent_s, row | {"spans_a_step": round(sum(found) / len(windows), 1)}))
+    # Of one kind the last one stays, which is the busiest.
+    return list({kind: row for kind, _, row in sorted(most, key=lambda one: one[:2])}.values())
+
+
+def sample_row(run: Path) -> Row:
+    """Texts and tokens of a median step: what the driver waits for ranks that have the tokens, and what it writes."""
+    windows = [window for step, window in list_windows(run).items() if step != START]
+    spent, shares = [], []
+    for timeline in read_timelines(windows).values():
+        spans_of_driver = next(lane["spans"] for lane in timeline["lanes"] if lane["name"] == "driver")
+        # Each beside its own step: other work on the host slows both.
+        spent.append(sum(length for name, _, length, _ in spans_of_driver if name in ("wait: token_samples", "logging")) / 1e3)
+        shares.append(1e5 * spent[-1] / timeline["length"])
+    return {"what": "texts, tokens and metrics", "milliseconds": statistics.median(spent), "percent_of_a_step": statistics.median(shares)}
+
+
+def page_row(run: Path, what: str) -> Row:
+    """The page as a file: how long it takes to write and to open, and how large it is."""
+    write_s = seconds_of(lambda: page([run_data(run)]))
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.html"
+        report.write_text(page([run_data(run)]), encoding="utf-8")
+        row: Row = {"what": what, "megabytes": report.stat().st_size / 1e6, "seconds_to_write": write_s}
+        if find_chromium() is not None:
+            with open_tab() as tab:
+                row["seconds_to_open"] = seconds_of(
+                    lambda: (tab.open(f"file://{report}"), tab.wait("document.querySelectorAll('.chart canvas').length > 3"))
+                )
+    return row
+
+
+def main(run: Path, *, is_recorded: bool) -> None:
+    """Prints a JSON line for each row."""
+    metrics, _ = read_rows(run / METRICS, METRIC_KEYS)
+    # Other work on the host would make a share of the mean look small.
+    step_s = min(row["time/total"] for row in metrics if "time/total" in row)
+    rows: list[Row] = [{"what": "the run's fastest step", "milliseconds": 1e3 * step_s}, *span_rows(run, step_s), sample_row(run)]
+    rows.append(page_row(run, f"page of its {metrics[-1]['step']} steps"))
+    with tempfile.TemporaryDirectory() as folder:
+        rows.append(
+            page_row(make_long_run(Path(folder) / "run", num_steps=LONG_STEPS), f"page of {LONG_STEPS:,} steps with 110 metrics each")
+        )
+    for row in rows:
+        print(json.dumps(row))
+    if is_recorded:
+        record("spans", rows, command="python -m scripts.bench.spans RUN_FOLDER")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.spans")
+    parser.add_argument("run", type=Path, help="a run folder, for example results/grpo_tiny")
+    parser.add_argument("--no-record", action="store_true", help="write no docs/data/spans.json")
+    options = parser.parse_args()
+    main(options.run, is_recorded=not options.no_record)

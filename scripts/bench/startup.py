@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds from the command of grpo_tiny.yaml to its first step, with one policy rank and with four. Writes docs/data/startup.json.
+
+Usage: python -m scripts.bench.startup [--no-record] [--repeats 3]
+
+The phases are those that every run logs and writes to metrics.jsonl as `time/start/*`. The model is in the cache: it has been used before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from scripts.bench.vs_trl import run
+from tests.long.record import Row, record
+
+TARGETS = {1: 25.0, 4: 40.0}
+"""Seconds on two quiet cores, by policy ranks."""
+ONE_RANK = {
+    "cluster.cpu_units_per_node": 1,
+    "policy.megatron_cfg.tensor_model_parallel_size": 1,
+    "policy.megatron_cfg.expert_model_parallel_size": 1,
+    "policy.megatron_cfg.sequence_parallel": "false",
+}
+ONE_STEP = {
+    "grpo.max_num_steps": 1,
+    "grpo.val_at_start": "false",
+    "grpo.val_at_end": "false",
+    "checkpointing.enabled": "false",
+    "logger.tensorboard_enabled": "false",
+}
+
+
+def main() -> None:
+    """Measures, prints a JSON line per row, and records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    starts: dict[int, list[dict[str, float]]] = {num_ranks: [] for num_ranks in TARGETS}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(sys.executable, "-m", "mrl.prepare", "tiny", folder=folder)
+        # The first pass fills the cache of converted models and the host's page cache.
+        for repeat in range(arguments.repeats + 1):
+            for num_ranks, found in starts.items():
+                start = measure(folder, num_ranks)
+                if repeat:
+                    found.append(start)
+    rows: list[Row] = []
+    for num_ranks, found in starts.items():
+        seconds = [start["s"] for start in found]
+        row: Row = {"policy ranks": num_ranks, "s": round(statistics.median(seconds), 1), "at most": TARGETS[num_ranks]}
+        row["lowest to highest"] = f"{min(seconds):.1f} to {max(seconds):.1f}"
+        for phase in dict.fromkeys(phase for start in found for phase in start if phase != "s"):
+            row[phase.replace("_", " ")] = round(statistics.median(start[phase] for start in found), 1)
+        rows.append(row | {"repeats": arguments.repeats})
+        print(json.dumps(rows[-1]), flush=True)
+    if not arguments.no_record:
+        record("startup", rows, command="python -m scripts.bench.startup")
+
+
+def measure(folder: Path, num_ranks: int) -> dict[str, float]:
+    """Seconds from the command to the header of step 1, as `s`, and those of the phases of the start and of the step."""
+    run_folder = Path(tempfile.mkdtemp(dir=folder))
+    overrides = ONE_STEP | {"checkpointing.checkpoint_dir": run_folder} | (ONE_RANK if num_ranks == 1 else {})
+    started = time.monotonic()
+    run(sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *(f"{key}={value}" for key, value in overrides.items()), folder=folder)
+    all_s = time.monotonic() - started
+    (row,) = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    phases = {name.removeprefix("time/start/"): value for name, value in row.items() if name.startswith("time/start/")}
+    # The rollouts are in both; the rest of the step follows them.
+    phases["first_step"] = row["time/total"] - row["time/generation"] - row["time/reward"]
+    seconds = sum(phases.values())
+    assert seconds <= all_s, "the phases overlap"
+    return {"s": seconds, **phases}
+
+
+if __name__ == "__main__":
+    main()

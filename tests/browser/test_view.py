@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a run in a real Chromium: every tab, hover, filters, what a model writes, and the live view."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.view.__main__ import Runs, server_of
+from mrl.view.page import write_report
+from scripts.chromium import Tab, find_chromium, open_tab
+from tests.unit.view.runs import make_long_run, make_run, rollout, row, write_dump, write_metrics
+
+pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)")
+
+ATTACK = "<img src=https://example.com/x onerror=window.owned=1></pre></script><script>window.owned=1</script>\x1b[2J\u202e"
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with open_tab() as opened:
+        yield opened
+
+
+@pytest.fixture
+def live(tab: Tab, tmp_path: Path) -> Iterator[str]:
+    server = server_of(Runs([make_run(tmp_path / "one"), make_run(tmp_path / "two", num_steps=9)]), 0, "token")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/token/"
+    tab.call("Page.navigate", url="about:blank")
+    server.shutdown()
+    server.server_close()
+
+
+def open_report(tab: Tab, folder: Path, **size: int) -> None:
+    write_report(folder / "report.html")
+    tab.requests.clear()
+    tab.errors.clear()
+    tab.open(f"file://{folder}/report.html", **size)
+
+
+def choose(tab: Tab, label: str, value: str) -> None:
+    tab.evaluate(
+        f"(() => {{ const e = document.querySelector('[aria-label={json.dumps(label)}]'); e.value = {json.dumps(value)}; "
+        "e.dispatchEvent(new Event('change')); })()"
+    )
+
+
+def texts(tab: Tab, selector: str) -> list[str]:
+    found = tab.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)")
+    assert isinstance(found, list)
+    return found
+
+
+def draw_all_tabs(tab: Tab) -> list[str]:
+    names = texts(tab, "nav button")
+    for name in names:
+        tab.evaluate(f"[...document.querySelectorAll('nav button')].find((e) => e.textContent === {json.dumps(name)}).click()")
+        tab.wait(f"document.querySelector('main').dataset.shown === {json.dumps(name.lower())}")
+        assert len(str(tab.evaluate("document.querySelector('main').textContent"))) > 50
+    return names
+
+
+def test_every_tab_is_drawn_without_an_error_and_a_request(tab: Tab, tmp_path: Path):
+    open_report(tab, make_run(tmp_path / "run"))
+    assert draw_all_tabs(tab) == ["Overview", "Rollouts", "Timeline", "Resources"]
+    assert tab.errors == [] and tab.requests == [f"file://{tmp_path}/run/report.html"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "metrics", "titles"),
+    [
+        ("sft", {"val/val_loss": 2.0}, ["Held-out loss", "Loss", "Gradient norm"]),
+        (
+            "dpo",
+            {"train/accuracy": 0.5, "train/rewards_margin_mean": 0.1, "val/validation-default_loss": 0.7},
+            ["Held-out loss", "Preferred answers that win", "Reward margin of the preferred answer", "Loss", "Gradient norm"],
+        ),
+        ("rm", {"train/accuracy": 0.5}, ["Preferred answers that win", "Loss", "Gradient norm"]),
+    ],
+)
+def test_a_run_without_engines_has_the_curves_that_it_has(tab: Tab, tmp_path: Path, algorithm: str, metrics: dict, titles: list[str]):
+    folder = tmp_path / algorithm
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"algorithm: {algorithm}\n{algorithm}: {{max_num_steps: 9}}\npolicy: {{model_name: tiny}}\n")
+    own = {"train/loss": 1.0, "train/grad_norm": 1.0, "time/total": 2.0, "time/train": 1.5}
+    write_metrics(folder, [{"step": step, **own, **metrics} for step in range(1, 4)])
+    open_report(tab, folder)
+    tab.wait("document.querySelector('.chart canvas')")
+    assert texts(tab, ".u-title") == [*titles, "Seconds by phase"] and "3 of 9" in texts(tab, "dd")
+    assert texts(tab, "nav button") == ["Overview", "Resources"] and tab.errors == []
+
+
+def test_a_chart_tells_the_value_under_the_mouse(tab: Tab, tmp_path: Path):
+    open_report(tab, make_run(tmp_path / "run"))
+    tab.wait("document.querySelector('.chart canvas')")
+    tab.move_to(".chart .u-over")
+    # The middle of steps 0 to 5; the rewards of 1 to 5 are 0.11 to 0.15.
+    tab.wait("['0.12', '0.13'].includes(document.querySelector('.chart .u-series:nth-child(2) .u-value').textContent.trim())")
+
+
+def test_a_narrow_screen_needs_no_scrolling_sideways(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    write_metrics(folder, [row(step, **{"performance__policy_training_tokens_per_sec_per_gpu_and_more": 1.0}) for step in range(1, 6)])
+    open_report(tab, folder, width=390, height=800)
+    tab.wait("document.querySelector('.chart canvas')")
+    for name in texts(tab, "nav button"):
+        tab.evaluate(f"document.querySelector('[data-tab={name.lower()}]').click()")
+        assert tab.evaluate("document.documentElement.scrollWidth <= 390"), name
+
+
+def test_rollouts_are_filtered_and_sorted(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=1)
+    rows = [rollout(index, f"answer {index}", finish_reason="length" if index == 3 else "stop") for index in range(6)]
+    write_dump(folder, 1, [*rows, rollout(6, "hidden", masked="timeout: 30 s"), rollout(7, "last")])
+    open_report(tab, folder)
+    tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    assert len(texts(tab, ".card")) == 8 and len(texts(tab, ".group")) == 4
+    choose(tab, "show", "truncated")
+    assert texts(tab, ".card pre") == ["answer 3"]
+    choose(tab, "show", "masked")
+    assert texts(tab, ".card pre") == ["hidden"] and "masked: timeout: 30 s" in texts(tab, ".card small")[0]
+    choose(tab, "show", "all")
+    choose(tab, "text", "answer 4")
+    assert texts(tab, ".card pre") == ["answer 4"]
+    choose(tab, "text", "")
+    choose(tab, "reward from", "0.5")
+    choose(tab, "sort", "reward")
+    assert texts(tab, ".card pre") == ["answer 1", "answer 3", "answer 5", "last"]
+    choose(tab, "reward from", "")
+    choose(tab, "sort", "place")
+    choose(tab, "show", "all")
+
+
+def test_a_rollout_is_shown_token_by_token(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=1)
+    tokens = {"token_ids": [5, 6, 7, 8], "token_texts": ["1+", "<b>", "9", "<eos>"], "token_special": [0, 0, 0, 1]}
+    tokens |= {"token_generated": [0, 1, 0, 1], "token_loss_mask": [0, 1, 0, 0], "token_advantages": [0, 2.0, 0, -1.0]}
+    tokens |= {"token_entropies": [0, 0.25, 0, 2.0]}
+    tokens |= {"generation_logprobs": [0, -0.25, 0, -1.0], "prev_logprobs": [0, -0.5, 0, -1.0]}
+    write_dump(folder, 1, [rollout(0, "plain"), rollout(1, "shown", **tokens)])
+    open_report(tab, folder)
+    tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    tab.evaluate("document.querySelector('[data-tokens]').click()")
+    assert texts(tab, ".token") == ["1+", "<b>", "9", "<eos>"] and texts(tab, ".token.special") == ["<eos>"]
+    assert texts(tab, ".token.given") == ["1+", "9"] and len(texts(tab, ".tokens hr")) == 3
+    tab.move_to(".token:nth-of-type(2)")
+    tab.wait("document.querySelector('.tip').textContent.includes('token 6')")
+    assert texts(tab, ".tip") == [
+        "token 6 at 1 · generator logprob -0.25 · trainer logprob -0.5 · |dlogp| 2.50e-1 · entropy 0.25 · probability 0.7788 · "
+        "advantage 2 · in the loss"
+    ]
+    tone = "getComputedStyle(document.querySelectorAll('.token')[{}]).backgroundColor"
+    assert tab.evaluate(tone.format(1)) != tab.evaluate(tone.format(0)) == "rgba(0, 0, 0, 0)"
+    choose(tab, "colour by", "entropy")
+    faint, strong = (float(str(tab.evaluate(tone.format(index))).rpartition(",")[2].rstrip(")")) for index in (1, 3))
+    assert 0 < faint < strong
+    choose(tab, "colour by", "advantage")
+    assert "220, 38, 38" in str(tab.evaluate(tone.format(3))) and "5, 150, 105" in str(tab.evaluate(tone.format(1)))
+
+
+def test_what_a_model_writes_stays_text(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=1)
+    write_dump(folder, 1, [rollout(0, ATTACK, content=[ATTACK, ATTACK], prompt_id=ATTACK, environment=ATTACK, finish_reason=ATTACK)])
+    open_report(tab, folder)
+    tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    tab.wait("document.querySelector('.card pre')")
+    assert texts(tab, ".card pre") == [ATTACK] and texts(tab, ".prompt") == [ATTACK]
+    assert tab.evaluate("window.owned === undefined && document.querySelectorAll('main img, main script').length === 0")
+    assert tab.errors == [] and len(tab.requests) == 1
+
+
+def test_a_script_that_enters_the_page_does_not_run(tab: Tab, tmp_path: Path):
+    """The second wall: the page's security policy, should a text ever become markup."""
+    open_report(tab, make_run(tmp_path / "run"))
+    tab.evaluate("(() => { document.querySelector('main').innerHTML = '<img src=https://example.com/x onerror=window.owned=1>'; })()")
+    tab.evaluate("(() => { const s = document.createElement('script'); s.textContent = 'window.owned=1'; document.body.append(s); })()")
+    assert tab.evaluate("new Promise((done) => setTimeout(() => done(window.owned === undefined), 300))")
+    assert any("Content Security Policy" in error for error in tab.errors)
+
+
+def test_the_live_view_follows_a_run_and_lays_runs_over_each_other(tab: Tab, live: str, tmp_path: Path):
+    tab.requests.clear()
+    tab.open(live)
+    tab.wait("document.querySelector('.chart canvas')")
+    assert "one train/reward" in texts(tab, ".chart .u-label") and "two train/reward" in texts(tab, ".chart .u-label")
+    assert "5 of 50" in texts(tab, "dd")
+    write_metrics(tmp_path / "one", [row(step) for step in range(1, 13)])
+    tab.wait("[...document.querySelectorAll('dd')].some((e) => e.textContent === '12 of 50')")
+    tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    tab.wait("document.querySelectorAll('.card').length === 8")
+    choose(tab, "step", "train_data_step2")
+    tab.wait("document.querySelector('.card pre')?.textContent === 'answer 0 of step 2'")
+    choose(tab, "run", "1")
+    tab.evaluate("document.querySelector('[data-tab=timeline]').click()")
+    choose(tab, "step", "5")
+    tab.wait("document.querySelectorAll('.lane:not(.ticks) .bar').length === 7")
+    assert {request.split("?")[0].removeprefix(live).split("/")[0] for request in tab.requests} <= {
+        "",
+        "data",
+        "rollouts",
+        "timeline",
+        "favicon.ico",
+    }
+    assert f"{live}timeline/1/5" in tab.requests
+
+
+def test_a_zoom_outlives_what_a_live_page_learns(tab: Tab, live: str, tmp_path: Path):
+    tab.open(live)
+    tab.wait("document.querySelector('.chart canvas')")
+    tab.evaluate("charts[0][0].setScale('x', { min: 2, max: 4 })")
+    write_metrics(tmp_path / "one", [row(step) for step in range(1, 13)])
+    tab.wait("[...document.querySelectorAll('dd')].some((e) => e.textContent === '12 of 50')")
+    tab.wait("charts.length && charts[0][0].scales.x.min === 2 && charts[0][0].scales.x.max === 4")
+    tab.evaluate("charts[0][0].over.dispatchEvent(new MouseEvent('dblclick'))")
+    tab.wait("state.zoom === null && charts[0][0].scales.x.max === 12")
+
+
+def test_a_timeline_tells_who_works_and_who_waits(tab: Tab, tmp_path: Path):
+    open_report(tab, make_run(tmp_path / "run"))
+    tab.evaluate("document.querySelector('[data-tab=timeline]').click()")
+    assert texts(tab, ".lanes .lane:not(.ticks) > small") == ["driver", "policy rank 0", "policy rank 1", "engine 0", "rewards: math"]
+    assert texts(tab, ".lane:nth-child(2) .bar") == ["step", "generation", "wait: train_step"] and texts(tab, ".bar.waits") == [
+        "wait: train_step"
+    ]
+    tab.move_to(".lane:nth-child(4) .bar")
+    tab.wait("document.querySelector('.tip').textContent.startsWith('policy rank 1: train_step')")
+    assert texts(tab, ".tip") == [
+        "policy rank 1: train_step, 250 ms from 600 ms on · phase train · host bytes 1 GB · gpu peak bytes 1 GB · gpu used bytes 3 GB"
+    ]
+    # The newest step lasts as long as what was recorded of it; its engine works for a half of that.
+    assert [row for row in texts(tab, "main > div > table tbody tr") if row.startswith("engine")] == ["engine 0450 ms50 %450 ms"]
+    choose(tab, "step", "2")
+    tab.evaluate("timed.zoom = [0, 100000]; draw()")
+    assert texts(tab, ".lane:not(.ticks) .bar") == ["step", "generation", "generate"]
+    found = tab.evaluate("traceOf(2, run().timelines[2])")
+    assert isinstance(found, dict) and {(event["name"], event["ts"]) for event in found["traceEvents"] if event["ph"] == "X"} >= {
+        ("train_step", 2_600_000), ("score", 2_300_000)}  # fmt: skip
+    tab.evaluate("save(2, run().timelines[2])")
+    assert tab.errors == [] and len([request for request in tab.requests if not request.startswith("blob:")]) == 1
+
+
+def test_the_schedule_of_a_refit_is_a_matrix(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    write_metrics(folder, [row(step, refit__seconds=0.1, refit__verified_bytes=4000, refit__weight_version=step) for step in range(1, 6)])
+    open_report(tab, folder)
+    tab.evaluate("document.querySelector('[data-tab=weights]').click()")
+    assert texts(tab, ".matrix td") == ["2 kB", "", "1 kB", "1 kB"]
+    tones = [tab.evaluate(f"getComputedStyle(document.querySelectorAll('.matrix td')[{index}]).backgroundColor") for index in range(3)]
+    assert len(set(tones)) == 3 and tones[1] == "rgba(37, 99, 235, 0)"
+    text = str(tab.evaluate("document.querySelector('main').textContent"))
+    assert (
+        "3 kB from a worker's own GPU, 1 kB from other GPUs of its node, 0 B from other nodes" in text
+        and "4 kB stayed as they were" in text
+    )
+
+
+def test_every_tab_of_a_page_of_a_thousand_steps_is_drawn(tab: Tab, tmp_path: Path):
+    open_report(tab, make_long_run(tmp_path / "run"))
+    assert draw_all_tabs(tab) == ["Overview", "Rollouts", "Timeline", "Resources"] and tab.errors == []

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models with Transformer Engine's layers compute on the CPU: its Python around kernels of plain torch, beside transformers.
+
+Each kernel is called through the signature of the function or method that Transformer Engine has in its place. A process of its own, which
+takes Transformer Engine's folder and an empty one, and prints rows of JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conversion.files.safetensors import fill_layout
+from tests import models
+from tests.parity import Parity, hf_scores
+from tests.rehearsal.gpu_host import Rank, as_rank, become_gpu_host
+
+CASES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mixtral": {},
+    "nemotron_h": dict(moe_latent_size=32),
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": dict(mlp_only_layers=[1]),
+}
+"""By model_type: what is changed of tests.models.TINY."""
+FUSED = tuple(f"policy.megatron_cfg.{key}=true" for key in ("moe_permute_fusion", "apply_rope_fusion", "activation_checkpointing"))
+ATTENTION, LINEAR = "DotProductAttention.forward", "Linear.forward"
+ROTARY, PERMUTE, UNPERMUTE = "apply_rotary_pos_emb", "moe_permute_with_probs", "moe_unpermute"
+SORT = "moe_sort_chunks_by_index"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model."""
+
+    model_type: str
+    num_tokens: int
+    num_excluded: int
+    num_wrong: int
+    max_difference: float
+    """Of logprobs of tokens, from transformers'."""
+    without_gradient: list[str]
+    """Trained weights, but experts, that a backward pass leaves without a gradient."""
+    kernels: list[str]
+    """That Megatron has called."""
+
+
+Kernel = Callable[[SimpleNamespace], object]
+
+
+def kernels() -> dict[str, tuple[object, str, Kernel]]:
+    """By name: where Megatron finds it, under which name, and what computes instead, from the arguments by Transformer Engine's names."""
+    import transformer_engine.pytorch as te
+    from megatron.core import parallel_state
+    from megatron.core.extensions import transformer_engine as extension
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    from mrl.policy.packed import packed_attention
+
+    def norm_of(module: torch.nn.Module, inp: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(inp, inp.shape[-1:], weight, cast(float, module.eps))
+
+    def linear(given: SimpleNamespace) -> Tensor:
+        return F.linear(given.inp, given.self.weight, given.self.bias if given.self.use_bias else None)
+
+    def norm_linear(given: SimpleNamespace) -> Tensor:
+        assert given.self.normalization == "RMSNorm"
+        given.inp = norm_of(given.self, given.inp, given.self.layer_norm_weight)
+        return linear(given)
+
+    def grouped_linear(given: SimpleNamespace) -> Tensor:
+        parts = given.inp.split(list(map(int, given.m_splits)))
+        return torch.cat([F.linear(part, getattr(given.self, f"weight{index}")) for index, part in enumerate(parts)])
+
+    def attention(given: SimpleNamespace) -> Tensor:
+        assert given.qkv_format == "thd" and given.attn_mask_type == "padding_causal"
+        query, key, value = given.query_layer, given.key_layer, given.value_layer
+        return packed_attention(query, key, value, given.cu_seqlens_q, scale=given.self.softmax_scale).flatten(1)
+
+    def rotary(given: SimpleNamespace) -> Tensor:
+        assert given.tensor_format == "thd" and given.fused and (given.cp_size, given.cp_rank) == (1, 0)
+        group = parallel_state.get_context_parallel_group()
+        return rope_utils._apply_rotary_pos_emb_thd(given.t, given.cu_seqlens, given.freqs, given.interleaved, cp_group=group)
+
+    def permute(given: SimpleNamespace) -> object:
+        return moe_utils.permute(given.inp, given.routing_map, given.probs, given.num_out_tokens)
+
+    def unpermute(given: SimpleNamespace) -> Tensor:
+        return moe_utils.unpermute(given.inp, given.row_id_map, given.restore_shape, given.merging_probs)
+
+    def sort_with_probs(given: SimpleNamespace) -> object:
+        return moe_utils.sort_chunks_by_idxs(given.inp, given.split_sizes, given.sorted_index, given.probs)
+
+    def sort(given: SimpleNamespace) -> Tensor:
+        return moe_utils.sort_chunks_by_idxs(given.inp, given.split_sizes, given.sorted_index)[0]
+
+    return {
+        LINEAR: (te.Linear, "forward", linear),
+        "LayerNormLinear.forward": (te.LayerNormLinear, "forward", norm_linear),
+        "GroupedLinear.forward": (te.GroupedLinear, "forward", grouped_linear),
+        "RMSNorm.forward": (te.RMSNorm, "forward", lambda given: norm_of(given.self, given.input, given.self.weight)),
+        ATTENTION: (te.DotProductAttention, "forward", attention),
+        ROTARY: (extension, "apply_rotary_pos_emb", rotary),
+        PERMUTE: (moe_utils, "fused_permute_with_probs", permute),
+        UNPERMUTE: (moe_utils, "fused_unpermute", unpermute),
+        SORT: (moe_utils, "fused_sort_chunks_by_index", sort),
+        f"{SORT}_with_probs": (moe_utils, "fused_sort_chunks_by_index_with_probs", sort_with_probs),
+    }
+
+
+def replace_kernels(called: set[str]) -> None:
+    """Puts the kernels in. A call notes its name in `called`, and raises TypeError where its arguments do not fit the signature."""
+
+    def bound(name: str, original: Callable[..., object], kernel: Kernel) -> Callable[..., object]:
+        signature = inspect.signature(original)
+
+        def call(*args: object, **kwargs: object) -> object:
+            arguments = signature.bind(*args, **kwargs)
+            arguments.apply_defaults()
+            called.add(name)
+            return kernel(SimpleNamespace(**arguments.arguments))
+
+        return call
+
+    for name, (owner, attribute, kernel) in kernels().items():
+        setattr(owner, attribute, bound(name, getattr(owner, attribute), kernel))
+
+
+def rows(folder: Path) -> Iterator[Row]:
+    # Its package imports Megatron.
+    from mrl.policy.logprobs import TokenDistribution
+    from mrl.policy.step import _forward, compute_logprobs
+    from tests.stack.policy.policy_ranks import pack_rows, plan_of, rollouts, run_config
+
+    called: set[str] = set()
+    replace_kernels(called)
+    for model_type, changed in CASES.items():
+        called.clear()
+        model = models.tiny_model(model_type, 0, **changed)
+        model.save_pretrained(folder / model_type)
+        config = run_config(folder / model_type, "one", *FUSED)
+        hf_config = json.loads((folder / model_type / "config.json").read_text())
+        with as_rank(config.policy, 0, 1):
+            built = Rank(config.policy, hf_config, "cpu")
+            fill_layout(folder / model_type, built.layout, built.tensors)
+            packed = pack_rows(config.policy, plan_of("balanced", 1)[0][0])
+            distribution = TokenDistribution.of(config.policy, hf_config["vocab_size"], is_sampled=True)
+            logprobs = compute_logprobs(built.chunks, packed, distribution)
+            parity, sequences = Parity(), rollouts()
+            for row, logprobs_T in zip(packed, logprobs, strict=True):
+                for place, index in enumerate(row.sequence_indices):
+                    rollout = sequences[index][1]
+                    start = int(row.cu_seqlens[place]) + len(rollout.request.token_ids) - 1
+                    ours = logprobs_T[start : start + len(rollout.token_ids)].numpy()
+                    parity.add(ours, hf_scores(model, rollout.request.token_ids, rollout.token_ids.tolist()))
+            # Layers are computed again on the way back, as the packaged runs have it.
+            for row in packed:
+                _forward(built.chunks[0], row).square().sum().backward()
+            weights = dict(built.chunks[0].module.named_parameters())
+            # No token may have chosen an expert.
+            zero = [
+                name for name, weight in weights.items() if ".experts." not in name and weight.requires_grad and not weight.main_grad.any()
+            ]
+            yield Row(model_type, **asdict(parity), without_gradient=zero, kernels=sorted(called))
+
+
+if __name__ == "__main__":
+    become_gpu_host(Path(sys.argv[1]), "cpu")
+    for found in rows(Path(sys.argv[2])):
+        print(json.dumps(asdict(found)), flush=True)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family's Megatron model with Transformer Engine's layers, on the meta device, against the conversion tables.
+
+A process of its own, which takes Transformer Engine's folder and an empty one, and prints rows of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from mrl.config.load import load_config
+from mrl.config.schema.run import RunConfig
+from tests import models
+from tests.rehearsal.gpu_host import Rank, as_rank, become_gpu_host
+from tests.sources import ROOT
+
+PUBLISHED = {"grpo_nanov3.yaml": "nemotron3_nano_30b_a3b", "grpo_qwen3_30ba3b.yaml": "qwen3_30b_a3b"}
+"""A model of scripts/bench/models for each packaged config: at its full size, in its own layout."""
+TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "llama": ("llama", {}),
+    "mixtral": ("mixtral", {}),
+    "nemotron_h": ("nemotron_h", dict(hybrid_override_pattern="MEM*-EME", num_hidden_layers=8)),
+    "nemotron_h, latent experts": ("nemotron_h", dict(hybrid_override_pattern="MEM*-EME", num_hidden_layers=8, moe_latent_size=32)),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", dict(tie_word_embeddings=True)),
+    "qwen3": ("qwen3", dict(tie_word_embeddings=False)),
+    "qwen3, tied": ("qwen3", dict(tie_word_embeddings=True)),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, a dense layer": ("qwen3_moe", dict(mlp_only_layers=[1])),
+}
+BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true", "policy.megatron_cfg.optimizer.params_dtype=bfloat16")
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank of one model in one layout."""
+
+    case: str
+    layout: str
+    rank: int
+    num_weights: int
+    fault: str
+    """How the live model differs from the conversion table; empty where it does not."""
+
+
+def layouts(model_type: str) -> list[str]:
+    """Names of layouts of tests.stack.policy.policy_ranks that a family has."""
+    if model_type == "nemotron_h":
+        return ["one", "tp2 sp pp2 ep2", "tp2 sp ep2 etp2"]
+    return ["one", "pp2 vpp2", *(("tp2 sp pp2 ep2", "tp2 sp ep2 etp2") if model_type in WITH_EXPERTS else ("tp2 sp pp2",))]
+
+
+def fault_of(config: RunConfig, hf_config: dict[str, object], case: str, layout: str, rank: int, world_size: int) -> Row:
+    """Builds the rank, up to its optimizer."""
+    with as_rank(config.policy, rank, world_size):
+        try:
+            built = Rank(config.policy, hf_config, "meta")
+        except (KeyError, RuntimeError) as error:
+            return Row(case, layout, rank, 0, f"{type(error).__name__}: {error}")
+        return Row(case, layout, rank, len(built.tensors), "")
+
+
+def rows(folder: Path) -> Iterator[Row]:
+    """The published models on the first and the last rank of each pipeline stage, tiny ones on every rank of their layouts."""
+    # Its package imports Megatron.
+    from tests.stack.policy.policy_ranks import LAYOUTS, run_config
+
+    for config_file, name in PUBLISHED.items():
+        hf_config = json.loads((ROOT / f"scripts/bench/models/{name}.config.json").read_text())
+        config = load_config(config_file, [f"policy.model_name={_folder(folder / name, hf_config)}"])
+        world, stages = config.num_policy_ranks, config.policy.megatron_cfg.pipeline_model_parallel_size
+        for rank in (edge for stage in range(stages) for edge in (stage * world // stages, (stage + 1) * world // stages - 1)):
+            yield fault_of(config, hf_config, name, config_file, rank, world)
+    for index, (case, (model_type, changed)) in enumerate(TINY.items()):
+        hf_config = AutoConfig.for_model(model_type, **{**models.TINY[model_type], **changed}).to_dict()
+        model_folder = _folder(folder / str(index), hf_config)
+        for layout in layouts(model_type):
+            config = run_config(model_folder, layout, *BF16)
+            for rank in range(LAYOUTS[layout][0]):
+                yield fault_of(config, hf_config, case, layout, rank, LAYOUTS[layout][0])
+
+
+def _folder(folder: Path, hf_config: Mapping[str, object]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    return folder
+
+
+if __name__ == "__main__":
+    become_gpu_host(Path(sys.argv[1]), "meta")
+    for found in rows(Path(sys.argv[2])):
+        print(json.dumps(asdict(found)), flush=True)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's models with Transformer Engine's layers, as GPU hosts build them: their weights are those of the tables, their calls fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conversion.families.registry import FAMILIES
+from tests.rehearsal import te_calls
+from tests.rehearsal.children import rows_of
+from tests.rehearsal.te_calls import ATTENTION, CASES, LINEAR, PERMUTE, ROTARY, SORT, UNPERMUTE
+from tests.rehearsal.te_models import TINY, Row, layouts
+
+DENSE = {ATTENTION, LINEAR, "LayerNormLinear.forward", "RMSNorm.forward"}
+EXPERTS = {"GroupedLinear.forward", PERMUTE, UNPERMUTE, SORT, f"{SORT}_with_probs"}
+
+
+@pytest.fixture(scope="module")
+def rows(transformer_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return [Row(**row) for row in rows_of("te_models", transformer_engine, tmp_path_factory.mktemp("models"))]
+
+
+def test_weights_of_every_family_are_those_of_its_table(rows: list[Row]):
+    assert {model_type for model_type, _ in TINY.values()} == {name for name, found in FAMILIES.items() if found.can_train}
+    assert [f"{row.case}, {row.layout}, rank {row.rank}: {row.fault}" for row in rows if row.fault] == []
+    seen = {(row.case, row.layout) for row in rows}
+    assert seen >= {(case, layout) for case, (model_type, _) in TINY.items() for layout in layouts(model_type)}
+    assert {row.layout for row in rows} >= {"grpo_nanov3.yaml", "grpo_qwen3_30ba3b.yaml"}
+    assert all(row.num_weights for row in rows)
+
+
+def test_calls_of_kernels_fit_and_give_what_transformers_computes(transformer_engine: Path, tmp_path: Path):
+    rows = [te_calls.Row(**row) for row in rows_of("te_calls", transformer_engine, tmp_path)]
+    assert [row.model_type for row in rows] == list(CASES) == sorted(name for name, found in FAMILIES.items() if found.can_train)
+    for row in rows:
+        assert row.num_tokens >= 100 and row.num_excluded <= 1 and row.num_wrong == 0, row
+        assert row.without_gradient == [], row
+        rotary = set() if row.model_type == "nemotron_h" else {ROTARY}
+        experts = EXPERTS if row.model_type in ("mixtral", "nemotron_h", "qwen3_moe") else set()
+        assert set(row.kernels) == DENSE | rotary | experts, row

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward actors on two nodes of a real Ray cluster: they share a batch, and one that dies is started again and asked again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
+from ray.cluster_utils import Cluster
+
+from mrl.cluster.payload import PayloadRef, describe, pack
+from mrl.cluster.rewards import Rewards
+from mrl.cluster.runtime import placed_slots
+from mrl.config.load import load_config
+from mrl.types import Prompt, Rollout, RolloutInfo
+from tests.rollouts import request
+from tests.sources import ROOT
+from tests.stack.loop.conftest import SMALL, write_inputs
+
+NUM_ROLLOUTS = 24
+# Slow, and far within the deadline of one. Of an actor the only child has 12 of them.
+SLOW = """
+import time
+def slow(response, reference_answer):
+    time.sleep(0.4)
+    return int(response) + float(reference_answer)
+"""
+OVERRIDES = [
+    *SMALL,
+    "cluster.num_nodes=2",
+    "cluster.cpu_units_per_node=1",
+    "++env.own.functions.slow=slow_rewards:slow",
+    # Less than the batch takes: what waits for a child is no failure.
+    "deadlines.reward_s=2",
+]
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "slow_rewards.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    # An earlier test of this process may have had a cluster, whose token is gone.
+    (token := tmp_path / "token").write_text(secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    AuthenticationTokenLoader.instance().reset_cache()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
+    yield
+    cluster.shutdown()
+
+
+def batch(first: int) -> tuple[list[RolloutInfo], list[Prompt], dict[str, float]]:
+    """Rollouts that say numbers, their prompts, and the rewards that they deserve, by request id."""
+    rollouts = []
+    for number in range(first, first + NUM_ROLLOUTS):
+        ids = np.frombuffer(str(number).encode(), dtype=np.uint8).astype(np.int32)
+        rollouts.append(Rollout(request([1], prompt_id=f"p{number}"), 1, ids, np.zeros(len(ids), np.float32), "stop"))
+    payload = ray.put(pack(rollouts))
+    infos = [describe(rollout, PayloadRef(payload, place)) for place, rollout in enumerate(rollouts)]
+    prompts = [Prompt(info.prompt_id, (1,), "say a number", "0.5", "slow") for info in infos]
+    return infos, prompts, {info.request_id: number + 0.5 for number, info in enumerate(infos, start=first)}
+
+
+def node_and_pid(actor) -> tuple[str, int]:
+    return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+@pytest.mark.timeout(240)
+def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
+    two_nodes: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *OVERRIDES])
+    with placed_slots(config) as placement, caplog.at_level(logging.INFO):
+        rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
+        rewards.wait_until_built()
+        assert "Rewards, on 2 nodes: an actor a node; workers on a node of" in caplog.text and "slow 1" in caplog.text
+        before = rewards.apply(node_and_pid, deadline_s=60.0)
+        assert len({node for node, _ in before}) == 2
+        infos, prompts, expected = batch(10)
+        rewards.submit(infos, prompts)
+        # Each has half of them, and has begun.
+        assert [sum(info.request_id in mine for info in infos) for mine in rewards.book._unfinished] == [12, 12]
+        rewards.apply(node_and_pid, deadline_s=60.0)
+        os.kill(before[1][1], signal.SIGKILL)
+        verdicts, seconds = rewards.collect(list(expected))
+        assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
+        assert all(verdict.is_valid for verdict in verdicts.values())
+        assert rewards.book.num_restarts == 1 and "reward actor 1 died during" in caplog.text
+        metrics = rewards.take_metrics()
+        assert metrics["rollout/reward_wait_max_s"] > config.deadlines.reward_s < seconds
+        assert 0 < metrics["rollout/reward_wait_s"] < metrics["rollout/reward_wait_max_s"]
+        assert (metrics["rollout/reward_queue_max"], metrics["rollout/reward_restarts"]) == (12, 1)
+
+        after = rewards.apply(node_and_pid, deadline_s=60.0)
+        assert [node for node, _ in after] == [node for node, _ in before] and after[0] == before[0] and after[1] != before[1]
+        # Warns whenever it looks, also beside the last verdict.
+        rewards.deadline_s = 0.0
+        infos, prompts, expected = batch(50)
+        rewards.submit(infos, prompts)
+        verdicts, _ = rewards.collect(list(expected))
+        assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
+        assert rewards.take_metrics()["rollout/reward_restarts"] == 1

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's side of checkpoints, with ranks that write and read small files: what it asks of them, and what it reads itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from conversion.files.manifest import FileRecord, file_record
+from conversion.files.reading import find_difference
+from mrl.loop.saving import CheckpointSaver
+from mrl.policy.reports import WriteReport
+from mrl.store.run_folder import RunFolder
+from mrl.types import RunState
+from tests.unit.store.test_run_folder import config
+
+if TYPE_CHECKING:
+    from mrl.cluster.session import Session
+
+NUM_RANKS = 2
+
+
+class Ranks:
+    """`PolicyGroup`, as the saver sees it."""
+
+    world_size = NUM_RANKS
+
+    def __init__(self) -> None:
+        self.hashed: list[tuple[int, str]] = []
+        """Rank and file, in order."""
+        self.loaded: list[Path] = []
+        self.wrote: Path | None = None
+
+    def call(self, verb: Callable, *arguments: Path, deadline_s: float) -> dict[int, object]:
+        return {rank: getattr(self, verb.__name__)(rank, *arguments) for rank in range(NUM_RANKS)}
+
+    def call_each(self, verb: Callable, arguments: dict[int, tuple], *, deadline_s: float) -> dict[int, object]:
+        return {rank: getattr(self, verb.__name__)(rank, *mine) for rank, mine in arguments.items()}
+
+    def begin_save(self, rank: int, weights: Path) -> str:
+        self.wrote = weights
+        (weights / "iter_0000000").mkdir(exist_ok=True)
+        (weights / "iter_0000000" / f"__{rank}_0.distcp").write_bytes(bytes([rank]) * 100)
+        return ""
+
+    def finish_save(self, rank: int, timeout_s: float) -> WriteReport:
+        assert self.wrote is not None
+        name = f"iter_0000000/__{rank}_0.distcp"
+        return WriteReport({name: file_record(self.wrote / name)}, 0.0)
+
+    def find_damage(self, rank: int, shards: dict[Path, str]) -> str:
+        self.hashed += [(rank, path.name) for path in shards]
+        return find_difference(shards)
+
+    def load_checkpoint(self, rank: int, weights: Path) -> None:
+        self.loaded.append(weights)
+
+
+class Attempt:
+    """An attempt in the run folder of a test."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder, self.ranks = folder, Ranks()
+        session = SimpleNamespace(policies=self.ranks, saving=nullcontext)
+        self.saver = CheckpointSaver(folder.config, folder, cast("Session", session))
+        self.newest = folder.newest_checkpoint()
+
+    def train(self, step: int) -> RunState:
+        self.folder.ledger.take(step, [(0, f"p:{step}")])
+        self.folder.ledger.train(step, [(0, f"p:{step}")])
+        self.folder.log_metrics(step, {"train/loss": float(step)})
+        return RunState(step=step)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Iterator[Callable[[], Attempt]]:
+    """Starts attempts, the first after two steps that have been saved."""
+    (tmp_path / "model").mkdir()
+    run = config(tmp_path)
+    run.checkpointing.metric_name, run.checkpointing.save_period = None, 1
+
+    def start() -> Attempt:
+        folder = RunFolder(run)
+        folder.open()
+        return Attempt(folder)
+
+    first = start()
+    for step in (1, 2):
+        first.saver.begin(first.train(step))
+        first.saver.finish()
+    with first.folder:
+        pass
+    yield start
+
+
+def refuse_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver has no minutes to hash what hundreds of ranks wrote."""
+
+    def slow(path: Path, **_: object) -> FileRecord:
+        assert not path.name.endswith(".distcp"), f"the driver hashes {path}"
+        return file_record(path)
+
+    monkeypatch.setattr("conversion.files.reading.sha256_file", lambda path: slow(path).sha256)
+    monkeypatch.setattr("mrl.store.checkpoints.sha256_file", lambda path: slow(path).sha256)
+    monkeypatch.setattr("mrl.store.checkpoints.file_record", slow)
+
+
+def flip(folder: Path, rank: int) -> None:
+    shard = folder / "policy/weights/iter_0000000" / f"__{rank}_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[50] ^= 1
+    shard.write_bytes(content)
+
+
+def test_a_signal_costs_no_look_at_what_has_been_saved(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):
+    now = attempt()
+    refuse_shards(monkeypatch)
+    monkeypatch.setattr(now.ranks, "find_damage", lambda rank, shards: "")
+    state = now.saver.load(now.newest, last_step=9)
+    assert state.step == 2 and now.folder.ledger.state.trained.keys() == {1, 2}
+    now.saver.save_last(state)
+    assert now.ranks.wrote is None, "the step has been saved"
+    now.saver.save_last(now.train(3))
+    assert now.ranks.wrote is not None and (now.folder.path / "step_3" / "COMPLETE").exists()
+    now.ranks.wrote = None
+    now.saver.save_last(RunState(step=3))
+    assert now.ranks.wrote is None
+
+
+def test_every_rank_hashes_its_own_shard_and_the_driver_none(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        refuse_shards(patch)
+        now = attempt()
+    now.saver.load(now.newest, last_step=9)
+    assert now.ranks.hashed == [(0, "__0_0.distcp"), (1, "__1_0.distcp")]
+    assert now.newest is not None and [len(share) for share in now.newest.shards(1)] == [2]
+    assert [len(share) for share in now.newest.shards(4)] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_goes_on_before_the_shard_that_a_rank_finds_damaged(
+    attempt: Callable[[], Attempt], caplog: pytest.LogCaptureFixture, rank: int
+):
+    now = attempt()
+    path = now.folder.path
+    flip(path / "step_2", rank)
+    state = now.saver.load(now.newest, last_step=9)
+    assert state.step == 1 and now.ranks.loaded == [path / "step_1/policy/weights"] * NUM_RANKS
+    assert f"passing over {path / 'step_2'}" in caplog.text and f"__{rank}_0.distcp does not have the manifest's sha256" in caplog.text
+    assert now.folder.ledger.state.trained.keys() == {1}
+    now.folder.log_metrics(2, {"train/loss": 7.0})
+    assert [line.count('"train/loss"') for line in (path / "metrics.jsonl").read_text().splitlines()] == [1, 1]
+    # The damaged step has a marker, and is saved again.
+    now.saver.save_last(now.train(2))
+    assert now.folder.checkpoints.newest(with_shards=True) == now.newest
+
+
+def test_without_a_whole_checkpoint_a_run_starts_anew(attempt: Callable[[], Attempt]):
+    now = attempt()
+    for step in (1, 2):
+        flip(now.folder.path / f"step_{step}", 1)
+    assert now.saver.load(now.newest, last_step=9) == RunState() and not now.ranks.loaded
+    assert not now.folder.ledger.state.trained

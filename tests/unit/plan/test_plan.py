@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan says of the packaged configs on real sizes, what it refuses, and what it imports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conversion.boxes import volume
+from conversion.families.common import MegatronParallel
+from conversion.families.registry import family
+from mrl.config.load import load_config
+from mrl.loop.preflight import check_start
+from mrl.plan.__main__ import main
+from mrl.plan.hardware import GIB, GPUS
+from mrl.plan.inputs import Model, read_model
+from mrl.plan.memory import engine_memory, rank_memory
+from mrl.plan.plan import as_data, make_plan, prediction
+from mrl.plan.times import EXPERT_PRODUCTS, forward_operations, train_seconds
+from mrl.store.run_folder import RunFolder
+from mrl.view.page import read_page
+from mrl.view.run_data import run_data
+from tests.sources import ROOT
+
+MODELS = {"nano": "nemotron3_nano_30b_a3b", "qwen": "qwen3_30b_a3b"}
+H100 = GPUS["h100-80g"]
+LENGTH = 1024
+ONE_NODE = ["cluster.num_nodes=1", "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"]
+ONE_NODE += ["policy.megatron_cfg.pipeline_model_parallel_size=1", "policy.megatron_cfg.context_parallel_size=1"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    found = {}
+    for name, file in MODELS.items():
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copy(ROOT / f"scripts/bench/models/{file}.config.json", folder / "config.json")
+        found[name] = f"policy.model_name={folder}"
+    return found
+
+
+def hf_config(name: str) -> dict[str, object]:
+    return json.loads((ROOT / f"scripts/bench/models/{MODELS[name]}.config.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("nano", 31_577_940_288), ("qwen", 30_532_122_624)])
+def test_parameters_are_those_of_the_published_models(name: str, parameters: int):
+    assert Model(hf_config(name)).num_parameters == parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 8, 1), (2, 4, 4, 2), (4, 2, 16, 1)])
+def test_elements_of_every_stage_are_those_of_the_conversion_tables(name: str, sizes: tuple[int, int, int, int]):
+    config, (tp, pp, ep, etp) = hf_config(name), sizes
+    parallel = MegatronParallel(tp=tp, pp=pp, ep=ep, etp=etp)
+    ranks = tp * pp * ep * etp
+    model = Model(config)
+    for stage in range(pp):
+        place = parallel.coords_of(stage * ranks // pp, ranks)
+        layout = family(config).megatron_layout(config, parallel, place, "bfloat16", "te")
+        found = model.elements.stage(parallel, stage)
+        assert sum(found) == sum(volume(tuple((0, size) for size in slot.shape)) for slot in layout.values())
+
+
+def test_an_engine_of_qwen3_holds_what_vllm_reports(folders: dict[str, str]):
+    # vllm-project/vllm issue 17469: 14.2474 GiB at TP4, with the tables of rotary positions.
+    config = load_config("grpo_qwen3_30ba3b.yaml", [folders["qwen"]])
+    assert engine_memory(config, read_model(config), H100).weights / GIB == pytest.approx(14.2474, rel=0.002)
+
+
+def test_the_packaged_runs_fit(folders: dict[str, str]):
+    for config, name, gpus in (("grpo_nanov3.yaml", "nano", 256), ("grpo_qwen3_30ba3b.yaml", "qwen", 64)):
+        plan = make_plan(load_config(config, [folders[name]]), H100)
+        assert plan.misfit is None and plan.config.num_slots == gpus
+        assert plan.worst.peak_phase == "generate" and plan.worst.peak < 0.95 * H100.memory
+        assert plan.times.total.high <= 2 * plan.times.total.low
+        json.dumps(as_data(plan))
+
+
+def test_nano_on_eight_gpus_needs_offload(folders: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    code = main(["grpo_nanov3.yaml", folders["nano"], *ONE_NODE, "--html", str(tmp_path / "plan.html")])
+    printed = capsys.readouterr().out
+    assert code == 2
+    assert "optimizer 44.1" in printed and "phase train does not fit" in printed
+    assert "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0" in printed
+    offload = ["policy.megatron_cfg.optimizer.optimizer_cpu_offload=true", "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1"]
+    assert make_plan(load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, *offload]), H100).misfit is None
+    page = (tmp_path / "plan.html").read_text()
+    assert "src=" not in page and "href=" not in page
+    (data,) = read_page(page)["runs"]
+    assert data["memory"]["train"]["optimizer"] / GIB == pytest.approx(44.1, abs=0.05) and len(data["layouts"]) > 3
+
+
+def test_a_layout_that_does_not_divide_is_refused_with_layouts_that_do(folders: dict[str, str], capsys: pytest.CaptureFixture[str]):
+    assert main(["grpo_nanov3.yaml", folders["nano"], "policy.megatron_cfg.pipeline_model_parallel_size=3"]) == 2
+    printed = capsys.readouterr().out
+    assert "pipeline_model_parallel_size=3" in printed and "Nearest layouts that fit:\n  tp=" in printed
+
+
+def test_a_search_ranks_layouts_and_says_why_others_are_none(folders: dict[str, str], capsys: pytest.CaptureFixture[str]):
+    assert main(["grpo_qwen3_30ba3b.yaml", folders["qwen"], "--search", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    totals = [found["seconds"]["high"] for found in data["layouts"]]
+    assert len(totals) > 20 and totals[0] <= 1.05 * min(totals)
+    assert all(found["memory"] < H100.memory for found in data["layouts"])
+    assert "phase train does not fit" in data["refused"]
+
+
+def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    tight = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.megatron_cfg.context_parallel_size=4"])
+    assert make_plan(tight, H100).misfit and "phase train needs most, about 80 GiB" in prediction(tight, H100)
+    over = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE])
+    with pytest.raises(ValueError, match=r"phase train needs at least \d+\.\d GiB .* optimizer 44\.1"):
+        prediction(over, H100)
+    assert "this host has none" in prediction(over, None), "where the GPU is not known, the largest counts"
+    monkeypatch.setattr("mrl.loop.preflight.check_config", lambda config: None)
+    monkeypatch.setattr("mrl.loop.preflight.find_problems", lambda config: [])
+    monkeypatch.setattr("mrl.loop.preflight.with_local_folders", lambda config: config)
+    monkeypatch.setattr("mrl.loop.preflight.local_gpu", lambda: H100)
+    with pytest.raises(ValueError, match="it fits with: policy.megatron_cfg.context_parallel_size=8; or "):
+        check_start(over)
+
+
+def test_a_run_on_gpus_keeps_its_prediction_for_the_page(folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = [folders["qwen"], f"checkpointing.checkpoint_dir={tmp_path}/run", f"logger.log_dir={tmp_path}/run/logs"]
+    config = load_config("grpo_qwen3_30ba3b.yaml", words)
+    plan = {phase: sum(parts.values()) for phase, parts in make_plan(config, H100).worst.phases.items()}
+    for gpu, phases in ((H100, set(plan)), (None, set(plan) - {"generate"})):
+        monkeypatch.setattr("mrl.store.about.local_gpu", lambda gpu=gpu: gpu)
+        folder = RunFolder(config)
+        folder.open()
+        with folder:
+            kept = json.loads((tmp_path / "run/about.json").read_text())["plan"]
+        # One pipeline stage: the fullest rank of each phase is that of the plan.
+        assert kept == pytest.approx({phase: plan[phase] for phase in phases})
+    rows = run_data(tmp_path / "run")["memory"]
+    assert isinstance(rows, list)
+    shown = {row["phase"]: row["predicted_bytes"] for row in rows}
+    assert shown == kept
+
+
+def test_rows_of_pairs_and_float32_take_twice_as_much(folders: dict[str, str]):
+    words = [folders["qwen"], "cluster.gpus_per_node=8", "policy.megatron_cfg.expert_model_parallel_size=8"]
+
+    def activations(name: str, *more: str) -> float:
+        config = load_config(name, [*words, *more])
+        return rank_memory(config, read_model(config), 0, None).phases["train"]["activations"]
+
+    plain = activations("sft_tiny.yaml", "policy.precision=bfloat16")
+    assert activations("sft_tiny.yaml", "policy.precision=float32") == pytest.approx(2 * plain)
+    assert activations("dpo_tiny.yaml", "policy.precision=bfloat16", f"policy.max_total_sequence_length={LENGTH}") == pytest.approx(
+        2 * activations("sft_tiny.yaml", "policy.precision=bfloat16", f"policy.max_total_sequence_length={LENGTH}")
+    )
+
+
+def test_bad_words_end_with_two(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["grpo_nanov3.yaml", f"policy.model_name={tmp_path}"]) == 2
+    assert "no readable config.json" in capsys.readouterr().out
+    assert main(["grpo_tiny.yaml"]) == 2
+    assert "cluster.gpus_per_node=0" in capsys.readouterr().out
+
+
+# Published train steps with the share of the peak that they state (docs/plan.md).
+@pytest.mark.parametrize(("name", "tokens_per_s"), [("qwen", 8_655), ("qwen", 13_011), ("nano", 8192 / 0.657), ("nano", 16_789)])
+def test_published_train_steps_lie_inside_the_range(name: str, tokens_per_s: float):
+    model = Model(hf_config(name))
+    length = 8192 if tokens_per_s == 8192 / 0.657 else 4096
+    found = train_seconds(model.shape, model.cost, H100, tokens=tokens_per_s, length=length, gpus=1, passes=3)
+    assert found.low <= 1.0 <= found.high <= 2 * found.low
+    assert found.high == pytest.approx(3 * forward_operations(model.cost, tokens_per_s, length) / H100.peak / EXPERT_PRODUCTS[1])
+
+
+def test_the_published_step_of_nemo_rl_lies_inside_the_range(folders: dict[str, str]):
+    # NeMo RL v0.7: GRPO of Qwen3-30B-A3B on 32 H100, 2,048 rollouts of 3,200 tokens on average, 171 s a step.
+    words = [folders["qwen"], "cluster.num_nodes=4", "policy.generation.vllm_cfg.max_num_seqs=256"]
+    total = make_plan(load_config("grpo_qwen3_30ba3b.yaml", words), H100, mean_tokens=3200).times.total
+    assert total.low <= 171 <= total.high <= 2 * total.low
+
+
+def test_a_plan_imports_no_heavy_library():
+    code = "import sys, mrl.plan.__main__; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

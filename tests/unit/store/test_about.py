@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from conversion.reshard import reshard
+from conversion.schedule import Schedule
+from mrl.store.about import MAX_CELLS, about_refit
+from tests.unit.conversion.test_reshard import HALVES, WHOLE
+
+
+def matrix_of(schedule: Schedule) -> Sequence[Sequence[int]]:
+    return cast("list[list[int]]", about_refit(schedule, verified_bytes=256, padding_bytes=8)["matrix"])
+
+
+def test_a_refit_is_described_by_who_sends_what_to_whom():
+    # A worker on the GPU of rank 0, which holds half of it, and one on a GPU of its own: 64 bytes a half.
+    schedule = reshard(HALVES, {10: WHOLE, 11: WHOLE}, gpu_of={10: 0, 11: 2}, buffer_bytes=1 << 16)
+    assert about_refit(schedule, verified_bytes=256, padding_bytes=8) == {
+        "rounds": schedule.num_rounds,
+        "num_ranks": 2,
+        "num_workers": 2,
+        "links": {"gpu": 64, "node": 192, "network": 0},
+        "neighbours": 1,
+        "matrix": [[64, 64], [64, 64]],
+        "zero": {"verified_bytes": 256, "padding_bytes": 8},
+    }
+
+
+@pytest.mark.parametrize(("count", "side"), [(MAX_CELLS, MAX_CELLS), (MAX_CELLS + 1, MAX_CELLS // 2 + 1), (3 * MAX_CELLS, MAX_CELLS)])
+def test_neighbours_share_a_cell_of_a_large_matrix_and_no_byte_is_lost(count: int, side: int):
+    workers = {100 + index: WHOLE for index in range(count)}
+    schedule = reshard({rank: WHOLE for rank in range(count)}, workers, gpu_of={100 + i: i for i in range(count)}, buffer_bytes=1 << 16)
+    matrix = matrix_of(schedule)
+    assert len(matrix) == len(matrix[0]) == side
+    assert sum(map(sum, matrix)) == sum(schedule.link_bytes().values()) == 128 * count

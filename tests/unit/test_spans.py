@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl import spans
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / f"actors/engine-0{spans.SUFFIX}"
+    spans.record_in(path)
+    yield path
+    spans.stop()
+
+
+def read(path: Path) -> list[dict]:
+    """The events of a file as a trace viewer reads it: a list whose end may be missing."""
+    return json.loads(path.read_text().rstrip(",\n") + "]")
+
+
+def drawn(path: Path) -> list[dict]:
+    return [event for event in read(path) if event["ph"] == "X"]
+
+
+def test_a_span_has_the_time_of_the_host_its_length_and_its_facts(file: Path):
+    before = time.time()
+    with spans.span("outer"), spans.span("inner", rows=3):
+        time.sleep(0.02)
+    inner, outer = drawn(file)
+    assert (inner["name"], inner["args"], outer["name"], outer["args"]) == ("inner", {"rows": 3}, "outer", {})
+    assert before * 1e6 - 1e3 <= outer["ts"] <= inner["ts"] and 20_000 <= inner["dur"] <= outer["dur"] <= (time.time() - before) * 1e6 + 1e3
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
+
+
+def test_processes_and_lanes_have_names(file: Path):
+    spans.add("write", time.monotonic(), "checkpoint writer")
+    spans.add("step", time.monotonic(), step=1)
+    names = {(event["name"], event["args"]["name"]) for event in read(file) if event["ph"] == "M"}
+    assert names == {("process_name", "engine-0"), ("thread_name", "checkpoint writer"), ("thread_name", "main")}
+    assert len({event["tid"] for event in drawn(file)}) == 2
+
+
+def test_stretches_that_follow_closely_are_one_span(file: Path):
+    start = time.monotonic()
+    for index in range(5):
+        spans.stretch("generate", start - 1 if index == 0 else time.monotonic(), goes_on=index < 4)
+    spans.stretch("generate", start - 2, goes_on=True)
+    spans.add("pull", time.monotonic())
+    spans.stretch("generate", time.monotonic() - spans.MAX_STRETCH_S - 1, goes_on=True)
+    assert [event["name"] for event in drawn(file)] == ["generate", "generate", "pull", "generate"]
+    assert 1e6 <= drawn(file)[0]["dur"] < 2e6
+
+
+def test_an_attempt_continues_the_file_of_the_one_before(file: Path):
+    spans.add("first", time.monotonic())
+    spans.record_in(file)
+    spans.add("second", time.monotonic())
+    assert [event["name"] for event in drawn(file)] == ["first", "second"]
+
+
+def test_threads_write_whole_lines(file: Path):
+    threads = [
+        threading.Thread(target=lambda index=index: [spans.add("x", time.monotonic(), str(index)) for _ in range(200)])
+        for index in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(drawn(file)) == 800
+
+
+def test_without_a_file_nothing_is_recorded_and_a_full_disk_ends_the_recording(caplog: pytest.LogCaptureFixture):
+    spans.stop()
+    with spans.span("nobody listens"):
+        pass
+    spans.record_in(Path("/dev/full"))
+    spans.add("lost", time.monotonic())
+    spans.add("lost too", time.monotonic())
+    spans.stop()
+    assert sum("records no more spans" in record.message for record in caplog.records) == 1

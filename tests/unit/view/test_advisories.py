@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+
+import pytest
+
+from mrl.view.advisories import RULES, WINDOW, Advisor, advisories, silence
+from mrl.view.rows import Row
+from tests.sources import ROOT
+from tests.unit.view.runs import row
+
+FACTS = {"num_prompts": 4.0, "max_lag": 2.0}
+
+
+def keys(rows: list[Row]) -> list[str]:
+    return [advisory.key for advisory in advisories(rows, FACTS)]
+
+
+def steps(count: int, **metrics: float | None) -> list[Row]:
+    return [row(step, **metrics) for step in range(1, count + 1)]
+
+
+def test_a_healthy_run_gets_no_advice():
+    assert keys(steps(60)) == [] and keys([]) == [] and keys([{"step": 0, "val/accuracy": 0.3}]) == []
+
+
+# Per rule: the rows at which it holds, and what is the most that does not make it hold.
+CASES: dict[str, tuple[list[Row], list[Row]]] = {
+    "not_finite": (steps(1, train__loss=None), steps(1, train__loss=9e9)),
+    "engines_die": ([row(i, rollout__engine_restarts=i) for i in range(1, 5)], [row(i, rollout__engine_restarts=7) for i in range(1, 9)]),
+    "no_signal": (steps(3, rollout__groups_without_signal=4),
+                  [*steps(2, rollout__groups_without_signal=4), row(3, rollout__groups_without_signal=3)]),
+    "writes_lost": (steps(1, logger__lost=1), steps(1, logger__lost=0)),
+    "kl": (steps(1, train__kl_penalty=0.51), steps(1, train__kl_penalty=0.5)),
+    "grad_norm": (steps(3, train__grad_norm=10.1), [*steps(2), row(3, train__grad_norm=20.0)]),
+    "reward_flat": (
+        [row(i, train__reward=0.3 + 0.1 * (i % 2)) for i in range(1, 21)],
+        [row(i, train__reward=0.3 + 0.1 * (i % 2)) for i in range(1, 20)]),
+    "generation_rises": ([row(i, time__generation=1.0 if i < 11 else 1.4) for i in range(1, 21)],
+                         [row(i, time__generation=1.0 if i < 11 else 1.2) for i in range(1, 21)]),
+    "dlogp": (steps(3, train__mean_abs_dlogp=0.06), steps(3, train__mean_abs_dlogp=0.04)),
+    "truncated": (steps(3, rollout__truncated_fraction=0.3), steps(3, rollout__truncated_fraction=0.19)),
+    "masked": ([row(1, rollout__math__num_rollouts=8, rollout__code__num_rollouts=10, rollout__code__failed=2)],
+               [row(1, rollout__math__num_rollouts=8, rollout__math__failed=0, rollout__code__num_rollouts=10, rollout__code__failed=1)]),
+    "router": (steps(3, train__moe__unused_experts_worst=0.6), steps(3, train__moe__unused_experts_worst=0.4)),
+    "idle": (steps(5, rollout__engine_idle_fraction=0.6), steps(4, rollout__engine_idle_fraction=0.6)),
+    "lag": (steps(5, train__max_trajectory_age=2), steps(5, train__max_trajectory_age=1)),
+    "refit_share": (steps(5, time__refit=0.5), steps(5, time__refit=0.3)),
+    "packing": (steps(5, train__packing_efficiency=0.4), steps(5, train__packing_efficiency=0.6)),
+    "checkpoint_waits": ([row(i, **({"time__checkpoint": 3.0} if i % 10 == 0 else {})) for i in range(1, 21)],
+                         [row(i, **({"time__checkpoint": 1.0} if i % 10 == 0 else {})) for i in range(1, 21)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [rule.key for rule in RULES])
+def test_a_rule_holds_beyond_its_limit_and_not_before(key: str):
+    held, quiet = CASES[key]
+    assert keys(held) == [key]
+    assert keys(quiet) == []
+
+
+def test_liveness_comes_before_hints():
+    rows = steps(3, train__kl_penalty=9.0, train__loss=None, rollout__truncated_fraction=1.0)
+    assert [advisory.level for advisory in advisories(rows, FACTS)] == ["stop", "look", "look"]
+
+
+def test_an_advisory_says_what_was_seen_why_and_which_key():
+    (advisory,) = advisories(steps(7, train__kl_penalty=0.62), FACTS)
+    assert advisory.line() == (
+        "[Look] step 7: kl = 0.62 (above 0.5). Likely: the policy runs away from the reference. "
+        "Turn: loss_fn.reference_policy_kl_penalty up; policy.megatron_cfg.optimizer.lr down"
+    )
+
+
+def test_the_console_hears_of_a_rule_once():
+    advisor = Advisor(FACTS)
+    heard = [[advisory.key for advisory in advisor.new(row(step, train__kl_penalty=0.1 * step))] for step in range(1, 3 * WINDOW)]
+    assert [index + 1 for index, found in enumerate(heard) if found] == [6] and heard[5] == ["kl"]
+
+
+def test_a_running_run_that_writes_nothing_hangs():
+    assert silence(steps(3), silent_s=299) is None
+    found = silence(steps(3, time__total=60.0), silent_s=601)
+    assert found is not None and found.level == "stop" and silence(steps(3, time__total=60.0), silent_s=599) is None
+
+
+def test_every_key_to_turn_is_a_key_of_the_config():
+    manual = (ROOT / "docs/config.md").read_text()
+    sections = r"(?:policy|grpo|loss_fn|checkpointing|logger)"
+    named = {name for rule in RULES for name in re.findall(rf"\b{sections}(?:\.\w+)+", rule.turn)}
+    assert (
+        len(named) > 10 and {name for name in named if f"`{name}" not in manual and f"`{name.rpartition('.')[2]}`" not in manual} == set()
+    )

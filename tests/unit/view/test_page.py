@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import re
+from pathlib import Path
+
+from mrl.store.evaluations import scores_by_environment, write_results
+from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
+from mrl.view.page import page, read_page, write_report
+from mrl.view.run_data import MAX_POINTS, run_data, series_of
+from tests.unit.view.runs import make_long_run, make_run, rollout, row, write_dump, write_metrics
+
+
+def test_the_page_holds_what_the_files_say(tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=5)
+    (folder / "step_4").mkdir()
+    (folder / "step_4/COMPLETE").write_text("")
+    write_report(folder / "report.html", state="running")
+    (run,) = read_page((folder / "report.html").read_text())["runs"]
+    assert run["series"]["step"] == [0, 1, 2, 3, 4, 5] and run["series"]["val/accuracy"] == [0.25, *[None] * 5]
+    progress = dict(run["progress"])
+    assert progress["step"] == "5 of 50" and progress["time left"] == "about 0:01:30" and progress["last checkpoint"] == "step 4"
+    assert progress["held-out accuracy"] == "0.250 at step 0, 0.250 at step 0" and dict(run["about"])["model"] == "tiny"
+    assert run["health"] == {"level": "ok", "reason": "No rule holds."}
+    assert [row["content"][1] for row in run["rollouts"]["train_data_step5"]] == [f"answer {index} of step 5" for index in range(8)]
+
+
+def test_what_models_write_cannot_leave_the_data_block(tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=1)
+    write_dump(folder, 1, [rollout(0, "</script><script>alert(1)</script><img src=https://example.com/x>")])
+    write_report(folder / "report.html")
+    text = (folder / "report.html").read_text()
+    assert "alert(1)" not in text and text.count("<script") == 2 and not re.findall(r"(?:src|href)\s*=", text.partition("<script>")[0])
+    assert "alert(1)" in json.dumps(read_page(text))
+
+
+def test_a_name_of_a_run_is_escaped(tmp_path: Path):
+    folder = make_run(tmp_path / "<b>run")
+    assert "<title>&lt;b&gt;run</title>" in page([run_data(folder)])
+
+
+def test_a_folder_without_a_step_has_a_page(tmp_path: Path):
+    run = run_data(tmp_path)
+    assert run["health"] == {"level": "ok", "reason": "No step has finished yet."} and run["series"] == {"step": []}
+
+
+def test_an_advisory_makes_the_health(tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    write_metrics(folder, [row(1, train__kl_penalty=0.7)])
+    assert run_data(folder)["health"] == {"level": "look", "reason": "Kl = 0.7 (above 0.5): the policy runs away from the reference."}
+
+
+def test_a_step_that_ran_again_shows_its_newer_rollouts(tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    write_dump(folder, 3, [rollout(0, "again")], attempt=2)
+    rollouts = run_data(folder)["rollouts"]
+    assert isinstance(rollouts, dict) and [row["content"][1] for row in rollouts["train_data_step3"]] == ["again"]
+
+
+def test_a_torn_dump_gives_its_whole_lines(tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=1)
+    path = folder / "logs/exp_001/train_data_step1.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-12])
+    rollouts = run_data(folder)["rollouts"]
+    assert isinstance(rollouts, dict) and isinstance(rollouts["train_data_step1"], list)
+
+
+def test_the_page_of_a_thousand_long_steps_is_small(tmp_path: Path):
+    folder = make_long_run(tmp_path / "run")
+    write_report(folder / "report.html")
+    assert (folder / "report.html").stat().st_size < 8e6
+
+
+def test_the_memory_that_the_plan_predicts_stands_beside_what_ranks_held(tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    (folder / "about.json").write_text(json.dumps({"mrl": "1.0", "plan": {"train": 5 * 10**9, "refit": 10**9}}))
+    run = run_data(folder)
+    assert run["memory"] == [
+        {"phase": "train", "predicted_bytes": 5 * 10**9, "host_bytes": 10**9, "gpu_peak_bytes": 10**9, "gpu_used_bytes": 4 * 10**9},
+        {"phase": "refit", "predicted_bytes": 10**9},
+    ]
+    assert isinstance(run["about"], list) and run["about"][-1] == ("mrl", "1.0")
+
+
+def test_a_long_series_is_thinned_and_keeps_validations():
+    rows = [row(step) | ({"val/accuracy": 0.5} if step % 1000 == 1 else {}) for step in range(1, 3 * MAX_POINTS + 1)]
+    series = series_of(rows)
+    assert MAX_POINTS <= len(series["step"]) <= MAX_POINTS + 6 and series["step"][-1] == 3 * MAX_POINTS
+    assert sum(value is not None for value in series["val/accuracy"]) == 6
+
+
+def test_checkpoints_are_counted_by_their_manifests(tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    for step, size in ((20, 1000), (3, 10)):
+        (folder / f"step_{step}").mkdir()
+        (folder / f"step_{step}/COMPLETE").write_text("")
+        (folder / f"step_{step}/manifest.json").write_text(json.dumps({"a": {"bytes": size}, "b": {"bytes": 5}}))
+    (folder / "step_30").mkdir()
+    assert run_data(folder)["checkpoints"] == [{"step": 3, "files": 2, "bytes": 15}, {"step": 20, "files": 2, "bytes": 1005}]
+
+
+def test_an_evaluation_has_its_scores_and_its_answers(tmp_path: Path):
+    verdicts = tuple(Verdict(reward, True, "ok", "", f"answer {reward:g}") for reward in (1.0, 0.0))
+    rollouts = tuple(RolloutInfo(f"0/a/{index}", "a", index, 1, 3, 5, "stop", None) for index in range(2))
+    group = RolloutGroup(Prompt("a", (1,), "question", "1", "math"), rollouts, verdicts)
+    scores = scores_by_environment([group], k=2)
+    write_results(tmp_path / "evaluations/step_9.json", described={"metric": "pass@2"}, scores=scores, groups=[group])
+    for folder in (tmp_path, tmp_path / "evaluations"):
+        run = run_data(folder)
+        assert run["evaluations"] == [{"name": "step_9", "metric": "pass@2", "scores": scores}]
+        assert run["dumps"] == [{"name": "step_9", "step": "step_9", "split": "evaluation"}]
+        shown = run["rollouts"]
+        assert isinstance(shown, dict) and [row["content"][1] for row in shown["step_9"]] == ["answer 1", "answer 0"]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+import gzip
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.view.__main__ import Runs, main, server_of
+from mrl.view.page import read_page
+from tests.unit.view.runs import make_run, row, write_metrics
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    server = server_of(Runs([make_run(tmp_path / "one"), make_run(tmp_path / "two")]), 0, "token")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def get(address: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+
+
+def test_the_page_needs_the_token(address: str):
+    assert [get(f"{address}{path}")[0] for path in ("/", "/wrong/", "/token2/", "/wrong/data")] == [403] * 4
+    assert get(f"{address}/token/")[0] == 200
+
+
+def test_it_shows_all_runs_and_gives_rollouts_on_demand(address: str):
+    data = read_page(get(f"{address}/token/")[1].decode())
+    assert [run["name"] for run in data["runs"]] == ["one", "two"] and data["runs"][0]["rollouts"] == {}
+    code, content = get(f"{address}/token/rollouts/1/train_data_step2")
+    assert code == 200 and len(json.loads(gzip.decompress(content))) == 8
+
+
+@pytest.mark.parametrize(
+    "path", ["rollouts/0/../../config", "rollouts/2/train_data_step1", "rollouts/x/y", "rollouts/0/train_data_step99", "etc"]
+)
+def test_nothing_else_is_served(address: str, path: str):
+    assert get(f"{address}/token/{path}")[0] == 404
+
+
+def test_a_reader_gets_news_once(address: str, tmp_path: Path):
+    seen = read_page(get(f"{address}/token/")[1].decode())["runs"][0]["version"]
+    assert get(f"{address}/token/data?seen={seen}") == (204, b"")
+    write_metrics(tmp_path / "one", [row(step) for step in range(1, 12)])
+    code, content = get(f"{address}/token/data?seen={seen}")
+    assert code == 200 and json.loads(gzip.decompress(content))["runs"][0]["series"]["step"][-1] == 11
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path} is no run folder" in capsys.readouterr().out
+
+
+def test_the_timeline_of_a_step_is_read_on_demand(address: str):
+    code, content = get(f"{address}/token/timeline/1/3")
+    found = json.loads(gzip.decompress(content))
+    assert code == 200 and found["3"]["begin"] == 3_000_000 and len(found["3"]["lanes"]) == 5
+    assert [get(f"{address}/token/timeline/{path}")[0] for path in ("1/99", "2/1", "x/1", "1/-1", "1/x")] == [404] * 5
