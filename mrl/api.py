@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mrl import spans
 from mrl.store.loggers.sink import LoggedRun, Sample, Sink
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, RunState, TrainSequence, Verdict
 
@@ -46,6 +47,8 @@ class Loop:
     """Finished steps, and the version of the engines' weights."""
     taken: Supplied | None = field(default=None, init=False)
     """Groups of the step under way."""
+    began: float = field(default=0.0, init=False)
+    """When they were asked for, by `time.monotonic`."""
 
     def __post_init__(self) -> None:
         self.policy, self.engines, self.refit, self.rollouts = Policy(self), Engines(self), Refit(self), Rollouts(self)
@@ -111,6 +114,7 @@ class Rollouts:
         """The groups of the next step, `grpo.num_prompts_per_step` of `grpo.num_generations_per_prompt` rollouts; EOFError: none left."""
         from mrl.store.summary import Clock
 
+        self._loop.began = time.monotonic()
         self._loop.taken = self._loop.run.supplier.queue.take(self._loop.state, Clock())
         if self._loop.taken is None:
             raise EOFError("all prompts of grpo.max_num_epochs are consumed")
@@ -138,6 +142,7 @@ class Refit:
         loop.run.folder.ledger.train(loop.state.step, supplied.trained, supplied.dropped)
         loop.state.metrics = (metrics or {}) | loop.run.supplier.refit(loop.state)
         loop.run.folder.log_metrics(loop.state.step, loop.state.metrics)
+        spans.add("step", loop.began, step=loop.state.step)
         return loop.state.metrics
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -21,8 +23,18 @@ SUFFIX = ".trace.json"
 MAIN = "main"
 # Stretches of one name that are closer together than this are one; a longer one is cut, so that a killed process loses little of it.
 MAX_GAP_S, MAX_STRETCH_S = 0.05, 10.0
+# To ask how much memory is in use takes a tenth of a millisecond on a GPU: shorter spans are not worth it.
+MIN_MEASURED_S = 0.002
 
 Fact = str | int | float
+
+
+@dataclass
+class _Stretch:
+    name: str
+    start: float
+    end: float
+    facts: dict[str, Fact]
 
 
 class _Recorder:
@@ -34,7 +46,7 @@ class _Recorder:
         # One clock for a span's beginning and end, whatever sets the host's clock in between.
         self._offset_s = time.time() - time.monotonic()
         self._lanes: dict[str, int] = {}
-        self._stretch: tuple[str, float, float] | None = None
+        self._stretches: dict[str, _Stretch] = {}
         if os.fstat(self._file).st_size == 0:
             # A list whose end may be missing: other processes of this name may append to it.
             self._write_bytes(b"[\n")
@@ -42,30 +54,35 @@ class _Recorder:
 
     def add(self, name: str, start: float, end: float, lane: str, facts: Mapping[str, Fact]) -> None:
         with self._lock:
-            self._end_stretch()
+            self._end_stretch(lane)
             self._add(name, start, end, lane, facts)
 
-    def stretch(self, name: str, start: float, end: float, goes_on: bool) -> None:
+    def stretch(self, name: str, start: float, end: float, lane: str, facts: Mapping[str, Fact]) -> None:
         with self._lock:
-            if self._stretch is not None and (self._stretch[0] != name or start - self._stretch[2] > MAX_GAP_S):
-                self._end_stretch()
-            begun = self._stretch[1] if self._stretch is not None else start
-            self._stretch = (name, begun, end)
-            if not goes_on or end - begun > MAX_STRETCH_S:
-                self._end_stretch()
+            begun = self._stretches.get(lane)
+            if begun is not None and (begun.name != name or start - begun.end > MAX_GAP_S):
+                self._end_stretch(lane)
+            one = self._stretches.setdefault(lane, _Stretch(name, start, end, {}))
+            one.end = end
+            one.facts.update(facts)
+            if end - one.start > MAX_STRETCH_S:
+                self._end_stretch(lane)
+
+    def end_stretch(self, lane: str) -> None:
+        with self._lock:
+            self._end_stretch(lane)
 
     def close(self) -> None:
         with self._lock:
-            self._end_stretch()
+            for lane in list(self._stretches):
+                self._end_stretch(lane)
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
 
-    def _end_stretch(self) -> None:
-        if self._stretch is not None:
-            name, start, end = self._stretch
-            self._stretch = None
-            self._add(name, start, end, MAIN, {})
+    def _end_stretch(self, lane: str) -> None:
+        if (one := self._stretches.pop(lane, None)) is not None:
+            self._add(one.name, one.start, one.end, lane, one.facts)
 
     def _add(self, name: str, start: float, end: float, lane: str, facts: Mapping[str, Fact]) -> None:
         if lane not in self._lanes:
@@ -113,10 +130,28 @@ def add(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
         _recorder.add(name, start, time.monotonic(), lane, facts)
 
 
-def stretch(name: str, start: float, *, goes_on: bool) -> None:
-    """As `add`, for work in many short calls: those that follow closely upon each other are one span. The last one says so."""
+def stretch(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
+    """As `add`, for work in many short calls: those of a lane that follow closely upon each other are one span, until `end_stretch`."""
     if _recorder is not None:
-        _recorder.stretch(name, start, time.monotonic(), goes_on)
+        _recorder.stretch(name, start, time.monotonic(), lane, facts)
+
+
+def end_stretch(lane: str = MAIN) -> None:
+    """Ends what `stretch` has begun in a lane. Another span of the lane, or a gap, ends it too."""
+    if _recorder is not None:
+        _recorder.end_stretch(lane)
+
+
+def memory_facts() -> dict[str, int]:
+    """Bytes that this process holds on the host; if it uses a GPU, also its tensors' peak since the last call, and all in use there."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    facts = {"host_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
+    # Asking a GPU that this process does not use would cost memory there.
+    if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda).is_initialized():
+        free, total = cuda.mem_get_info()
+        facts |= {"gpu_peak_bytes": cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
+        cuda.reset_peak_memory_stats()
+    return facts
 
 
 def name_of(verb: str, *arguments: object) -> str:

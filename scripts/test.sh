@@ -22,47 +22,67 @@ WITH_DEV=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 
-times=()
-failed=()
+work="$(mktemp -d)"
+trap 'rm -r "$work"' EXIT
 
-# part NAME BUDGET_S COMMAND...: runs on after a failure, so that one start shows all of them. Ends what takes twice its budget:
-# a host under other load is slow, not broken.
+# part NAME BUDGET_S COMMAND...: prints what the command says as a whole, and notes its time. Ends what takes twice its budget: a host under
+# other load is slow, not broken.
 part() {
-    local name=$1 budget=$2 started=$SECONDS
+    local name=$1 budget=$2 started=$SECONDS code=0
     shift 2
-    echo "=== $name"
-    timeout --kill-after=30 $((2 * budget)) "$@" || failed+=("$name")
-    times+=("$(printf '%-24s %5d s of %5d s' "$name" $((SECONDS - started)) "$budget")")
+    timeout --kill-after=30 $((2 * budget)) "$@" >"$work/$name.txt" 2>&1 || code=$?
+    (
+        flock 9
+        printf '%s\n' "=== $name"
+        cat "$work/$name.txt"
+        printf '%-24s %5d s of %5d s\n' "$name" $((SECONDS - started)) "$budget" >>"$work/times"
+        if ((code)); then echo "$name" >>"$work/failed"; fi
+    ) 9>>"$work/printing"
 }
+
+# both PART...: runs these functions, the next one as soon as one of two workers is free: most tests start processes and wait for them, and keep
+# two cores busy only in pairs. Goes on after a failure, so that one start shows all of them.
+both() {
+    printf '%s\n' "$@" >"$work/waiting"
+    worker &
+    worker
+    wait
+}
+
+worker() {
+    local next
+    while next="$(take)" && [[ -n $next ]]; do "$next"; done
+}
+
+# The name of the next part; takes it from the list.
+take() {
+    flock 8
+    head --lines=1 "$work/waiting"
+    sed --in-place 1d "$work/waiting"
+} 8>>"$work/taking"
 
 report() {
     "$PYTHON" -m tests.long.stale
-    printf '%s\n' "=== Time" "${times[@]}"
-    if ((${#failed[@]})); then
-        echo "FAILED: ${failed[*]}"
+    echo "=== Time"
+    cat "$work/times"
+    if [[ -s $work/failed ]]; then
+        echo "FAILED: $(paste --serial --delimiters=' ' "$work/failed")"
         exit 1
     fi
     echo "All parts passed"
 }
 
-# cluster COMMAND...: runs tests that need Slurm. Without it they are skipped; where it was to be installed and was not, they fail.
-cluster() {
-    if ((${#slurm[@]} && EUID == 0)) && ! command -v slurmctld >/dev/null && command -v apt-get >/dev/null; then
-        apt-get update --quiet >/dev/null || true
-        DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends \
-            slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 >/dev/null || echo "apt-get could not install Slurm"
-    fi
-    part "$@" "${slurm[@]}" -rs
-    command -v slurmctld >/dev/null ||
-        times+=("No Slurm here: the tests that need it were skipped; --with-slurm installs it (as root, with apt-get)")
+# get COMMAND PACKAGE...: installs system packages, if the command is absent and this may; what needs it is skipped without it.
+get() {
+    local command=$1
+    shift
+    [[ $EUID == 0 ]] && command -v apt-get >/dev/null && ! command -v "$command" >/dev/null || return 0
+    apt-get update --quiet >/dev/null || true
+    DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends "$@" >/dev/null || echo "apt-get could not install $*"
 }
 
-# Installs Chromium where it is asked for; the tests that need it are skipped without it.
-install_chromium() {
-    [[ -n $chromium && $EUID == 0 ]] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null || return 0
-    apt-get update --quiet >/dev/null || true
-    DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends chromium >/dev/null || echo "apt-get could not install Chromium"
-}
+if ((${#slurm[@]})); then get slurmctld slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2; fi
+if [[ -n $chromium ]]; then get chromium chromium; fi
 
 if [[ "${1:-}" == --long ]]; then
     parts=("${@:2}")
@@ -70,49 +90,33 @@ if [[ "${1:-}" == --long ]]; then
         mapfile -t parts < <(grep -rhoP 'mark\.long\("\K[^"]+' tests --include='test_*.py' | sort -u)
     fi
     for name in "${parts[@]}"; do
-        if [[ $name == cluster ]]; then run=cluster; else run=part; fi
-        "$run" "long $name" 3600 "$PYTHON" -m pytest tests --long "$name" --durations=5
+        part "long $name" 3600 "$PYTHON" -m pytest tests --long "$name" --durations=5 "${slurm[@]}" -rs
     done
     "$PYTHON" -m scripts.render_docs
     report
     exit
 fi
+
+run() { part "$1" "$2" "$PYTHON" -m pytest --durations=10 -rs "${@:3}"; }
+unit() { run unit 400 tests/unit; }
+types() { part pyright 100 "$PYTHON" -m pyright --pythonpath "$PYTHON"; }
+proof() { run proof 100 tests/proof; }
+smoke() { run smoke 240 -m smoke tests/smoke tests/stack/policy/test_layouts.py tests/stack/rollout/test_engine.py; }
+hostile() { run hostile 100 tests/hostile; }
+rehearsal() { run rehearsal 240 tests/rehearsal; }
+policy() { run policy 700 tests/stack/policy; }
+stack() { run stack 1200 tests/stack --ignore=tests/stack/policy; }
+learn() { run learn 700 tests/learn; }
+browser() { run browser 60 tests/browser; }
+faults() { run faults 390 tests/faults; }
+cluster() { run cluster 150 tests/cluster "${slurm[@]}"; }
+
 part "ruff check" 30 "$PYTHON" -m ruff check .
 part "ruff format" 30 "$PYTHON" -m ruff format --check .
-# The unit tests take one core; what else needs one core runs beside them.
-work="$(mktemp -d)"
-beside() {
-    local name=$1 code=0
-    shift
-    "$@" >"$work/$name.txt" 2>&1 || code=$?
-    echo "$code" >"$work/$name.code"
-}
-result() {
-    until [[ -s $work/$1.code ]]; do sleep 1; done
-    cat "$work/$1.txt"
-    return "$(<"$work/$1.code")"
-}
-{
-    beside pyright "$PYTHON" -m pyright --pythonpath "$PYTHON"
-    beside proof "$PYTHON" -m pytest tests/proof --durations=5
-    if [[ ${1:-} == --full ]]; then beside hostile "$PYTHON" -m pytest tests/hostile --durations=5; fi
-} &
-export -f result
-export work
-part unit 330 "$PYTHON" -m pytest tests/unit --durations=5
-part pyright 30 bash -c "result pyright"
-part proof 30 bash -c "result proof"
+# Long ones first, so that both workers end at about the same time.
 if [[ ${1:-} == --full ]]; then
-    part hostile 60 bash -c "result hostile"
-    part rehearsal 240 "$PYTHON" -m pytest tests/rehearsal --durations=10
-    part stack 1200 "$PYTHON" -m pytest tests/stack --durations=10
-    part learn 660 "$PYTHON" -m pytest tests/learn --durations=5
-    install_chromium
-    part browser 60 "$PYTHON" -m pytest tests/browser --durations=5 -rs
-    part faults 390 "$PYTHON" -m pytest tests/faults --durations=5
-    cluster cluster 150 "$PYTHON" -m pytest tests/cluster --durations=5
+    both stack learn policy unit faults rehearsal cluster types proof hostile browser
 else
-    part smoke 240 "$PYTHON" -m pytest -m smoke tests/smoke tests/stack/policy/test_layouts.py tests/stack/rollout/test_engine.py --durations=10
+    both unit smoke proof types
 fi
-rm -r "$work"
 report

@@ -96,7 +96,11 @@ class EngineActor:
         if self.engine.num_unfinished:
             while self.engine.num_unfinished and time.monotonic() < start + budget_s:
                 finished += self.engine.step()
-            spans.stretch("generate", start, goes_on=self.engine.num_unfinished > 0)
+            if self.engine.num_unfinished:
+                spans.stretch("generate", start)
+            else:
+                spans.stretch("generate", start, **self._memory(start))
+                spans.end_stretch()
         self._wake()
         return ([describe(rollout) for rollout in finished], time.monotonic() - start), pack(finished)
 
@@ -116,7 +120,9 @@ class EngineActor:
             # Nobody waits for this call. The driver starts an engine that is gone again.
             logger.exception("A step for requests over HTTP failed; ending the engine")
             os._exit(1)
-        spans.stretch("serve HTTP", start, goes_on=self.engine.callers.are_waiting)
+        spans.stretch("serve HTTP", start)
+        if not self.engine.callers.are_waiting:
+            spans.end_stretch()
         self._wake()
 
     def _wake(self) -> None:
@@ -129,10 +135,18 @@ class EngineActor:
             self._self.serve.remote()
 
     def call(self, verb: str, *arguments: object) -> object:
-        with spans.span(spans.name_of(verb, *arguments)):
-            answer = getattr(self.verbs, verb)(*arguments)
+        start = time.monotonic()
+        answer = getattr(self.verbs, verb)(*arguments)
+        spans.add(spans.name_of(verb, *arguments), start, **self._memory(start))
         self._wake()
         return answer
+
+    def _memory(self, since: float) -> dict[str, spans.Fact]:
+        """Facts of a span that began at `since`."""
+        if time.monotonic() - since < spans.MIN_MEASURED_S:
+            return {}
+        # A dedicated engine knows no phases: it generates in all of them.
+        return {"phase": self.engine.phase or "generate", **self.engine.memory_facts()}
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(engine, *arguments)`: tests and diagnostics reach into an engine with it."""

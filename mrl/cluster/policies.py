@@ -32,9 +32,6 @@ from mrl.types import Batch, TrainSequence
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# To ask how much memory is in use takes a tenth of a millisecond on a GPU.
-MIN_MEASURED_S = 0.002
-
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
 
@@ -97,12 +94,10 @@ class PolicyActor:
     def call(self, verb: str, *arguments: object) -> object:
         from torch.profiler import record_function
 
-        from mrl.policy.profile import memory_facts
-
         start = time.monotonic()
         with record_function(verb):
             answer = getattr(self.verbs, verb)(*arguments)
-        facts = memory_facts() if time.monotonic() - start > MIN_MEASURED_S else {}
+        facts = spans.memory_facts() if time.monotonic() - start > spans.MIN_MEASURED_S else {}
         spans.add(spans.name_of(verb, *arguments), start, phase=str(self.policy.phase), **facts)
         return answer
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import astuple, dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Literal, TypeGuard, TypeVar
 
 import mrl
+from mrl import spans
 from mrl.config.texts import safe_text
 from mrl.envs.scratch import Scratch
 from mrl.envs.task import LENGTH_BYTES, MAX_MESSAGE_BYTES, Environment, Task, encode
@@ -71,8 +73,9 @@ class WorkerDied(Exception):
 class Worker:
     """One child process at a time, and the parent's end of the socket to it."""
 
-    def __init__(self, environment: Environment, memory_bytes: int) -> None:
+    def __init__(self, environment: Environment, memory_bytes: int, index: int) -> None:
         self.environment, self.memory_bytes = environment, memory_bytes
+        self.lane = f"{environment.name} worker {index}"
         self.start()
 
     def start(self) -> None:
@@ -182,7 +185,7 @@ class RewardPool:
         self.counts: Counter[str] = Counter()
         self._cache: OrderedDict[Task, Verdict] = OrderedDict()
         self._num_failed_starts = 0
-        self._workers = [Worker(environment, memory_bytes) for _ in range(environment.num_workers)]
+        self._workers = [Worker(environment, memory_bytes, index) for index in range(environment.num_workers)]
         asyncio.run(self._with_each_worker(self._make_ready))
 
     def __enter__(self) -> RewardPool:
@@ -239,10 +242,12 @@ class RewardPool:
         async def judge_next(worker: Worker, queue: deque[Task], *, is_last_try: bool) -> None:
             busy.add(task := queue.popleft())
             feed.tell(task, None)
+            start = time.monotonic()
             try:
                 verdict = await self._judge(worker, task, is_last_try=is_last_try)
             finally:
                 busy.remove(task)
+                spans.stretch("score", start, worker.lane)
             if verdict is None:
                 suspects.append(task)
             else:
@@ -268,6 +273,8 @@ class RewardPool:
         await self._with_each_worker(work_off_queue)
         while suspects:
             await judge_next(self._workers[len(suspects) % len(self._workers)], suspects, is_last_try=True)
+        for worker in self._workers:
+            spans.end_stretch(worker.lane)
         return verdicts
 
     async def _judge(self, worker: Worker, task: Task, *, is_last_try: bool) -> Verdict | None:

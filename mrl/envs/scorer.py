@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from mrl import spans
 from mrl.envs import code, instruction_following, mcqa, own, structured_outputs, workplace_assistant
 from mrl.envs import math as mathematics
 from mrl.envs.confine import landlock_abi
@@ -55,7 +54,7 @@ def build_environment(name: str, config: EnvConfig, *, num_workers: int = MIN_WO
         logger.warning("The reward children of %s may write files: this kernel has no Landlock; see python -m mrl.doctor", name)
     declare = ENVIRONMENTS.get(name)
     declared = declare(config) if declare else own.environment(name, config, endpoints)
-    return RewardPool(dataclasses.replace(declared, num_workers=num_workers))
+    return RewardPool(dataclasses.replace(declared, name=name, num_workers=num_workers))
 
 
 class Judge(Protocol):
@@ -213,9 +212,8 @@ class Scorer:
 
         try:
             tasks = note(answers)
-            with spans.span("score", name):
-                for task, verdict in zip(tasks, self._environment(name).score(tasks, Feed(tell, more)), strict=True):
-                    tell(task, verdict)
+            for task, verdict in zip(tasks, self._environment(name).score(tasks, Feed(tell, more)), strict=True):
+                tell(task, verdict)
         finally:
             with self._changed:
                 self._note_seconds()

@@ -90,6 +90,8 @@ class Environment:
     blames_text: bool = False
     """Whether the function is written to judge any text at all, so that a text that makes it fail gets reward 0 and no mask. A user's own
     function may fail by its own mistake, or because a server that it asks does not answer."""
+    name: str = ""
+    """What rows call it."""
 
     def __str__(self) -> str:
         return str(self.options.get("function", self.factory))

@@ -1,26 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what one rank does, for a trace viewer or for Nsight Systems, and what memory it holds."""
+"""Records what one rank does, for a trace viewer or for Nsight Systems."""
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from mrl.config.schema.run import ProfilerConfig
-
-
-def memory_facts() -> dict[str, int]:
-    """Bytes that this process holds on the host; with a GPU also the peak of its tensors since the last call, and all in use there."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    facts = {"host_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        facts |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
-        torch.cuda.reset_peak_memory_stats()
-    return facts
 
 
 class RankProfiler:

@@ -32,6 +32,7 @@ from mrl.refit import RefitError
 from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
+from mrl.spans import memory_facts
 from mrl.types import FinishReason, Rollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,8 @@ class Engine:
             self._expert_layers = list(family(hf_config).expert_layers(hf_config))
             if current_platform.is_cpu():
                 self._workers("record_routes", self._expert_layers)
-        self._phase: Phase | None = None
+        self.phase: Phase | None = None
+        """The phase that the engine has entered last; None of a dedicated one, and before the first."""
         self._awake = {"weights", "kv_cache"}
         self._is_prepared = False
         self._is_refitting = False
@@ -114,7 +116,7 @@ class Engine:
     @property
     def can_sample(self) -> bool:
         """Whether the engine has weights of a known version and its KV cache: not before or in a first refit, nor while memory is lent."""
-        return self.weight_version is not None and not self._is_refitting and self._phase in (None, "generate")
+        return self.weight_version is not None and not self._is_refitting and self.phase in (None, "generate")
 
     def add(self, requests: Sequence[RolloutRequest]) -> None:
         """Queues requests; they are sampled by later steps."""
@@ -164,6 +166,14 @@ class Engine:
     def tensor_dtypes(self) -> list[EngineDtypes]:
         """Per worker: name and dtype of every parameter and persistent buffer of the live model."""
         return self._workers("tensor_dtypes")
+
+    def memory_facts(self) -> dict[str, int]:
+        """Bytes that this process and the workers hold on the host; on GPUs also what is in use of the fullest one, whoever uses it."""
+        processes = dict(self._workers("memory_facts"))
+        processes.setdefault(os.getpid(), memory_facts())
+        facts = {"engine_host_bytes": sum(found["host_bytes"] for found in processes.values())}
+        used = [found["gpu_used_bytes"] for found in processes.values() if "gpu_used_bytes" in found]
+        return facts | ({"gpu_used_bytes": max(used)} if used else {})
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Lets each worker compute its part of the schedule; `workers` are in the order of TP ranks."""
@@ -222,8 +232,8 @@ class Engine:
 
     def enter(self, phase: Phase) -> None:
         """Frees or takes GPU memory as the phase table says. On CPU hosts and in dedicated engines nothing moves."""
-        place = phases.enter(self._phase, phase)
-        self._phase = phase
+        place = phases.enter(self.phase, phase)
+        self.phase = phase
         if current_platform.is_cpu() or not self._is_colocated:
             return
         wanted = {tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"}

@@ -6,6 +6,7 @@ vLLM imports this module in every worker before it builds the model, so a CPU ho
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup
 from mrl.refit.inputs import ExchangeMember, WorkerRefit
 from mrl.refit.pull import Puller, VerifyReport
+from mrl.spans import memory_facts
 
 if current_platform.is_cpu():
     from mrl.rollout import cpu
@@ -54,6 +56,10 @@ class RefitWorker:
         """Name and dtype of each live tensor. vLLM chooses some by the GPU's capability: gates of nemotron_h are bfloat16 on 9.0."""
         tensors = engine_tensors(self.get_model())
         return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
+
+    def memory_facts(self) -> tuple[int, dict[str, int]]:
+        """This process, and the memory that it holds."""
+        return os.getpid(), memory_facts()
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Computes the schedule, maps its trainer rank's memory or joins the exchange, collectively, and prepares its copies."""

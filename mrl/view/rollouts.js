@@ -112,6 +112,32 @@ const COLOURINGS = {
   advantage: ["advantage", (row, i, most) => row.token_advantages[i] / most, null],
 };
 
+// A call of a tool in a generated text, in the forms of chat templates: Hermes', Qwen's and Nemotron's, then Mistral's.
+const TOOL_CALL = /<tool_call>[^]*?(?:<\/tool_call>|$)|\[TOOL_CALLS\][^]*$/g;
+
+// The runs of tokens of one origin, with what each is called: the prompt, turns of the model, and what environments answered.
+function turnsOf({ token_generated: generated }) {
+  const turns = [];
+  generated.forEach((isGenerated, i) => {
+    if (i && isGenerated === generated[i - 1]) turns[turns.length - 1].end = i + 1;
+    else turns.push({ begin: i, end: i + 1, isGenerated });
+  });
+  let count = 0;
+  for (const turn of turns) turn.name = turn.isGenerated ? `turn ${++count}` : count ? "environment" : "prompt";
+  return turns;
+}
+
+// Tokens of a turn that are part of a tool call.
+function inToolCalls(texts) {
+  const calls = [...texts.join("").matchAll(TOOL_CALL)].map((found) => [found.index, found.index + found[0].length]);
+  let end = 0;
+  return texts.map((text) => {
+    const begin = end;
+    end += text.length;
+    return calls.some(([from, to]) => begin < to && end > from);
+  });
+}
+
 function tokens(row) {
   const [, degree, tone] = COLOURINGS[looked.by];
   const most = Math.max(1e-9, ...row.token_advantages.map(Math.abs));
@@ -125,26 +151,30 @@ function tokens(row) {
       if (row.token_entropies) parts.push(`entropy ${shown(row.token_entropies[i])}`);
       parts.push(`probability ${shown(Math.exp(row.generation_logprobs[i]))}`, `advantage ${shown(row.token_advantages[i])}`,
         row.token_loss_mask[i] ? "in the loss" : "not in the loss");
-    } else parts.push(i < row.token_generated.indexOf(1) ? "prompt" : "environment");
+    } else parts.push("not generated");
     tip.textContent = parts.join(" · ");
   };
-  const spans = [];
-  row.token_texts.forEach((text, i) => {
-    if (i && row.token_generated[i] !== row.token_generated[i - 1]) spans.push(h("hr", {}));
+  const drawn_token = (text, i, isTool) => {
     const isSpecial = row.token_special[i];
-    const span = h("span", { class: `token${isSpecial ? " special" : ""}${row.token_generated[i] ? "" : " given"}`, tabindex: 0,
+    const span = h("span", { class: `token${isSpecial ? " special" : ""}${row.token_generated[i] ? "" : " given"}${isTool ? " tool" : ""}`, tabindex: 0,
       onmouseover: () => tell(i), onfocus: () => tell(i), onclick: () => tell(i) }, text === "\n" ? "⏎\n" : text || "∅");
     if (row.token_generated[i]) {
       const value = degree(row, i, most);
       const rgb = tone || (value < 0 ? "220, 38, 38" : "5, 150, 105");
       span.style.backgroundColor = `rgba(${rgb}, ${Math.min(1, Math.abs(value)) * 0.75})`;
     }
-    spans.push(span);
+    return span;
+  };
+  const turns = turnsOf(row).map(({ begin, end, name, isGenerated }) => {
+    const texts = row.token_texts.slice(begin, end), calls = isGenerated ? inToolCalls(texts) : [];
+    const num = calls.filter((isTool, i) => isTool && !calls[i - 1]).length;
+    return h("section", { class: "turn" }, h("small", {}, `${name}, ${counted(end - begin, "token")}${num ? `, ${counted(num, "tool call")}` : ""}`),
+      h("div", { class: "tokens" }, texts.map((text, i) => drawn_token(text, begin + i, calls[i]))));
   });
   return h("div", {},
     h("p", { class: "controls" }, h("button", { onclick: () => { looked.token = null; draw(); } }, "back"),
       choice("colour by", Object.entries(COLOURINGS).map(([key, [text]]) => [key, text]), looked.by, (key) => { looked.by = key; draw(); })),
-    h("p", {}, fact(row)), tip, h("div", { class: "tokens" }, spans));
+    h("p", {}, fact(row)), tip, turns);
 }
 
 tabs.push({ name: "rollouts", title: "Rollouts", draw: rollouts, has: (one) => one.dumps.length + one.samples.length > 0 });

@@ -17,9 +17,11 @@ NAME = re.compile(rf"([a-z-]+?)(?:-(\d+))?{re.escape(SUFFIX)}")
 KINDS = ("driver", "policy-rank", "engine", "rewards")
 START = 0
 """The step that stands for all before the first one."""
-# Of each kind of process.
+# Of each kind of process, and of each process.
 MAX_LANES = 32
 MAX_SPANS = 400
+MEMORY = ("host_bytes", "engine_host_bytes", "gpu_used_bytes", "gpu_peak_bytes")
+"""Facts of spans; see `mrl.spans.memory_facts` and `Engine.memory_facts`."""
 # What began in a step is written when it ends: of that which ends later, the page shows what stands in so many bytes.
 AHEAD_BYTES = 2**15
 NUM_SLOWEST, NUM_NEWEST = 2, 3
@@ -64,7 +66,7 @@ def chosen(windows: Mapping[int, Window]) -> list[Window]:
 
 
 def read_timelines(windows: Sequence[Window]) -> dict[str, dict]:
-    """By step: begin, length, how many processes are left out, and lanes with spans [name, begin, length, facts]; microseconds."""
+    """By step: begin, length, how many lanes are left out, and lanes with spans [name, begin, length, facts]; microseconds."""
     found = {
         str(window.step): {"begin": window.begin, "length": window.end - window.begin, "left_out": 0, "lanes": []} for window in windows
     }
@@ -74,9 +76,11 @@ def read_timelines(windows: Sequence[Window]) -> dict[str, dict]:
         for path in (path for paths in files.values() for path in paths[:MAX_LANES]):
             data = _read(path)
             for window in mine:
-                found[str(window.step)]["lanes"] += _lanes(path.name.removesuffix(SUFFIX).replace("-", " "), data, window)
+                lanes = _lanes(path.name.removesuffix(SUFFIX).replace("-", " "), data, window)
+                found[str(window.step)]["lanes"] += lanes[:MAX_LANES]
+                found[str(window.step)]["left_out"] += len(lanes[MAX_LANES:])
         for window in mine:
-            found[str(window.step)]["left_out"] = sum(max(0, len(paths) - MAX_LANES) for paths in files.values())
+            found[str(window.step)]["left_out"] += sum(max(0, len(paths) - MAX_LANES) for paths in files.values())
     return found
 
 
@@ -106,7 +110,7 @@ def _lanes(name: str, data: bytes, window: Window) -> list[dict]:
     }
     return [
         {"name": name if lane == MAIN else f"{name}: {lane}", "spans": mine}
-        for lane, mine in sorted(kept.items(), key=lambda item: item[0] != MAIN)
+        for lane, mine in sorted(kept.items(), key=lambda item: (item[0] != MAIN, [part.zfill(6) for part in item[0].split()]))
     ]
 
 
@@ -125,13 +129,13 @@ def _end(event: re.Match[bytes]) -> int:
 
 
 def memory_by_phase(timelines: Mapping[str, dict]) -> dict[str, dict[str, int]]:
-    """The most that a policy rank held in each phase of these steps, in bytes, by phase and kind of memory."""
+    """The most that a policy rank or an engine held in each phase of these steps, in bytes, by phase and kind of memory."""
     found: dict[str, dict[str, int]] = {}
     for step, timeline in timelines.items():
         for lane in timeline["lanes"] if step != str(START) else ():
             for _, _, _, facts in lane["spans"]:
-                most = found.setdefault(str(facts.get("phase")), {}) if "host_bytes" in facts else {}
-                for name in (name for name in facts if name.endswith("_bytes") and "host_bytes" in facts):
+                for name in (name for name in MEMORY if name in facts):
+                    most = found.setdefault(str(facts.get("phase")), {})
                     most[name] = max(most.get(name, 0), int(facts[name]))
     return found
 

@@ -70,9 +70,9 @@ function weights() {
 function memory(one) {
   if (!one.memory.length) return null;
   const gpu = one.memory.some((row) => row.gpu_used_bytes || row.predicted_bytes);
-  const rows = one.memory.map((row) => [row.phase, ...(gpu ? [bytes(row.predicted_bytes), bytes(row.gpu_used_bytes), bytes(row.gpu_peak_bytes)] : []), bytes(row.host_bytes)]);
-  return h("section", {}, h("h2", {}, "Memory of a policy rank by phase, the worst one"),
-    table(["phase", ...(gpu ? ["predicted of a GPU", "in use on its GPU", "peak of its tensors"] : []), "host memory"], rows));
+  const rows = one.memory.map((row) => [row.phase, ...(gpu ? [bytes(row.predicted_bytes), bytes(row.gpu_used_bytes), bytes(row.gpu_peak_bytes)] : []), bytes(row.host_bytes), bytes(row.engine_host_bytes)]);
+  return h("section", {}, h("h2", {}, "Memory by phase, of the worst policy rank and engine"),
+    table(["phase", ...(gpu ? ["predicted of a GPU", "in use on a GPU", "peak of a rank's tensors"] : []), "host memory of a rank", "of an engine"], rows));
 }
 
 function resources() {

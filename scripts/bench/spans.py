@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mrl import spans
-from mrl.policy.profile import memory_facts
 from mrl.view.page import page
 from mrl.view.rows import METRIC_KEYS, METRICS, read_rows
 from mrl.view.run_data import run_data
@@ -45,7 +44,7 @@ def span_rows(run: Path, step_s: float) -> list[Row]:
         spans.record_in(Path(folder) / f"x{spans.SUFFIX}")
         span_s = seconds_of(lambda: spans.add("train_step", time.monotonic(), phase="train", host_bytes=1), count=NUM_CALLS)
         spans.stop()
-    memory_s = seconds_of(memory_facts, count=NUM_CALLS)
+    memory_s = seconds_of(spans.memory_facts, count=NUM_CALLS)
     windows = [window for step, window in list_windows(run).items() if step != START]
     counts: dict[str, list[int]] = {}
     facts: dict[str, list[int]] = {}

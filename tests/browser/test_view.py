@@ -147,8 +147,9 @@ def test_a_rollout_is_shown_token_by_token(tab: Tab, tmp_path: Path):
     tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
     tab.evaluate("document.querySelector('[data-tokens]').click()")
     assert texts(tab, ".token") == ["1+", "<b>", "9", "<eos>"] and texts(tab, ".token.special") == ["<eos>"]
-    assert texts(tab, ".token.given") == ["1+", "9"] and len(texts(tab, ".tokens hr")) == 3
-    tab.move_to(".token:nth-of-type(2)")
+    assert texts(tab, ".token.given") == ["1+", "9"]
+    assert texts(tab, ".turn small") == ["prompt, 1 token", "turn 1, 1 token", "environment, 1 token", "turn 2, 1 token"]
+    tab.move_to(".turn:nth-of-type(2) .token")
     tab.wait("document.querySelector('.tip').textContent.includes('token 6')")
     assert texts(tab, ".tip") == [
         "token 6 at 1 · generator logprob -0.25 · trainer logprob -0.5 · |dlogp| 2.50e-1 · entropy 0.25 · probability 0.7788 · "
@@ -161,6 +162,20 @@ def test_a_rollout_is_shown_token_by_token(tab: Tab, tmp_path: Path):
     assert 0 < faint < strong
     choose(tab, "colour by", "advantage")
     assert "220, 38, 38" in str(tab.evaluate(tone.format(3))) and "5, 150, 105" in str(tab.evaluate(tone.format(1)))
+
+
+def test_tool_calls_of_the_model_are_marked(tab: Tab, tmp_path: Path):
+    said = ["<tool_call>", "<tool", "_call>", "add", "</tool_call>", " and ", "<tool_call>sub", "<eos>"]
+    tokens = {"token_ids": list(range(8)), "token_texts": said, "token_special": [0] * 8, "token_generated": [0] + [1] * 7}
+    tokens |= {name: [0.0] * 8 for name in ("token_loss_mask", "token_advantages", "generation_logprobs")}
+    folder = make_run(tmp_path / "run", num_steps=1)
+    write_dump(folder, 1, [rollout(0, "calls", **tokens)])
+    open_report(tab, folder)
+    tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    tab.evaluate("document.querySelector('[data-tokens]').click()")
+    assert texts(tab, ".turn small") == ["prompt, 1 token", "turn 1, 7 tokens, 2 tool calls"]
+    # The second one has no end: the rest belongs to it.
+    assert texts(tab, ".token.tool") == [*said[1:5], *said[6:]]
 
 
 def test_what_a_model_writes_stays_text(tab: Tab, tmp_path: Path):

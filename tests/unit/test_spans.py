@@ -48,12 +48,24 @@ def test_processes_and_lanes_have_names(file: Path):
 def test_stretches_that_follow_closely_are_one_span(file: Path):
     start = time.monotonic()
     for index in range(5):
-        spans.stretch("generate", start - 1 if index == 0 else time.monotonic(), goes_on=index < 4)
-    spans.stretch("generate", start - 2, goes_on=True)
+        spans.stretch("generate", start - 1 if index == 0 else time.monotonic(), rows=index)
+    spans.end_stretch()
+    spans.stretch("generate", start - 2)
     spans.add("pull", time.monotonic())
-    spans.stretch("generate", time.monotonic() - spans.MAX_STRETCH_S - 1, goes_on=True)
+    spans.stretch("generate", time.monotonic() - spans.MAX_STRETCH_S - 1)
     assert [event["name"] for event in drawn(file)] == ["generate", "generate", "pull", "generate"]
-    assert 1e6 <= drawn(file)[0]["dur"] < 2e6
+    assert 1e6 <= drawn(file)[0]["dur"] < 2e6 and drawn(file)[0]["args"] == {"rows": 4}
+
+
+def test_stretches_of_several_lanes_do_not_end_each_other(file: Path):
+    start = time.monotonic()
+    for _ in range(3):
+        for lane in ("worker 0", "worker 1"):
+            spans.stretch("score", start, lane)
+    spans.end_stretch("worker 0")
+    assert [event["cat"] for event in drawn(file)] == ["worker 0"]
+    spans.stop()
+    assert [event["cat"] for event in drawn(file)] == ["worker 0", "worker 1"]
 
 
 def test_an_attempt_continues_the_file_of_the_one_before(file: Path):

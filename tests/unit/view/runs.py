@@ -72,8 +72,9 @@ def write_all_spans(folder: Path, *, num_steps: int, attempt: int = 1) -> None:
     for rank in (0, 1):
         work = [event("train_step", n + 0.6, 0.25, **memory | {"gpu_used_bytes": (4 - rank) * 10**9}) for n in every]
         write_spans(folder, f"policy-rank-{rank}", work, attempt=attempt)
-    write_spans(folder, "engine-0", [event("generate", n, 0.45) for n in every], attempt=attempt)
-    write_spans(folder, "rewards", [event("score", n + 0.3, 0.1, "math", rollouts=8) for n in every], attempt=attempt)
+    memory = {"phase": "generate", "engine_host_bytes": 3 * 10**9, "gpu_used_bytes": 10**9}
+    write_spans(folder, "engine-0", [event("generate", n, 0.45, **memory) for n in every], attempt=attempt)
+    write_spans(folder, "rewards", [event("score", n + 0.3, 0.1, "math worker 0", rollouts=8) for n in every], attempt=attempt)
 
 
 def make_run(folder: Path, *, num_steps: int = 5) -> Path:

@@ -77,6 +77,7 @@ def test_the_memory_that_the_plan_predicts_stands_beside_what_ranks_held(tmp_pat
     assert run["memory"] == [
         {"phase": "train", "predicted_bytes": 5 * 10**9, "host_bytes": 10**9, "gpu_peak_bytes": 10**9, "gpu_used_bytes": 4 * 10**9},
         {"phase": "refit", "predicted_bytes": 10**9},
+        {"phase": "generate", "predicted_bytes": None, "engine_host_bytes": 3 * 10**9, "gpu_used_bytes": 10**9},
     ]
     assert isinstance(run["about"], list) and run["about"][-1] == ("mrl", "1.0")
 

@@ -15,13 +15,15 @@ def lanes_of(run: Path, step: int) -> dict[str, list[list]]:
 def test_a_step_has_the_spans_of_all_processes_in_it(tmp_path: Path):
     write_all_spans(tmp_path, num_steps=3)
     found = lanes_of(tmp_path, 2)
-    assert list(found) == ["driver", "policy rank 0", "policy rank 1", "engine 0", "rewards: math"]
+    assert list(found) == ["driver", "policy rank 0", "policy rank 1", "engine 0", "rewards: math worker 0"]
     assert found["driver"] == [
         ["step", 0, 900_000, {"step": 2}],
         ["generation", 0, 500_000, {}],
         ["wait: train_step", 600_000, 300_000, {"calls": 2}],
     ]
-    assert found["engine 0"] == [["generate", 0, 450_000, {}]] and found["rewards: math"][0][3] == {"rollouts": 8}
+    assert [span[:3] for span in found["engine 0"]] == [["generate", 0, 450_000]] and found["rewards: math worker 0"][0][3] == {
+        "rollouts": 8
+    }
     assert list(lanes_of(tmp_path, 0)) == ["driver"], "the start has what came before the first step"
 
 
@@ -58,7 +60,7 @@ def test_a_long_file_is_read_where_the_step_is(tmp_path: Path):
     assert (tmp_path / "logs/exp_001/actors/policy-rank-0.trace.json").stat().st_size > 8 * timeline.AHEAD_BYTES
     for step in (1, 2, 777, 1_999, 2_000):
         found = lanes_of(tmp_path, step)
-        assert [len(found[name]) for name in ("driver", "policy rank 1", "engine 0", "rewards: math")] == [3, 1, 1, 1], step
+        assert [len(found[name]) for name in ("driver", "policy rank 1", "engine 0", "rewards: math worker 0")] == [3, 1, 1, 1], step
 
 
 def test_work_across_steps_is_in_each_of_them(tmp_path: Path):
@@ -84,10 +86,21 @@ def test_lanes_and_spans_are_bounded_and_processes_in_order(tmp_path: Path):
     assert found["left_out"] == 8 and len(found["lanes"][1]["spans"]) == timeline.MAX_SPANS
 
 
+def test_the_lanes_of_a_process_are_bounded_and_in_order(tmp_path: Path):
+    write_spans(tmp_path, "driver", [event("step", 1, 1, step=1)])
+    write_spans(tmp_path, "rewards", [event("score", 1.5, 0.1, f"math worker {index}") for index in reversed(range(40))])
+    (found,) = read_timelines(list(list_windows(tmp_path).values())).values()
+    assert [lane["name"] for lane in found["lanes"]] == ["driver", *(f"rewards: math worker {i}" for i in range(timeline.MAX_LANES))]
+    assert found["left_out"] == 8
+
+
 def test_the_worst_rank_counts_in_each_phase(tmp_path: Path):
     write_all_spans(tmp_path, num_steps=2)
     measured = memory_by_phase(read_timelines(list(list_windows(tmp_path).values())))
-    assert measured == {"train": {"host_bytes": 10**9, "gpu_peak_bytes": 10**9, "gpu_used_bytes": 4 * 10**9}}
+    assert measured == {
+        "train": {"host_bytes": 10**9, "gpu_peak_bytes": 10**9, "gpu_used_bytes": 4 * 10**9},
+        "generate": {"engine_host_bytes": 3 * 10**9, "gpu_used_bytes": 10**9},
+    }
 
 
 def test_torn_and_absent_files_give_what_is_whole(tmp_path: Path):
