@@ -150,7 +150,8 @@ def least_peak(rank: RankMemory) -> float:
 def host_memory(config: RunConfig, model: Model, states: States) -> Parts:
     """Bytes of the first node: what leaves its GPUs, a checkpoint's copy that is being written, model files in the page cache, rollouts.
 
-    What leaves at a change of phase goes into one pinned block (`mrl.policy.host_block`), which torch does not round up.
+    What leaves at a change of phase goes into one pinned block (`mrl.policy.host_block`), which torch does not round up. What Megatron's
+    optimizer keeps there it does.
     """
     ranks = config.cluster.slots_per_node
     away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer
@@ -177,6 +178,11 @@ def disk_bytes(config: RunConfig, model: Model) -> tuple[float, int | None]:
         return 0.0, 0
     kept = num_kept_at_most(config)
     return checkpoint_bytes(config, model) * ((kept or 1) + 1), kept
+
+
+def cache_bytes(model: Model) -> float:
+    """Of the model in the cache of converted models."""
+    return float(model.num_parameters * BF16)
 
 
 def rollout_bytes(config: RunConfig) -> float:

@@ -21,6 +21,7 @@ from mrl.plan.memory import (
     Parts,
     RankMemory,
     all_ranks,
+    cache_bytes,
     checkpoint_bytes,
     disk_bytes,
     engine_memory,
@@ -141,7 +142,10 @@ def describe(plan: Plan) -> list[str]:
     lines.append(f"Host memory of the first node, GB: {sum(plan.host.values()) / GB:.0f} ({held})")
     disk, kept = disk_bytes(config, plan.model)
     number = "not bounded, one counted" if kept is None else f"{kept} kept"
-    lines.append(f"Checkpoint: {checkpoint_bytes(config, plan.model) / GB:.0f} GB; disk {disk / GB:.0f} GB ({number}, one being written)")
+    lines.append(
+        f"Checkpoint: {checkpoint_bytes(config, plan.model) / GB:.0f} GB; disk {disk / GB:.0f} GB ({number}, one being written), and "
+        f"{cache_bytes(plan.model) / GB:.0f} GB in the cache of converted models"
+    )
     if plan.refit:
         moved = plan.refit.link_bytes
         per_gpu = ", ".join(f"{moved[link] / config.num_slots / GB:.2f} {name}" for link, name in _LINKS)
@@ -202,6 +206,8 @@ def as_data(plan: Plan, found: Found | None = None) -> dict[str, object]:
         "engine": dataclasses.asdict(plan.engine) if plan.engine else None,
         "host": plan.host,
         "checkpoint_bytes": checkpoint_bytes(plan.config, plan.model),
+        "disk_bytes": disk_bytes(plan.config, plan.model)[0],
+        "cache_bytes": cache_bytes(plan.model),
         "refit": dataclasses.asdict(plan.refit) if plan.refit else None,
         "times": {name: dataclasses.asdict(phase) for name, phase in plan.times.phases.items()},
         "mean_tokens": plan.times.mean_tokens,

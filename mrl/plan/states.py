@@ -13,6 +13,9 @@ from conversion.cuts import AxisRank, Experts
 from conversion.families.common import MegatronParallel, Model, Rule
 from mrl.plan.activations import BF16, FP32
 
+# torch rounds pinned memory up to a power of two, tensor by tensor: for sizes spread evenly between two powers, by 1 / ln 2 in the mean.
+PINNED_ROUNDING = 1 / math.log(2)
+
 
 class Elements(NamedTuple):
     """Elements that a rank holds, by the group over which their optimizer state is spread."""
@@ -39,7 +42,7 @@ class StateRules:
     moment_bytes: int = 2 * FP32
     is_precision_aware: bool = True
     offloaded: float = 0.0
-    """Share of the elements whose moments are on the host."""
+    """Share of the elements that the host updates."""
     is_trained: bool = True
     """False: only adapters are trained, whose states are small beside the weights and not counted."""
 
@@ -54,6 +57,7 @@ class States:
     gradient_copy: float
     """Float32 shard of gradients, from the optimizer step to the next zero_grad."""
     host_optimizer: float
+    """Of elements that the host updates: moments, and copies of the main parameters and gradients in pinned memory."""
 
     @property
     def allocated(self) -> float:
@@ -77,7 +81,7 @@ def state_bytes(elements: Elements, rules: StateRules) -> States:
         gradients=trained * rules.gradient_bytes,
         optimizer=(shard * rules.main_bytes if has_main else 0) + moments * (1 - rules.offloaded),
         gradient_copy=shard * FP32 if copies else 0,
-        host_optimizer=moments * rules.offloaded,
+        host_optimizer=rules.offloaded * (moments + shard * 2 * FP32 * PINNED_ROUNDING),
     )
 
 

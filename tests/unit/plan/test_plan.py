@@ -89,7 +89,11 @@ def test_nano_on_eight_gpus_needs_offload(folders: dict[str, str], capsys: pytes
     assert "optimizer 44.1" in printed and "phase train does not fit" in printed
     assert "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0" in printed
     offload = ["policy.megatron_cfg.optimizer.optimizer_cpu_offload=true", "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1"]
-    assert make_plan(load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, *offload]), H100).misfit is None
+    plan = make_plan(load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, *offload]), H100)
+    assert plan.misfit is None
+    # Moments, and pinned copies of main parameters and gradients, each tensor rounded up to a power of two; and while others use the GPU,
+    # its own main parameters.
+    assert plan.host["optimizer off the GPUs"] == pytest.approx(8 * 3.95e9 * (8 + 8 * 1.4427 + 4), rel=0.02)
     page = (tmp_path / "plan.html").read_text()
     assert "src=" not in page and "href=" not in page
     (data,) = read_page(page)["runs"]
