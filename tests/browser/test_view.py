@@ -238,7 +238,13 @@ def test_a_zoom_outlives_what_a_live_page_learns(tab: Tab, live: str, tmp_path: 
 def test_a_timeline_tells_who_works_and_who_waits(tab: Tab, tmp_path: Path):
     open_report(tab, make_run(tmp_path / "run"))
     tab.evaluate("document.querySelector('[data-tab=timeline]').click()")
-    assert texts(tab, ".lanes .lane:not(.ticks) > small") == ["driver", "policy rank 0", "policy rank 1", "engine 0", "rewards: math"]
+    assert texts(tab, ".lanes .lane:not(.ticks) > small") == [
+        "driver",
+        "policy rank 0",
+        "policy rank 1",
+        "engine 0",
+        "rewards: math worker 0",
+    ]
     assert texts(tab, ".lane:nth-child(2) .bar") == ["step", "generation", "wait: train_step"] and texts(tab, ".bar.waits") == [
         "wait: train_step"
     ]

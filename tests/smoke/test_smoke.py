@@ -65,10 +65,11 @@ def test_every_process_says_what_it_did_in_a_step(run: Quickstart):
     assert list(windows) == list(range(STEPS + 1))
     lanes = {lane["name"]: lane["spans"] for lane in read_timelines([windows[STEPS - 1]])[str(STEPS - 1)]["lanes"]}
     ranks = [f"policy rank {rank}" for rank in range(4)]
-    assert {"driver", *ranks, "engine 0", "rewards: math"} <= lanes.keys()
+    assert {"driver", *ranks, "engine 0", "rewards: math worker 0"} <= lanes.keys()
     assert all({"train_step", "begin_refit", "compare copies"} <= {name for name, *_ in lanes[rank]} for rank in ranks)
     memory = memory_by_phase(read_timelines([windows[STEPS - 1]]))
-    assert {"logprob", "train", "refit"} <= memory.keys() and memory["train"]["host_bytes"] > 10**8
+    assert {"logprob", "train", "refit"} <= memory.keys()
+    assert memory["train"]["host_bytes"] > 10**8 and memory["generate"]["engine_host_bytes"] > 10**8
     # The driver's span and its metric are two measurements of one step.
     (length,) = [length for name, _, length, _ in lanes["driver"] if name == "step"]
     (row,) = [row for row in run.metrics if row["step"] == STEPS - 1]
