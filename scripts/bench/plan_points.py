@@ -47,6 +47,8 @@ _NEEDED = {
 }
 _PARTS = {"moe": "experts topk moe_ffn", "mla": "q_lora kv_lora qk_head qk_rope v_head", "mamba": "heads head_dim groups state"}
 _MODEL_KEYS = {*_NEEDED["model"], *_PARTS, "name", "max_positions", "hybrid_pattern", "mtp_layers", "mtp_repeated"}
+# Of arguments that are only noted, those that take memory. mrl has no key for them.
+_UNKNOWN = {"overlap-moe-expert-parallel-comm"}
 # Modules of fine-grained offloading, by the tensors that wait on the host.
 _OFFLOADED = {
     "attn_norm": ("*.input",),
@@ -294,6 +296,7 @@ def why_left_out(point: Point) -> str | None:
     ]
     strange = [f"{name}={value!r}, known: {', '.join(map(str, known))}" for name, value, known in values if value not in known]
     strange += [f"model.{key}" for key in model if key not in _MODEL_KEYS]
+    strange += [f"flags.other.{key}" for key in point["flags"].get("other") or () if key in _UNKNOWN]
     return f"it has what the model does not know: {'; '.join(strange)}" if strange else None
 
 

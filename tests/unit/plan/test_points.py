@@ -22,17 +22,18 @@ def rows() -> list[plan_points.TableRow]:
 
 def test_points_that_nothing_was_fitted_on_are_predicted(rows: list[plan_points.TableRow]):
     errors = {name: plan_points.errors_of(rows, name) for name in ("allocated error", "peak error")}
-    assert len(errors["allocated error"]) >= 18 and len(errors["peak error"]) >= 22
+    assert len(errors["allocated error"]) >= 17 and len(errors["peak error"]) >= 21
     assert statistics.median(errors["allocated error"]) <= 0.005 and max(errors["allocated error"]) <= 0.02
-    assert statistics.median(errors["peak error"]) <= 0.03 and max(errors["peak error"]) <= 0.20
+    assert statistics.median(errors["peak error"]) <= 0.03 and max(errors["peak error"]) <= 0.10
 
 
 def test_points_that_came_later_are_predicted():
     rows, left_out = plan_points.rows_of(LATER)
-    assert not left_out and len(rows) >= 40 and {row["fitted"] for row in rows} == {"no"}
+    (strange,) = left_out.values()
+    assert strange.endswith("does not know: flags.other.overlap-moe-expert-parallel-comm") and len(rows) >= 40
+    assert {row["fitted"] for row in rows} == {"no"}
     allocated, peaks = (sorted(plan_points.errors_of(rows, f"{name} error")) for name in ("allocated", "peak"))
-    # Overlap of the experts' exchange with products takes workspaces that the model does not know.
-    assert allocated[-3] <= 0.02 and allocated[-1] <= 0.04
+    assert allocated[-1] <= 0.02
     assert statistics.median(peaks) <= 0.02 and peaks[-2] <= 0.08 and peaks[-1] <= 0.13
 
 
