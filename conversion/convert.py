@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from conversion.boxes import DTYPE_BYTES, Layout, lengths
+from conversion.boxes import DTYPE_BYTES, Layout, Piece, Slot, SlotLayout, full, lengths
 from conversion.families.common import MegatronParallel
 from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
@@ -54,6 +54,9 @@ MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
 
 # Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one tensor.
 _STACKED_LAYERS_KEY = "decoder.layers.self_attention.linear_proj.weight"
+
+REWARD_HEAD_KEY, REWARD_HEAD = "reward_head.weight", "score.weight"
+"""The head of reward models and critics: its key in checkpoints of runs, and what transformers calls it."""
 
 
 def convert_hf_to_mcore(
@@ -139,6 +142,9 @@ def convert_mcore_to_hf(
         config = {**opened.paths.hf_config}
         # transformers 5 writes "dtype", older versions "torch_dtype".
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype or dtype_name(opened.folder.dtype(EMBEDDING_KEY))
+        if REWARD_HEAD in source.names:
+            # As transformers' models for sequence classification say it.
+            config["num_labels"] = 1
         write_json(folder / "config.json", config)
         if opened.paths.tokenizer is None:
             logger.warning("no tokenizer folder beside %s: the export has none", root)
@@ -177,6 +183,9 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
     if not isinstance(vocabulary, int) or rows < vocabulary:
         raise ValueError(f"{paths.iteration}: {EMBEDDING_KEY} has {rows} rows, less than vocab_size={vocabulary} of {HF_CONFIG_FILE}")
     layout = family(paths.hf_config).torch_dist_layout(paths.hf_config, "float32", rows, stacked_layers=_STACKED_LAYERS_KEY in folder.keys)
+    if REWARD_HEAD_KEY in folder.keys:
+        shape = folder.shape(REWARD_HEAD_KEY)
+        layout = layout | {Slot(REWARD_HEAD_KEY): SlotLayout(shape, "float32", (Piece(REWARD_HEAD, full(shape), full(shape)),))}
     adapters = find_adapters(paths, folder)
     if adapters is None:
         tensors = CanonicalTensors(folder, layout)

@@ -79,7 +79,7 @@ class Policy:
         from mrl.data.batch import make_batches
         from mrl.train import update_policy
 
-        return update_policy(self._loop.run, make_batches(sequences, self._loop.config))
+        return update_policy(self._loop.run, self._loop.state.step + 1, make_batches(sequences, self._loop.config))
 
     def save(self) -> Path:
         """Saves a checkpoint of the last finished step, from which the next `start` goes on; returns its folder."""

@@ -202,7 +202,7 @@ def _model(config: RunConfig) -> str:
 
 
 def _batch(config: RunConfig) -> str:
-    grpo, batch_size = config.grpo, config.policy.train_global_batch_size
+    grpo, batch_size = config.rollouts, config.policy.train_global_batch_size
     if not config.has_engines:
         return f"{batch_size:,} rows a step"
     rollouts = f"{grpo.num_prompts_per_step:,} prompts x {grpo.num_generations_per_prompt} rollouts = {grpo.num_rollouts_per_step:,}"
@@ -221,6 +221,17 @@ def _trainer(config: RunConfig) -> str:
     experts = f"expert {megatron.expert_model_parallel_size} x expert tensor {megatron.expert_tensor_parallel_size}"
     lora = f"; LoRA of rank {megatron.peft.dim}" if megatron.peft.enabled else ""
     return f"{sizes} x context {megatron.context_parallel_size} x data {dp}; {experts}{lora}"
+
+
+def _teacher(config: RunConfig) -> str:
+    seen = config.of_model("teacher")
+    return f"{_model(seen)}; {_trainer(seen)}; {config.loss_fn.kl_type} KL over its {config.distillation.topk_logits_k} likeliest tokens"
+
+
+def _critic(config: RunConfig) -> str:
+    seen, alone = config.of_model("critic"), config.ppo.policy_training_start_step
+    first = f", alone in the first {alone} steps" if alone else ""
+    return f"{_model(seen)}; {_trainer(seen)}; {config.num_passes} passes a step{first}"
 
 
 def _engines(config: RunConfig) -> str:
@@ -282,6 +293,8 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "model": _model,
     "slots": _slots,
     "trainer": _trainer,
+    "teacher": lambda config: _teacher(config) if config.teacher is not None else "none",
+    "critic": lambda config: _critic(config) if config.has_critic else "none",
     "engines": _engines,
     "batch": _batch,
     "tokens": _tokens,

@@ -6,10 +6,12 @@ Dedicated engines share their memory with nobody: they keep weights and KV cache
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-Phase = Literal["load", "train", "logprob", "refit", "generate", "checkpoint"]
+Phase = Literal["load", "train", "logprob", "teacher", "value", "train_value", "refit", "generate", "checkpoint"]
+ModelName = Literal["policy", "teacher", "critic"]
+"""A model that policy ranks may hold: the policy, and those beside it that compute the same rows, each in a layout of its own."""
 Place = Literal["device", "host", "none"]
 """`none`: freed, and allocated anew, with or without content, when it is needed again."""
 
@@ -26,29 +28,59 @@ class Residency:
     activations: Place = "none"
     engine_weights: Place = "none"
     kv_cache: Place = "none"
+    teacher_weights: Place = "host"
+    """Of a model that is never trained, so that nothing else of it is kept."""
+    critic_weights: Place = "host"
+    critic_gradients: Place = "none"
+    critic_optimizer: Place = "host"
+
+    def of(self, model: ModelName) -> Residency:
+        """The same as a model sees it: where its own weights, gradients and optimizer are."""
+        match model:
+            case "policy":
+                return self
+            case "teacher":
+                return replace(self, weights=self.teacher_weights, gradients="none", optimizer="host")
+            case "critic":
+                return replace(self, weights=self.critic_weights, gradients=self.critic_gradients, optimizer=self.critic_optimizer)
 
 
 PHASES: dict[Phase, Residency] = {
-    "load": Residency(engine_weights="device"),
+    # Models are built on the device.
+    "load": Residency(engine_weights="device", teacher_weights="device", critic_weights="device"),
     "logprob": Residency(activations="device"),
     "train": Residency(gradients="device", optimizer="device", activations="device"),
+    # What other models compute of the step's rows comes before the policy's train steps.
+    "teacher": Residency(activations="device", teacher_weights="device"),
+    "value": Residency(activations="device", critic_weights="device"),
+    "train_value": Residency(activations="device", critic_weights="device", critic_gradients="device", critic_optimizer="device"),
     # Both copies of the weights are live, so everything else has left, and the KV cache comes only afterwards.
     "refit": Residency(engine_weights="device"),
     "generate": Residency(engine_weights="device", kv_cache="device"),
     # Weights are saved between a refit or a validation and the next generation: the engine keeps what it was given.
-    "checkpoint": Residency(engine_weights="device"),
+    "checkpoint": Residency(engine_weights="device", critic_weights="device"),
 }
+
+WORKERS: dict[Phase, ModelName] = {"teacher": "teacher", "value": "critic", "train_value": "critic"}
+"""The phases in which a model beside the policy computes, and which; runs without it leave them out."""
+
+_WORK: frozenset[Phase] = frozenset({"logprob", "teacher", "value", "train_value", "train"})
+"""The phases in which models compute and train the rows of a step."""
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     # Refit zero comes first, also in a resumed run; a policy without engines goes straight to work.
-    "load": frozenset({"refit", "logprob", "train"}),
+    "load": frozenset({"refit", *_WORK}),
     # After refit zero a resumed run loads its checkpoint.
     "refit": frozenset({"load", "generate", "checkpoint"}),
     # An engine that was restarted is refitted before it goes on.
-    "generate": frozenset({"logprob", "train", "refit", "checkpoint"}),
-    "logprob": frozenset({"train"}),
+    "generate": frozenset({"refit", "checkpoint", *_WORK}),
+    # Logprobs, values and a teacher's logits come before any update.
+    "logprob": _WORK,
+    "teacher": _WORK,
+    "value": _WORK,
     # To generate after an update takes a refit.
-    "train": frozenset({"refit", "logprob"}),
+    "train_value": frozenset({"refit", *_WORK}),
+    "train": frozenset({"refit", *_WORK}),
     "checkpoint": frozenset({"generate", "refit"}),
 }
 

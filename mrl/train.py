@@ -4,7 +4,8 @@
 prompts -> rollouts (vLLM) -> rewards -> advantages -> packed batches -> old and reference logprobs -> optimizer steps
         -> refit of the engines, verified -> validation -> checkpoint -> metrics
 
-SFT, DPO and reward models run the same loop on examples in place of rollouts.
+SFT, DPO and reward models run the same loop on examples in place of rollouts. In PPO a critic judges the batches first, and learns, too; in
+distillation a teacher's logits stand in place of advantages.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def train_step(run: Run[Supplier], state: RunState) -> None:
     data = run.supplier.take(state, clock)
     run.report_start()
     with clock.phase("train"), run.profiled(step):
-        metrics = data.metrics | update_policy(run, data.batches)
+        metrics = data.metrics | update_policy(run, step, data.batches)
     run.folder.ledger.train(step, data.trained, data.dropped)
     state.step = step
     tokens = run.token_samples(data)
@@ -91,19 +92,23 @@ def train_step(run: Run[Supplier], state: RunState) -> None:
     run.folder.log_step(step, metrics, data.groups, data.sequences, tokens)
 
 
-def update_policy(run: Run[Supplier], batches: Sequence[Batch]) -> dict[str, float]:
-    """Computes the logprobs that the loss needs, then makes one optimizer step on each batch; returns their metrics."""
-    policies, config = run.session.policies, run.config
+def update_policy(run: Run[Supplier], step: int, batches: Sequence[Batch]) -> dict[str, float]:
+    """Computes the values and logprobs that the losses need, then makes an optimizer step on each batch; returns their metrics."""
+    policies, config, critic = run.session.policies, run.config, run.critic
+    judged = critic.judge(batches) if critic is not None else None
     run.session.enter("logprob")
     policies.set_batches(batches)
     if config.needs_old_logprobs:
         policies.call(PolicyVerbs.compute_old_logprobs)
     if config.keeps_reference:
         policies.call(PolicyVerbs.compute_reference_logprobs)
-    run.session.enter("train")
-    updates = [policies.call(PolicyVerbs.train_step)[0] for _ in batches]
+    metrics = metrics_of_updates([batch.metrics for batch in batches])
+    if critic is not None and judged is not None:
+        metrics |= critic.learn(judged, batches)
+    if config.trains_policy(step):
+        run.session.enter("train")
+        metrics |= metrics_of_updates([policies.call(PolicyVerbs.train_step)[0] for _ in range(config.num_passes) for _ in batches])
     run.saver.poll()
-    metrics = metrics_of_updates([batch.metrics for batch in batches]) | metrics_of_updates(updates)
     warn_of_bounded_ratios(metrics)
     return metrics | {"train/num_logprob_passes": float(config.needs_old_logprobs + config.keeps_reference)}
 

@@ -56,6 +56,18 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Proposals:
+    """What speculation did for a rollout: how often tokens were proposed, how many, and how many of them the model would have drawn."""
+
+    num_rounds: int = 0
+    num_tokens: int = 0
+    num_accepted: int = 0
+
+    def plus(self, other: Proposals) -> Proposals:
+        return Proposals(self.num_rounds + other.num_rounds, self.num_tokens + other.num_tokens, self.num_accepted + other.num_accepted)
+
+
+@dataclass(frozen=True)
 class Transcript:
     """The tokens after the prompt so far, which a further turn continues, those of the environment included. Fields as in `Rollout`."""
 
@@ -65,6 +77,7 @@ class Transcript:
     num_weight_versions: int
     routes: np.ndarray | None = None
     """Of the tokens that went through the model while it sampled the last of `turns`."""
+    proposals: Proposals = Proposals()
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,7 @@ class Rollout:
     last_turn_start: int = 0
     num_weight_versions: int = 1
     """Versions of weights that sampled it: 1, unless grpo.async_grpo.in_flight_weight_updates."""
+    proposals: Proposals = Proposals()
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -161,6 +175,7 @@ class RolloutInfo:
     """Tokens of `length` that came from the environment."""
     num_turns: int = 1
     num_weight_versions: int = 1
+    proposals: Proposals = Proposals()
     epoch: int = 0
 
     @property
@@ -238,6 +253,16 @@ class FixedAdvantage:
 
 
 @dataclass(frozen=True)
+class TeacherTopK:
+    """What a teacher says of a rollout. It stays with the rank that computed it; others see a reference."""
+
+    logits: np.ndarray
+    """float32 [N, K], of the likeliest tokens at each of the N tokens that the policy generated, in order; likeliest first."""
+    token_ids: np.ndarray
+    """int32 [N, K], these tokens."""
+
+
+@dataclass(frozen=True)
 class TrainSequence:
     """A rollout with what the loss needs of it."""
 
@@ -248,6 +273,8 @@ class TrainSequence:
     reward: float = 0.0
     fixed_advantages: tuple[FixedAdvantage, ...] = ()
     """Where they overlap, the later one counts."""
+    teacher: object | None = None
+    """Reference to the `TeacherTopK` of the rollout, if it has a teacher; opaque outside `mrl.cluster`."""
 
 
 @dataclass(frozen=True)

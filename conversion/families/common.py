@@ -16,6 +16,11 @@ from conversion.families.settings import HfConfig
 Flavour = Literal["local", "te"]
 """Megatron's layer specs: of plain torch modules, or of Transformer Engine's."""
 
+CARRIED = "carried."
+"""Prefix of names in the live Megatron model: weights that it carries, and that none of its modules computes with."""
+DRAFTER = "drafter."
+"""Prefix of names in a live engine: weights of the drafter, vLLM's second model, which proposes tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class MegatronCoords:
@@ -82,6 +87,8 @@ class VllmParallel:
 
     tp: int = 1
     ep: int = 1
+    has_drafter: bool = False
+    """Whether it proposes tokens with the model's own MTP layers, cut as the model is."""
 
     def __post_init__(self) -> None:
         if self.ep not in (1, self.tp):
@@ -124,12 +131,15 @@ class Model:
     last: tuple[Rule, ...]
     tied_output: Rule | None = None
     """Of tied embeddings: the copy that the last one of several stages holds. Other holders have the embedding only."""
+    carried: tuple[Rule, ...] = ()
+    """Weights that Megatron's model has no modules for, such as MTP layers: its last stage carries them, and training leaves them alone.
+    Names are whole: `megatron` begins with `CARRIED`, `vllm` with `DRAFTER`."""
 
     def all(self) -> Iterator[tuple[int | None, Rule]]:
         """Every rule with the index of its layer, None outside of the layers."""
         yield from ((None, rule) for rule in self.first)
         yield from ((index, rule) for index, rules in enumerate(self.layers) for rule in rules)
-        yield from ((None, rule) for rule in self.last)
+        yield from ((None, rule) for rule in (*self.last, *self.carried))
 
     def stage(self, parallel: MegatronParallel, pp_rank: int) -> Iterator[tuple[int, int | None, Rule]]:
         """Every rule of a pipeline stage with its chunk and the local index of its layer."""
@@ -139,7 +149,7 @@ class Model:
             for local_index, index in enumerate(parallel.layers_of(pp_rank, len(self.layers), chunk)):
                 yield from ((chunk, local_index, rule) for rule in self.layers[index])
         if pp_rank == parallel.pp - 1:
-            yield from ((parallel.vpp - 1, None, rule) for rule in self.last)
+            yield from ((parallel.vpp - 1, None, rule) for rule in (*self.last, *self.carried))
             if parallel.pp > 1 and self.tied_output is not None:
                 yield parallel.vpp - 1, None, self.tied_output
 
@@ -165,6 +175,10 @@ class Family:
     def canonical(self, hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the Hugging Face checkpoint."""
         return {tensor.name: tensor.shape for _, rule in self.model(hf_config, None).all() for tensor in rule.cut.tensors}
+
+    def carried(self, hf_config: HfConfig) -> frozenset[str]:
+        """Names of the tensors of the Hugging Face checkpoint that training leaves alone, such as those of MTP layers."""
+        return frozenset(tensor.name for rule in self.model(hf_config, None).carried for tensor in rule.cut.tensors)
 
     def expert_layers(self, hf_config: HfConfig) -> tuple[int, ...]:
         """Indices of the layers that choose experts for each token, ascending; empty for a model without experts."""
@@ -195,6 +209,11 @@ class Family:
         by default as Megatron does at tp 1; sizes in checkpoints depend on the tp that wrote them.
         """
         return _torch_dist_layout(self, _key(hf_config), dtype, padded_vocabulary, stacked_layers and self.model_class == "gpt")
+
+
+def read_by_engines(layout: Layout, parallel: VllmParallel) -> Layout:
+    """What engines read of a Megatron rank: all but carried weights, and these, too, where a drafter computes with them."""
+    return layout if parallel.has_drafter else {slot: content for slot, content in layout.items() if not slot.name.startswith(CARRIED)}
 
 
 # Enough for the ranks of a large run; beyond it, equal coordinates get equal layouts that are not the same object.
@@ -246,7 +265,12 @@ def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker
             raise ValueError(f"{name} is {found} in the engine, to which a refit casts no weights; use an engine without quantisation")
     dtypes = dict(live)
     layout: Layout = {}
-    for layer, rule in _model(family, config_key).all():
+    model = _model(family, config_key)
+    if parallel.has_drafter and not model.carried:
+        raise ValueError("config.json: num_nextn_predict_layers: the model has no MTP layers to propose tokens with; use method ngram")
+    for layer, rule in model.all():
+        if rule in model.carried and not parallel.has_drafter:
+            continue
         cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(dense)
         name = _name(family.vllm_layers, layer, rule.vllm)
         layout[Slot(name)] = _slot(cutout, dtypes.get(name, dtype))
@@ -269,7 +293,7 @@ def _torch_dist_layout(family: Family, config_key: str, dtype: str, padded_vocab
 
 def _stacked_layers(model: Model, dtype: str) -> Layout:
     layout: Layout = {}
-    for rule in (*model.first, *model.last):
+    for rule in (*model.first, *model.last, *model.carried):
         layout[Slot(rule.checkpoint or rule.megatron)] = _slot(rule.cut.checkpoint()[""], rule.dtype or dtype)
     for rules in zip(*model.layers, strict=True):
         key, num_layers = rules[0].checkpoint or rules[0].megatron, len(rules)

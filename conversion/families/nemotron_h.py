@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nemotron_h: Mamba-2, attention and mixture-of-experts layers in the order of a pattern (Nemotron-3-Nano)."""
+"""nemotron_h: Mamba-2, attention and mixture-of-experts layers in the order of a pattern (Nemotron-3-Nano), and MTP layers behind them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from conversion.cuts import Canonical, ColumnParallel, Experts, Qkv, Replicated, RowParallel, Section, Sections, Vocabulary
-from conversion.families.common import Family, HfConfig, Model, Rule
+from conversion.families.common import CARRIED, DRAFTER, Family, HfConfig, Model, Rule
 from conversion.families.decoder import expert_rule
 from conversion.families.settings import check_settings, optional_integer, positive_integer, positive_number, sigmoid_router
 
@@ -26,7 +27,6 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "mlp_hidden_act": ("relu2",),
     "n_shared_experts": (1,),
     "norm_topk_prob": (True,),
-    "num_nextn_predict_layers": (0, None),
     "quantization_config": (None,),
     "residual_in_fp32": (False,),
     "sliding_window": (None,),
@@ -40,6 +40,9 @@ _SIZE_KEYS = (
     *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
     *("n_routed_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
 )
+
+# As transformers: what a step of MTP is made of, unless config.json says.
+_MTP_PATTERN = "*E"
 
 # Megatron's Mamba mixer has this number in its code.
 _MAMBA_NORM_EPSILON = 1e-5
@@ -71,6 +74,20 @@ def layer_pattern(hf_config: HfConfig) -> str:
     return letters
 
 
+def mtp_pattern(hf_config: HfConfig) -> str:
+    """One letter per layer of all steps of multi-token prediction, each of which predicts one token further; "" without."""
+    num_steps = hf_config.get("num_nextn_predict_layers") or 0
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0:
+        raise ValueError(f"config.json: num_nextn_predict_layers={num_steps!r} must be an integer from 0 on")
+    kinds, letters = hf_config.get("mtp_layers_block_type"), hf_config.get("mtp_hybrid_override_pattern") or _MTP_PATTERN
+    if isinstance(kinds, list):
+        letters = "".join(_LETTERS.get(str(kind), "?") for kind in kinds)
+    if num_steps and (not isinstance(letters, str) or not letters or set(letters) - set("*E")):
+        # Those of vLLM's drafter, and of all published models.
+        raise ValueError(f"config.json: mtp layers {kinds or letters!r}: only attention and moe, or the letters * E, are known")
+    return str(letters) * num_steps
+
+
 def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
     sizes = _sizes(hf_config)
     shape = (sizes["vocab_size"], sizes["hidden_size"])
@@ -82,7 +99,33 @@ def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
         first=(Rule(embedding, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),),
         layers=tuple(layer_rules[letter](f"backbone.layers.{index}.", sizes) for index, letter in enumerate(layer_pattern(hf_config))),
         last=(Rule(final_norm, "decoder.final_norm.weight", "model.norm_f.weight"), Rule(output, "output_layer.weight", "lm_head.weight")),
+        carried=_mtp(hf_config, sizes),
     )
+
+
+def _mtp(hf_config: HfConfig, sizes: Sizes) -> tuple[Rule, ...]:
+    """The layers of all steps. Files number them through; Megatron from 0.17 on counts steps, and layers within a step."""
+    letters, hidden, rules = mtp_pattern(hf_config), sizes["hidden_size"], list[Rule]()
+    steps = optional_integer(hf_config, "num_nextn_predict_layers") if letters else None
+    length = len(letters) // (steps or 1)
+    for index, letter in enumerate(letters):
+        step, place = divmod(index, length)
+        hf, megatron, vllm = f"mtp.layers.{index}.", f"mtp.layers.{step}.", f"{DRAFTER}model.layers.{index}."
+        # In the first layer of a step, the embedding of the last token and the hidden state before it become one.
+        ends = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)} if place == 0 else {}
+        ends |= {"final_layernorm": (hidden,)} if place == length - 1 else {}
+        for name, shape in ends.items():
+            whole = Canonical(f"{hf}{name}.weight", shape)
+            cut = ColumnParallel(whole) if name == "eh_proj" else Replicated(whole)
+            key = f"{megatron}{name}.weight"
+            rules.append(Rule(cut, CARRIED + key, f"{vllm}{name}.weight", checkpoint=key))
+        for rule in (_attention if letter == "*" else _moe)(hf, sizes):
+            inner = f"{megatron}mtp_model_layer.layers.{place}."
+            key = inner + (rule.checkpoint or rule.megatron)
+            # The live names are the same under all specs. Megatron updates every module's `expert_bias`.
+            live = CARRIED + inner + (rule.local or rule.megatron).replace("expert_bias", "correction_bias")
+            rules.append(replace(rule, megatron=live, local=None, vllm=vllm + rule.vllm, checkpoint=key))
+    return tuple(rules)
 
 
 def _norm(prefix: str, sizes: Sizes, megatron: str, local: str | None = None) -> Rule:

@@ -29,10 +29,13 @@ MIN_VARIANCE = 1e-8
 ROUNDING = 1e-12
 
 
-def train_sequences(groups: Sequence[RolloutGroup], config: GrpoConfig) -> tuple[list[TrainSequence], dict[str, float]]:
+def train_sequences(
+    groups: Sequence[RolloutGroup], config: GrpoConfig, *, has_critic: bool = False
+) -> tuple[list[TrainSequence], dict[str, float]]:
     """Every rollout of a step as a sequence to train on, in the order of the groups; and metrics of rewards and masks.
 
-    Rollouts that do not count keep their place, with advantage 0. Whatever needs logprobs comes later: see `mrl.algo.token_advantages`.
+    With a critic, advantages are 0 until it has judged the tokens. Rollouts that do not count keep their place, with advantage 0. Whatever
+    needs logprobs comes later: see `mrl.algo.token_advantages`.
     """
     # Malformed thinking comes first: in a turn with both flaws, the later one counts, its invalid tool call.
     fixed: dict[FlawKind, float | None] = {
@@ -41,7 +44,8 @@ def train_sequences(groups: Sequence[RolloutGroup], config: GrpoConfig) -> tuple
     }
     advantage_of: dict[FlawKind, float] = {kind: advantage for kind, advantage in fixed.items() if advantage is not None}
     sequences, judged, num_overlong = list[TrainSequence](), list[tuple[RolloutInfo, Verdict]](), 0
-    for group, advantages in zip(groups, batch_advantages(groups, config), strict=True):
+    by_group = [[0.0] * len(group.rollouts) for group in groups] if has_critic else batch_advantages(groups, config)
+    for group, advantages in zip(groups, by_group, strict=True):
         rewards = shaped_rewards(group, config)
         for rollout, verdict, reward, advantage in zip(group.rollouts, group.verdicts, rewards, advantages, strict=True):
             judged.append((rollout, verdict))
@@ -210,11 +214,13 @@ def _has_reward(group: RolloutGroup) -> Tensor:
     return torch.tensor([verdict.has_reward for verdict in group.verdicts])
 
 
-def normalize_over_tokens(advantages: list[Tensor], masks: list[Tensor], add_over_ranks: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def normalize_over_tokens(
+    advantages: list[Tensor], masks: list[Tensor], add_over_ranks: Callable[[Tensor], Tensor], *, added_to_variance: float | None = None
+) -> list[Tensor]:
     """Advantages of rows, float32 [T] each, shifted and scaled to mean 0 and variance 1 over the valid tokens of a step.
 
-    Two passes in float64; the variance is at least MIN_VARIANCE. `masks` [T] are 1 on valid tokens. `add_over_ranks` adds a tensor over
-    the data-parallel ranks, which all call this (arXiv:2501.03262, eq. 9).
+    Two passes in float64; the variance is at least MIN_VARIANCE, or with `added_to_variance` unbiased and that much larger. `masks` [T] are
+    1 on valid tokens. `add_over_ranks` adds a tensor over the data-parallel ranks, which all call this (arXiv:2501.03262, eq. 9).
     """
     values = [advantages_T.double() for advantages_T in advantages]
     device = values[0].device if values else None
@@ -224,6 +230,9 @@ def normalize_over_tokens(advantages: list[Tensor], masks: list[Tensor], add_ove
 
     count = total([mask_T.sum().double() for mask_T in masks]).clamp(min=1.0)
     mean = total([values_T[mask_T > 0].sum() for values_T, mask_T in zip(values, masks, strict=True)]) / count
-    variance = total([(values_T - mean)[mask_T > 0].square().sum() for values_T, mask_T in zip(values, masks, strict=True)]) / count
-    scale = variance.clamp(min=MIN_VARIANCE).rsqrt()
+    squares = total([(values_T - mean)[mask_T > 0].square().sum() for values_T, mask_T in zip(values, masks, strict=True)])
+    if added_to_variance is None:
+        scale = (squares / count).clamp(min=MIN_VARIANCE).rsqrt()
+    else:
+        scale = (squares / (count - 1.0).clamp(min=1.0) + added_to_variance).rsqrt()
     return [torch.where(mask_T > 0, (values_T - mean) * scale, 0.0).float() for values_T, mask_T in zip(values, masks, strict=True)]

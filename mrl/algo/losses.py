@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from mrl.config.schema.algo import LossConfig
 
 LOSS = "loss"
-_EXTREME = ("probs_ratio_{}", "probs_ratio_clamped_{}", "{}_seq_mult_prob_error", "{}_seq_mult_prob_error_after_mask", "advantages/{}")
+_EXTREME = (
+    "probs_ratio_{}",
+    "probs_ratio_clamped_{}",
+    "{}_seq_mult_prob_error",
+    "{}_seq_mult_prob_error_after_mask",
+    "advantages/{}",
+    "values_{}",
+)
 MIN_METRICS = tuple(name.format("min") for name in _EXTREME)
 MAX_METRICS = tuple(name.format("max") for name in _EXTREME)
 """Metrics that rows and ranks combine by minimum or maximum. All others are sums."""

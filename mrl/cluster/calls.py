@@ -11,7 +11,8 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
 
 from mrl import spans
-from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, way_out
+from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded, way_out
+from mrl.refit import GivenUp
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -55,11 +56,13 @@ def ask(actor: ActorHandle[A], method: Callable[[A, *Ts], T], *arguments: *Ts) -
 class Actors(Generic[V]):
     """The actors of one kind, by index. `call(V.verb, ...)` calls a verb of the object inside each; the type checker knows its arguments.
 
-    An actor class has `call(verb, *arguments)` and `apply(function, *arguments)` for it.
+    An actor class has `call(*target, verb, *arguments)` and `apply(*target, function, *arguments)` for it.
     """
 
-    def __init__(self, kind: str, *, deadline_s: float) -> None:
+    def __init__(self, kind: str, *, deadline_s: float, target: tuple[str, ...] = ()) -> None:
+        """`target` names the object inside each actor, if it has several."""
         self.kind = kind
+        self.target = target
         self.deadline_s = deadline_s
         """Of calls that name no deadline of their own."""
         self.beside: Background | None = None
@@ -83,7 +86,7 @@ class Actors(Generic[V]):
 
     def start(self, verb: Callable[[V, *Ts], T], arguments: Mapping[int, tuple[*Ts]]) -> dict[ActorName, ray.ObjectRef[T]]:
         """Calls `verb` with different arguments for each actor; does not wait."""
-        return {self.name(index): self.handles[index].call.remote(verb.__name__, *mine) for index, mine in arguments.items()}
+        return {self.name(index): self.handles[index].call.remote(*self.target, verb.__name__, *mine) for index, mine in arguments.items()}
 
     def wait(self, pending: Mapping[ActorName, ray.ObjectRef[T]], *, deadline_s: float | None, what: str) -> dict[int, T]:
         """Waits for calls to some of these actors; answers by index."""
@@ -92,7 +95,7 @@ class Actors(Generic[V]):
 
     def apply(self, function: Callable[..., T], *arguments: object, deadline_s: float | None = None) -> list[T]:
         """`function(object, *arguments)` in every actor's process; answers by index."""
-        pending = {self.name(index): actor.apply.remote(function, *arguments) for index, actor in enumerate(self.handles)}
+        pending = {self.name(index): actor.apply.remote(*self.target, function, *arguments) for index, actor in enumerate(self.handles)}
         return list(self.wait(pending, deadline_s=deadline_s, what="apply").values())
 
 
@@ -147,7 +150,10 @@ def wait_all(
 
 
 def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:
-    """The error to report for `error`: a death among the `pending` actors, whose peers only lost their connection to it, else `error`."""
+    """The error to report for `error`: a death among the `pending` actors, whose peers only lost their connection to it, else `error`.
+
+    In place of an aftermath it is the first of another kind, if one comes.
+    """
     if isinstance(error, ActorLost):
         return error
     waiting = dict(pending)
@@ -159,8 +165,9 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
                 fetch(reference, actor=waiting.pop(reference), what=what)
             except ActorLost as lost:
                 return lost
-            except (RuntimeError, ValueError):
-                continue
+            except (RuntimeError, ValueError) as other:
+                if isinstance(error, Aftermath):
+                    error = other
     return error
 
 
@@ -175,5 +182,5 @@ def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
         raise DeadlineExceeded(f"{what}: the answer of {actor} could not be fetched within {FETCH_TIMEOUT_S:g} s") from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
-        kind = ValueError if isinstance(cause, ValueError) else RuntimeError
+        kind = ValueError if isinstance(cause, ValueError) else Aftermath if isinstance(cause, GivenUp) else RuntimeError
         raise kind(f"{actor} failed in {what}: {cause}{way_out(cause)}") from error

@@ -15,6 +15,7 @@ from conversion.files.hf_folder import weight_files
 from mrl.config.model import read_model
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
+from mrl.phases import ModelName
 
 # Ray, the imports of vLLM and Megatron, and process groups, on a host that is busy.
 PROCESSES_S = 300.0
@@ -67,12 +68,19 @@ def start_deadline(config: RunConfig) -> Deadline:
 
 
 def train_deadline(config: RunConfig) -> Deadline:
-    """The deadline of each logprob pass, train step and switch of phases: deadlines.train_s, or by the operations of the longest one."""
+    """The deadline of each logprob pass, train step and switch of phases: deadlines.train_s, or by the operations of the longest one.
+
+    Of several models, the slowest one decides.
+    """
+    return max((_train_deadline(config.of_model(model)) for model in ("policy", *config.models_beside)), key=lambda found: found.seconds)
+
+
+def _train_deadline(config: RunConfig) -> Deadline:
     policy, parts = config.policy, {f"{BUSY_S:g} s for a busy host": BUSY_S}
     num_sequences = TRAIN_PASSES * policy.train_global_batch_size * (2 if config.learns_pairs else 1)
     if config.has_engines:
         # The pass before a step's first update is over all of its rollouts.
-        num_sequences = max(num_sequences, config.grpo.num_rollouts_per_step)
+        num_sequences = max(num_sequences, config.rollouts.num_rollouts_per_step)
     # A layout that is refused may leave none.
     length, ranks, rest = policy.max_total_sequence_length, max(config.num_policy_ranks, 1), ""
     flops, rate = CPU_FLOPS, f"{CPU_FLOPS / 1e9:g} GFLOPS"
@@ -90,7 +98,15 @@ def train_deadline(config: RunConfig) -> Deadline:
 
 
 def checkpoint_deadline(config: RunConfig) -> Deadline:
-    """The deadline to save, to check and to load a checkpoint: deadlines.checkpoint_s, or by its bytes and the nodes that share them."""
+    """The deadline to save, to check and to load a checkpoint: deadlines.checkpoint_s, or by its bytes and the nodes that share them.
+
+    Models are saved one after the other, each within it.
+    """
+    trained: list[ModelName] = ["policy", *(model for model in config.models_beside if model == "critic")]
+    return max((_checkpoint_deadline(config.of_model(model)) for model in trained), key=lambda found: found.seconds)
+
+
+def _checkpoint_deadline(config: RunConfig) -> Deadline:
     parts, rest = {f"{BUSY_S:g} s for a busy file system": BUSY_S}, ""
     rate = min(config.cluster.num_nodes * NODE_BYTES_PER_S, SHARED_BYTES_PER_S)
     try:

@@ -67,11 +67,11 @@ class EngineActor:
         self.engine = Engine(
             config.policy.model_name,
             config.policy.generation,
-            seed=config.grpo.seed,
+            seed=config.rollouts.seed,
             worker_timeout_s=config.deadlines.refit_s,
             device_ids=device_ids,
             keeps_routes=config.policy.router_replay.enabled,
-            keeps_kv_cache=config.grpo.async_grpo.keeps_kv_cache,
+            keeps_kv_cache=config.rollouts.async_grpo.keeps_kv_cache,
             tokenizer=config.policy.tokenizer.name if config.policy.generation.stop_strings or has_server else None,
         )
         self.verbs: EngineVerbs = self.engine
@@ -164,7 +164,7 @@ class EngineGroup(Actors[EngineVerbs]):
         self.are_colocated = config.policy.generation.colocated.enabled
         self.busy_s = 0.0
         """Seconds in which engines had a rollout to work on, added up over the engines."""
-        ahead = config.grpo.async_grpo
+        ahead = config.rollouts.async_grpo
         max_restarts = ahead.max_generation_failures + 1 if ahead.max_lag_steps > 0 else MAX_FRUITLESS_RESTARTS
         self.book = RequestBook[RolloutRequest](ENGINE, len(placement.engines), max_fruitless_restarts=max_restarts)
         self._is_held = False

@@ -46,6 +46,10 @@ class ActorLost(RuntimeError):
         self.actor = actor
 
 
+class Aftermath(RuntimeError):
+    """An actor failed only because another one did."""
+
+
 def way_out(error: Exception) -> str:
     """Advice to append to the message of an error that a process of the run failed with; "" if the message needs none."""
     text = str(error)

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TrainSequence, Transcript
+from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TeacherTopK, TrainSequence, Transcript
 
 if TYPE_CHECKING:
     from mrl.data.batch import ExampleBatch
@@ -27,7 +28,7 @@ class PayloadRef:
     index: int
 
 
-def pack(items: Iterable[Rollout | Transcript]) -> list[bytes]:
+def pack(items: Iterable[Rollout | Transcript | TeacherTopK | np.ndarray]) -> list[bytes]:
     """Each item as bytes, so that a receiver restores only what it needs: Ray would restore every small array of the list by itself."""
     return [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
 
@@ -42,6 +43,13 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
     return rollouts
 
 
+def pull_teacher(sequences: Sequence[TrainSequence], *, timeout_s: float) -> list[TeacherTopK | None]:
+    """What the teacher says of each sequence, pulled from where it was computed; None where nobody teaches. Otherwise as `pull`."""
+    payloads = [sequence.teacher for sequence in sequences if isinstance(sequence.teacher, PayloadRef)]
+    fetched = _fetch(payloads, TeacherTopK, f"the teacher's logits of {len(payloads)} rollouts", timeout_s=timeout_s)
+    return [fetched[sequence.teacher] if isinstance(sequence.teacher, PayloadRef) else None for sequence in sequences]
+
+
 def with_transcripts(requests: Sequence[RolloutRequest], *, timeout_s: float) -> list[RolloutRequest]:
     """The requests with the transcripts that they refer to. RuntimeError: one is lost or late."""
     earlier = [request.earlier for request in requests if isinstance(request.earlier, PayloadRef)]
@@ -49,6 +57,22 @@ def with_transcripts(requests: Sequence[RolloutRequest], *, timeout_s: float) ->
     return [
         replace(request, earlier=fetched[request.earlier]) if isinstance(request.earlier, PayloadRef) else request for request in requests
     ]
+
+
+def put_arrays(batches: Sequence[Mapping[int, np.ndarray]]) -> list[dict[int, PayloadRef]]:
+    """Stores the arrays of all batches as one Ray object; returns references to them in their places."""
+    flat = [array for arrays in batches for array in arrays.values()]
+    if not flat:
+        return [{} for _ in batches]
+    reference, places = ray.put(pack(flat)), iter(range(len(flat)))
+    return [{index: PayloadRef(reference, next(places)) for index in arrays} for arrays in batches]
+
+
+def pull_arrays(batches: Sequence[Mapping[int, PayloadRef]], *, timeout_s: float) -> list[dict[int, np.ndarray]]:
+    """The arrays that `put_arrays` has stored. RuntimeError: one is lost or late."""
+    wanted = [payload for payloads in batches for payload in payloads.values()]
+    fetched = _fetch(wanted, np.ndarray, f"tokens of {len(wanted)} sequences", timeout_s=timeout_s)
+    return [{index: fetched[payload] for index, payload in payloads.items()} for payloads in batches]
 
 
 def put_batch(examples: ExampleBatch) -> Batch:
@@ -85,6 +109,7 @@ def describe(rollout: Rollout, payload: PayloadRef | None = None) -> RolloutInfo
         num_observed=len(rollout.token_ids) - sum(turn.stop - turn.start for turn in rollout.turns),
         num_turns=len(rollout.turns),
         num_weight_versions=rollout.num_weight_versions,
+        proposals=rollout.proposals,
     )
 
 

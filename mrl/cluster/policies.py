@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy ranks as Ray actors, the driver's handle on all of them, and the starting weights that they read from the shared cache."""
+"""The policy ranks as Ray actors, the driver's handles on the models that they hold, and the starting weights from the shared cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 
@@ -21,30 +23,44 @@ from mrl import env, spans, startup
 from mrl.cluster.calls import Actors, ask, start_actor, wait_all
 from mrl.cluster.deadlines import start_deadline, train_deadline
 from mrl.cluster.environment import policy_variables, start_actor_process
-from mrl.cluster.payload import pull
+from mrl.cluster.errors import ActorName
+from mrl.cluster.payload import PayloadRef, pack, pull, pull_arrays, pull_teacher, put_arrays
 from mrl.cluster.runtime import Placement
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
+from mrl.data.batch import make_batch
 from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.phases import ModelName
 from mrl.types import Batch, TrainSequence
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mrl.policy.policy import Policy
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+POLICY_RANK = "policy rank"
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
 
 
 class PolicyActor:
+    """One policy rank: the policy, and the models beside it, which the driver reaches by name."""
+
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
+        self.models: dict[ModelName, Policy] = {}
 
     def address(self, ports: range) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free_port(ports)
 
-    def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int) -> int:
-        """Builds the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
+    def build(
+        self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: ModelName = "policy"
+    ) -> int:
+        """Builds a model of the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
         # Imported here: the driver holds this class too, and must not import megatron.
         with spans.span("import"):
             from mrl.policy.megatron_import import import_megatron
@@ -58,11 +74,10 @@ class PolicyActor:
         self.timeout_s = train_deadline(config).seconds
         address, port = master
         with spans.span("build"):
-            self.policy = Policy(
-                config, rank=rank, world_size=world_size, master_address=address, master_port=port, timeout_s=self.timeout_s
+            self.models[model] = Policy(
+                config, rank=rank, world_size=world_size, master_address=address, master_port=port, timeout_s=self.timeout_s, model=model
             )
-        self.verbs: PolicyVerbs = self.policy
-        return self.policy.dp_rank
+        return self.models[model].dp_rank
 
     def answer_canary(self, canary: Path, answer: str, patience_s: float) -> tuple[str, bool]:
         """This node's address, and whether this process finds the driver's canary; see `check_shared`."""
@@ -72,37 +87,54 @@ class PolicyActor:
         """Checks this rank's part of the files of a cached checkpoint."""
         check_entry(folder, part=self.part[0], num_parts=self.part[1])
 
-    def set_batch(self, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows, is_further: bool) -> int:
+    def set_batch(
+        self, model: ModelName, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows, is_further: bool
+    ) -> int:
         """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `Policy.set_batch`."""
         start = time.monotonic()
         payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.timeout_s)
+        teachers = pull_teacher(list(sequences.values()), timeout_s=self.timeout_s)
         pulled = {
-            index: RowSequence(index, rollout, sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages)
-            for (index, sequence), rollout in zip(sequences.items(), payload, strict=True)
+            index: RowSequence(index, rollout, sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages, teacher)
+            for (index, sequence), rollout, teacher in zip(sequences.items(), payload, teachers, strict=True)
         }
-        policy = self.config.policy
+        policy = self.config.of_model(model).policy
         sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": self.pad_token_id}
 
-        def pack(wanted: RankRows) -> list[PackedRow]:
+        def pack_rows(wanted: RankRows) -> list[PackedRow]:
             return [pack_row([pulled[index] for index in row], **sizes) for row in wanted]
 
-        packed = pack(rows)
-        self.policy.set_batch(packed, packed if logprob_rows == rows else pack(logprob_rows), is_further=is_further)
+        packed = pack_rows(rows)
+        self.models[model].set_batch(packed, packed if logprob_rows == rows else pack_rows(logprob_rows), is_further=is_further)
         spans.add("set_batch", start, rows=len(packed))
         return len(packed)
 
-    def call(self, verb: str, *arguments: object) -> object:
+    def call_on_tokens(self, model: ModelName, verb: str, given: Sequence[Mapping[int, PayloadRef]] | None) -> list[dict[int, PayloadRef]]:
+        """Calls a verb with the arrays of `given`, by batch and sequence; the arrays that it returns stay here until they are pulled."""
+        arguments = () if given is None else (pull_arrays(given, timeout_s=self.timeout_s),)
+        return put_arrays(cast("list[dict[int, np.ndarray]] | None", self.call(model, verb, *arguments)) or [])
+
+    def teach(self, model: ModelName, k: int) -> tuple[list[int], list[bytes]]:
+        """Indices of the sequences that this rank answers for, and what the teacher says of each; see `Policy.compute_top_logits`."""
+        start = time.monotonic()
+        found = self.models[model].compute_top_logits(k)
+        spans.add("teacher", start, phase=str(self.models[model].phase), **spans.memory_facts())
+        return list(found), pack(found.values())
+
+    def call(self, model: ModelName, verb: str, *arguments: object) -> object:
         from torch.profiler import record_function
 
         start = time.monotonic()
+        verbs: PolicyVerbs = self.models[model]
         with record_function(verb):
-            answer = getattr(self.verbs, verb)(*arguments)
+            answer = getattr(verbs, verb)(*arguments)
         facts = spans.memory_facts() if time.monotonic() - start > spans.MIN_MEASURED_S else {}
-        spans.add(spans.name_of(verb, *arguments), start, phase=str(self.policy.phase), **facts)
+        spans.add(spans.name_of(verb, *arguments), start, phase=str(self.models[model].phase), **facts)
         return answer
 
-    def apply(self, function: Callable[..., T], *arguments: object) -> T:
-        return function(self.policy, *arguments)
+    def apply(self, model: ModelName, function: Callable[..., T], *arguments: object) -> T:
+        self.models[model].make_current()
+        return function(self.models[model], *arguments)
 
 
 def free_port(ports: range) -> int:
@@ -115,28 +147,38 @@ def free_port(ports: range) -> int:
     raise RuntimeError(f"no free port from {ports.start} to {ports.stop - 1} (cluster.master_port_range_low and _high); widen the range")
 
 
-class PolicyGroup(Actors[PolicyVerbs]):
-    """All policy ranks, with their starting weights. Calls are collective: every rank is called, and the first failure ends the wait."""
+class Ranks:
+    """The processes of all policy ranks, and the address at which they meet. They hold no model yet."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> None:
-        super().__init__("policy rank", deadline_s=train_deadline(config).seconds)
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
         self.start_s = start_deadline(config).seconds
-        self.world_size = placement.num_policy_ranks
+        self.handles: list = []
         given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {}, config.secrets)
-        for rank in range(self.world_size):
+        for rank in range(placement.num_policy_ranks):
             variables = policy_variables(config, {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
             log_file = log_folder / f"policy-rank-{rank}.log"
             self.handles.append(start_actor(PolicyActor, placement.options(rank, variables), log_file, secrets))
-        master = {self.name(0): ask(self.handles[0], PolicyActor.address, config.cluster.master_ports)}
-        self.master = self.wait(master, deadline_s=self.start_s, what="start")[0]
-        root = env.cache_root()
-        if root is not None:
+        master = {ActorName(POLICY_RANK, 0): ask(self.handles[0], PolicyActor.address, config.cluster.master_ports)}
+        (self.master,) = wait_all(master, deadline_s=self.start_s, what="start").values()
+        if (root := env.cache_root()) is not None:
             check_shared(root, self.handles, deadline_s=self.start_s)
+
+
+class PolicyGroup(Actors[PolicyVerbs]):
+    """One model of all policy ranks. Calls are collective: every rank is called, and the first failure ends the wait."""
+
+    def __init__(self, config: RunConfig, ranks: Ranks, *, pad_token_id: int, model: ModelName = "policy") -> None:
+        """Builds the model on every rank and loads its starting weights. Every rank builds its models in the same order."""
+        super().__init__(POLICY_RANK, deadline_s=train_deadline(config).seconds, target=(model,))
+        self.model: ModelName = model
+        self.config = config.of_model(model)
+        self.start_s = ranks.start_s
+        self.handles, self.master, self.world_size = ranks.handles, ranks.master, len(ranks.handles)
         building = {
-            self.name(rank): ask(actor, PolicyActor.build, config, rank, self.world_size, self.master, pad_token_id)
+            self.name(rank): ask(actor, PolicyActor.build, config, rank, self.world_size, self.master, pad_token_id, model)
             for rank, actor in enumerate(self.handles)
         }
-        hf, parallel = Path(config.policy.model_name), config.policy.megatron_cfg.parallel
+        hf, parallel, root = Path(self.config.policy.model_name), self.config.policy.megatron_cfg.parallel, env.cache_root()
         # The first use of a model converts it here in the driver, while the ranks are being built. The checkpoint is cut for the ranks of
         # this run: each checks and reads a file of its own.
         with nullcontext() if root is None else mcore_in_use(hf, root, parallel=parallel) as cached:
@@ -167,14 +209,56 @@ class PolicyGroup(Actors[PolicyVerbs]):
             for rank, dp_rank in enumerate(self.dp_ranks):
                 # Ray hands a rank what the reference stands for.
                 mine = cast("dict[int, TrainSequence]", sequences[dp_rank]), batch.rows[dp_rank], batch.logprob_rows[dp_rank]
-                pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, *mine, position > 0)
+                pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine, position > 0)
             self.wait(pending, deadline_s=None, what="set_batch")
+
+    def call_on_tokens(
+        self, verb: Callable[..., object], batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
+    ) -> dict[int, PayloadRef]:
+        """Calls a verb that takes or returns arrays of sequences; they move from rank to rank, here are references to them.
+
+        Both are by place in the step, in the order of its batches, so that models may have other batches of the same sequences.
+        """
+        firsts = list(accumulate([0, *(len(batch.sequences) for batch in batches)]))
+        pending = {}
+        for rank, dp_rank in enumerate(self.dp_ranks):
+            mine = None
+            if given is not None:
+                mine = [
+                    {index: given[first + index] for row in batch.rows[dp_rank] for index in row}
+                    for first, batch in zip(firsts, batches, strict=False)
+                ]
+            pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.call_on_tokens, self.model, verb.__name__, mine)
+        answers = self.wait(pending, deadline_s=None, what=verb.__name__).values()
+        return {
+            first + index: payload
+            for answer in answers
+            for first, payloads in zip(firsts, answer, strict=False)
+            for index, payload in payloads.items()
+        }
+
+    def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
+        """The sequences of a step, each with a reference to the k likeliest tokens of this model at the tokens that were generated.
+
+        What it computes stays in its processes, whose node hands it on to the ranks that train on it.
+        """
+        self.set_batches([make_batch(sequences, self.config)])
+        pending, payloads = {}, {}
+        for rank, actor in enumerate(self.handles):
+            pending[self.name(rank)], payloads[rank] = actor.teach.options(num_returns=2).remote(self.model, k)
+        taught = list(sequences)
+        for rank, indices in self.wait(pending, deadline_s=None, what="teach").items():
+            for place, index in enumerate(indices):
+                taught[index] = replace(sequences[index], teacher=PayloadRef(payloads[rank], place))
+        assert all(sequence.teacher is not None for sequence in taught), "sequences of which no rank of the teacher has answered"
+        return taught
 
 
 def convert_if_new(config: RunConfig) -> None:
-    """Converts the model into the cache, if there is one without it: here while engines start, later at once in `PolicyGroup`."""
+    """Converts the run's models into the cache, if there is one without them: here while engines start, later at once in `PolicyGroup`."""
     if (root := env.cache_root()) is not None:
-        cached_mcore(Path(config.policy.model_name), root, parallel=config.policy.megatron_cfg.parallel)
+        for section in (config.of_model(model).policy for model in ("policy", *config.models_beside)):
+            cached_mcore(Path(section.model_name), root, parallel=section.megatron_cfg.parallel)
 
 
 def repair_unless(check: Callable[[Path], None], hf: Path, cached: Path, parallel: MegatronParallel) -> None:

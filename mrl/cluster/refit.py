@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refit, as the driver runs it: settle, run, finish, version. Builds the schedule once; every step repeats it.
+"""Refit, as the driver runs it. Builds the schedule once; every step repeats it.
 
-However many rounds a refit has, the driver makes these four calls: policy ranks and engine workers wait for each other (`mrl.refit.pace`).
+However many rounds a refit has, the driver calls each policy rank once and each engine twice, to refit and to serve: ranks and engine
+workers wait for each other (`mrl.refit.pace`).
 A refit is idempotent until its version is set: if an engine dies in it, the driver has all others leave the attempt, starts the engine
 again and begins the refit anew.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 import ray
 
 from conversion.boxes import Slot
-from conversion.families.common import EngineDtypes, VllmParallel
+from conversion.families.common import EngineDtypes
 from conversion.reshard import ScheduleError
 from conversion.schedule import NUM_BUFFERS, Schedule
 from mrl.cluster.calls import wait_all
@@ -34,6 +35,7 @@ from mrl.refit.checksum import check_unchanged
 from mrl.refit.exchange import GpuHandles, handles_for
 from mrl.refit.group import GroupAddress
 from mrl.refit.inputs import ExchangeMember, RefitInputs, WorkerRefit
+from mrl.refit.pull import VerifyReport
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,6 @@ class RefitReport:
     seconds: float
     verified_bytes: int
     padding_bytes: int
-    copied_bytes: int
 
     def metrics(self) -> dict[str, float]:
         return {f"refit/{name}": float(value) for name, value in vars(self).items()}
@@ -147,35 +148,26 @@ class Refit:
         if witness is not None:
             unknown = [index for index in range(self.engines.num_engines) if index not in witness]
             witness |= self.engines.call(EngineVerbs.live_digest, only=unknown)
-        self.policies.call(PolicyVerbs.begin_refit, deadline_s=self.deadline_s)
-        copied_bytes = self._run_rounds(engines)
+        reports = self._run_rounds(engines)
         if witness is not None:
             for index, workers in self.engines.call(EngineVerbs.live_digest).items():
                 for before, after in zip(witness[index], workers, strict=True):
                     check_unchanged(before, after)
-        # The policy makes room before the engines take their KV caches.
-        leaving = self.policies.start(PolicyVerbs.enter, dict.fromkeys(range(self.policies.world_size), ("generate",)))
-        finishing = self.engines.start(EngineVerbs.finish_refit, dict.fromkeys(engines, ()))
-        ending: dict[ActorName, ray.ObjectRef] = {**leaving, **finishing}
-        answers = wait_all(ending, deadline_s=self.deadline_s, what="finish_refit")
+        # Only now do all engines hold what was verified; and all ranks have made room for their KV caches.
         self.engines.call(EngineVerbs.serve, self.weight_version, only=engines)
-        reports = [report for name in finishing for report in answers[name]]
         return RefitReport(
             weight_version=self.weight_version,
             seconds=time.monotonic() - start,
             verified_bytes=sum(report.num_bytes for report in reports),
             padding_bytes=sum(report.padding_bytes for report in reports),
-            copied_bytes=copied_bytes,
         )
 
-    def _run_rounds(self, engines: Sequence[int]) -> int:
-        """Has everybody run all rounds at the same time; bytes that were written. Those that take no part in an exchange are not asked."""
+    def _run_rounds(self, engines: Sequence[int]) -> list[VerifyReport]:
+        """Has everybody run all rounds at the same time; reports of all workers. Those that take no part in an exchange are not asked."""
         self.attempt += 1
         limit_s = OWN_SHARE * self.deadline_s
         readers = frozenset(slot for index in engines for slot in self.slots[index])
-        sending = self.policies.start(
-            PolicyVerbs.exchange, dict.fromkeys(range(self.policies.world_size), (self.attempt, readers, limit_s))
-        )
+        sending = self.policies.start(PolicyVerbs.refit, dict.fromkeys(range(self.policies.world_size), (self.attempt, readers, limit_s)))
         copying = self.engines.start(
             EngineVerbs.refit, {index: (self.attempt, index in engines, limit_s) for index in sorted({*engines, *self.dedicated})}
         )
@@ -191,7 +183,7 @@ class Refit:
             if is_death or not silent:
                 raise
             raise DeadlineExceeded(f"{error}; {', '.join(map(str, silent))} gave no answer at all") from error
-        return sum(answers[name] for name in copying)
+        return [report for name in copying for report in answers[name]]
 
     def _give_up(self) -> None:
         """Has all ranks and workers leave the present attempt. Without the store, which rank 0 has, they leave when their time is up."""
@@ -242,7 +234,7 @@ def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup,
     return RefitInputs(
         hf_config=json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8")),
         ranks=tuple(places.values()),
-        parallel=VllmParallel(tp=vllm_cfg.tensor_parallel_size, ep=vllm_cfg.expert_parallel_size),
+        parallel=config.policy.generation.parallel,
         precision=vllm_cfg.precision,
         workers=workers,
         gpu_of={slot: slot for slot in workers},

@@ -40,7 +40,8 @@ RAY_FOLDER = "ray"
 """Inside the session folder of a run, which nobody else may enter: Ray opens its own to everybody."""
 SLOT_RESOURCE = "worker_units"
 """NeMo RL's name for the Ray resource of a launched node: as many as it has slots."""
-# Weights never travel through the object store and payloads are a few bytes a token, so a small store is enough on a laptop.
+# Weights never travel through the object store and payloads are a few bytes a token, so a small store is enough on a laptop. What a
+# teacher says of a step's rollouts comes on top.
 OBJECT_STORE_BYTES = 256 * 2**20
 REAPER_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
@@ -71,7 +72,7 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
                 num_cpus=config.num_slots + 2,
                 num_gpus=config.cluster.gpus_per_node,
                 include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
+                object_store_memory=OBJECT_STORE_BYTES + config.teacher_bytes,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder / RAY_FOLDER),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 from mrl import startup
 from mrl.cluster.deadlines import checkpoint_deadline
 from mrl.cluster.engines import EngineGroup
-from mrl.cluster.policies import PolicyGroup, convert_if_new
+from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
 from mrl.cluster.refit import Refit
 from mrl.cluster.rewards import Rewards
 from mrl.cluster.rollouts import RolloutCollector
@@ -21,7 +21,8 @@ from mrl.cluster.scheduling import until_no_engine_dies
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
-from mrl.phases import Phase
+from mrl.phases import PHASES, ModelName, Phase
+from mrl.types import TrainSequence
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,17 @@ class PolicySession:
             self.policies.call(PolicyVerbs.enter, "train")
             self._is_training = True
 
+    @property
+    def trained_models(self) -> Mapping[ModelName, PolicyGroup]:
+        """What a checkpoint holds."""
+        return {"policy": self.policies}
+
     def saving(self) -> AbstractContextManager[None]:
         """Inside the `with` block the policy is in the phase in which it begins to save."""
+        return nullcontext()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Inside the `with` block the policy can load a checkpoint."""
         return nullcontext()
 
 
@@ -50,26 +60,68 @@ class RolloutSession:
 
     config: RunConfig
     policies: PolicyGroup
+    models_beside: Mapping[ModelName, PolicyGroup]
+    """The further models of the policy ranks. They are on the host whenever none of their phases has been entered."""
     engines: EngineGroup
     rewards: Rewards
     refit: Refit
     collector: RolloutCollector
 
+    @property
+    def trained_models(self) -> Mapping[ModelName, PolicyGroup]:
+        """What a checkpoint holds."""
+        return {"policy": self.policies, **{model: group for model, group in self.models_beside.items() if model == "critic"}}
+
     def enter(self, phase: Phase) -> None:
-        """Brings the policy into a phase in which it works, and colocated engines, which yield their memory. Dedicated ones go on."""
+        """Brings all models into a phase in which one works, and colocated engines, which yield their memory. Dedicated ones go on."""
         deadline_s = self.policies.deadline_s
         if self.engines.are_colocated:
             self.engines.enter(phase, deadline_s=deadline_s)
-        self.policies.call(PolicyVerbs.enter, phase, deadline_s=deadline_s)
+        models: dict[ModelName, PolicyGroup] = {"policy": self.policies, **self.models_beside}
+
+        def takes(model: ModelName) -> tuple[bool, bool]:
+            place = PHASES[phase].of(model)
+            return place.optimizer == "device", place.weights == "device"
+
+        # Those that yield their memory come before those that take it.
+        for model in sorted(models, key=takes):
+            models[model].call(PolicyVerbs.enter, phase, deadline_s=deadline_s)
+
+    def make_room(self) -> None:
+        """Has the models beside the policy leave the devices, as engines need the memory from here on."""
+        for group in self.models_beside.values():
+            group.call(PolicyVerbs.enter, "refit")
+
+    def skip_refit(self) -> None:
+        """Goes on to the next rollouts, of dedicated engines, from the weights that they have."""
+        self.enter("refit")
+        self.policies.call(PolicyVerbs.enter, "generate")
+
+    def taught(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        """The sequences of a step with what the teacher says of them."""
+        self.enter("teacher")
+        return self.models_beside["teacher"].teach(sequences, self.config.distillation.topk_logits_k)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside the `with` block the policy is in the phase in which it begins to save. Engines keep their weights."""
         # The policy saves between a refit or a validation and the next rollouts.
         deadline_s = checkpoint_deadline(self.config).seconds
-        self.policies.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
+        for group in self.trained_models.values():
+            group.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
         yield
-        self.policies.call(PolicyVerbs.enter, "generate", deadline_s=deadline_s)
+        for group in self.trained_models.values():
+            group.call(PolicyVerbs.enter, "generate", deadline_s=deadline_s)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside the `with` block, between refit zero and the first refit, all models that are trained can load a checkpoint."""
+        beside = [group for model, group in self.trained_models.items() if model != "policy"]
+        for group in beside:
+            group.call(PolicyVerbs.enter, "load", deadline_s=group.start_s)
+        yield
+        for group in beside:
+            group.call(PolicyVerbs.enter, "refit", deadline_s=group.start_s)
 
 
 Session = PolicySession | RolloutSession
@@ -81,20 +133,23 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
     """All actors of a run, inside the `with` block; policy and engines have each loaded the model folder by their own loader."""
     with placed_slots(config) as placement, endpoints_removed(log_folder):
         rewards = Rewards(config, placement, log_folder=log_folder)
-        policies, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
+        models, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
+        policies = models.pop("policy")
         rewards.wait_until_built()
         startup.lap("rewards")
-        collector = RolloutCollector(config, engines, rewards, seed=config.grpo.seed, restart_engine=refit.restart_engine)
-        if config.grpo.async_grpo.max_lag_steps > 0:
+        collector = RolloutCollector(config, engines, rewards, seed=config.rollouts.seed, restart_engine=refit.restart_engine)
+        if config.rollouts.async_grpo.max_lag_steps > 0:
             policies.beside = rewards.beside = collector
-        yield RolloutSession(config, policies, engines, rewards, refit, collector)
+            for model in models.values():
+                model.beside = collector
+        yield RolloutSession(config, policies, models, engines, rewards, refit, collector)
 
 
 @contextmanager
 def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[PolicySession]:
     """The policy ranks of a run without engines, inside the `with` block, with the model folder's weights."""
     with placed_slots(config) as placement:
-        policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
+        policies = PolicyGroup(config, Ranks(config, placement, log_folder=log_folder), pad_token_id=pad_token_id)
         logger.info("Number of actors online: %d/%d", policies.world_size, placement.num_slots)
         yield PolicySession(policies)
 
@@ -128,18 +183,26 @@ def endpoints_removed(log_folder: Path) -> Iterator[None]:
         (log_folder / FILE_NAME).unlink(missing_ok=True)
 
 
-def start_models(config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path) -> tuple[PolicyGroup, EngineGroup, Refit]:
-    """Policy ranks and engines with the model folder's weights, and the refit between them, its schedule built and proven; see `Refit`."""
+def start_models(
+    config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path
+) -> tuple[dict[ModelName, PolicyGroup], EngineGroup, Refit]:
+    """The models of the policy ranks and engines with their folders' weights, and the refit, its schedule built and proven; see `Refit`."""
     engines = EngineGroup(config, placement, log_folder=log_folder)
+    # Before a model is converted into a cache that they do not share. They take no memory of a GPU yet.
+    ranks, models = Ranks(config, placement, log_folder=log_folder), dict[ModelName, PolicyGroup]()
     if config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
         # vLLM sizes its KV cache by the free memory of the whole GPU, so nobody else may take any; then the cache leaves.
         convert_if_new(config)
         engines.wait_until_built()
         startup.lap("engines")
-    policies = PolicyGroup(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
+    for model in (*config.models_beside, "policy"):
+        models[model] = PolicyGroup(config, ranks, pad_token_id=pad_token_id, model=model)
+        if model != "policy":
+            models[model].call(PolicyVerbs.enter, "refit", deadline_s=ranks.start_s)
+    policies = models["policy"]
     engines.wait_until_built()
     startup.lap("engines")
     logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_slots, placement.num_slots)
     refit = Refit(config, placement, policies, engines)
     startup.lap("schedule")
-    return policies, engines, refit
+    return models, engines, refit

@@ -113,6 +113,11 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
     return settings
 
 
+def sections_of(settings: Settings) -> set[str]:
+    """The sections in which settings were written: keys that PPO has in common with GRPO may stand below either."""
+    return {(setting.written_as or key[0]).partition(".")[0] for key, setting in settings.items()}
+
+
 def overlay(settings: Settings, top: Settings) -> None:
     """Puts the settings of `top` over `settings`, in place: a section is merged unless it is marked to replace, anything else replaced."""
     replaced = [key[:-1] for key, setting in top.items() if key[-1] == REPLACES and setting.value is True]

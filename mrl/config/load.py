@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -19,14 +20,30 @@ from omegaconf.errors import MissingMandatoryValue
 
 from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_evaluation, is_foreign, migrate, place_evaluation, use_own_forms
 from mrl.config.errors import ConfigError, hide
-from mrl.config.files import Key, Setting, Settings, apply_overrides, describe, find_config, flatten, read_settings, shorten, split_key
-from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
+from mrl.config.files import (
+    Key,
+    Setting,
+    Settings,
+    apply_overrides,
+    describe,
+    find_config,
+    flatten,
+    read_settings,
+    sections_of,
+    shorten,
+    split_key,
+)
+from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.values import REFERENCE, Reader, Tree, Unresolved, find_long_expressions
 
 ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 
-MISSING_ALGORITHMS = {"ppo": "PPO", "distillation": "distillation", "on_policy_distillation": "distillation"}
+MISSING_ALGORITHMS = {
+    "on_policy_distillation": "distillation of several teachers",
+    "teachers": "distillation between tokenizers, for which teachers is a list",
+}
 """Section of NeMo RL -> its algorithm."""
 
 
@@ -74,10 +91,24 @@ def read_run(
         settings[("algorithm",)] = Setting("grpo", "python -m mrl.evaluate")
         settings["grpo", "max_val_samples"] = Setting(None, "python -m mrl.evaluate")
         settings.pop(("policy", "train_global_batch_size"), None)  # by default what a step samples
+        settings.pop(("grpo", "num_generations_per_prompt"), None)  # PPO may have one, which is no group
     use_own_forms(settings)
     note_secrets(((key[-1], setting.value) for key, setting in settings.items()), secrets)
-    known, unknown, misplaced = _sort_out(settings, problems)
-    written = known | unknown
+    config, migration, found = _interpret(settings, secrets)
+    problems += found
+    if config is not None and any(key[0] == TEACHER and (key[1:] or setting.value is not None) for key, setting in settings.items()):
+        teacher, further = _read_teacher(settings, secrets, known=found)
+        config.teacher = teacher
+        problems += further
+    return config, migration, list(dict.fromkeys(problems))
+
+
+def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None, Migration, list[str]]:
+    """The config without its teacher, what became of NeMo RL's keys, and the problems; no config if the algorithm is not known."""
+    problems: list[str] = []
+    elsewhere = {key: setting for key, setting in settings.items() if key[0] in SAME_KEYS}
+    known, unknown, misplaced = _sort_out({key: setting for key, setting in settings.items() if key not in elsewhere}, problems)
+    written = known | unknown | elsewhere
     tree = Tree(written, secrets)
 
     def value_of(dotted: str) -> object:
@@ -92,14 +123,47 @@ def read_run(
     translated, migration = migrate(known, value_of, refused)
     named = {name for setting in known.values() for name in REFERENCE.findall(str(setting.value))}
     # Expressions may name keys that the schema lacks, or that belong to the backend that is not active.
-    beside = {key: known[key] for name in sorted(named) if (key := split_key(name)) in known and key not in translated}
+    beside = {key: written[key] for name in sorted(named) if (key := split_key(name)) in written and key not in translated}
     reader = Reader(Tree(beside | translated, secrets), translated, misplaced)
     config = reader.section(RunConfig)
     config.secrets = frozenset(secrets)
     config.origins = {".".join(key): setting.origin for key, setting in translated.items()}
     problems += reader.problems()
     faults = reader.faults()
-    return None if "algorithm" in faults else hide(config, faults), migration, list(dict.fromkeys([*problems, *refused]))
+    return None if "algorithm" in faults else hide(config, faults), migration, [*problems, *refused]
+
+
+TEACHER, STUDENT = "teacher", "policy"
+
+
+def _read_teacher(settings: Settings, secrets: set[str], *, known: list[str]) -> tuple[PolicyConfig | None, list[str]]:
+    """Section `teacher`, read as if it was the policy's, in which keys that it leaves out have the policy's values; and problems.
+
+    `known` are problems without it. None if its values are not known.
+    """
+    tree, problems, own = Tree(settings, secrets), list[str](), Settings()
+    for key, setting in settings.items():
+        if key[0] != TEACHER:
+            continue
+        try:
+            # What it refers to is what the whole config says, not what it would say of a policy.
+            own[(STUDENT, *key[1:])] = replace(setting, value=tree.value(".".join(key)), written_as="")
+        except (MissingMandatoryValue, Unresolved) as error:
+            problems.append(f"{describe(key, setting)}: {error}")
+    if problems:
+        return None, problems
+
+    def is_own(key: Key) -> bool:
+        """Whether the policy's value is not the teacher's: it has one, or has something in place of the section."""
+        if key[1:2] in (("model_name",), ("tokenizer",), ("hf_config_overrides",)):
+            return True
+        return any(key[: len(other)] == other or other[: len(key)] == key for other in own)
+
+    shared = {key: setting for key, setting in settings.items() if key[0] != TEACHER and not (key[0] == STUDENT and is_own(key))}
+    config, _, found = _interpret(shared | own, secrets)
+    found = [problem for problem in found if problem not in known and problem.startswith(f"{STUDENT}.")]
+    problems = [problem.replace(f"{STUDENT}.", f"{TEACHER}.") for problem in found]
+    return None if config is None or problems else config.policy, problems
 
 
 def resolved_yaml(config: RunConfig) -> str:
@@ -129,14 +193,22 @@ def changes_since(file: Path, config: RunConfig) -> list[str]:
 
 
 def choose_algorithm(settings: Settings) -> list[str]:
-    """Sets `algorithm`, if nothing sets it, to the one whose section is there; grpo wins.
+    """Sets `algorithm`, if nothing sets it, to the one whose section is there; ppo wins, then grpo, and then distillation.
 
     Returns the problem if two others are, or the section of an algorithm that mrl has not.
     """
     for key, setting in settings.items():
         if key[0] in MISSING_ALGORITHMS and setting.value not in (None, {}):
             return [f"{key[0]} ({setting.origin}): mrl has no {MISSING_ALGORITHMS[key[0]]}; algorithms are {', '.join(ALGORITHMS)}"]
-    given = [name for name in ALGORITHMS if any(key[0] == name for key in settings)]
+    sections = sections_of(settings)
+    given = ["ppo"] if "ppo" in sections else [name for name in ALGORITHMS if name in sections]
+    if ("algorithm",) in settings and settings["algorithm",].value == "distillation":
+        given = ["distillation"]
+    if given[:1] == ["distillation"]:
+        # What it means by the rollouts of a step, unless the config says how many make an update.
+        size = "${mul:${distillation.num_prompts_per_step}, ${distillation.num_generations_per_prompt}}"
+        settings.setdefault(("policy", "train_global_batch_size"), Setting(size, "section distillation"))
+        given = given[:1]
     if not given or ("algorithm",) in settings or "grpo" in given:
         return []
     if len(given) > 1:
@@ -203,7 +275,11 @@ def nearest_key(key: Key) -> str | None:
         return prefix + alike[0]
     # Of all names, and then of the few keys of that name: comparing every whole key takes seconds in a file with many unknown ones.
     closest = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    return difflib.get_close_matches(prefix + name, names[closest[0]], n=1, cutoff=0.0)[0] if closest else None
+    if not closest:
+        return None
+    # A model beside the policy has the policy's keys, too, and is rarely meant.
+    meant = [other for other in names[closest[0]] if split_key(other)[0] not in LIKE_POLICY] or names[closest[0]]
+    return difflib.get_close_matches(prefix + name, meant, n=1, cutoff=0.0)[0]
 
 
 @functools.cache

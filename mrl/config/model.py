@@ -109,7 +109,9 @@ def with_cached_folders(config: RunConfig) -> RunConfig:
 
 
 def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) -> RunConfig:
-    for key in ("policy.model_name", "policy.tokenizer.name"):
+    teacher = ("teacher.model_name", "teacher.tokenizer.name") if config.teacher is not None else ()
+    critic = ("value.model_name",) if config.has_critic else ()
+    for key in ("policy.model_name", "policy.tokenizer.name", *teacher, *critic):
         with suppress(NotKnown):
             model = str(value_at(config, key))
             try:
@@ -151,6 +153,8 @@ class ModelSizes:
     has_dense_mlp: bool
     max_sequence_length: int
     num_parameters: int
+    num_mtp_steps: int
+    """Of multi-token prediction, whose layers are carried; 0 without."""
 
 
 def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType({})) -> ModelSizes:
@@ -206,6 +210,7 @@ def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType(
         has_dense_mlp=has_dense_mlp,
         max_sequence_length=size("max_sequence_length"),
         num_parameters=sum(math.prod(shape) for shape in canonical.values()),
+        num_mtp_steps=int(str(hf_config.get("num_nextn_predict_layers") or 0)) if found.carried(hf_config) else 0,
     )
 
 

@@ -20,7 +20,9 @@ from mrl.config.errors import NotKnown, Problems, spell
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
 
-Library = Literal["EngineArgs", "CompilationConfig", "TransformerConfig", "tool_parser", "reasoning_parser", "CPUAttentionBackend"]
+Library = Literal[
+    "EngineArgs", "CompilationConfig", "SpeculativeConfig", "TransformerConfig", "tool_parser", "reasoning_parser", "CPUAttentionBackend"
+]
 
 _ENGINE = "policy.generation.vllm_cfg"
 _TABLES = yaml.load(Path(__file__).with_name("arguments.yaml").read_bytes(), Loader=SAFE_LOADER)
@@ -31,6 +33,10 @@ LAYOUT_ARGUMENTS: Mapping[str, object] = _TABLES["engine_layout"]
 """Engine argument on GPUs -> the value under which experts lie as in the checkpoint."""
 FIXED_ENGINE_ARGUMENTS: Mapping[str, str] = {name: group["reason"] for group in _TABLES["engine_fixed"] for name in group["names"]}
 """Engine argument with one value that works -> why."""
+FIXED_SPECULATIVE_ARGUMENTS: Mapping[str, str] = {
+    name: group["reason"] for group in _TABLES["speculative_fixed"] for name in group["names"]
+}
+"""Field of `speculative_config` with one value that works -> why."""
 OVERRIDABLE: frozenset[str] = frozenset(_TABLES["overridable"])
 """Fields of Megatron's TransformerConfig that say how something is computed."""
 
@@ -43,6 +49,7 @@ RESERVED_VARIABLES = re.compile(
 DESCRIBED: Mapping[Library, str] = {
     "EngineArgs": "vLLM's engine",
     "CompilationConfig": "vLLM's compilation",
+    "SpeculativeConfig": "vLLM's speculation",
     "TransformerConfig": "Megatron's TransformerConfig",
 }
 _SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "mapping", list: "list", type(None): "null"}
@@ -67,6 +74,12 @@ def check_arguments(config: RunConfig, problems: Problems) -> None:
     if isinstance(compilation := given.get("compilation_config"), Mapping):
         for name, value in compilation.items():
             _check_value("CompilationConfig", f"{prefix}.compilation_config", str(name), value, problems)
+    if isinstance(speculation := given.get("speculative_config"), Mapping):
+        for name, value in speculation.items():
+            if name in FIXED_SPECULATIVE_ARGUMENTS:
+                problems.add(f"{prefix}.speculative_config.{name}", FIXED_SPECULATIVE_ARGUMENTS[name], "remove the key")
+            else:
+                _check_value("SpeculativeConfig", f"{prefix}.speculative_config", str(name), value, problems)
     prefix, own = "policy.megatron_cfg.model_overrides", {field.name for field in fields(MegatronConfig)}
     for name, value in megatron.model_overrides.items():
         if name in own:

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mrl import env
 from mrl.config.files import MAX_DEPTH, Key, Setting, Settings, describe, split_key
-from mrl.config.schema.run import KEYS, RunConfig, fields_of, section_of
+from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_texts
 
 Section = TypeVar("Section")
@@ -131,6 +131,9 @@ class Reader:
         values: dict[str, object] = {}
         for name, hint in fields_of(kind).items():
             dotted, inner, item = prefix + name, section_of(hint), _item_section(hint)
+            if dotted in SAME_KEYS:
+                values[name] = None
+                continue
             if inner is not None:
                 values[name] = None if self._tree.written(dotted) is None else self.section(inner, f"{dotted}.")
                 continue
@@ -223,7 +226,21 @@ def _defaults(section: type) -> dict[str, Any]:
         else:
             # Of its own: sections of one class have their values apart.
             found[field.name] = copy.deepcopy(_defaults(inner)) if inner else field.default_factory()
+    for name in LIKE_POLICY if section is RunConfig else ():
+        found[name] = {key: _moved(value, name) if isinstance(value, dict) else value for key, value in found[name].items()}
     return found
+
+
+def _moved(content: dict[str, Any], section: str) -> dict[str, Any]:
+    """The defaults of a class, which refer to `policy`, as they refer to `section`."""
+    return {
+        key: _moved(value, section)
+        if isinstance(value, dict)
+        else value.replace("${policy.", f"${{{section}.")
+        if isinstance(value, str)
+        else value
+        for key, value in content.items()
+    }
 
 
 def _put(content: dict[str, Any], key: Key, value: object) -> None:

@@ -6,13 +6,13 @@ T tokens of a row, L layers with experts (in the order of the model), K experts 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from mrl.types import FixedAdvantage, Rollout, TokenSample
+from mrl.types import FixedAdvantage, Rollout, TeacherTopK, TokenSample
 
 MAX_SAMPLED_TOKENS = 4096
 """Of a sequence that readers look at, so that a step's texts stay small."""
@@ -29,6 +29,15 @@ class RowSequence:
     is_valid: bool
     reward: float = 0.0
     fixed_advantages: tuple[FixedAdvantage, ...] = ()
+    teacher: TeacherTopK | None = None
+
+
+@dataclass(frozen=True)
+class PackedTeacher:
+    """What the teacher says of the tokens of one row, at the positions that predict them; 0 where the label was not generated."""
+
+    logits_TK: torch.Tensor
+    token_ids_TK: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ class PackedRow:
     rewards: list[float]
     routes: PackedRoutes | None = None
     """The engine's choices of experts; None without router replay."""
+    teacher: PackedTeacher | None = None
+    """None where nobody teaches."""
 
     @property
     def sequence_rewards(self) -> torch.Tensor:
@@ -157,7 +168,31 @@ def pack_row(sequences: Sequence[RowSequence], *, divisible_by: int, sequence_mu
         lengths=lengths,
         rewards=[sequence.reward for sequence in sequences],
         routes=pack_routes([rollout.routes for rollout in rollouts], bounds[: len(sequences)].tolist(), num_tokens),
+        teacher=pack_teacher([sequence.teacher for sequence in sequences], generated_mask > 0),
     )
+
+
+def pack_teacher(sequences: Sequence[TeacherTopK | None], is_generated_T: np.ndarray) -> PackedTeacher | None:
+    """What the teacher says of a row, from what it says of its sequences, in order; None if it says nothing of any."""
+    found = [sequence for sequence in sequences if sequence is not None]
+    if not found:
+        return None
+    assert len(found) == len(sequences), "a teacher that knows some of the sequences only"
+    logits = np.zeros((len(is_generated_T), found[0].logits.shape[1]), dtype=np.float32)
+    token_ids = np.zeros(logits.shape, dtype=np.int64)
+    logits[is_generated_T] = np.concatenate([sequence.logits for sequence in found])
+    token_ids[is_generated_T] = np.concatenate([sequence.token_ids for sequence in found])
+    return PackedTeacher(torch.from_numpy(logits), torch.from_numpy(token_ids))
+
+
+def split_teacher(row: PackedRow, logits_TK: torch.Tensor, token_ids_TK: torch.Tensor) -> dict[int, TeacherTopK]:
+    """What a teacher says of the sequences of a row, by index into the batch, from what it says of every position; see `PackedRow`."""
+    bounds, found = row.cu_seqlens.tolist(), {}
+    for index, start, stop in zip(row.sequence_indices, bounds, bounds[1:], strict=False):
+        is_generated = row.generated_mask_T[start:stop] > 0
+        logits, token_ids = (values[start:stop].cpu()[is_generated] for values in (logits_TK, token_ids_TK))
+        found[index] = TeacherTopK(logits.numpy(), token_ids.to(torch.int32).numpy())
+    return found
 
 
 def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], num_tokens: int) -> PackedRoutes | None:
@@ -217,3 +252,18 @@ def token_samples(
             entropies=[0.0, *(entropy_T[start:stop].cpu() * is_generated).tolist()],
         )
     return found
+
+
+def by_sequence(row: PackedRow, values_T: torch.Tensor) -> dict[int, np.ndarray]:
+    """The values of each sequence of a row, float32 [length], by index; without padding."""
+    values = values_T.float().cpu().numpy()
+    starts = row.cu_seqlens.tolist()
+    return {index: values[start : start + length] for index, start, length in zip(row.sequence_indices, starts, row.lengths, strict=False)}
+
+
+def as_row(row: PackedRow, values: Mapping[int, np.ndarray]) -> torch.Tensor:
+    """The values of a row's tokens, float32 [T], from those of its sequences; 0 at padding."""
+    values_T = torch.zeros(len(row.token_ids_T))
+    for index, start, length in zip(row.sequence_indices, row.cu_seqlens.tolist(), row.lengths, strict=False):
+        values_T[start : start + length] = torch.from_numpy(values[index])
+    return values_T

@@ -94,7 +94,7 @@ def load_prompts(config: RunConfig) -> PromptData:
     train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
     # What stands in padding is never looked at; it only has to be in the vocabulary.
     pad_token_id = next(iter(_token_ids(tokenizer.pad_token_id)), 0)
-    asked = validation.select(range(len(validation))[: config.grpo.max_val_samples])
+    asked = validation.select(range(len(validation))[: config.rollouts.max_val_samples])
     return PromptData(train, asked, sampling_params(config.policy, tokenizer), pad_token_id, left_out)
 
 

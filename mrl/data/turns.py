@@ -64,6 +64,7 @@ class TurnFormat:
             turns=rollout.turns,
             num_weight_versions=rollout.num_weight_versions,
             routes=rollout.routes,
+            proposals=rollout.proposals,
         )
 
     def tail_ids(self, last_token_id: int, observation: Sequence[Mapping[str, str]]) -> list[int]:
@@ -112,4 +113,5 @@ def appended(earlier: Transcript, drawn: Rollout) -> Rollout:
         earlier_turns=earlier.turns,
         last_turn_start=len(earlier.token_ids),
         num_weight_versions=earlier.num_weight_versions + drawn.num_weight_versions - is_same_version,
+        proposals=earlier.proposals.plus(drawn.proposals),
     )

@@ -119,14 +119,15 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outco
     def numbers_of(report: RefitReport) -> str:
         return (
             f"{report.verified_bytes:,} bytes verified, {report.padding_bytes:,} bytes of padding, "
-            f"{report.seconds:.3f} s with verification, {report.copied_bytes / report.seconds / 1e9:.3f} GB/s"
+            f"{report.seconds:.3f} s with verification, {report.verified_bytes / report.seconds / 1e9:.3f} GB/s"
         )
 
     # The last outcome says why an examination ended as `Failed`.
     with suppress(Failed), ExitStack() as processes:
         with stage(outcomes, START):
             placement = processes.enter_context(placed_slots(config))
-            policies, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
+            models, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
+            policies = models["policy"]
             kind = "dedicated" if placement.num_dedicated_slots else "colocated"
             numbers = f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"
             if precision == "float32":
@@ -136,7 +137,7 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outco
             outcomes.append(Outcome(ZERO, True, numbers_of(refit.zero())))
         with stage(outcomes, REFIT):
             before = engines.call(EngineVerbs.live_digest)
-            policies.call(PolicyVerbs.perturb, config.grpo.seed)
+            policies.call(PolicyVerbs.perturb, config.rollouts.seed)
             outcomes.append(Outcome(REFIT, True, numbers_of(refit.run())))
         with stage(outcomes, CHANGED):
             outcomes.append(Outcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
@@ -181,7 +182,7 @@ def requests(config: RunConfig, data: PromptData) -> list[RolloutRequest]:
     length = min(generation.max_new_tokens, MAX_NEW_TOKENS)
     sampling = SamplingParams(generation.temperature, generation.top_p, generation.top_k, length, stop_token_ids=())
     return [
-        RolloutRequest(prompt.prompt_id, 0, 0, request_seed(config.grpo.seed, 0, prompt.prompt_id, 0), prompt.token_ids, sampling)
+        RolloutRequest(prompt.prompt_id, 0, 0, request_seed(config.rollouts.seed, 0, prompt.prompt_id, 0), prompt.token_ids, sampling)
         for prompt in data.train[:NUM_PROMPTS]
     ]
 

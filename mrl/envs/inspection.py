@@ -40,8 +40,8 @@ class Remarks:
 def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) -> Rules | None:
     """The rules of a run; None if there are none. `special_texts` are the tokenizer's special tokens."""
     advantages: dict[FlawKind, float | None] = {
-        "invalid_tool_call": config.grpo.invalid_tool_call_advantage,
-        "malformed_thinking": config.grpo.malformed_thinking_advantage,
+        "invalid_tool_call": config.rollouts.invalid_tool_call_advantage,
+        "malformed_thinking": config.rollouts.malformed_thinking_advantage,
     }
     flaws: tuple[FlawKind, ...] = tuple(kind for kind, advantage in advantages.items() if advantage is not None)
     if not flaws and not config.reward_penalties.is_enabled:

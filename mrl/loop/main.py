@@ -34,7 +34,7 @@ def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget)
     config, started = training.config, time.monotonic()
     write_quarantine(training.left_out, folder.path / "quarantine")
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
-    while checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.grpo, checkpoint.state().metrics)):
+    while checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.rollouts, checkpoint.state().metrics)):
         # No rank will load it, and look at its shards.
         damage = find_damage(checkpoint.folder)
         if damage is None:

@@ -35,11 +35,18 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     if trains and local.cluster.gpus_per_node:
         logger.info("%s", prediction(local, local_gpu()))
     # Downloads a model of the Hub once nothing else is wrong.
-    model_folder(config.policy.model_name)
+    sections = {"policy": (config.policy, local.policy)}
+    if config.teacher is not None and local.teacher is not None:
+        sections["teacher"] = (config.teacher, local.teacher)
+    for given, _ in sections.values():
+        model_folder(given.model_name)
+    if config.has_critic:
+        model_folder(config.value.model_name)
     for doubt in find_doubts(local):
         logger.warning("%s", doubt)
-    folder, beside = Path(local.policy.model_name), Path(config.checkpointing.checkpoint_dir)
-    local.policy.model_name = str(overridden_folder(folder, config.policy.hf_config_overrides, beside=beside))
+    beside = Path(config.checkpointing.checkpoint_dir)
+    for given, found in sections.values():
+        found.model_name = str(overridden_folder(Path(found.model_name), given.hf_config_overrides, beside=beside))
     root = env.cache_root()
     if root is not None:
         open_cache(root)

@@ -80,7 +80,7 @@ class Supplied:
 
 
 def queue_plan(config: RunConfig) -> QueuePlan:
-    grpo, ahead = config.grpo, config.grpo.async_grpo
+    grpo, ahead = config.rollouts, config.rollouts.async_grpo
     return QueuePlan(
         num_prompts=grpo.num_prompts_per_step,
         num_generations=grpo.num_generations_per_prompt,
@@ -279,7 +279,7 @@ def open_queue(
     config: RunConfig, data: PromptData, source: GroupSource, ledger: Ledger, *, last_step: int, on_wait: Callable[[], None]
 ) -> RolloutQueue:
     """The queue of a run, without the prompts that its ledger has consumed."""
-    train, grpo, shuffle = data.train, config.grpo, config.data.shuffle
+    train, grpo, shuffle = data.train, config.rollouts, config.data.shuffle
     left = prompts_left(ledger.state.consumed, len(train), train.id_at, num_epochs=grpo.max_num_epochs, seed=grpo.seed, shuffle=shuffle)
     prompts = ((epoch, train[index]) for epoch, index in left)
 

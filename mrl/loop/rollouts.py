@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on rollouts (`algorithm: grpo`): batches, refits and validation from prompts, engines and rewards."""
+"""Training on rollouts (`algorithm: grpo` and `distillation`): batches, refits and validation from prompts, engines and rewards."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mrl.algo.advantages import train_sequences
+from mrl.algo.distillation import sequences_to_teach
 from mrl.cluster.session import RolloutSession, start_session
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
+from mrl.loop.critic import Critic
 from mrl.loop.preflight import check_start
 from mrl.loop.rollout_queue import RolloutQueue, open_queue
 from mrl.loop.run import Budget, Run, StepData, Stopped, Training
@@ -48,21 +50,33 @@ class RolloutSupplier:
         """Scored rollouts, with advantages, in packed batches."""
         supplied = self.queue.take(state, clock)
         if supplied is None:
-            logger.info("All prompts of %d epochs are consumed", self.config.grpo.max_num_epochs)
+            logger.info("All prompts of %d epochs are consumed", self.config.rollouts.max_num_epochs)
             raise Stopped
-        grpo, restarts = self.config.grpo, self.session.engines.book.num_restarts
+        grpo, restarts = self.config.rollouts, self.session.engines.book.num_restarts
         metrics = supplied.metrics | self.session.rewards.take_metrics()
         metrics |= rollout_metrics(supplied.sampled, grpo, seconds=supplied.seconds, num_engine_restarts=restarts)
-        sequences, signals = train_sequences(supplied.groups, grpo)
+        if self.config.algorithm == "distillation":
+            with clock.phase("teacher"):
+                sequences, signals = self.session.taught(sequences_to_teach(supplied.groups)), dict[str, float]()
+        else:
+            sequences, signals = train_sequences(supplied.groups, grpo, has_critic=self.config.has_critic)
         batches = make_batches(sequences, self.config)
         return StepData(batches, supplied.trained, supplied.dropped, metrics | signals, supplied.groups, sequences)
 
     def refit(self, state: RunState) -> dict[str, float]:
-        paused = self.queue.pause()
-        report = self.session.refit.run()
-        state.weight_version = report.weight_version
+        metrics = self.queue.pause()
+        if state.weight_version > 0 and not self.config.trains_policy(state.step) and self.config.num_dedicated_slots > 0:
+            # The engines have these weights: a critic was trained alone. Colocated ones gave their memory away.
+            self.session.skip_refit()
+        else:
+            if not self.config.trains_policy(state.step):
+                # Otherwise the critic has left when the policy began to train.
+                self.session.make_room()
+            report = self.session.refit.run()
+            state.weight_version = report.weight_version
+            metrics |= report.metrics()
         self.queue.go_on(state)
-        return report.metrics() | paused
+        return metrics
 
     def validate(self, state: RunState) -> dict[str, float]:
         """Accuracy on the held-out prompts."""
@@ -70,7 +84,7 @@ class RolloutSupplier:
         if not asked:
             return {}
         sampling = validation_sampling(self.data.sampling, self.config.policy.generation)
-        num_generations = self.config.grpo.val_num_generations_per_prompt
+        num_generations = self.config.rollouts.val_num_generations_per_prompt
         try:
             groups = self.queue.sample(asked, sampling, num_generations=num_generations, weight_version=state.weight_version, clock=Clock())
         except Stopped:
@@ -84,7 +98,7 @@ class RolloutSupplier:
 def prepare(config: RunConfig) -> Training[RolloutSupplier]:
     """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
     config = check_start(config)
-    data, grpo = load_prompts(config), config.grpo
+    data, grpo = load_prompts(config), config.rollouts
     num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * len(data.train) // grpo.num_prompts_per_step)
 
     @contextmanager
@@ -100,6 +114,6 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
 
             queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_wait=on_wait)
             supplier = RolloutSupplier(config, data, folder, session, queue)
-            yield Run(config, folder, supplier, saver, budget, num_steps)
+            yield Run(config, folder, supplier, saver, budget, num_steps, Critic(config, session) if config.has_critic else None)
 
     return Training(config, num_steps, data.left_out, identity_of(config, data.train, data.left_out), open_run)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mrl.cluster.session import Session
     from mrl.config.schema.run import RunConfig
     from mrl.data.reading import LeftOut
+    from mrl.loop.critic import Critic
     from mrl.loop.saving import CheckpointSaver
     from mrl.store.identity import Identity
     from mrl.store.run_folder import RunFolder
@@ -88,6 +89,7 @@ class Run(Generic[S_co]):
     saver: CheckpointSaver
     budget: Budget
     last_step: int
+    critic: Critic | None = None
     is_over: bool = False
     """Whether the run makes no further step."""
 
@@ -97,7 +99,7 @@ class Run(Generic[S_co]):
 
     def decide_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sets `is_over` after `step`: the last one, one that the budget makes the last, or one whose validation was good enough."""
-        self.is_over = step >= self.last_step or self.budget.is_over or is_good_enough(self.config.grpo, metrics)
+        self.is_over = step >= self.last_step or self.budget.is_over or is_good_enough(self.config.rollouts, metrics)
 
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:
@@ -130,7 +132,7 @@ class Run(Generic[S_co]):
     def is_validation_due(self, step: int) -> bool:
         """Whether the run validates after `step`."""
         training = self.config.training
-        first = self.config.grpo.val_start_at if self.config.has_engines else 0
+        first = self.config.rollouts.val_start_at if self.config.has_engines else 0
         return (step >= first and is_due(step, training.val_period)) or (training.val_at_end and step == self.last_step)
 
     def is_save_due(self, step: int) -> bool:

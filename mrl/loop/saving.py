@@ -18,7 +18,9 @@ from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 
 if TYPE_CHECKING:
+    from conversion.files.manifest import FileRecord
     from mrl.cluster.session import Session
+    from mrl.phases import ModelName
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,9 @@ class CheckpointSaver:
             damage = next(filter(None, policies.call_each(PolicyVerbs.find_damage, shares, deadline_s=deadline_s).values()), "")
             if not damage:
                 logger.info("Resuming from %s (step %d of %d)", checkpoint.folder, checkpoint.step, last_step)
-                policies.call(PolicyVerbs.load_checkpoint, checkpoint.weights, deadline_s=deadline_s)
+                with self._session.loading():
+                    for model, group in self._session.trained_models.items():
+                        group.call(PolicyVerbs.load_checkpoint, checkpoint.weights_of(model), deadline_s=deadline_s)
                 self._saved_step = checkpoint.step
                 return checkpoint.state()
             checkpoint = self._folder.pass_over(checkpoint, damage)
@@ -65,11 +69,21 @@ class CheckpointSaver:
         self.finish()
         logger.info("Saving checkpoint for step %d...", state.step)
         with self._may_fail(state.step, is_needed=waits):
-            checkpoint = self._folder.checkpoints.begin(state)
-            self._folder.copy_tokenizer(checkpoint)
+            models = self._session.trained_models
+            checkpoint = self._folder.checkpoints.begin(state, models)
+            for model in models:
+                self._folder.copy_tokenizer(checkpoint, model)
+            begun: list[ModelName] = []
             with self._session.saving():
-                problem = self._session.policies.call(PolicyVerbs.begin_save, checkpoint.weights, deadline_s=self._deadline_s)[0]
+                for model, group in models.items():
+                    problem = group.call(PolicyVerbs.begin_save, checkpoint.weights_of(model), deadline_s=self._deadline_s)[0]
+                    if problem:
+                        break
+                    begun.append(model)
             if problem:
+                # What another model has begun to write is no checkpoint, and leaves with the folder.
+                for model in begun:
+                    models[model].call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s)
                 raise OSError(problem)
             self._pending, self._polled_at = checkpoint, -math.inf
         if waits or not self._is_async:
@@ -80,7 +94,8 @@ class CheckpointSaver:
         if self._pending is None or time.monotonic() - self._polled_at < POLL_INTERVAL_S:
             return
         self._polled_at = time.monotonic()
-        if all(self._session.policies.call(PolicyVerbs.is_written, deadline_s=self._deadline_s).values()):
+        groups = self._session.trained_models.values()
+        if all(all(group.call(PolicyVerbs.is_written, deadline_s=self._deadline_s).values()) for group in groups):
             self.finish()
 
     def finish(self, *, is_needed: bool = False) -> None:
@@ -89,15 +104,22 @@ class CheckpointSaver:
             return
         pending, self._pending = self._pending, None
         with self._may_fail(pending.step, is_needed=is_needed):
-            parts = self._session.policies.call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s)
-            if parts[0].problem:
-                raise OSError(parts[0].problem)
+            files: dict[str, FileRecord] = {}
+            hidden_s, problems = 0.0, list[str]()
+            for model, group in self._session.trained_models.items():
+                parts = group.call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s)
+                problems += [parts[0].problem] if parts[0].problem else []
+                folder = pending.weights_of(model).relative_to(pending.folder)
+                files |= {f"{folder}/{name}": record for part in parts.values() for name, record in part.files.items()}
+                hidden_s = max(hidden_s, *(part.hidden_s for part in parts.values()))
+            if problems:
+                raise OSError(problems[0])
             # A checkpoint whose steps the ledger lacks could not be resumed from.
             self._folder.ledger.flush()
-            self._folder.checkpoints.commit(pending, {name: record for part in parts.values() for name, record in part.files.items()})
+            self._folder.checkpoints.commit(pending, files)
             self._saved_step = pending.step
             if self._is_async:
-                self._hidden_s = (self._hidden_s or 0.0) + max(part.hidden_s for part in parts.values())
+                self._hidden_s = (self._hidden_s or 0.0) + hidden_s
 
     @contextmanager
     def _may_fail(self, step: int, *, is_needed: bool) -> Iterator[None]:

@@ -13,7 +13,7 @@ from mrl.cluster.payload import put_batch
 from mrl.cluster.session import Session, start_policies
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.model import with_value
-from mrl.config.schema.algo import GrpoConfig
+from mrl.config.schema.algo import DistillationConfig, GrpoConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import batch_examples
@@ -58,7 +58,7 @@ class ExampleSupplier:
     def validate(self, state: RunState) -> dict[str, float]:
         """Loss and related metrics over held-out tokens that are learned (sft) or held-out pairs, under NeMo RL's names."""
         config, training, held_out = self.config, self.config.training, self.data.validation
-        assert not isinstance(training, GrpoConfig), "GRPO validates by rollouts"
+        assert not isinstance(training, GrpoConfig | DistillationConfig), "these validate by rollouts"
         size, num_batches = training.val_global_batch_size, training.val_batches
         batches = [held_out[first : first + size] for first in range(0, len(held_out), size)]
         parts: list[tuple[float, dict[str, float]]] = []

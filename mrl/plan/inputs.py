@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from conversion.boxes import DTYPE_BYTES
 from conversion.families.common import VllmParallel
@@ -15,6 +16,7 @@ from conversion.files.reading import read_json
 from mrl.config.model import cached_folder, is_hub_id, overridden_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import cost_of_model
+from mrl.phases import ModelName
 from mrl.plan.activations import BF16, FP32, LatentAttention, Row, Shape
 from mrl.plan.states import ModelElements, StateRules
 
@@ -76,10 +78,11 @@ def shape_of(hf_config: Mapping[str, object]) -> Shape:
 
 
 class Model:
-    """A model of config.json, with what is computed of it once."""
+    """A model of config.json, with what is computed of it once, and the models that policy ranks hold beside it."""
 
-    def __init__(self, hf_config: Mapping[str, object]) -> None:
+    def __init__(self, hf_config: Mapping[str, object], beside: Mapping[ModelName, Model] = MappingProxyType({})) -> None:
         self.hf_config = hf_config
+        self.beside = beside
         self.family = family(hf_config)
         self.shape = shape_of(hf_config)
         self.elements = ModelElements(self.family.model(hf_config, None))
@@ -94,15 +97,20 @@ class Model:
 
 
 def read_model(config: RunConfig) -> Model:
-    """The model of a run, with the config's overrides; ValueError if its config.json cannot be read."""
+    """The policy of a run and the models beside it, with the config's overrides; ValueError if a config.json cannot be read."""
+    beside: dict[ModelName, Model] = {name: Model(_read_config(name, config.of_model(name))) for name in config.models_beside}
+    return Model(_read_config("policy", config), beside)
+
+
+def _read_config(model: ModelName, config: RunConfig) -> dict[str, object]:
     name = config.policy.model_name
     try:
         found = read_json(hub_folder(name) / "config.json")
     except OSError as error:
-        raise ValueError(f"policy.model_name={name}: no readable config.json; give a folder that has one, or an id of the Hub") from error
+        raise ValueError(f"{model}.model_name={name}: no readable config.json; give a folder that has one, or an id of the Hub") from error
     if not isinstance(found, dict):
-        raise ValueError(f"policy.model_name={name}: config.json is not a mapping; give the folder of a Hugging Face model")
-    return Model(overridden_config(found, config.policy.hf_config_overrides))
+        raise ValueError(f"{model}.model_name={name}: config.json is not a mapping; give the folder of a Hugging Face model")
+    return overridden_config(found, config.policy.hf_config_overrides)
 
 
 def row_of(config: RunConfig, *, is_training: bool, imbalance: float = IMBALANCE) -> Row:

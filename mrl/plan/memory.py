@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from conversion.families.common import VllmParallel
 from conversion.schedule import NUM_BUFFERS
 from mrl.config.rules.checks import num_kept_at_most
 from mrl.config.schema.run import RunConfig
-from mrl.phases import PHASES, Phase
+from mrl.phases import PHASES, WORKERS, ModelName, Phase
 from mrl.plan.activations import BF16, FP32, part_bytes
 from mrl.plan.engine import CacheLayout, cache_layout, profiled_bytes
 from mrl.plan.hardware import GIB, Gpu
@@ -27,6 +26,8 @@ SLACK = 0.05
 _WORKSPACE = 32 * 2**20
 # Bytes of a logit without gradient: docs/performance.md, "Memory of log-probabilities".
 _FORWARD_LOGIT = 5
+# The parts that come and go, by the beginning of their names.
+_PASSING = ("gradients", "optimizer", "activations", "logits or one layer")
 
 Parts = dict[str, float]
 """What takes memory -> bytes."""
@@ -73,46 +74,93 @@ def engine_memory(config: RunConfig, model: Model, gpu: Gpu) -> EngineMemory:
     layout = cache_layout(
         shape, tp, element_bytes=cached, ssm_bytes=ssm, shares_prefixes=has_mamba and vllm.enable_prefix_caching is not False
     )
-    weights = model.engine_bytes(VllmParallel(tp, vllm.expert_parallel_size), vllm.precision)
+    weights = model.engine_bytes(config.policy.generation.parallel, vllm.precision)
     activations = profiled_bytes(shape, tp, batched_tokens=vllm.max_num_batched_tokens, num_seqs=vllm.max_num_seqs)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
     cache = vllm.gpu_memory_utilization * gpu.memory - weights - activations - graphs - ENGINE_CONTEXT
     return EngineMemory(weights, activations, graphs, cache, layout)
 
 
-def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMemory | None, *, imbalance: float = IMBALANCE) -> RankMemory:
-    """Bytes that a rank of a pipeline stage allocates in each phase."""
+@dataclass(frozen=True)
+class Work:
+    """What a rank needs of its GPU for one model."""
+
+    states: States
+    persistent: float
+    forward: Parts
+    """Besides, in a pass without gradients."""
+    train: Parts
+
+
+def work_of(
+    config: RunConfig, model: Model, pp_rank: int, *, imbalance: float = IMBALANCE, is_trained: bool = True, has_head: bool = False
+) -> Work:
+    """The same for a rank of a pipeline stage of the policy of `config`; with a head, a critic's, it makes no logits."""
     megatron, shape = config.policy.megatron_cfg, model.shape
-    parallel, states = megatron.parallel, stage_states(config, model, pp_rank)
+    parallel, states = megatron.parallel, stage_states(config, model, pp_rank, is_trained=is_trained)
     is_last, chunk_tokens = pp_rank == parallel.pp - 1, config.policy.output_chunk_tokens
     counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config))
     chunks = [[shape.layers[i] for i in parallel.layers_of(pp_rank, len(shape.layers), chunk)] for chunk in range(parallel.vpp)]
     stage = Stage(list(zip(chunks, counts, strict=True)), is_last)
     row, forward_row = (row_of(config, is_training=is_training, imbalance=imbalance) for is_training in (True, False))
     persistent = persistent_bytes(shape, stage, row, pp=parallel.pp, workspaces=(7 if shape.experts else 3) * _WORKSPACE)
-    has_logits = is_last and config.algorithm != "rm"
+    has_logits = is_last and config.algorithm != "rm" and not has_head
     logits = logits_bytes(shape, stage, row, chunk_tokens=chunk_tokens) if has_logits else 0.0
     train = train_peak(states, shape, stage, row, logits=logits, persistent=persistent)
     widest = max(sum(part_bytes(shape, letter, forward_row).values()) for layer in set(shape.layers) for letter in layer)
     columns = min(chunk_tokens or forward_row.tokens, forward_row.tokens) * shape.vocabulary / row.tp
     forward = max(widest, _FORWARD_LOGIT * columns if has_logits else 0.0)
+    # What the kernels keep is counted in bfloat16.
+    wider = 1 if config.policy.precision == "bfloat16" else 2
+    return Work(
+        states,
+        persistent,
+        forward={"activations": 0.0, "logits or one layer": wider * forward},
+        train={"activations": wider * train["activations"], "logits or one layer": wider * train["logits or backward"]},
+    )
+
+
+def works_beside(config: RunConfig, model: Model, *, imbalance: float = IMBALANCE) -> dict[ModelName, Work]:
+    """Of each model beside the policy the work of its largest stage: a rank may have any stage of it."""
+    found: dict[ModelName, Work] = {}
+    for name, other in model.beside.items():
+        seen = config.of_model(name)
+        stages = range(seen.policy.megatron_cfg.pipeline_model_parallel_size)
+        kind = {"is_trained": name != "teacher", "has_head": name == "critic"}
+        works = [work_of(seen, other, stage, imbalance=imbalance, **kind) for stage in stages]
+        found[name] = max(works, key=lambda work: work.states.allocated + max(sum(work.forward.values()), sum(work.train.values())))
+    return found
+
+
+def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMemory | None, *, imbalance: float = IMBALANCE) -> RankMemory:
+    """Bytes that a rank of a pipeline stage allocates in each phase."""
+    mine, beside = work_of(config, model, pp_rank, imbalance=imbalance), works_beside(config, model, imbalance=imbalance)
+    states, works = mine.states, {"policy": mine, **beside}
     sleeping = ENGINE_CONTEXT + engine.graphs if engine and config.policy.generation.colocated.enabled else 0.0
     stays = not config.frees_training_memory
     phases: dict[Phase, Parts] = {}
     for phase, residency in PHASES.items():
-        if not config.has_engines and phase in ("generate", "refit"):
+        worker = WORKERS.get(phase, "policy")
+        if worker not in works or (not config.has_engines and phase in ("generate", "refit")):
             continue
-        parts = {"weights": states.weights, "buffers": persistent, "outside torch": POLICY_CONTEXT + sleeping}
+        parts = {"weights": states.weights, "buffers": mine.persistent, "outside torch": POLICY_CONTEXT + sleeping}
         if residency.gradients == "device" or stays:
             parts["gradients"] = states.gradients
         if residency.optimizer == "device" or stays:
             parts["optimizer"] = states.optimizer
+        for name, work in beside.items():
+            place = residency.of(name)
+            # Loading, they come one after another, before the policy: each has left by then.
+            if phase == "load" or place.weights != "device":
+                continue
+            parts[f"weights of the {name}"] = work.states.weights
+            parts["buffers"] += work.persistent
+            if place.gradients == "device":
+                parts[f"gradients of the {name}"] = work.states.gradients
+            if place.optimizer == "device":
+                parts[f"optimizer of the {name}"] = work.states.optimizer
         if residency.activations == "device":
-            is_train = phase == "train"
-            # What the kernels keep is counted in bfloat16.
-            wider = 1 if config.policy.precision == "bfloat16" else 2
-            parts["activations"] = wider * train["activations"] if is_train else 0.0
-            parts["logits or one layer"] = wider * (train["logits or backward"] if is_train else forward)
+            parts |= works[worker].train if phase in ("train", "train_value") else works[worker].forward
         if engine and sleeping and residency.engine_weights == "device":
             parts["engine weights"] = engine.weights
         if engine and sleeping and residency.kv_cache == "device":
@@ -121,7 +169,7 @@ def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMem
             # Rounds arrive in one, and are packed in another that holds one round.
             parts["exchange buffer"] = (1 + 1 / NUM_BUFFERS) * config.policy.refit_buffer_size_gb * 1e9
         # Cached blocks that torch cannot use are as large as what comes and goes.
-        parts["slack"] = SLACK * sum(parts.get(name, 0.0) for name in ("gradients", "optimizer", "activations", "logits or one layer"))
+        parts["slack"] = SLACK * sum(size for name, size in parts.items() if name.startswith(_PASSING))
         phases[phase] = parts
     return RankMemory(pp_rank, phases)
 
@@ -137,9 +185,11 @@ def all_ranks(config: RunConfig, model: Model, gpu: Gpu, *, imbalance: float = I
     return [rank_memory(config, model, stage, engine, imbalance=imbalance) for stage in stages.values()], engine
 
 
-def stage_states(config: RunConfig, model: Model, pp_rank: int) -> States:
+def stage_states(config: RunConfig, model: Model, pp_rank: int, *, is_trained: bool = True) -> States:
     """States of a rank of a pipeline stage."""
-    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank), state_rules(config))
+    rules = state_rules(config)
+    rules = rules if is_trained else replace(rules, is_trained=False)
+    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank), rules)
 
 
 def least_peak(rank: RankMemory) -> float:
@@ -155,7 +205,12 @@ def host_memory(config: RunConfig, model: Model, states: States) -> Parts:
     """
     ranks = config.cluster.slots_per_node
     away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer
-    parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": model.num_parameters * float(BF16)}
+    files = sum(each.num_parameters for each in (model, *model.beside.values())) * float(BF16)
+    parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": files}
+    for name, work in works_beside(config, model).items():
+        parts[f"weights of the {name}"] = work.states.weights * ranks
+        if name != "teacher":
+            parts[f"optimizer of the {name}"] = (work.states.optimizer + work.states.host_optimizer) * ranks
     if config.keeps_reference:
         parts["weights of the reference"] = states.weights * ranks
     if config.checkpointing.enabled and config.policy.megatron_cfg.checkpoint.async_save:
@@ -181,11 +236,11 @@ def disk_bytes(config: RunConfig, model: Model) -> tuple[float, int | None]:
 
 
 def cache_bytes(model: Model) -> float:
-    """Of the model in the cache of converted models."""
-    return float(model.num_parameters * BF16)
+    """Of the run's models in the cache of converted models."""
+    return float(sum(each.num_parameters for each in (model, *model.beside.values())) * BF16)
 
 
 def rollout_bytes(config: RunConfig) -> float:
-    """Of the rollouts of a step on their way: token id, logprob and mask of each token."""
-    tokens = config.grpo.num_rollouts_per_step * config.policy.max_total_sequence_length if config.has_engines else 0
-    return float(math.ceil(tokens) * 16)
+    """Of the rollouts of a step on their way: token id, logprob and mask of each token, and what a teacher says of them."""
+    tokens = config.rollouts.num_rollouts_per_step * config.policy.max_total_sequence_length if config.has_engines else 0
+    return float(math.ceil(tokens) * 16 + config.teacher_bytes)

@@ -25,6 +25,8 @@ class Elements(NamedTuple):
     """Of routed experts."""
     buffers: int = 0
     """Persistent buffers in float32, which no optimizer changes."""
+    carried: int = 0
+    """Of weights that the last stage carries beside the model, without gradient."""
 
     def plus(self, other: Elements) -> Elements:
         return Elements(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -77,7 +79,7 @@ def state_bytes(elements: Elements, rules: StateRules) -> States:
     moments = shard * rules.moment_bytes
     copies = rules.gradient_bytes < FP32 and not rules.is_precision_aware
     return States(
-        weights=held * rules.weight_bytes + elements.buffers * FP32,
+        weights=(held + elements.carried) * rules.weight_bytes + elements.buffers * FP32,
         gradients=trained * rules.gradient_bytes,
         optimizer=(shard * rules.main_bytes if has_main else 0) + moments * (1 - rules.offloaded),
         gradient_copy=shard * FP32 if copies else 0,
@@ -104,6 +106,8 @@ class ModelElements:
         if pp_rank == parallel.pp - 1:
             tied = self._model.tied_output
             total = total.plus(_count((*self._model.last, *((tied,) if tied and parallel.pp > 1 else ())), *sizes))
+            carried = _count(self._model.carried, *sizes)
+            total = total.plus(Elements(buffers=carried.buffers, carried=carried.dense + carried.experts))
         return total
 
     def _layer(self, index: int, tp: int, ep: int, etp: int) -> Elements:

@@ -46,9 +46,9 @@ SWITCHES = Range(10.0, 18.0)
 # driver (docs/performance.md; the high figure is for a slower host).
 LAUNCH, WAIT, CALL = Range(15e-6, 50e-6), Range(50e-6, 300e-6), Range(0.4e-3, 0.8e-3)
 # Of a round, in the exchange of a rank and in the pull and verification of a worker: kernels besides those of messages, and waits. Then
-# kernels of a message, and calls of a rank or an engine.
+# kernels of a message.
 EXCHANGE_LAUNCHES, EXCHANGE_WAITS, PULL_LAUNCHES, PULL_WAITS = 1, 2, 3, 3
-MESSAGE_LAUNCHES, CALLS = 2, 3
+MESSAGE_LAUNCHES = 2
 BACKWARD = 2
 """Operations of a backward pass, in forward passes."""
 
@@ -144,8 +144,13 @@ class RefitTimes:
         return Range(sum(self.parts[name].low for name in names), sum(self.parts[name].high for name in names))
 
 
-def refit_times(refit: Refit, gpu: Gpu, *, engine_weights: float, num_actors: int, network: tuple[float, float] = NETWORK) -> RefitTimes:
-    """Times of a refit of engine workers with so many bytes of weights, by `num_actors` ranks and engines.
+def refit_calls(config: RunConfig) -> int:
+    """Calls of the driver in a refit: one of each policy rank, two of each engine (`mrl.cluster.refit`)."""
+    return config.num_policy_ranks + 2 * config.num_engines
+
+
+def refit_times(refit: Refit, gpu: Gpu, *, engine_weights: float, num_calls: int, network: tuple[float, float] = NETWORK) -> RefitTimes:
+    """Times of a refit of engine workers with so many bytes of weights, by `num_calls` of the driver.
 
     A sender reads what it sends twice, for packing and checksums, and writes it once; a worker reads its weights where they arrive, writes
     them, and reads them once more to compare. Waking memory and settling weights are no part.
@@ -159,7 +164,7 @@ def refit_times(refit: Refit, gpu: Gpu, *, engine_weights: float, num_actors: in
         "exchange host": LAUNCH.times(launches).plus(WAIT.times(EXCHANGE_WAITS * rounds)),
         "pull and verify": seconds(3 * engine_weights, gpu.bandwidth, MEMORY),
         "pull host": LAUNCH.times(PULL_LAUNCHES * rounds).plus(WAIT.times(PULL_WAITS * rounds)),
-        "driver": CALL.times(CALLS * num_actors),
+        "driver": CALL.times(num_calls),
     }
     return RefitTimes(parts, rounds)
 
@@ -174,7 +179,7 @@ def step_times(
     """
     shape, cost = model.shape, model.cost
     megatron, gpus = config.policy.megatron_cfg, config.num_policy_ranks
-    rollouts = config.grpo.num_rollouts_per_step if config.has_engines else config.policy.train_global_batch_size
+    rollouts = config.rollouts.num_rollouts_per_step if config.has_engines else config.policy.train_global_batch_size
     tokens = rollouts * mean_tokens
     # Full recomputation is one forward pass more, and stages of a pipeline wait for each other.
     recomputed = megatron.activation_checkpointing and megatron.recompute_granularity == "full"
@@ -184,6 +189,10 @@ def step_times(
     phases = {"train": train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=passes).times(bubble)}
     if forward := config.needs_old_logprobs + config.keeps_reference:
         phases["logprobs"] = train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward).times(bubble)
+    for name, other in model.beside.items():
+        # A pass without gradients; of a trained model, and a backward pass.
+        parts = 1.0 if name == "teacher" else 2.0 + BACKWARD
+        phases[name] = train_seconds(other.shape, other.cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts)
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
     vllm, per_engine = config.policy.generation.vllm_cfg, rollouts / config.num_engines
@@ -192,8 +201,8 @@ def step_times(
     tp = vllm.tensor_parallel_size
     generate = decode_seconds(shape, gpu, engine, tp=tp, rollouts=per_engine, at_once=at_once, mean=mean_tokens, longest=longest)
     if refit is not None:
-        num_actors = gpus + config.num_engines
-        phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_actors=num_actors).overlapped
+        num_calls = refit_calls(config)
+        phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_calls=num_calls).overlapped
     if config.num_dedicated_slots:
         policy = StepTimes(phases, mean_tokens, at_once)
         return policy if policy.total.high > generate.high else StepTimes({"generate": generate}, mean_tokens, at_once)

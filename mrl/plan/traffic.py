@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from conversion.boxes import Layout
-from conversion.families.common import VllmParallel
+from conversion.families.common import read_by_engines
 from conversion.reshard import reshard
 from conversion.schedule import NUM_BUFFERS, Link
 from mrl.config.schema.run import RunConfig
@@ -41,11 +41,12 @@ def refit_ends(config: RunConfig, model: Model) -> Ends:
     """The layouts of a run's ranks, with Transformer Engine's specs, and of its engine workers."""
     parallel, world, vllm = config.policy.megatron_cfg.parallel, config.num_policy_ranks, config.policy.generation.vllm_cfg
     coords = [parallel.coords_of(rank, world) for rank in range(world)]
+    engine = config.policy.generation.parallel
     # Ranks at one place share one layout object, by which the schedule knows them as equal.
     layouts = {
-        place: model.family.megatron_layout(model.hf_config, parallel, place, config.policy.precision, "te") for place in set(coords)
+        place: read_by_engines(model.family.megatron_layout(model.hf_config, parallel, place, config.policy.precision, "te"), engine)
+        for place in set(coords)
     }
-    engine = VllmParallel(vllm.tensor_parallel_size, vllm.expert_parallel_size)
     workers = [model.family.vllm_layout(model.hf_config, engine, worker, vllm.precision) for worker in range(engine.tp)]
     first = world if config.num_dedicated_slots else 0
     gpus = {worker: first + worker for worker in range(config.num_engines * engine.tp)}

@@ -6,17 +6,21 @@ Collective functions are called by all ranks, in the same order. T packed tokens
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mrl.algo.critic import ValuedRow, gae_of_rows
 from mrl.algo.losses import MAX_METRICS, MIN_METRICS
 from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
 from mrl.config.schema.algo import GrpoConfig, LossConfig
-from mrl.data.packing import PackedRow, regroup
+from mrl.config.schema.ppo import GaeConfig
+from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
 from mrl.policy.packed import join, local_positions
 
 
@@ -27,6 +31,10 @@ class TrainRow:
     row: PackedRow
     old_logprobs_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
+    values_T: Tensor | None = None
+    """The critic's, before its updates."""
+    returns_T: Tensor | None = None
+    """What the critic learns; NaN at tokens that do not count."""
     entropy_T: Tensor | None = None
     """Of the policy's distributions, for readers: a train step of the policy loss leaves it here."""
 
@@ -53,6 +61,8 @@ class RankBatch:
     size: BatchSize
     old_logprobs: list[Tensor] | None = None
     reference_logprobs: list[Tensor] | None = None
+    values: list[Tensor] | None = None
+    returns: list[Tensor] | None = None
     finished_rows: list[TrainRow] | None = None
     """Set by `finish_batches`: on the last pipeline stage with final masks and advantages, on the others as they were."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -66,8 +76,19 @@ class RankBatch:
         """The rows as the loss takes them, with the log-probabilities that this rank has."""
         if self.finished_rows is not None:
             return self.finished_rows
-        olds, references = (logprobs or [None] * len(self.rows) for logprobs in (self.old_logprobs, self.reference_logprobs))
-        return [TrainRow(*item) for item in zip(self.rows, olds, references, strict=True)]
+        known = (self.old_logprobs, self.reference_logprobs, self.values, self.returns)
+        return [TrainRow(*item) for item in zip(self.rows, *(tokens or [None] * len(self.rows) for tokens in known), strict=True)]
+
+    def take_values(self, values: Mapping[int, np.ndarray]) -> None:
+        """Takes the critic's values, by sequence."""
+        self.values = [as_row(row, values) for row in self.rows]
+
+    def take_returns(self, returns: Mapping[int, np.ndarray]) -> None:
+        """Takes what the critic is to learn, by sequence; tokens without a return leave the loss. Collective over the dp group."""
+        self.returns = [as_row(row, returns) for row in self.rows]
+        kept = [(~returns_T.isnan()).float() for returns_T in self.returns]
+        self.rows = [replace(row, loss_mask_T=row.loss_mask_T * kept_T) for row, kept_T in zip(self.rows, kept, strict=True)]
+        self.size = global_batch_size(self.rows)
 
 
 def own_positions(row: PackedRow) -> Tensor:
@@ -109,8 +130,11 @@ def global_batch_size(rows: list[PackedRow]) -> BatchSize:
     return BatchSize(*counts.tolist())
 
 
-def finish_batches(batches: list[RankBatch], grpo: GrpoConfig, loss: LossConfig) -> None:
-    """Finishes all batches of a step: sequences masked, advantages by token. Collective over all ranks."""
+def finish_batches(batches: list[RankBatch], grpo: GrpoConfig, loss: LossConfig, gae: GaeConfig | None = None) -> None:
+    """Finishes all batches of a step: sequences masked, advantages by token. Collective over all ranks.
+
+    With `gae`, rows have values, advantages come from these, and finished rows have returns, too.
+    """
 
     def add_over_ranks(value: Tensor) -> Tensor:
         dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
@@ -128,9 +152,16 @@ def finish_batches(batches: list[RankBatch], grpo: GrpoConfig, loss: LossConfig)
             kl_in_reward = [
                 kl_penalty(_on_host(item.old_logprobs_T), _on_host(item.reference_logprobs_T), item.row.loss_mask_T, loss) for item in step
             ]
+        starts = [item.row.advantages_T for item in step]
+        if gae is not None:
+            starts, returns = gae_of_rows(
+                [_valued(item, kl_T) for item, kl_T in zip(step, kl_in_reward or [None] * len(step), strict=True)], gae, add_over_ranks
+            )
+            targets = iter([torch.where(item.row.loss_mask_T > 0, part, torch.nan) for item, part in zip(step, returns, strict=True)])
+            rows, kl_in_reward = [[replace(item, returns_T=next(targets)) for item in items] for items in rows], None
         advantages = iter(
             token_advantages(
-                [item.row.advantages_T for item in step],
+                starts,
                 [item.row.fixed_advantages_T for item in step],
                 [item.row.loss_mask_T for item in step],
                 kl_in_reward,
@@ -147,6 +178,28 @@ def finish_batches(batches: list[RankBatch], grpo: GrpoConfig, loss: LossConfig)
     share_from_last_stage(shared)
     for batch, items, (size, measured) in zip(batches, rows, shared, strict=True):
         batch.finished_rows, batch.size, batch.metrics = items, size, measured
+        batch.returns = [item.returns_T for item in items if item.returns_T is not None]
+
+
+def _valued(item: TrainRow, kl_T: Tensor | None) -> ValuedRow:
+    assert item.values_T is not None, "the critic's values come before the advantages"
+    return ValuedRow(item.values_T, item.row.sequence_rewards, item.row.loss_mask_T, item.row.cu_seqlens, kl_T)
+
+
+def answers_for_rows() -> bool:
+    """Whether this rank tells of the rows of its dp rank: one of those that have what the last pipeline stage computes."""
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+    return is_first and parallel_state.is_pipeline_last_stage()
+
+
+def sequences_of(batches: list[tuple[list[PackedRow], list[Tensor]]]) -> list[dict[int, np.ndarray]]:
+    """By batch, the values of the sequences of its rows; nothing on a rank that does not answer for them."""
+    if not answers_for_rows():
+        return [{} for _ in batches]
+    return [
+        {index: part for row, values_T in zip(rows, values, strict=True) for index, part in by_sequence(row, values_T).items()}
+        for rows, values in batches
+    ]
 
 
 def share_from_last_stage(values: list) -> None:

@@ -249,12 +249,12 @@ class _InProcessStrategy(AsyncSaveShardedStrategy):
         return AsyncRequest(async_fn=write, async_fn_args=(), finalize_fns=[write_metadata])
 
 
-def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> None:
-    """Fills model, optimizer, schedule and, at the layout that saved it, random states. Collective over all ranks.
+def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> bool:
+    """Fills model, optimizer, schedule and, at the layout that saved it, random states; returns whether there is optimizer state.
 
-    A checkpoint without optimizer state leaves schedule and moments as they are, and main parameters follow the weights. `adapters`
-    describes those of the state, None if it has none. With `is_start`, the checkpoint is the model that a run starts from: it has no
-    adapters and no reward head, and those of the state stay as they are.
+    Collective over all ranks. A checkpoint without that state leaves schedule and moments as they are, and main parameters follow the
+    weights. `adapters` describes those of the state, None if it has none. With `is_start`, the checkpoint is the model that a run starts
+    from: it has no adapters and no reward head, and those of the state stay as they are.
     """
     # Megatron's own loader would unpickle whatever the metadata and the shards name, functions included.
     source = TorchDistFolder(weights_dir / ITERATION_FOLDER, verify=False)
@@ -273,7 +273,7 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     checkpoint_entries.read_weights(source, weights)
     if "optimizer" not in common:
         state.optimizer.reload_model_params()
-        return
+        return False
     if distributed := _distributed(state):
         # Makes the tensors that are filled next.
         state.optimizer.load_state_dict(common["optimizer"])
@@ -299,6 +299,7 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
         if "cuda" in states:
             torch.cuda.set_rng_state(states.pop("cuda"))
         tensor_parallel.get_cuda_rng_tracker().set_states(states)
+    return True
 
 
 def _read_common(path: Path) -> dict[str, Any]:

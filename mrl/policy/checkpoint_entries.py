@@ -180,7 +180,7 @@ class _TablePart:
 
 
 class LayoutEntries:
-    """Makes the entries of a rank's parameters from tables. Keys of the checkpoint end in .weight, or go on with the name of a section."""
+    """Makes the entries of a rank's parameters from tables. Only keys with .weight may go on, with the name of a section."""
 
     def __init__(self, layout: Layout, checkpoint: Layout) -> None:
         """`layout` is the rank's; `checkpoint` has the global tensors of all ranks."""
@@ -193,7 +193,8 @@ class LayoutEntries:
     def entry(self, slot: Slot, parameter: Tensor, replica_id: ReplicaId) -> ShardedTensorFactory:
         """The entry of one parameter; exactly one of the ranks with the same part has a `replica_id` of zeros."""
         parts = self._parts(slot)
-        end = parts[0].key.index(_SUFFIX) + len(_SUFFIX)
+        suffix = parts[0].key.find(_SUFFIX)
+        end = len(parts[0].key) if suffix < 0 else suffix + len(_SUFFIX)
 
         def build(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
             assert flattened_range is None

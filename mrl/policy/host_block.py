@@ -84,6 +84,45 @@ class HostBlock:
             tensor.data = torch.empty_like(tensor, device=device).copy_(tensor.detach(), non_blocking=True)
 
 
+class HostStorages:
+    """Moves the memory of tensors off the device and back, storage by storage: all tensors that share it stay views of it.
+
+    While it is away, the tensors have no memory: whoever reads them fails. The host's block stays, for the next time.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, is_constant: bool, allocate: Callable[[int], Tensor] = pinned) -> None:
+        """`is_constant` tensors never change once they have left, so that they leave by being forgotten."""
+        self._storages = list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values())
+        self._on_device = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in self._storages]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._is_constant, self._allocate = is_constant, allocate
+        self._on_host: list[Tensor] | None = None
+        self._is_on_device = True
+
+    @torch.no_grad()
+    def place(self, *, is_on_device: bool) -> None:
+        """Moves all of it to the device or to the host, unless it is there; values stay."""
+        if is_on_device == self._is_on_device:
+            return
+        is_first = self._on_host is None
+        if self._on_host is None:
+            offsets, num_bytes = block_offsets(self._sizes)
+            self._on_host = _views(self._allocate(num_bytes), self._on_device, offsets)
+        if not is_on_device and (is_first or not self._is_constant):
+            for home, tensor in zip(self._on_host, self._on_device, strict=True):
+                home.copy_(tensor)
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size if is_on_device else 0)
+        if is_on_device:
+            for home, tensor in zip(self._on_host, self._on_device, strict=True):
+                tensor.copy_(home, non_blocking=True)
+        self._is_on_device = is_on_device
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            # The engine on this GPU, or another model, needs the memory that has become free.
+            torch.cuda.empty_cache()
+
+
 @torch.no_grad()
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in one block of host memory, pinned where the tensors are on a GPU. The block lives as long as the process."""

@@ -26,6 +26,7 @@ from conversion.families.common import Flavour, HfConfig, MegatronCoords
 from conversion.families.registry import family
 from conversion.tensors import torch_dtype
 from mrl.policy import parallel, specs
+from mrl.policy.carried import attach_carried
 from mrl.policy.fusions import fusion_arguments
 from mrl.policy.moe import routing_arguments, use_row_dispatchers, with_packed_routers
 from mrl.policy.output import ChunkedOutputLayer
@@ -48,10 +49,11 @@ def live_layout(config: PolicyConfig, hf_config: HfConfig, coords: MegatronCoord
     return family(hf_config).megatron_layout(hf_config, config.megatron_cfg.parallel, coords, config.precision, FLAVOUR)
 
 
-def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModule]:
+def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool = True) -> list[MegatronModule]:
     """This rank's chunks of the model, one for each virtual pipeline stage, randomly initialised, bare of data parallelism.
 
-    In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json.
+    In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json. If it is not trained, no
+    parameter takes a gradient, so that data parallelism and the optimizer keep nothing of it.
     """
     model_family, megatron = family(hf_config), config.megatron_cfg
     arguments = model_family.megatron_arguments(hf_config)
@@ -71,11 +73,17 @@ def build_model(config: PolicyConfig, hf_config: HfConfig) -> list[MegatronModul
     ]
     _freeze(chunks, config, hf_config)
     for chunk in chunks:
+        if not is_trained:
+            chunk.requires_grad_(False)
         if chunk.post_process and config.output_chunk_tokens is not None:
             chunk.output_layer = ChunkedOutputLayer(chunk.output_layer, chunk_tokens=config.output_chunk_tokens)
         if torch.cuda.is_available():
             chunk.cuda()
-    return [Float16Module(transformer_config, chunk) if transformer_config.bf16 else chunk for chunk in chunks]
+    wrapped = [Float16Module(transformer_config, chunk) if transformer_config.bf16 else chunk for chunk in chunks]
+    layout = live_layout(config, hf_config, parallel.coordinates())
+    for index, chunk in enumerate(chunks):
+        attach_carried(chunk, index, layout, hf_config, config.precision)
+    return wrapped
 
 
 def _build_chunk(

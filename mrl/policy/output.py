@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
 from mrl.data.packing import PackedRow
 from mrl.policy.batch import own_positions
-from mrl.policy.logprobs import TokenDistribution, TokenScores, scores_of_hidden, scores_of_logits
+from mrl.policy.distillation import OutputColumns
+from mrl.policy.logprobs import TokenDistribution, TokenScores, scores_of_hidden
 
 REWARD_HEAD = "reward_head"
 """The attribute of a model that is its reward head."""
@@ -54,17 +55,22 @@ def token_scores(model: nn.Module, output: Tensor, row: PackedRow, distribution:
 
     On ranks of the last pipeline stage. Collective over the tensor-parallel group: every rank calls it, in the same order.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
-    bare, labels_T = _bare(model), row.labels_T[own_positions(row)].to(output.device)
+    labels_T = row.labels_T[own_positions(row)].to(output.device)
+    columns = output_columns(model, output, distribution)
+    inputs, weight_VD, group = columns.inputs, columns.weight_VD, columns.group
+    return scores_of_hidden(inputs, weight_VD, labels_T, distribution, group, chunk_tokens=columns.chunk_tokens)
+
+
+def output_columns(model: nn.Module, output: Tensor, distribution: TokenDistribution) -> OutputColumns:
+    """This rank's columns of the logits of its tokens; otherwise as `token_scores`."""
+    group, bare = parallel_state.get_tensor_model_parallel_group(), _bare(model)
     layer = bare.output_layer
     if not isinstance(layer, ChunkedOutputLayer):
-        logits_TV = output[0] if distribution.defer_fp32_logits else output[0].float()
-        return scores_of_logits(logits_TV, labels_T, distribution, group)
+        return OutputColumns(output[0] if distribution.defer_fp32_logits else output[0].float(), None, distribution, group)
     weight_VD = bare.shared_embedding_or_output_weight() if bare.share_embeddings_and_output_weights else layer.weight
     # Backward, the gradients of the vocabulary's parts are summed, and with sequence parallelism each rank gets its tokens'.
     spread = gather_from_sequence_parallel_region if layer.sequence_parallel else copy_to_tensor_model_parallel_region
-    hidden_TD = spread(output[0], group=group)
-    return scores_of_hidden(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens=layer.chunk_tokens)
+    return OutputColumns(spread(output[0], group=group), weight_VD, distribution, group, layer.chunk_tokens)
 
 
 class RewardHead(nn.Module):

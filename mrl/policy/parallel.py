@@ -1,22 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups and seeds of one policy rank, and where the rank stands in the layout."""
+"""Process groups and seeds of the models of one policy rank, whose model is current, and where the rank stands in its layout."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import random
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from types import FunctionType
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe import fused_a2a, moe_utils
 
 from conversion.families.common import MegatronCoords
 from mrl.policy import cpu
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+# What megatron-core 0.16.1 keeps by module of the model that it computes, besides random states.
+_VARIABLES = {
+    parallel_state: [name for name in vars(parallel_state) if name.isupper() or name == "_global_process_group_list"],
+    moe_utils: ["_MOE_LAYER_WISE_LOGGING_TRACKER"],
+    fused_a2a: ["_buffer", "_hybrid_ep_buffer"],
+}
+_UNUSED = {(module, name): getattr(module, name) for module, names in _VARIABLES.items() for name in names}
+"""The values of these variables before Megatron knows of any model."""
+
+
+class MegatronState:
+    """What Megatron keeps in its modules of one model of this process: process groups, sizes, buffers, random states.
+
+    Megatron has one place for each of these. The models of a process take turns with it: each is made current before it computes.
+    """
+
+    _current: MegatronState | None = None
+
+    def __init__(self) -> None:
+        """A model that Megatron knows nothing of yet; it becomes current."""
+        self._variables = {place: copy.copy(value) for place, value in _UNUSED.items()}
+        self._named_random: dict[str, object] = {}
+        self._random = (random.getstate(), torch.get_rng_state(), _device_random())
+        self.make_current()
+
+    def make_current(self) -> None:
+        """Gives this model Megatron's modules, and keeps what they hold of the model before it. Nothing happens if it has them."""
+        before = MegatronState._current
+        if before is self:
+            return
+        if before is not None:
+            before._keep()
+        for (module, name), value in self._variables.items():
+            setattr(module, name, value)
+        tensor_parallel.get_cuda_rng_tracker().set_states(dict(self._named_random))
+        host, cpu_state, device_state = self._random
+        random.setstate(host)
+        torch.set_rng_state(cpu_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state)
+        MegatronState._current = self
+
+    def _keep(self) -> None:
+        self._variables = {(module, name): getattr(module, name) for module, name in self._variables}
+        self._named_random = tensor_parallel.get_cuda_rng_tracker().get_states()
+        self._random = (random.getstate(), torch.get_rng_state(), _device_random())
+
+
+def _device_random() -> torch.Tensor | None:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+
+class HasMegatronState(Protocol):
+    """An object of one model of a process that may hold several."""
+
+    megatron: MegatronState
+
+
+def in_turn(kind: type[T]) -> type[T]:
+    """The class, whose objects are `HasMegatronState`, with public methods that make the object's model current first."""
+
+    def wrapped(method: Callable[Concatenate[HasMegatronState, P], R]) -> Callable[Concatenate[HasMegatronState, P], R]:
+        @functools.wraps(method)
+        def with_model(self: HasMegatronState, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            self.megatron.make_current()
+            return method(self, *args, **kwargs)
+
+        return with_model
+
+    for name, method in list(vars(kind).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(kind, name, wrapped(method))
+    return kind
 
 
 def initialize(
@@ -29,8 +112,11 @@ def initialize(
     timeout_s: float,
     seed: int,
     device_index: int = 0,
-) -> None:
-    """Patches the host and builds all process groups. Collective over all ranks. Every collective made later fails after `timeout_s`."""
+) -> MegatronState:
+    """Patches the host and builds the process groups of one model, which becomes current; those of all ranks, the first time.
+
+    Collective over all ranks, which build their models in the same order. Every collective made later fails after `timeout_s`.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(device_index)
         backend = "cpu:gloo,cuda:nccl"
@@ -41,13 +127,15 @@ def initialize(
         torch.set_num_threads(1)
         backend = "gloo"
     cpu.install()
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{master_address}:{master_port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{master_address}:{master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    state = MegatronState()
     parallel_state.initialize_model_parallel(
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -62,6 +150,7 @@ def initialize(
     random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return state
 
 
 def virtual_stages(config: MegatronConfig) -> int | None:
@@ -80,7 +169,8 @@ def coordinates() -> MegatronCoords:
 
 
 def shutdown() -> None:
-    """Leaves all groups. Never waits for other ranks; a process may call `initialize` again afterwards."""
+    """Leaves all groups of all models. Never waits for other ranks; a process may call `initialize` again afterwards."""
     parallel_state.destroy_model_parallel()
+    MegatronState._current = None
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the policy: the model, its optimizer and its weights, behind the verbs of the training loop."""
+"""One rank of a model, of the policy or of one beside it: the model, its optimizer and its weights, behind the verbs of the loop."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,14 +22,14 @@ from conversion.families.registry import family
 from conversion.files.reading import find_difference
 from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
-from mrl import phases
+from mrl import phases, spans
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, token_samples
-from mrl.phases import Phase
+from mrl.phases import ModelName, Phase
 from mrl.policy import checkpoint, parallel
-from mrl.policy.batch import RankBatch, check_equal_counts, finish_batches, global_batch_size
+from mrl.policy.batch import RankBatch, answers_for_rows, check_equal_counts, finish_batches, global_batch_size, sequences_of
 from mrl.policy.checkpoint import CheckpointWrite
-from mrl.policy.host_block import HostBlock, host_copies, swap
+from mrl.policy.host_block import HostBlock, HostStorages, host_copies, swap
 from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.lora import attach_adapters
 from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
@@ -37,26 +38,42 @@ from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, bu
 from mrl.policy.output import attach_reward_head
 from mrl.policy.profile import RankProfiler
 from mrl.policy.reports import WriteReport
-from mrl.policy.step import compute_logprobs, evaluate, objective_of, train_step
+from mrl.policy.step import compute_logprobs, compute_top_logits, compute_values, evaluate, objective_of, train_step
 from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.inputs import RankPlace, RefitInputs
-from mrl.types import TokenSample
+from mrl.types import TeacherTopK, TokenSample
 
 
+@parallel.in_turn
 class Policy:
-    """One rank, in an actor, under torchrun or in a test alike. Every method is collective over all ranks unless it says otherwise."""
+    """One rank, in an actor, under torchrun or in a test alike. Every method is collective over all ranks unless it says otherwise.
 
-    def __init__(self, config: RunConfig, *, rank: int, world_size: int, master_address: str, master_port: int, timeout_s: float) -> None:
+    A process may hold several, of different models and layouts: ranks call their methods in the same order, whichever they belong to.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        rank: int,
+        world_size: int,
+        master_address: str,
+        master_port: int,
+        timeout_s: float,
+        model: ModelName = "policy",
+    ) -> None:
         """Builds process groups, model, DDP, arena and optimizer, in this order: the optimizer keeps views into the arena.
 
-        Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank.
+        Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank. A model
+        beside the policy has no arena, because no engine maps it, and a teacher nothing to train with.
         """
-        self._config = config
+        self._config = config = config.of_model(model)
+        self._name: ModelName = model
         self._timeout_s = timeout_s
         self._rank = rank
-        parallel.initialize(
+        self.megatron = parallel.initialize(
             config.policy.megatron_cfg,
             rank=rank,
             world_size=world_size,
@@ -69,20 +86,20 @@ class Policy:
         )
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
         self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
-        bare_chunks = build_model(config.policy, self._hf_config)
+        bare_chunks = build_model(config.policy, self._hf_config, is_trained=model != "teacher")
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
-        head = attach_reward_head(bare_chunks, seed=config.training.seed) if config.algorithm == "rm" else {}
+        head = attach_reward_head(bare_chunks, seed=config.training.seed) if config.algorithm == "rm" or model == "critic" else {}
         self._live_layout = self._layout | self._lora.layout | head
         self._chunks = wrap_ddp(bare_chunks, config.policy)
         self._models = unwrap_model(self._chunks)
         self._replay: RouterReplay | None = None
-        if config.policy.router_replay.enabled:
+        if config.policy.router_replay.enabled and model == "policy":
             self._replay = RouterReplay(self._chunks, family(self._hf_config).expert_layers(self._hf_config))
         self._tensors = rank_tensors(self._models, self._live_layout)
         self._weights = self._lora.merged_weights(self._arena_tensors(self._tensors))
-        self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}")
+        self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}") if model == "policy" else None
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
-        scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.training.max_num_steps)
+        scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.num_scheduled_steps)
         self._state = TrainState(self._chunks, optimizer, scheduler)
         self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
         self._empty_row = pack_row(
@@ -96,11 +113,16 @@ class Policy:
         self._reference: dict[Slot, Tensor] | None = None
         self._batch: RankBatch | None = None
         self._further_batches: deque[RankBatch] = deque()
+        self._used_batches: list[RankBatch] = []
+        self._passes_left = 0
         self._first_of_step: RankBatch | None = None
+        self._has_moments = False
         self._writing: CheckpointWrite | None = None
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
         self._memory = TrainingMemory(self._state, device, HostBlock() if device.type == "cuda" else None)
+        is_moved = model != "policy" and device.type == "cuda"
+        self._storages = HostStorages(list(self._tensors.values()), is_constant=model == "teacher") if is_moved else None
         self._profiler = RankProfiler(config.profiler)
         self._phase: Phase | None = None
         self.enter("load")
@@ -108,7 +130,11 @@ class Policy:
     @property
     def dp_rank(self) -> int:
         """Index of the rows of a batch that belong to this rank. Not collective."""
+        self.megatron.make_current()
         return parallel_state.get_data_parallel_rank()
+
+    def make_current(self) -> None:
+        """Gives this model Megatron's modules, as each of its methods does first. Not collective."""
 
     @property
     def phase(self) -> Phase | None:
@@ -124,10 +150,15 @@ class Policy:
         return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
-        """Moves gradients and optimizer state to where `mrl.phases` wants them, if an engine shares the device. Not collective."""
-        residency = phases.enter(self._phase, phase)
+        """Moves gradients and optimizer state to where `mrl.phases` wants them, if an engine shares the device. Not collective.
+
+        Of a model beside the policy all moves, its weights too, and it may skip phases in which it does nothing.
+        """
+        residency = (phases.enter(self._phase, phase) if self._name == "policy" else phases.PHASES[phase]).of(self._name)
         self._phase = phase
-        if self._config.frees_training_memory:
+        if self._storages is not None:
+            self._storages.place(is_on_device=residency.weights == "device")
+        if self._config.frees_training_memory or self._name != "policy":
             self._memory.place(residency)
 
     def load_hf(self, folder: Path | str) -> None:
@@ -148,7 +179,10 @@ class Policy:
     def _start_from_weights(self) -> None:
         self._state.optimizer.reload_model_params()
         self._is_settled = False
-        if not self._config.keeps_reference:
+        if self._name != "policy":
+            # Settled once, a teacher's weights stay so; they may lie on the host from here on.
+            self.settle()
+        if not self._config.keeps_reference or self._name != "policy":
             return
         self.settled_weights()
         # Beside frozen weights training changes only buffers; adapters are switched off instead.
@@ -175,7 +209,8 @@ class Policy:
             Path(weights_dir),
             self._state,
             hf_config=self._hf_config,
-            save_optimizer=self._config.checkpointing.save_optimizer,
+            # A policy that waits for its critic has no moments yet, and is as it was loaded.
+            save_optimizer=self._config.checkpointing.save_optimizer and self._has_moments,
             adapters=self._lora.description,
             in_background=self._config.policy.megatron_cfg.checkpoint.async_save,
         )
@@ -199,7 +234,7 @@ class Policy:
     def load_checkpoint(self, weights_dir: Path | str) -> None:
         """Loads a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`."""
         with self._memory.loading():
-            checkpoint.load(Path(weights_dir), self._state, adapters=self._lora.description)
+            self._has_moments = checkpoint.load(Path(weights_dir), self._state, adapters=self._lora.description)
         self._is_settled = False
 
     def perturb(self, seed: int) -> None:
@@ -223,7 +258,8 @@ class Policy:
         # Settled weights are not gathered again: that would overwrite a damaged copy with a good one before it is seen, or spread it.
         self._is_settled = False
         live = rank_tensors(self._models, self._live_layout)
-        self._arena.check(self._lora.as_read(self._arena_tensors(live)))
+        if self._arena is not None:
+            self._arena.check(self._lora.as_read(self._arena_tensors(live)))
         self._copy_check.run()
         self._lora.merge(live)
         self._is_settled = True
@@ -250,8 +286,9 @@ class Policy:
         if is_further:
             self._further_batches.append(batch)
         else:
-            self._batch = batch
+            self._batch, self._passes_left = batch, self._config.num_passes
             self._further_batches.clear()
+            self._used_batches.clear()
 
     def compute_old_logprobs(self) -> None:
         """Computes log-probabilities of the batches under the current weights, before any update. The last pipeline stage keeps them."""
@@ -273,42 +310,75 @@ class Policy:
         """Log-probability of every label, float32 [T] per row; an empty list on all but the last pipeline stage."""
         return [logprobs.cpu().numpy() for logprobs in self._logprobs(rows, self._distribution)]
 
+    def compute_top_logits(self, k: int) -> dict[int, TeacherTopK]:
+        """The k likeliest tokens at each generated token of the batch, by index of the sequence, on the rank that answers for it.
+
+        Uses the batch up. Empty on all other ranks.
+        """
+        batch = self._take_batch()
+        self.settled_weights()
+        return compute_top_logits(self._chunks, self._whole_groups(batch.logprob_rows), self._distribution, k)
+
     def train_step(self) -> dict[str, float]:
         """Takes one optimizer step on the batch and uses it up; returns metrics `train/*`, the same floats on every rank.
 
         Raises:
             RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed. Or the phase is not `train`.
         """
-        if self._phase != "train":
-            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('train') comes first")
-        if self._config.needs_old_logprobs and self._current_batch().old_logprobs is None:
+        needed = "train_value" if self._name == "critic" else "train"
+        if self._phase != needed:
+            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('{needed}') comes first")
+        if self._config.needs_old_logprobs and self._name == "policy" and self._current_batch().old_logprobs is None:
             raise RuntimeError("compute_old_logprobs comes before train_step")
-        if self._config.has_engines and self._current_batch().finished_rows is None:
-            # The first batch of a step finishes those behind it, too: some signals span the whole step.
-            finish_batches([self._current_batch(), *self._further_batches], self._config.grpo, self._config.loss_fn)
-            self._first_of_step = self._current_batch() if self._config.logger.rollouts != "none" else None
+        if self._config.has_engines and self._name == "policy" and self._current_batch().finished_rows is None:
+            self._finish_batches()
+        is_last_of_pass = not self._further_batches
         batch = self._take_batch()
-        self._is_settled = False
+        self._is_settled, self._has_moments = False, True
         metrics = train_step(
             self._chunks,
             self._state.optimizer,
             batch.train_rows(),
             size=batch.size,
-            objective=objective_of(self._config, self._distribution, batch.size),
+            objective=objective_of(self._config, self._distribution, batch.size, self._name),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
-        if self._batch is None:
-            # As in NeMo RL, the learning rate follows the steps of the run, not the updates of one.
+        if is_last_of_pass:
+            # As in NeMo RL, the learning rate follows the steps of the run, or their passes in PPO, not the updates of one.
             self._state.scheduler.step(increment=1)
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
         return metrics | batch.metrics | {f"train/{name}": value for name, value in mismatch.items()}
 
+    def compute_values(self) -> list[dict[int, np.ndarray]]:
+        """Computes the critic's values of the batches, before any update. Returns those of each batch's sequences, by index.
+
+        Only one rank of each dp rank answers; the others return empty mappings.
+        """
+        self.settled_weights()
+        batches = [self._current_batch(), *self._further_batches]
+        for batch in batches:
+            values = compute_values(self._chunks, self._whole_groups(batch.logprob_rows))
+            batch.values = batch.by_train_row(values[: len(batch.logprob_rows)])
+        return sequences_of([(batch.rows, batch.values or []) for batch in batches])
+
+    def compute_advantages(self, values: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
+        """Computes the policy's advantages from a critic's values of the batches; returns what the critic is to learn, in the same form."""
+        batches = [self._current_batch(), *self._further_batches]
+        for batch, found in zip(batches, values, strict=True):
+            batch.take_values(found)
+        self._finish_batches()
+        return sequences_of([(batch.rows, batch.returns or []) for batch in batches])
+
+    def set_returns(self, returns: list[dict[int, np.ndarray]]) -> None:
+        """Sets what the critic learns of the batches, by sequence; tokens where that is NaN do not count."""
+        for batch, found in zip((self._current_batch(), *self._further_batches), returns, strict=True):
+            batch.take_returns(found)
+
     def token_samples(self, wanted: Collection[int]) -> dict[int, TokenSample]:
         """The sequences of these indices of the step's first batch, once, from the rank of tp and cp that answers. Not collective."""
         batch, self._first_of_step = self._first_of_step, None
-        is_first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
-        if batch is None or batch.finished_rows is None or not (is_first and parallel_state.is_pipeline_last_stage()):
+        if batch is None or batch.finished_rows is None or not answers_for_rows():
             return {}
         rows = [(item.row, item.entropy_T, item.old_logprobs_T) for item in batch.finished_rows if item.entropy_T is not None]
         found = [token_samples(row, wanted, entropy_T, old_logprobs_T) for row, entropy_T, old_logprobs_T in rows]
@@ -341,21 +411,28 @@ class Policy:
             self._exchange.join(None)
         group = ExchangeGroup(address, self._rank, device=device, timeout_s=self._timeout_s)
         if self._exchange is None:
+            assert self._arena is not None, "engines hold the policy alone"
             self._exchange = Exchange(inputs.schedule(), self._rank, weights, self._arena.handle(), group=group)
         else:
             self._exchange.join(group)
         return self._exchange.handles()
 
-    def begin_refit(self) -> None:
-        """Makes room for the engines' weights, and settles its own. See `settle`."""
-        self.enter("refit")
-        self.settle()
+    def refit(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
+        """Makes room for the engines' weights, settles its own, and exchanges them; leaves the device to the engines' KV caches.
 
-    def exchange(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
-        """Runs all rounds of the exchange, from settled weights. See `mrl.refit.exchange.Exchange.run`."""
+        See `settle` and `mrl.refit.exchange.Exchange.run`.
+        """
         assert self._exchange is not None, "prepare_refit comes first"
-        self.settled_weights()
+        start = time.monotonic()
+        try:
+            self.enter("refit")
+            self.settle()
+        except BaseException:
+            self._exchange.leave(attempt)
+            raise
+        spans.add("settle", start, phase="refit", **spans.memory_facts())
         self._exchange.run(attempt, readers, timeout_s=timeout_s)
+        self.enter("generate")
 
     def close(self) -> None:
         """Leaves the process groups. Not collective; the policy cannot be used afterwards."""
@@ -363,8 +440,19 @@ class Policy:
 
     def _take_batch(self) -> RankBatch:
         batch = self._current_batch()
+        self._used_batches.append(batch)
+        if not self._further_batches:
+            self._passes_left -= 1
+            self._further_batches.extend(self._used_batches if self._passes_left > 0 else ())
+            self._used_batches.clear()
         self._batch = self._further_batches.popleft() if self._further_batches else None
         return batch
+
+    def _finish_batches(self) -> None:
+        # The first batch of a step finishes those behind it, too: some signals span the whole step.
+        gae = self._config.ppo.adv_estimator if self._config.has_critic else None
+        finish_batches([self._current_batch(), *self._further_batches], self._config.rollouts, self._config.loss_fn, gae)
+        self._first_of_step = self._current_batch() if self._config.logger.rollouts != "none" else None
 
     def _current_batch(self) -> RankBatch:
         if self._batch is None:

@@ -22,17 +22,23 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mrl.algo.balance import balance_metrics
+from mrl.algo.critic import finish_value_metrics, value_loss
+from mrl.algo.distillation import distillation_loss, needs_vocabulary
 from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, policy_loss
 from mrl.algo.ratios import Segments
 from mrl.algo.supervised import bradley_terry_loss, dpo_loss, nll_loss, perplexity
 from mrl.config.schema.algo import DpoConfig, LossConfig
 from mrl.config.schema.megatron import MegatronConfig
+from mrl.config.schema.ppo import ValueLossConfig
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow
+from mrl.data.packing import PackedRow, PackedTeacher, split_teacher
+from mrl.phases import ModelName
 from mrl.policy.batch import BatchSize, TrainRow, combine, own_positions, share_from_last_stage, whole_row
+from mrl.policy.distillation import student_scores, top_logits
 from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.moe import RouterReplay, row_tokens, show_row, take_routing, update_expert_biases
-from mrl.policy.output import token_rewards, token_scores
+from mrl.policy.output import output_columns, token_rewards, token_scores
+from mrl.types import TeacherTopK
 
 
 @torch.no_grad()
@@ -45,6 +51,32 @@ def compute_logprobs(
         return whole_row(token_scores(model, output, item.row, distribution).logprobs_T, item.row)
 
     return _forward_only(chunks, list(map(TrainRow, rows)), logprobs_of, replay)
+
+
+@torch.no_grad()
+def compute_values(chunks: list[DistributedDataParallel], rows: list[PackedRow]) -> list[Tensor]:
+    """The critic's value at every token, one float32 [T] per row, on the host; an empty list on all but the last pipeline stage."""
+
+    def values_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> Tensor:
+        return whole_row(token_rewards(model, output), item.row).cpu()
+
+    return _forward_only(chunks, list(map(TrainRow, rows)), values_of)
+
+
+@torch.no_grad()
+def compute_top_logits(
+    chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution, k: int
+) -> dict[int, TeacherTopK]:
+    """The k likeliest tokens at each generated token, by index of the sequence, on the rank that answers for the row; empty on others."""
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+
+    def top_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> dict[int, TeacherTopK]:
+        top = top_logits(output_columns(model, output, distribution), k)
+        logits_TK, tokens_TK = (whole_row(values, item.row) for values in top)
+        return split_teacher(item.row, logits_TK, tokens_TK) if is_first else {}
+
+    found = _forward_only(chunks, list(map(TrainRow, rows)), top_of)
+    return {index: teacher for of_row in found for index, teacher in of_row.items()}
 
 
 def train_step(
@@ -202,11 +234,15 @@ class Objective:
     """Metrics of the global batch from the sums (or extremes) over all rows."""
 
 
-def objective_of(config: RunConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
-    """The objective of the configured algorithm, over a global batch of this size."""
+def objective_of(config: RunConfig, distribution: TokenDistribution, size: BatchSize, model: ModelName = "policy") -> Objective:
+    """The objective of a model in the configured algorithm, over a global batch of this size."""
+    if model == "critic":
+        return _value_objective(config.value_loss_fn, size)
     match config.algorithm:
-        case "grpo":
+        case "grpo" | "ppo":
             return _grpo_objective(config.loss_fn, distribution, size)
+        case "distillation":
+            return _distillation_objective(config.loss_fn, distribution, size)
         case "sft":
             return _sft_objective(distribution, size)
         case "dpo":
@@ -222,7 +258,9 @@ def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: B
     def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         row, device = item.row, output.device
         scores = token_scores(model, output, row, distribution)
-        item.entropy_T = whole_row(scores.entropy_T, row)
+        entropy_T = whole_row(scores.entropy_T, row)
+        # Readers see the distributions of before the updates, also where rows are trained several times.
+        item.entropy_T = entropy_T if item.entropy_T is None else item.entropy_T
         # Losses of sequences need whole ones; the gradient is by the tokens of this rank.
         loss, metrics = policy_loss(
             whole_row(scores.logprobs_T, row),
@@ -238,9 +276,25 @@ def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: B
             config,
             counts,
             untruncated_logprobs_T=whole_row(scores.untruncated_logprobs_T, row),
-            entropy_T=item.entropy_T,
+            entropy_T=entropy_T,
         )
         return loss, _shared_metrics(metrics)
+
+    return Objective(row_loss)
+
+
+def _distillation_objective(config: LossConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
+    """The divergence from the teacher at the tokens that the policy generated. Rows carry what the teacher says of them."""
+
+    def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
+        row, local, device = item.row, own_positions(item.row), output.device
+        columns = output_columns(model, output, distribution)
+        # A row without sequences has no teacher; its tokens weigh nothing.
+        teacher = row.teacher or PackedTeacher(torch.zeros(len(row.labels_T), 1), torch.zeros(len(row.labels_T), 1, dtype=torch.int64))
+        tokens_TK = teacher.token_ids_TK[local].to(device)
+        student = student_scores(columns, tokens_TK, needs_vocabulary=needs_vocabulary(config))
+        weights_T = (row.loss_mask_T[local] / max(size.num_valid_tokens, 1)).to(device)
+        return distillation_loss(student, teacher.logits_TK[local].to(device), weights_T, config)
 
     return Objective(row_loss)
 
@@ -288,6 +342,24 @@ def _reward_model_objective(size: BatchSize) -> Objective:
         return loss, _shared_metrics(metrics)
 
     return Objective(row_loss)
+
+
+def _value_objective(config: ValueLossConfig, size: BatchSize) -> Objective:
+    """The critic's distance from the returns. Rows carry values of before the updates and returns; the model has a head."""
+
+    def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
+        assert item.values_T is not None and item.returns_T is not None
+        loss, metrics = value_loss(
+            whole_row(token_rewards(model, output), item.row),
+            item.values_T.to(output.device),
+            item.returns_T.to(output.device),
+            item.row.loss_mask_T.to(output.device),
+            config,
+            num_tokens=size.num_valid_tokens,
+        )
+        return loss, _shared_metrics(metrics)
+
+    return Objective(row_loss, finish_value_metrics)
 
 
 def _shared_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:

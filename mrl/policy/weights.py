@@ -136,7 +136,7 @@ class CopyCheck:
         """Collective over all ranks."""
         own = [(slot, piece) for slot, content in layout.items() for piece in content.pieces]
         self._views = [box_view(tensors[slot], piece.local) for slot, piece in own]
-        self._checksums = Checksums([Value(view) for view in self._views])
+        self._addresses: list[int] = []
         everyone: list[list[tuple[str, str, Box]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, [(slot.name, piece.name, piece.box) for slot, piece in own])
         self._max_pieces = max(len(pieces) for pieces in everyone)
@@ -150,6 +150,9 @@ class CopyCheck:
     def run(self) -> None:
         """Checks the bytes as they are now. Collective over all ranks."""
         start = time.monotonic()
+        # Weights of a model beside the policy come back to the device at other addresses.
+        if (addresses := [view.data_ptr() for view in self._views]) != self._addresses:
+            self._checksums, self._addresses = Checksums([Value(view) for view in self._views]), addresses
         sums = torch.full((self._max_pieces,), -1, dtype=torch.int64)
         sums[: len(self._views)] = self._checksums.take()
         gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]

@@ -4,3 +4,7 @@
 
 class RefitError(RuntimeError):
     """The engine's weights are not proven to be the trainer's. No token may be sampled from it."""
+
+
+class GivenUp(RefitError):
+    """The attempt was given up by others, who say why."""

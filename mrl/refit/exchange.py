@@ -177,11 +177,11 @@ class Exchange:
             raise
 
     def begin(self, attempt: int) -> None:
-        """Begins an attempt: no round of it is there yet."""
-        self.pace.attempt = attempt
+        """Begins an attempt: no round of it is there yet, and workers may wake their weights."""
         if self._stream is not None:
-            # The weights were written on other streams.
+            # The weights were written, and memory for the workers' was freed, on other streams.
             torch.cuda.synchronize(self._device)
+        self.pace.begin(attempt)
 
     def fill(self, round_index: int, deadline: float) -> None:
         """Writes the messages and checksums of one round where the workers read them, which must have read what is there."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from conversion.families.common import EngineDtypes, Flavour, HfConfig, MegatronCoords, MegatronParallel, VllmParallel
+from conversion.families.common import EngineDtypes, Flavour, HfConfig, MegatronCoords, MegatronParallel, VllmParallel, read_by_engines
 from conversion.families.registry import family
 from conversion.reshard import reshard
 from conversion.schedule import NUM_BUFFERS, Schedule
@@ -44,7 +44,9 @@ class RefitInputs:
         """The schedule, proven complete: seconds of work, the same in every process."""
         tables = family(self.hf_config)
         # Ranks at one place share one layout object, by which the schedule knows them as equal.
-        layouts = {place: tables.megatron_layout(self.hf_config, *place) for place in dict.fromkeys(self.ranks)}
+        layouts = {
+            place: read_by_engines(tables.megatron_layout(self.hf_config, *place), self.parallel) for place in dict.fromkeys(self.ranks)
+        }
         targets = {
             worker: tables.vllm_layout(self.hf_config, self.parallel, index, self.precision, dtypes)
             for worker, (index, dtypes) in self.workers.items()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from conversion.schedule import NUM_BUFFERS
-from mrl.refit import RefitError
+from mrl.refit import GivenUp, RefitError
 from mrl.refit.memory import MappedMemory, SharedMemory
 
 # Words (int64): the newest attempt that was given up, how far the owner is, and then how far each worker is.
@@ -53,6 +53,11 @@ class Pace:
         """The owner has written so many rounds."""
         self._words[_FILLED] = self.attempt * _ATTEMPT + num_rounds
 
+    def begin(self, attempt: int) -> None:
+        """The owner begins an attempt: its weights are settled, and nothing else of it is in the GPU's way."""
+        self.attempt = attempt
+        self.filled(0)
+
     def read(self, reader: int, num_rounds: int) -> None:
         """The `reader`-th worker of the GPU needs these rounds no more."""
         self._words[_FIRST_READER + reader] = self.attempt * _ATTEMPT + num_rounds
@@ -66,15 +71,13 @@ class Pace:
                 f"it has exchanged {max(num_filled, 0)} rounds"
             )
 
+    def wait_until_begun(self, deadline: float) -> None:
+        """Returns when the owner has begun the attempt. Needs a mapped memory's owner to live."""
+        self._wait_for_owner(0, f"policy rank {self._gpu} has not settled its weights and made room for the engine's", deadline)
+
     def wait_until_filled(self, round_index: int, deadline: float) -> None:
         """Returns when the owner has written the round. Needs a mapped memory's owner to live."""
-        owner = self.memory
-        self._wait(
-            lambda: self._count(_FILLED) > round_index,
-            f"policy rank {self._gpu} has not exchanged round {round_index} of its GPU",
-            deadline,
-            owner.check if isinstance(owner, MappedMemory) else None,
-        )
+        self._wait_for_owner(round_index + 1, f"policy rank {self._gpu} has not exchanged round {round_index} of its GPU", deadline)
 
     def wait_until_read(self, reader: int, worker: int, num_rounds: int, deadline: float) -> None:
         """Returns when the `reader`-th worker of the GPU, whose number is `worker`, has read so many rounds."""
@@ -84,6 +87,10 @@ class Pace:
             deadline,
         )
 
+    def _wait_for_owner(self, num_rounds: int, what: str, deadline: float) -> None:
+        look = self.memory.check if isinstance(self.memory, MappedMemory) else None
+        self._wait(lambda: self._count(_FILLED) >= num_rounds, what, deadline, look)
+
     def _count(self, word: int) -> int:
         """Rounds of the present attempt; negative while the word is of an earlier one."""
         return int(self._words[word]) - self.attempt * _ATTEMPT
@@ -92,7 +99,7 @@ class Pace:
         next_look = time.monotonic() + _LOOK_S
         while not is_done():
             if self.is_given_up:
-                raise RefitError(f"attempt {self.attempt} at the refit was given up while {what}")
+                raise GivenUp(f"attempt {self.attempt} at the refit was given up while {what}")
             now = time.monotonic()
             if now > deadline:
                 raise RefitError(f"{what} in time (deadlines.refit_s)")

@@ -135,6 +135,12 @@ class Puller:
         self._pace.attempt = attempt
         self._reports = {}
 
+    def wait_for_room(self, attempt: int, *, timeout_s: float) -> None:
+        """Returns when the trainer rank on the GPU has made room for the worker in this attempt; at once where there is none."""
+        if self._own is None:
+            self.begin(attempt)
+            self._pace.wait_until_begun(time.monotonic() + timeout_s)
+
     @torch.inference_mode()
     def pull(self, round_index: int) -> int:
         """Copies the boxes of one round into the live tensors and returns their bytes there. Round 0 also zeroes the padding."""

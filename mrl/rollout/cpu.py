@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import builtins
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+
+from mrl.rollout.cpu_speculation import convolve_proposed, draw_ahead, sample_targets, scan_proposed, spread
 
 # The matrix kernels give rows other bits when there are few of them; from 4 rows on, multiples of 4 agree. 16 keeps a margin.
 ROW_MULTIPLE = 16
@@ -40,7 +43,8 @@ def install() -> None:
     for patch in PATCHES:
         path, _, name = patch.name.rpartition(".")
         owner = pkgutil.resolve_name(path)
-        setattr(owner, name, patch.replace(getattr(owner, name)))
+        # A module may use a builtin function, which a name of its own hides.
+        setattr(owner, name, patch.replace(getattr(owner, name) if name in vars(owner) else getattr(builtins, name)))
     library = torch.library.Library("aten", "IMPL")
     for name in TAIL_SAFE_FUNCTIONS:
         library.impl(name, _tail_safe(getattr(torch.ops.aten, name).out), "CPU")
@@ -205,9 +209,14 @@ def _causal_conv1d_update(
     bias: Tensor | None = None,
     activation: str | None = None,
     conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
     **unused: object,
 ) -> Tensor:
     assert conv_state_indices is not None and activation == "silu"
+    if num_accepted_tokens is not None and query_start_loc is not None:
+        slots = conv_state_indices.view(len(num_accepted_tokens), -1)[:, 0].long()
+        return convolve_proposed(x, conv_state, weight, bias, slots, num_accepted_tokens, query_start_loc)
     slots = conv_state_indices.reshape(-1).long()
     width = weight.shape[1]
     window = torch.cat([conv_state[slots][..., : width - 1], x.unsqueeze(-1)], dim=-1).contiguous()
@@ -229,11 +238,17 @@ def _selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
     out: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     **unused: object,
 ) -> Tensor:
     assert state_batch_indices is not None and out is not None and dt_softplus
-    slots = state_batch_indices.reshape(-1).long()
     dt = F.softplus(dt[..., 0].float() + dt_bias[..., 0].float()).contiguous()
+    if num_accepted_tokens is not None and cu_seqlens is not None:
+        heads = (A[:, 0, 0].contiguous(), B, C, D[:, 0].float().contiguous())
+        scan_proposed(state, x, dt, *heads, state_batch_indices.long(), num_accepted_tokens, cu_seqlens, out)
+        return out
+    slots = state_batch_indices.reshape(-1).long()
     states = state[slots].float()
     result = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
     starts = torch.arange(x.shape[0] + 1, dtype=torch.int32)
@@ -269,14 +284,23 @@ def _draw_tokens(
     sampler: TopKTopPSampler, logits: Tensor, generators: dict[int, CountingGenerator], k: Tensor | None, p: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     logits = apply_top_k_top_p(logits, k, p)
-    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32) if sampler.logprobs_mode == "processed_logprobs" else None
+    logprobs = None
+    if sampler.logprobs_mode == "processed_logprobs":
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    elif sampler.logprobs_mode == "processed_logits":
+        logprobs = logits
     seeds = torch.randint(0, 2**31, (len(logits),))
     if generators:
         drawn = np.array([(one.initial_seed(), one.num_draws) for one in generators.values()], dtype=np.uint64)
-        seeds[list(generators)] = torch.from_numpy(splitmix64(drawn[:, 0], drawn[:, 1]) >> np.uint64(33)).long()
+        seeds[list(generators)] = gumbel_seeds(drawn[:, 0], drawn[:, 1])
         for generator in generators.values():
             generator.num_draws += 1
     return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), logprobs
+
+
+def gumbel_seeds(seeds: np.ndarray, indices: np.ndarray) -> Tensor:
+    """The seed of draw `indices` of each request's seed, int64."""
+    return torch.from_numpy(splitmix64(seeds, indices) >> np.uint64(33)).long()
 
 
 def splitmix64(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
@@ -303,6 +327,8 @@ class Patch:
 
 _PREFILL = "the prefill kernel, for decoding too"
 _DECODE = "the decode kernel has other bits than the prefill kernel, so a chunk of one token or a recompute changes logprobs"
+_SAME_TOKENS = "with vLLM's, a request's tokens depend on what was proposed, so that its seed no longer says what it samples"
+_UNTIL_SAME_TOKENS = "vLLM draws the same tokens with proposals as without, seed by seed"
 _SAME_BITS = "vLLM's CPU decode and prefill kernels give the same bits"
 
 PATCHES = (
@@ -357,6 +383,34 @@ PATCHES = (
         "counts can be rewound, and vLLM's draw of one seed after the other takes a tenth of a small model's step",
         "the patch of CachedRequestState goes",
         lambda _: _draw_tokens,
+    ),
+    Patch(
+        "vllm.triton_utils.dispatcher.vars",
+        "the builtin function, which finds nothing in objects that only seem to have attributes",
+        "numba's library, which the n-gram proposer loads, has such objects, over which the next engine of the process stumbles",
+        "vLLM's search for kernels passes over them",
+        lambda original: lambda value: found if isinstance(found := original(value), Mapping) else {},
+    ),
+    Patch(
+        "vllm.v1.sample.rejection_sampler.RejectionSampler.forward",
+        "the same function, which counts a request's draws by the places of its tokens",
+        _SAME_TOKENS,
+        _UNTIL_SAME_TOKENS,
+        draw_ahead,
+    ),
+    Patch(
+        "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens",
+        "the same function in plain torch",
+        "vLLM's writes temperatures and top-p as whole numbers into a copy that is dropped",
+        "vLLM's expand_kernel_impl takes floats",
+        lambda _: spread,
+    ),
+    Patch(
+        "vllm.v1.sample.rejection_sampler.rejection_sample",
+        "each token is drawn as if nothing had been proposed; proposals count as far as they are what is drawn",
+        _SAME_TOKENS,
+        _UNTIL_SAME_TOKENS,
+        lambda _: sample_targets(gumbel_seeds),
     ),
 )
 

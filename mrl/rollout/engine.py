@@ -33,7 +33,7 @@ from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
 from mrl.spans import memory_facts
-from mrl.types import FinishReason, Rollout, RolloutRequest
+from mrl.types import FinishReason, Proposals, Rollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
@@ -180,34 +180,32 @@ class Engine:
         self._workers("prepare_refit", list(workers))
         self._is_prepared = True
 
-    def refit(self, attempt: int, is_reader: bool, timeout_s: float) -> int:
-        """Takes part in an attempt at a refit, beside the policy; returns the bytes written by all workers.
+    def refit(self, attempt: int, is_reader: bool, timeout_s: float) -> list[VerifyReport]:
+        """Takes part in an attempt at a refit, beside the policy. Per worker: what was verified; nothing of an engine that is no reader.
 
-        A reader copies all rounds into the live model, compares them with the trainer's checksums as they come, and refuses to step from
-        here on. A dedicated engine that is no reader only lets the exchange go on. RefitError: the attempt came to nothing within
-        `timeout_s`; the next one has a higher number.
+        A reader copies all rounds into the live model, compares them with the trainer's checksums as they come, proves that every live byte
+        was reached, and refuses to step from here on. A dedicated engine that is no reader only lets the exchange go on.
+
+        Raises:
+            RefitError: a box differs, or not every live byte was verified; or the attempt came to nothing within `timeout_s`. The next one
+                has a higher number.
         """
-        if is_reader:
-            self.enter("refit")
-            self._is_refitting, self._is_verified = True, False
-        answers = self._workers("run_refit", attempt, is_reader, timeout_s)
+        if not is_reader:
+            self._refit_workers("run_refit", attempt, is_reader, timeout_s)
+            return []
+        self._is_refitting, self._is_verified = True, False
+        self._refit_workers("wait_for_room", attempt, timeout_s)
+        self.enter("refit")
+        reports = self._refit_workers("run_refit", attempt, is_reader, timeout_s)
+        self._is_verified = True
+        return reports
+
+    def _refit_workers(self, method: str, *arguments: object) -> list:
+        answers = self._workers(method, *arguments)
         for answer in answers:
             if isinstance(answer, RefitError):
                 raise answer
-        return sum(answers)
-
-    def finish_refit(self) -> list[VerifyReport]:
-        """Proves that the last refit has reached every live byte. Per worker: what was verified.
-
-        Raises:
-            RefitError: a box differs, or not every live byte was verified since the last refit.
-            RuntimeError: nothing was pulled since the last refit.
-        """
-        if not self._is_refitting:
-            raise RuntimeError(f"nothing was pulled since weight version {self.weight_version}")
-        reports = self._workers("finish_refit")
-        self._is_verified = True
-        return reports
+        return answers
 
     def serve(self, version: int) -> None:
         """Completes a refit, and takes the KV cache for what is sampled from here on."""
@@ -219,7 +217,7 @@ class Engine:
 
         Cached keys and values of older weights are dropped, and running requests compute theirs again; see `keeps_kv_cache`.
         An engine that was never prepared for refits takes the weights that it has loaded for this version. RuntimeError: what a prepared
-        one holds is not proven by `finish_refit`.
+        one holds is not proven by `refit`.
         """
         if self._is_prepared and not self._is_verified:
             raise RuntimeError(f"weight version {version}: no refit was finished since version {self.weight_version}")
@@ -351,6 +349,8 @@ def _rollout(
     num_forwarded = len(request.context_ids) + len(completion.token_ids) - 1
     if routes is not None and len(routes) != num_forwarded:
         raise RuntimeError(f"request {request.request_id}: vLLM tells the routes of {len(routes)} tokens, {num_forwarded} went through it")
+    found = completion.spec_decode_metrics
+    proposals = Proposals() if found is None else Proposals(sum(found.histogram), found.num_draft_tokens, _accepted(found.histogram))
     drawn = Rollout(
         request=replace(request, earlier=None),
         weight_version=weight_version,
@@ -359,8 +359,14 @@ def _rollout(
         finish_reason=finish_reason,
         routes=routes,
         num_weight_versions=num_weight_versions,
+        proposals=proposals,
     )
     return drawn if request.transcript is None else appended(request.transcript, drawn)
+
+
+def _accepted(histogram: Sequence[int]) -> int:
+    """Tokens that were accepted, from how often each number of them was."""
+    return sum(number * count for number, count in enumerate(histogram))
 
 
 def engine_arguments(
@@ -413,6 +419,7 @@ def engine_arguments(
         # The result of a step must be there when it returns: refits and aborts come between two steps.
         "async_scheduling": False,
         "disable_log_stats": True,
+        "per_request_spec_decode_metrics": "summary" if config.speculative_method else "none",
         "enable_prefix_caching": prefix_caching,
         "enable_return_routed_experts": keeps_routes and not is_cpu,
     }

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from conversion.boxes import Slot
-from conversion.families.common import EngineDtypes
+from conversion.families.common import DRAFTER, EngineDtypes
 from mrl.refit import RefitError
 from mrl.refit.checksum import digest
 from mrl.refit.exchange import Exchange
@@ -41,6 +41,7 @@ class RefitWorker:
     # vLLM's worker has these; a definition here would be refused as a conflict.
     rank: int
     get_model: Callable[[], nn.Module]
+    get_draft_model: Callable[[], nn.Module | None]
     model_runner: GPUModelRunner
 
     recorder: RouteRecorder | None = None
@@ -50,11 +51,11 @@ class RefitWorker:
     """Of the live tensors when a refit was first prepared: CUDA graphs read there."""
 
     def live_digest(self) -> dict[Slot, int]:
-        return digest(engine_tensors(self.get_model()))
+        return digest(self._tensors())
 
     def tensor_dtypes(self) -> EngineDtypes:
         """Name and dtype of each live tensor. vLLM chooses some by the GPU's capability: gates of nemotron_h are bfloat16 on 9.0."""
-        tensors = engine_tensors(self.get_model())
+        tensors = self._tensors()
         return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
     def memory_facts(self) -> tuple[int, dict[str, int]]:
@@ -63,52 +64,55 @@ class RefitWorker:
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Computes the schedule, maps its trainer rank's memory or joins the exchange, collectively, and prepares its copies."""
-        mine, model = workers[self.rank], self.get_model()
+        mine, tensors = workers[self.rank], self._tensors()
         # Gives back what an earlier refit has mapped or received into.
         if self.exchange is not None:
             self.exchange.join(None)
         self.puller = self.exchange = None
-        for name, buffer in model.named_buffers():
+        for name, buffer in (pair for model in self._models() for pair in model.named_buffers()):
             if _is_constant(name) and buffer.item() != 1.0:
                 raise RefitError(f"{name} is {buffer.item()}, but a refit knows no quantised KV cache")
-        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, slot) for slot, tensor in engine_tensors(model).items())
+        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, slot) for slot, tensor in tensors.items())
         for (_, end, slot), (start, _, following) in zip(spans, spans[1:], strict=False):
             if start < end:
                 raise RefitError(f"{slot} and {following} share memory in the engine")
         schedule, handles = mine.inputs.schedule(), mine.memory
         if isinstance(handles, ExchangeMember):
-            device = next(model.parameters()).device
+            device = next(iter(tensors.values())).device
             group = ExchangeGroup(handles.address, mine.worker, device=device, timeout_s=handles.timeout_s)
             # Without a trainer rank on its GPU it receives, and sends nothing.
             self.exchange = Exchange(schedule, mine.worker, {}, None, group=group)
             handles = self.exchange.handles()
-        self.puller = Puller(
-            lambda: engine_tensors(self.get_model()), schedule, mine.worker, handles, own=self.exchange, addresses=self.addresses
-        )
+        self.puller = Puller(self._tensors, schedule, mine.worker, handles, own=self.exchange, addresses=self.addresses)
         self.addresses = self.puller.addresses
 
-    def run_refit(self, attempt: int, is_reader: bool, timeout_s: float) -> int | RefitError:
-        """Bytes that this worker has pulled, 0 if it only takes part in the exchange; or why it has left the attempt.
-
-        An error is returned: when one worker raises it, vLLM leaves the answers of the others for the next call.
-        """
+    def wait_for_room(self, attempt: int, timeout_s: float) -> RefitError | None:
+        """Returns when this worker's weights have room beside the policy's; errors as in `run_refit`."""
         try:
-            if is_reader:
-                return self._prepared().run(attempt, timeout_s=timeout_s)
-            assert self.exchange is not None, "colocated workers only read"
-            self.exchange.run(attempt, [], timeout_s=timeout_s)
+            self._prepared().wait_for_room(attempt, timeout_s=timeout_s)
         except RefitError as error:
             return error
-        return 0
+        return None
 
-    def finish_refit(self) -> VerifyReport:
-        """The report of the whole refit; the model computes with the new weights from here on.
+    def run_refit(self, attempt: int, is_reader: bool, timeout_s: float) -> VerifyReport | RefitError | None:
+        """The report of the whole refit, None if this worker only takes part in the exchange; or why it has left the attempt.
+
+        An error is returned: when one worker raises it, vLLM leaves the answers of the others for the next call.
 
         A refit writes parameters in the layout in which vLLM loads them. The engine's arguments and `cpu.install` choose only kernels that
         read them so; refit zero and the witness tests fail for one that keeps a copy of its own, such as repacked for a CPU or reordered
         for FlashInfer. Such a kernel would rebuild its copy here, after all bytes have been verified and before the first token.
         """
-        return self._prepared().finish()
+        try:
+            if is_reader:
+                puller = self._prepared()
+                puller.run(attempt, timeout_s=timeout_s)
+                return puller.finish()
+            assert self.exchange is not None, "colocated workers only read"
+            self.exchange.run(attempt, [], timeout_s=timeout_s)
+        except RefitError as error:
+            return error
+        return None
 
     def record_routes(self, layers: Sequence[int]) -> None:
         self.recorder = RouteRecorder(self.model_runner, layers)
@@ -117,6 +121,14 @@ class RefitWorker:
         """Returns the routes of finished requests; None on all but the first worker."""
         assert self.recorder is not None, "record_routes comes first"
         return self.recorder.take(request_ids) if self.rank == 0 else None
+
+    def _models(self) -> list[nn.Module]:
+        """The model, and the drafter that proposes tokens, if that is a model."""
+        drafter = self.get_draft_model()
+        return [self.get_model(), *([] if drafter is None else [drafter])]
+
+    def _tensors(self) -> dict[Slot, Tensor]:
+        return engine_tensors(*self._models())
 
     def _prepared(self) -> Puller:
         assert self.puller is not None, "pull before prepare_refit"
@@ -180,15 +192,23 @@ def _joined(request_id: str, passes: list[tuple[int, np.ndarray]]) -> np.ndarray
     return joined
 
 
-def engine_tensors(model: nn.Module) -> dict[Slot, Tensor]:
+def engine_tensors(model: nn.Module, drafter: nn.Module | None = None) -> dict[Slot, Tensor]:
     """Everything that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
 
-    A tied parameter counts under its first name. Buffers that are views of a parameter (`conv_weights` of a Mamba mixer) follow it.
+    A tied parameter counts under its first name. Buffers that are views of a parameter (`conv_weights` of a Mamba mixer) follow it. Of a
+    drafter, the embedding and the output layer that vLLM lets it share with the model count as the model's.
     """
+    tensors = _named_tensors(model)
+    if drafter is not None:
+        shared = {tensor.data_ptr() for tensor in tensors.values()}
+        tensors |= {f"{DRAFTER}{name}": tensor for name, tensor in _named_tensors(drafter).items() if tensor.data_ptr() not in shared}
+    return {Slot(name): tensor for name, tensor in tensors.items()}
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent and not _is_constant(name)}
-    return {Slot(name): tensor for name, tensor in tensors.items()}
+    return tensors | {name: buffer for name, buffer in model.named_buffers() if name in persistent and not _is_constant(name)}
 
 
 def _is_constant(name: str) -> bool:

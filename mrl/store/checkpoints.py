@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from conversion.files.durable import sync_file, write_atomic
 from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig
+from mrl.phases import ModelName
 from mrl.store.ownership import unowned
 from mrl.types import RunState
 
@@ -30,6 +31,8 @@ RUN_CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 STATE = "training_info.json"
+MODEL_FOLDERS: Mapping[ModelName, str] = {"policy": "policy", "critic": "value"}
+"""Of the models that runs train, in a checkpoint. Names as in NeMo RL."""
 STEP_FOLDER = re.compile(r"step_(\d+)")
 SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """The file of a rank: nearly all bytes of a checkpoint are in these."""
@@ -44,8 +47,12 @@ class Checkpoint:
 
     @property
     def weights(self) -> Path:
-        """Folder in Megatron's layout, holding `iter_0000000`."""
-        return self.folder / "policy" / "weights"
+        """Folder of the policy in Megatron's layout, holding `iter_0000000`."""
+        return self.weights_of("policy")
+
+    def weights_of(self, model: ModelName) -> Path:
+        """The same of any model that the run trains."""
+        return self.folder / MODEL_FOLDERS[model] / "weights"
 
     def shards(self, num_ranks: int) -> list[dict[Path, str]]:
         """The shards that each of `num_ranks` ranks compares with their sha256: its own where as many ranks have written them."""
@@ -72,22 +79,24 @@ class CheckpointStore:
         self.metric_name = None if settings.metric_name is None else settings.metric_name.replace(":", "/", 1)
         self.higher_is_better = settings.higher_is_better
 
-    def begin(self, state: RunState) -> Checkpoint:
-        """Makes a folder with `state`, into which the policy writes the weights; `commit` turns it into a checkpoint."""
+    def begin(self, state: RunState, models: Iterable[ModelName] = ("policy",)) -> Checkpoint:
+        """Makes a folder with `state`, into which the models write their weights; `commit` turns it into a checkpoint."""
         if self.metric_name is not None and self.metric_name not in state.metrics:
             logger.warning("step %d has no metric %s (checkpointing.metric_name): its checkpoint ranks last", state.step, self.metric_name)
         aside = self.folder / f"tmp_step_{state.step}"
         shutil.rmtree(aside, ignore_errors=True)
-        (aside / "policy" / "weights").mkdir(parents=True)
+        pending = Checkpoint(state.step, aside)
+        for model in models:
+            pending.weights_of(model).mkdir(parents=True)
         (aside / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
-        return Checkpoint(state.step, aside)
+        return pending
 
     def commit(self, pending: Checkpoint, on_disk: Mapping[str, FileRecord]) -> Checkpoint:
         """Seals and publishes a written folder: manifest, sync, marker, rename. Then removes checkpoints that `settings` do not keep.
 
-        `on_disk` has the files of the weights that their writers have synced, by path below `pending.weights`.
+        `on_disk` has the files of the weights that their writers have synced, by path below `pending.folder`.
         """
-        records = {(pending.weights / name).relative_to(pending.folder): record for name, record in on_disk.items()}
+        records = {Path(name): record for name, record in on_disk.items()}
         for name in sorted({path.relative_to(pending.folder) for path in pending.folder.rglob("*") if path.is_file()} - records.keys()):
             sync_file(pending.folder / name)
             records[name] = file_record(pending.folder / name)

@@ -54,20 +54,34 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
     """The lines below the header, from a step's metrics. `ckpt=` appears where a checkpoint was written."""
     m = metrics
     times = f"gen={m['time/generation']:.1f}s, reward={m['time/reward']:.1f}s, train={m['time/train']:.1f}s"
+    if "time/teacher" in m:
+        times += f", teacher={m['time/teacher']:.1f}s"
     if "time/checkpoint" in m:
         times += f", ckpt={m['time/checkpoint']:.1f}s"
     num_rollouts = num_prompts * num_generations
     parts = [f"{label}={m[name]:.1f}s" for label, name in HIDDEN.items() if name in m]
     hidden = f", hidden: {', '.join(parts)}" if parts else ""
+    divergence = f"kl={m.get('train/kl_penalty', 0.0):.3f}"
+    if "train/kl_forward" in m:
+        divergence = f"kl_forward={m['train/kl_forward']:.4f}, kl_reverse={m['train/kl_reverse']:.4f}"
     rewards = f"min={m['train/reward_min']:.1f}, max={m['train/reward_max']:.1f}"
+    train = "the critic alone learns"
+    if "train/loss" in m:
+        train = f"loss={m['train/loss']:.3f}, {divergence}, grad_norm={m['train/grad_norm']:.2f}"
+    if "train/critic/loss" in m:
+        train += f"; critic: loss={m['train/critic/loss']:.3f}, explained_var={m['train/critic/explained_var']:.2f}"
+    engines = []
+    if "train/mean_abs_dlogp" in m:
+        engines.append(f"mean |dlogp|={m['train/mean_abs_dlogp']:.2e} (generator vs trainer)")
+        engines.append(f"token_mult_prob_error={m['train/token_mult_prob_error']:.6f}")
+    if "refit/seconds" in m:
+        engines.append(f"refit={m['refit/seconds']:.2f}s, verified={int(m['refit/verified_bytes']):,} bytes")
     return [
         f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses ({m['time/generation']:.1f}s)",
         f"[Reward]   mean={m['train/reward']:.2f}, std={m['train/reward_std']:.2f}, {rewards}",
-        f"[Train]    loss={m['train/loss']:.3f}, kl={m['train/kl_penalty']:.3f}, grad_norm={m['train/grad_norm']:.2f}",
+        f"[Train]    {train}",
         f"[Time]     total={m['time/total']:.1f}s ({times})",
-        f"[Mrl]      mean |dlogp|={m['train/mean_abs_dlogp']:.2e} (generator vs trainer), "
-        f"token_mult_prob_error={m['train/token_mult_prob_error']:.6f}, "
-        f"refit={m['refit/seconds']:.2f}s, verified={int(m['refit/verified_bytes']):,} bytes{hidden}",
+        f"[Mrl]      {', '.join(engines)}{hidden}",
     ]
 
 

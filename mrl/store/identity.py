@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run may not silently exchange when it resumes: its model, its tokenizer, and the order of its data, each by content."""
+"""What a run may not silently exchange when it resumes: its model, teacher and tokenizer, and the order of its data, each by content."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 Example = TypeVar("Example")
 Identity = dict[str, dict[str, str]]
-"""For model, tokenizer and data: the parts that it consists of, and a checksum of each."""
+"""For model, tokenizer and data, and a teacher if there is one: the parts that it consists of, and a checksum of each."""
 
-KEYS = {"model": "policy.model_name", "tokenizer": "policy.tokenizer", "data": "data.train"}
-OTHER = {"model": "another model", "tokenizer": "another tokenizer", "data": "other training data"}
+KEYS = {"model": "policy.model_name", "tokenizer": "policy.tokenizer", "data": "data.train", "teacher": "teacher.model_name"}
+OTHER = {"model": "another model", "tokenizer": "another tokenizer", "data": "other training data", "teacher": "another teacher"}
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 # What tools write into config.json beside the model.
 _NOT_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
@@ -39,15 +39,8 @@ def identity_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut])
     Raises:
         ValueError: the model is not in a folder, or not whole; or the checksums cannot be kept.
     """
-    model, tokenizer = Path(config.policy.model_name), config.policy.tokenizer
+    tokenizer = config.policy.tokenizer
     memory = (env.cache_root() or Path(config.checkpointing.checkpoint_dir).absolute()) / "hashes"
-    try:
-        weights = {path.name: digest for path, digest in file_hashes(weight_files(model), memory).items()}
-    except OSError as error:
-        raise ValueError(f"{memory} cannot be written: {error}; set {env.MRL_CACHE.name} to another folder") from error
-    settings = read_json(model / "config.json")
-    assert isinstance(settings, dict)
-    settings = {name: value for name, value in settings.items() if name not in _NOT_MODEL}
     files = sorted({path for pattern in _TOKENIZER_FILES for path in Path(tokenizer.name).glob(pattern) if path.is_file()})
     texts = {path.name: sha256_file(path) for path in files}
     if tokenizer.chat_template != OWN_TEMPLATE:
@@ -60,14 +53,28 @@ def identity_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut])
     }
     if not config.has_engines:  # a step takes the rows from step x batch on
         data["policy.train_global_batch_size"] = str(config.policy.train_global_batch_size)
-    return {"model": {"config.json": _digest(settings), **weights}, "tokenizer": texts, "data": data}
+    models = {"model": config.policy.model_name}
+    if config.teacher is not None:
+        models["teacher"] = config.teacher.model_name
+    return {**{name: _model_parts(Path(folder), memory) for name, folder in models.items()}, "tokenizer": texts, "data": data}
+
+
+def _model_parts(model: Path, memory: Path) -> dict[str, str]:
+    try:
+        weights = {path.name: digest for path, digest in file_hashes(weight_files(model), memory).items()}
+    except OSError as error:
+        raise ValueError(f"{memory} cannot be written: {error}; set {env.MRL_CACHE.name} to another folder") from error
+    settings = read_json(model / "config.json")
+    assert isinstance(settings, dict)
+    return {"config.json": _digest({name: value for name, value in settings.items() if name not in _NOT_MODEL}), **weights}
 
 
 def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], resumes_at: int) -> None:
     """Keeps the identity of a run in `file`. ValueError if a run that resumes has another one, in what `allowed` does not name."""
     before = _read(file) if resumes_at and file.exists() else identity
-    for name, parts in identity.items():
-        changed = [part for part in parts | before[name] if parts.get(part) != before[name].get(part)]
+    for name in KEYS:
+        parts, old = identity.get(name, {}), before.get(name, {})
+        changed = [part for part in parts | old if parts.get(part) != old.get(part)]
         if not changed:
             continue
         text = f"{KEYS[name]}: the run resumes at step {resumes_at} with {OTHER[name]} than before ({', '.join(changed)} differ)"
@@ -81,7 +88,7 @@ def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], re
 def _read(file: Path) -> Identity:
     with suppress(ValueError):
         content = read_json(file)
-        if isinstance(content, dict) and all(isinstance(content.get(name), dict) for name in KEYS):
+        if isinstance(content, dict) and all(isinstance(content.get(name), dict) for name in KEYS if name != "teacher"):
             return content
     raise ValueError(f"{file} is damaged; restore it, or remove it if model, tokenizer and data are those of the run")
 

@@ -22,6 +22,7 @@ from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
+from mrl.phases import ModelName
 from mrl.store.about import about_this_attempt
 from mrl.store.checkpoints import RUN_CONFIG, Checkpoint, CheckpointStore, newest_step
 from mrl.store.console import step_header, step_lines, story, supervised_lines
@@ -251,7 +252,7 @@ class RunFolder:
         tokens: Mapping[str, TokenSample],
     ) -> None:
         """Prints a step's metrics, and writes them and its rollouts, if it had any; `tokens` by request id."""
-        grpo = self.config.grpo
+        grpo = self.config.rollouts
         if self.config.has_engines:
             lines = step_lines(metrics, num_prompts=grpo.num_prompts_per_step, num_generations=grpo.num_generations_per_prompt)
         else:
@@ -267,9 +268,9 @@ class RunFolder:
     def print_header(self, step: int, last_step: int) -> None:
         story.info("\n%s", step_header(step, last_step))
 
-    def copy_tokenizer(self, checkpoint: Checkpoint) -> None:
-        """Puts the tokenizer's files beside the weights, so that a checkpoint can be exported on its own."""
-        target = checkpoint.folder / "policy" / "tokenizer"
+    def copy_tokenizer(self, checkpoint: Checkpoint, model: ModelName = "policy") -> None:
+        """Puts the tokenizer's files beside the weights of a model, so that it can be exported on its own."""
+        target = checkpoint.weights_of(model).parent / "tokenizer"
         target.mkdir(parents=True, exist_ok=True)
         for path in Path(self.config.policy.tokenizer.name).iterdir():
             if path.is_file() and path.suffix not in (".safetensors", ".bin"):

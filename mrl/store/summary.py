@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from mrl.algo.rewards import shaped_rewards_of
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
-from mrl.types import Batch, RolloutGroup
+from mrl.types import Batch, Proposals, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -83,20 +84,42 @@ def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds
         "rollout/groups_without_signal": float(sum(len(set(group.rewards)) == 1 for group in groups)),
         "rollout/engine_restarts": float(num_engine_restarts),
         "rollout/tokens_per_s": float(lengths.sum() / seconds),
+        **_speculation_metrics([rollout.proposals for rollout in rollouts]),
         **environment_metrics(groups, stage="rollout"),
+    }
+
+
+def _speculation_metrics(proposals: Sequence[Proposals]) -> dict[str, float]:
+    """How good proposed tokens were, if any were proposed; the rate is of tokens, the length of tokens that one forward pass gave."""
+    total = functools.reduce(Proposals.plus, proposals, Proposals())
+    if not total.num_tokens:
+        return {}
+    return {
+        "rollout/spec_acceptance_rate": total.num_accepted / total.num_tokens,
+        "rollout/spec_acceptance_length": 1 + total.num_accepted / total.num_rounds,
     }
 
 
 def performance_metrics(config: RunConfig, batches: Sequence[Batch], metrics: Mapping[str, float], *, device: str) -> dict[str, float]:
     """Tokens a second and TFLOPS of a GPU (of a rank on hosts without) in a step, by NeMo RL's names, from its batches and times.
 
-    The operations are those of the model, whatever is recomputed: three forward passes for an update, of LoRA two, and one for a logprob
-    pass. Their share of the peak, `train_fp_utilization` (MFU), is known for bfloat16 on the devices of `PEAK_TFLOPS`.
+    The operations are those of the models, whatever is recomputed: three forward passes for an update, of LoRA two, and one for a logprob
+    pass, or for the values of a critic. Their share of the peak, `train_fp_utilization` (MFU), is known for bfloat16 on the devices of
+    `PEAK_TFLOPS`.
     """
     lengths = [sequence.rollout.num_tokens for batch in batches for sequence in batch.sequences]
-    cost, seconds = sequence_cost(config.policy.model_name), metrics["time/train"] * config.num_policy_ranks
-    num_passes = (2 if config.policy.megatron_cfg.peft.enabled else 3) + metrics["train/num_logprob_passes"]
-    tflops = num_passes * sum(cost.of(length) + cost.scan_per_token * length for length in lengths) / seconds / 1e12
+    seconds = metrics["time/train"] * config.num_policy_ranks
+    num_updates = config.num_passes if "train/loss" in metrics or not config.has_critic else 0
+    work = {
+        config.policy.model_name: (2 if config.policy.megatron_cfg.peft.enabled else 3) * num_updates + metrics["train/num_logprob_passes"]
+    }
+    if config.has_critic:
+        work[config.value.model_name] = work.get(config.value.model_name, 0.0) + 3 * config.num_passes + 1
+    operations = 0.0
+    for model, num_passes in work.items():
+        cost = sequence_cost(model)
+        operations += num_passes * sum(cost.of(length) + cost.scan_per_token * length for length in lengths)
+    tflops = operations / seconds / 1e12
     found = {
         "tokens_per_sec_per_gpu": sum(lengths) / metrics["time/total"] / config.num_slots,
         "policy_training_tokens_per_sec_per_gpu": sum(lengths) / seconds,

@@ -177,7 +177,7 @@ def about_lines(config: Json, about: Json) -> list[tuple[str, str]]:
         ("data", of("data.train.data_path")),
         ("learning rate", of(f"{megatron}.optimizer.lr")),
     ]
-    if of("algorithm") == "grpo":
+    if of("algorithm") in ("grpo", "ppo"):
         lines.append(("step", f"{of('grpo.num_prompts_per_step')} prompts x {of('grpo.num_generations_per_prompt')} rollouts"))
         is_colocated = setting(config, "policy.generation.colocated.enabled")
         lines.append(
@@ -190,7 +190,8 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
     """Where the run stands, as (name, text)."""
     step = int(rows[-1]["step"] or 0) if rows else 0
     algorithm = str(setting(config, "algorithm"))
-    last = setting(config, f"{algorithm}.max_num_steps")
+    # PPO's steps are counted where those of GRPO are.
+    last = setting(config, f"{'grpo' if algorithm == 'ppo' else algorithm}.max_num_steps")
     has_last = isinstance(last, int) and last > 0
     lines = [("state", "running" if state == "running" else "not running"), ("step", f"{step} of {last}" if has_last else str(step))]
     times = [total for row in rows[-NUM_TIMED_STEPS:] if (total := row.get("time/total")) is not None]

@@ -1,7 +1,7 @@
 const NUM_REFITS = 12;
 const REFIT_CHARTS = [
   ["Seconds of a refit", ["refit/seconds"]],
-  ["Bytes of a refit", ["refit/copied_bytes", "refit/verified_bytes", "refit/padding_bytes"]],
+  ["Bytes of a refit", ["refit/verified_bytes", "refit/padding_bytes"]],
   ["Weight version", ["refit/weight_version"]],
 ];
 const SIZES = ["B", "kB", "MB", "GB", "TB", "PB"];
@@ -55,7 +55,7 @@ function weights() {
   const places = series.step.map((_, i) => i).filter((i) => typeof of("refit/seconds", i) === "number");
   const share = (i) => (of("time/total", i) ? `${shown(100 * of("time/refit", i) / of("time/total", i))} %` : "–");
   const rows = places.slice(-NUM_REFITS).reverse().map((i) => [series.step[i], of("refit/weight_version", i), shown(of("refit/seconds", i)),
-    share(i), bytes(of("refit/copied_bytes", i)), bytes(of("refit/verified_bytes", i)), bytes(of("refit/padding_bytes", i))]);
+    share(i), bytes(of("refit/verified_bytes", i)), bytes(of("refit/padding_bytes", i))]);
   const verified = places.reduce((sum, i) => sum + (of("refit/verified_bytes", i) || 0), 0);
   return h("div", {},
     h("p", {}, `${places.length} refits of this page's steps compared ${bytes(verified)} of live engines with the trainer's weights. `
@@ -63,7 +63,7 @@ function weights() {
     schedule(run()),
     drawn(REFIT_CHARTS),
     h("h2", {}, "Last refits"),
-    table(["step", "version", "seconds", "share of the step", "copied", "verified", "padding"], rows));
+    table(["step", "version", "seconds", "share of the step", "verified", "padding"], rows));
 }
 
 // Phases by rows: what the plan predicts, what ranks held.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mrl.config.schema.algo import GrpoConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
 from scripts.bench import nemo_advantages as advantages
+from scripts.bench import nemo_critic as critic
 from scripts.bench import nemo_losses as losses
 from scripts.bench.nemo_advantages import Shares
 from scripts.bench.nemo_code import STUBBED, NemoRl, load
@@ -46,6 +47,19 @@ def cases(nemo: NemoRl) -> Iterator[Case]:
     """All of them."""
     yield from advantage_cases(nemo)
     yield from loss_cases(nemo)
+    yield from critic_cases(nemo)
+
+
+def critic_cases(nemo: NemoRl) -> Iterator[Case]:
+    """What PPO has besides."""
+    for name, config in critic.ESTIMATORS.items():
+        # One batch has two tokens whose advantages are 1e-3 apart.
+        deviation = "Mean of token advantages" if name == "GAE, lambda 1" else None
+        yield Case(name, lambda seed, config=config: critic.compare_gae(nemo, seed, config), deviation)
+    gae = critic.ESTIMATORS["GAE"]
+    yield Case("GAE, KL in reward", lambda seed: critic.compare_gae(nemo, seed, gae, with_kl=True))
+    for name, loss in critic.VALUE_LOSSES.items():
+        yield Case(name, lambda seed, loss=loss: critic.compare_value_loss(nemo, seed, loss))
 
 
 def advantage_cases(nemo: NemoRl) -> Iterator[Case]:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from mrl.check import examine
 from mrl.config.dialect.translate import is_evaluation
-from mrl.config.files import Settings, read_settings
+from mrl.config.files import Settings, read_settings, sections_of
 from tests.long.record import Row, record
 
 FOLDERS = ("examples", "research")
@@ -167,7 +167,7 @@ def algorithm_of(settings: Settings) -> str:
         return MEDIA
     if is_evaluation(settings):
         return "evaluation"
-    sections = {key[0] for key in settings}
+    sections = sections_of(settings)
     if any(key[0] == "on_policy_distillation" and len(key) > 1 for key in settings):
         return "distillation"
     return next(name for name in ALGORITHMS if name in sections)

@@ -19,7 +19,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.plan.hardware import GPUS
 from mrl.plan.inputs import Model, read_model
 from mrl.plan.memory import engine_memory
-from mrl.plan.times import NETWORK, refit_times
+from mrl.plan.times import NETWORK, refit_calls, refit_times
 from mrl.plan.traffic import Refit, plan_refit, refit_ends
 from scripts.bench.least_bytes import least_bytes
 from tests.long.record import Row, record
@@ -78,14 +78,13 @@ def rows_of(case: Case, folder: Path) -> list[Row]:
     model = read_model(config)
     refit = plan_refit(config, model)
     alternative = once_per_node(refit, config, model)
-    actors = config.num_policy_ranks + config.num_engines
     fabrics = FABRICS if refit.busiest["network"] else {"none": NETWORK}
     rows: list[Row] = []
     for gpu in (GPUS["h100-80g"], GPUS["h200-141g"]):
         weights = engine_memory(config, model, gpu).weights
         for fabric, shares in fabrics.items():
             times, other = (
-                refit_times(one, gpu, engine_weights=weights, num_actors=actors, network=shares) for one in (refit, alternative)
+                refit_times(one, gpu, engine_weights=weights, num_calls=refit_calls(config), network=shares) for one in (refit, alternative)
             )
             rows.append(
                 {

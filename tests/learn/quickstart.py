@@ -53,11 +53,11 @@ class Quickstart:
         return int(self.metrics[-1]["step"])
 
 
-def run_quickstart(folder: Path, *, seed: int = 0, overrides: Sequence[str] = ()) -> Quickstart:
+def run_quickstart(folder: Path, *, seed: int = 0, config: str = "grpo_tiny.yaml", overrides: Sequence[str] = ()) -> Quickstart:
     """Makes the tiny model in `folder` and trains it there, by the commands that a user types; fails the test unless both exit with 0."""
     started = time.monotonic()
     call(folder, "-m", "mrl.prepare", "tiny", "--seed", str(seed), timeout_s=PREPARE_TIMEOUT_S)
-    console = call(folder, "-m", "mrl.train", "grpo_tiny.yaml", *overrides, timeout_s=TRAIN_TIMEOUT_S)
+    console = call(folder, "-m", "mrl.train", config, *overrides, timeout_s=TRAIN_TIMEOUT_S)
     return Quickstart(folder, time.monotonic() - started, console)
 
 

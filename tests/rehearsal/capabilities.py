@@ -132,6 +132,7 @@ def row(case: str, capability: str, folder: Path, parallel: VllmParallel, worker
     for index in range(parallel.tp):
         refit_workers.append(RefitWorker())
         refit_workers[-1].get_model = lambda index=index: built.get(index, built[0])
+        refit_workers[-1].get_draft_model = lambda: None
     engines = SimpleNamespace(call=lambda verb, deadline_s: {0: [getattr(worker, verb.__name__)() for worker in refit_workers]})
     place = (MegatronParallel(), MegatronCoords(), "bfloat16", "te")
     policies = SimpleNamespace(call=lambda verb, deadline_s: {0: place})

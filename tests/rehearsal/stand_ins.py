@@ -105,7 +105,7 @@ class PolicyStandIn:
     def address(self, ports: range) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int) -> int:
+    def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: str) -> int:
         parallel = config.policy.megatron_cfg.parallel
         self.place: tuple[MegatronParallel, MegatronCoords, str, str] = (
             parallel,
@@ -115,10 +115,10 @@ class PolicyStandIn:
         )
         return rank // (parallel.tp * parallel.cp) % config.data_parallel_size
 
-    def set_batch(self, sequences: dict[int, TrainSequence], rows: object, logprob_rows: object, is_further: bool) -> int:
+    def set_batch(self, model: str, sequences: dict[int, TrainSequence], rows: object, logprob_rows: object, is_further: bool) -> int:
         return len(sequences)
 
-    def call(self, verb: str, *arguments: object) -> object:
+    def call(self, model: str, verb: str, *arguments: object) -> object:
         if verb == "layout_arguments":
             return self.place
         if verb == "device_name":
@@ -157,9 +157,7 @@ class EngineStandIn:
             return [()] * self.num_workers
         if verb == "live_digest":
             return [{}] * self.num_workers
-        if verb in ("set_weight_version", "verify", "finish_refit"):
-            return [VerifyReport(2**30, 0, 2**30, ())] * self.num_workers
-        return 2**30 if verb in ("pull", "refit") else None
+        return [VerifyReport(2**30, 0, 2**30, ())] * self.num_workers if verb == "refit" else None
 
 
 class RewardStandIn:
@@ -235,7 +233,9 @@ class Method:
         return replace(self, at=self.at.options(**options))  # pyright: ignore[reportAttributeAccessIssue]
 
     def remote(self, *arguments: object) -> ray.ObjectRef:
-        key = self.place[0], str(arguments[0]) if self.name == "call" else self.name
+        # A policy rank is told which of its models is meant.
+        verb = arguments[1 if self.place[0] == "PolicyActor" else 0] if self.name == "call" else self.name
+        key = self.place[0], str(verb)
         self.calls.counts[key] += 1
         if self.calls.weighs:
             self.calls.sizes[key] += len(cloudpickle.dumps([item for item in arguments if not isinstance(item, ray.ObjectRef)]))

@@ -7,7 +7,10 @@ Memory that the driver unmaps is overwritten, so that a forward pass that reads 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,7 @@ import torch
 
 from mrl.phases import PHASES, Phase
 from tests.rollouts import StartEngine, differences, random_requests, run
+from tests.stack.rollout.trainer import TIMEOUT_S, Trainer
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
@@ -194,3 +198,25 @@ def test_requests_under_way_are_dropped_with_the_cache_and_nothing_else(device: 
     engine.set_weight_version(2)
     enter(engine, memory, "generate")
     assert differences(before, run(engine, requests)) == []
+
+
+def test_weights_wake_when_the_policy_has_made_room(device: tuple[Engine, Device], checkpoint: Callable[[int], Path]):
+    engine, memory = device
+    trainer = Trainer(checkpoint(0))
+    for phase in ("load", "refit"):
+        enter(engine, memory, phase)
+    engine.prepare_refit(trainer.workers())
+    engine.refit(trainer.exchange(), True, TIMEOUT_S)
+    engine.serve(1)
+    before = run(engine, random_requests(3, max_new_tokens=6))
+    for phase in ("logprob", "train"):
+        enter(engine, memory, phase)
+    with ThreadPoolExecutor(1) as pool:
+        refitting = pool.submit(engine.refit, 2, True, TIMEOUT_S)
+        # Long enough to wake, were it not for the policy, which is still training.
+        time.sleep(1.0)
+        assert "weights" in memory.sleeping_tags and not refitting.done()
+        assert trainer.exchange() == 2
+        assert [report.mismatches for report in refitting.result(TIMEOUT_S)] == [()]
+    engine.serve(2)
+    assert differences(before, run(engine, random_requests(3, max_new_tokens=6))) == []

@@ -66,7 +66,7 @@ def test_every_process_says_what_it_did_in_a_step(run: Quickstart):
     lanes = {lane["name"]: lane["spans"] for lane in read_timelines([windows[STEPS - 1]])[str(STEPS - 1)]["lanes"]}
     ranks = [f"policy rank {rank}" for rank in range(4)]
     assert {"driver", *ranks, "engine 0", "rewards: math worker 0"} <= lanes.keys()
-    assert all({"train_step", "begin_refit", "compare copies"} <= {name for name, *_ in lanes[rank]} for rank in ranks)
+    assert all({"train_step", "refit", "compare copies"} <= {name for name, *_ in lanes[rank]} for rank in ranks)
     memory = memory_by_phase(read_timelines([windows[STEPS - 1]]))
     assert {"logprob", "train", "refit"} <= memory.keys()
     assert memory["train"]["host_bytes"] > 10**8 and memory["generate"]["engine_host_bytes"] > 10**8

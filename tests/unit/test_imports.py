@@ -34,8 +34,8 @@ LAYERS = {
     "mrl.store": 3,
 }
 ENTRY_LAYER = 4
-# Within layer 0, settings are checked against the sizes in the conversion tables.
-ALLOWED_BESIDE = {("mrl.config", "conversion"), ("mrl.config", "mrl.env")}
+# Within layer 0, settings are checked against the sizes in the conversion tables, and name the models of a rank.
+ALLOWED_BESIDE = {("mrl.config", "conversion"), ("mrl.config", "mrl.env"), ("mrl.config", "mrl.phases")}
 
 HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 # The files of conversion/ that touch bytes; all others are tables and need the standard library only.

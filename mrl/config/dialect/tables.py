@@ -23,6 +23,8 @@ class Foreign:
     """The values that are accepted; `"${a.b}"` is the value of another key. None = every value."""
     way_out: str = ""
     """What to do at another value. Empty only if every value is accepted."""
+    read_with: str = ""
+    """Key without which, or at whose value 0, NeMo RL reads this one nowhere. Empty: it is always read."""
     is_section: bool = False
     """The entry stands for every key below it, too."""
 
@@ -41,6 +43,21 @@ def _foreign(title: str) -> dict[str, Foreign]:
     return found
 
 
+NEEDS_GPU = "needs a GPU to be built honestly"
+"""Why what the table `needs_gpu` names is refused."""
+
+
+def _needing_gpu() -> tuple[dict[str, Foreign], dict[tuple[str, object], Foreign]]:
+    """Keys that the schema lacks, and values of keys that it has."""
+    keys: dict[str, Foreign] = {}
+    values: dict[tuple[str, object], Foreign] = {}
+    for entry in _TABLES["needs_gpu"]:
+        found = Foreign(f"{entry['what']} {NEEDS_GPU}", tuple(entry.get("accepted", ())), entry["way_out"], entry.get("read_with", ""))
+        keys |= dict.fromkeys(entry.get("keys", ()), found)
+        values |= {(key, value): found for key, value in entry.get("values", ())}
+    return keys, values
+
+
 RENAMED: Mapping[str, str] = _TABLES["renamed"]
 """Old name -> present name."""
 VALUES: Mapping[tuple[str, object], object] = {(key, old): new for key, old, new in _TABLES["values"]}
@@ -50,7 +67,8 @@ SAME_VALUE: Mapping[str, str] = _TABLES["same_value"]
 BY_RULE: Mapping[str, str] = _TABLES["by_rule"]
 """Key of the DTensor backend -> key of Megatron whose value a rule of `mrl.config.dialect.rules` makes of it."""
 NO_EFFECT: Mapping[str, Foreign] = _foreign("without_effect")
-REFUSED: Mapping[str, Foreign] = _foreign("refused")
+_GPU_KEYS, GPU_VALUES = _needing_gpu()
+REFUSED: Mapping[str, Foreign] = _foreign("refused") | _GPU_KEYS
 FOREIGN: Mapping[str, Foreign] = {**NO_EFFECT, **REFUSED}
 """Keys that product code does not read."""
 TRANSLATED = frozenset([*SAME_VALUE, *BY_RULE])

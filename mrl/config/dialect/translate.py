@@ -15,10 +15,11 @@ from pathlib import Path
 
 from mrl import env
 from mrl.config.datasets import DATASETS
-from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, translate
-from mrl.config.dialect.tables import FOREIGN, NO_EFFECT, RENAMED, TRANSLATED, VALUES, Foreign
+from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Translation, translate
+from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, RENAMED, TRANSLATED, VALUES, Foreign
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, packaged_configs, split_key
 from mrl.config.schema.data import DatasetConfig
+from mrl.config.schema.run import LIKE_POLICY
 
 logger = logging.getLogger(__name__)
 
@@ -135,24 +136,34 @@ def _name(old: str) -> str:
     return f"data.validation.{rest}" if section == "data" and rest in _DATA_KEYS else old
 
 
+def as_policy(key: Key) -> Key:
+    """The key of `policy` that stands where this one does in a section with keys of `policy`; any other key itself."""
+    return ("policy", *key[1:]) if key[0] in LIKE_POLICY else key
+
+
 def entry_of(key: Key) -> Foreign | None:
-    """What the tables say about a key; None if it is not in them."""
+    """What the tables say about a key, or about that of `policy` in its place; None if it is not in them."""
     if (found := FOREIGN.get(".".join(key))) is not None:
         return found
     sections = (FOREIGN.get(".".join(key[:depth])) for depth in range(len(key) - 1, 0, -1))
-    return next((entry for entry in sections if entry is not None and entry.is_section), None)
+    found = next((entry for entry in sections if entry is not None and entry.is_section), None)
+    if found is not None or key[0] not in LIKE_POLICY or (found := entry_of(as_policy(key))) is None:
+        return found
+    same = [accepted.replace("${policy.", f"${{{key[0]}.") if isinstance(accepted, str) else accepted for accepted in found.same or ()]
+    return replace(found, same=None if found.same is None else tuple(same))
 
 
 def is_foreign(key: Key, value: object) -> bool:
     """Whether a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
     if entry_of(key) is not None or is_translated(key):
         return True
-    return value in (None, {}) and any(known.startswith(f"{'.'.join(key)}.") for known in DIALECT_KEYS)
+    starts = tuple({f"{'.'.join(place)}." for place in (key, as_policy(key))})
+    return value in (None, {}) and any(known.startswith(starts) for known in DIALECT_KEYS)
 
 
 def is_translated(key: Key) -> bool:
     """Whether other keys take the place of this one."""
-    dotted = ".".join(key)
+    dotted = ".".join(as_policy(key))
     return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in TRANSLATED_SECTIONS))
 
 
@@ -160,35 +171,64 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
     """The settings that the schema takes, and the report. `value_of` resolves a key of `settings`; problems are added to `problems`."""
     report = Migration()
     report.renamed += [f"{describe(key, setting)} -> {'.'.join(key)}" for key, setting in settings.items() if setting.written_as]
-    translation = translate(settings, value_of)
+    translation = _translate_all(settings, value_of)
     report.translated += translation.lines
     problems += translation.problems
     for key, setting in settings.items():
         if key in translation.dropped and setting.value not in (None, {}):
-            active = "policy.dtensor_cfg" if key[:2] == ("policy", "megatron_cfg") else "policy.megatron_cfg"
-            report.without_effect.append((key, setting, f"{active} is the backend that is enabled"))
+            active = "dtensor_cfg" if key[1] == "megatron_cfg" else "megatron_cfg"
+            report.without_effect.append((key, setting, f"{key[0]}.{active} is the backend that is enabled"))
     kept: Settings = {}
     for key, setting in settings.items():
         if key in translation.dropped or is_translated(key):
             continue
         entry, value = entry_of(key), setting.value
         if entry is None:
-            if not is_foreign(key, value):
+            if isinstance(value, Hashable) and (entry := GPU_VALUES.get((".".join(key), value))) is not None:
+                problems.append(f"{describe(key, setting)}: {entry.reason}; {entry.way_out}")
+            elif not is_foreign(key, value):
                 kept[key] = _in_own_words(key, setting, report)
             continue
         # What has no effect at any value need not be an expression that can be resolved here.
         value = value if entry.same is None else value_of(".".join(key))
         same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
-        if entry.same is None or value in same:
+        is_read = not entry.read_with or (split_key(entry.read_with) in settings and value_of(entry.read_with))
+        if entry.same is None or value in same or not is_read:
             report.without_effect.append((key, setting, entry.reason))
         else:
             problems.append(f"{describe(key, Setting(value, setting.origin))}: {entry.reason}; {entry.way_out}")
     return kept | translation.settings, report
 
 
+def _translate_all(settings: Settings, value_of: Callable[[str], object]) -> Translation:
+    """What the rules make of `settings`: of `policy`, and of each section with keys of `policy`, as if it was that."""
+    found = translate(settings, value_of)
+    for section in LIKE_POLICY:
+        of_section = {as_policy(key): setting for key, setting in settings.items() if key[0] == section}
+
+        def value_there(dotted: str, section: str = section) -> object:
+            return value_of(_moved(dotted, section))
+
+        inner = translate(of_section, value_there) if of_section else Translation({}, value_there)
+        for key, setting in inner.settings.items():
+            value = setting.value.replace("${policy.", f"${{{section}.") if isinstance(setting.value, str) else setting.value
+            found.settings[section, *key[1:]] = Setting(value, _moved(setting.origin, section))
+        found.dropped |= {(section, *key[1:]) for key in inner.dropped}
+        found.lines += [_moved(line, section) for line in inner.lines]
+        found.problems += [_moved(problem, section) for problem in inner.problems]
+    return found
+
+
+def _moved(text: str, section: str) -> str:
+    """A text that names keys of `policy`, as it names those of `section`."""
+    return text.replace("policy.", f"{section}.")
+
+
 def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
     old = setting.value
-    new = VALUES.get((".".join(key), old), old) if isinstance(old, Hashable) else old
+    new = old
+    if isinstance(old, Hashable):
+        new = VALUES.get((setting.written_as, old), VALUES.get((".".join(as_policy(key)), old), old))
     if key[0] == "data" and key[-1] in ("prompt_file", "system_prompt_file") and isinstance(old, str):
         # Of a file `.../prompts/NAME` that is not there, the packaged one is meant, if there is one.
         packaged = packaged_configs() / "prompts" / Path(old).name

@@ -22,6 +22,8 @@ VALIDATION_METRICS = {
 
 def check_algorithm(config: RunConfig, problems: Problems) -> None:
     """The keys of GRPO's loss, advantages and rewards go together."""
+    if config.algorithm != "grpo":
+        return
     loss = config.loss_fn
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         rule = "a ratio of the sequence (GSPO) goes with a mean over sequences, and loss_fn.token_level_loss=true"
@@ -50,7 +52,9 @@ def check_algorithm(config: RunConfig, problems: Problems) -> None:
         estimator, generation = config.grpo.adv_estimator.name, config.policy.generation
         truncates = generation.top_p < 1.0 or generation.top_k is not None
         others = {
-            f"only reinforce_plus_plus has rewards of tokens, and grpo.adv_estimator.name={estimator}": estimator != "reinforce_plus_plus",
+            f"only ppo and reinforce_plus_plus have rewards of tokens, and grpo.adv_estimator.name={estimator}": not (
+                config.has_critic or estimator == "reinforce_plus_plus"
+            ),
             "loss_fn.reference_policy_kl_penalty=0 leaves nothing to subtract": loss.reference_policy_kl_penalty == 0,
             "it needs old logprobs, which loss_fn.force_on_policy_ratio=true does not compute": not config.needs_old_logprobs,
             "the reference is not truncated, but policy.generation.top_p or top_k truncates the policy": truncates,
@@ -110,9 +114,14 @@ def _check_rewards(config: RunConfig, problems: Problems) -> None:
 
 
 def check_batch(config: RunConfig, problems: Problems) -> None:
-    """The rollouts of a step divide into global batches, and these into the data-parallel ranks."""
-    rollouts, batch, dp = config.grpo.num_rollouts_per_step, config.policy.train_global_batch_size, config.data_parallel_size
-    key, sources = "policy.train_global_batch_size", ["grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"]
+    """Groups can be compared, the rollouts of a step divide into global batches, and these into the data-parallel ranks."""
+    section = "distillation" if config.algorithm == "distillation" else "grpo"
+    if config.rollouts.num_generations_per_prompt < 2 and (config.algorithm == "grpo" or config.rollouts.use_dynamic_sampling):
+        needs = "a baseline" if config.algorithm == "grpo" else f"{section}.use_dynamic_sampling=true"
+        problems.add(f"{section}.num_generations_per_prompt", f"{needs} compares the rollouts of a prompt", "use at least 2")
+    rollouts, batch, dp = config.rollouts.num_rollouts_per_step, config.policy.train_global_batch_size, config.data_parallel_size
+    key = "policy.train_global_batch_size"
+    sources = [f"{section}.num_prompts_per_step", f"{section}.num_generations_per_prompt"]
     if rollouts % batch:
         rule = f"the {rollouts:,} rollouts of a step ({' x '.join(sources)}) are no multiple of {key}={batch}"
         problems.add(key, rule, "leave the latter out, and there is one update a step", others=sources)
@@ -174,13 +183,20 @@ def check_supervised(config: RunConfig, problems: Problems) -> None:
 
 def check_reward_model(config: RunConfig, problems: Problems) -> None:
     """The model has a reward head if, and only if, the algorithm trains one, and it can be trained."""
-    policy, megatron, is_trained = config.policy, config.policy.megatron_cfg, config.algorithm == "rm"
-    if policy.reward_model_cfg.enabled not in (None, is_trained):
+    is_trained = config.algorithm == "rm"
+    if config.policy.reward_model_cfg.enabled not in (None, is_trained):
         problems.add("policy.reward_model_cfg.enabled", f"it follows from algorithm={config.algorithm}", "leave it out")
-    if is_trained and megatron.peft.enabled:
+    if is_trained:
+        check_head(config, problems)
+
+
+def check_head(config: RunConfig, problems: Problems) -> None:
+    """A model with a head in place of its output layer can be trained."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if megatron.peft.enabled:
         rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
         problems.add("policy.megatron_cfg.peft.enabled", rule, "set it to false")
-    if is_trained and megatron.pipeline_model_parallel_size > 1:
+    if megatron.pipeline_model_parallel_size > 1:
         file = Path(policy.model_name) / "config.json"
         if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("tie_word_embeddings", False):
             rule = "the model's output layer is its embedding, whose copy on the last stage a reward model gives no gradient"

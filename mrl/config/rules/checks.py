@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from mrl.config.errors import ConfigError, NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, layout, own, training
+from mrl.config.rules import algorithms, data, layout, models, own, speculation, teacher, training
 from mrl.config.schema.run import RunConfig
 
 _NOT_CACHED = "not in the local Hugging Face cache; it is downloaded at the start of the run, or give a folder"
@@ -114,6 +115,11 @@ def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDeman
     # Main parameter and both moments, in float32; those of adapters are next to nothing.
     optimizer = 12 if section.save_optimizer and not config.policy.megatron_cfg.peft.enabled else 0
     checkpoint_bytes = num_parameters * (weights + optimizer)
+    if config.has_critic:
+        critic = config.of_model("critic")
+        with suppress(ValueError):  # its rules say that it cannot be read
+            own = read_model(Path(critic.policy.model_name)).num_parameters
+            checkpoint_bytes += own * ((2 if critic.policy.precision == "bfloat16" else 4) + (12 if section.save_optimizer else 0))
     num_present = sum(1 for path in Path(section.checkpoint_dir).glob("step_*") if path.is_dir())
     num_kept = num_kept_at_most(config) or 1
     needed = checkpoint_bytes * (max(0, num_kept - num_present) + 1)
@@ -137,7 +143,7 @@ def num_kept_at_most(config: RunConfig) -> int | None:
     """How many checkpoints are kept at the same time, if that is bounded by less than the steps of the run."""
     section = config.checkpointing
     # keep_top_k of a million is how NeMo RL's files say "all".
-    if section.keep_top_k is None or section.keep_top_k >= config.grpo.max_num_steps // section.save_period:
+    if section.keep_top_k is None or section.keep_top_k >= config.rollouts.max_num_steps // section.save_period:
         return None
     return section.keep_top_k + (section.ft_keep_latest_k or 1)
 
@@ -170,6 +176,7 @@ RULES: dict[str, Check] = {
     "own functions and classes": own.check_own,
     "parallel layout": layout.check_cluster,
     "profiler": layout.check_profiler,
+    "teacher": teacher.check_teacher,
 }
 """What a group of rules is about -> the check that adds a problem for each of them that is broken."""
 ROLLOUT_RULES: dict[str, Check] = {
@@ -179,6 +186,7 @@ ROLLOUT_RULES: dict[str, Check] = {
     "engines": layout.check_engines,
     "rollout queue": algorithms.check_rollout_queue,
     "loss and advantages": algorithms.check_algorithm,
+    "critic": models.check_critic,
     "HTTP server": layout.check_servers,
 }
 SUPERVISED_RULES: dict[str, Check] = {"supervised training": algorithms.check_supervised}
@@ -188,6 +196,8 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "what is trained": lambda config, model, problems: training.check_trained(config, problems),
     "recomputing": training.check_recomputing,
     "routing": training.check_routing,
+    "teacher's model": lambda config, model, problems: teacher.check_teacher_model(config, problems),
+    "speculation": speculation.check_speculation,
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }
 """Those that need the model's config.json."""

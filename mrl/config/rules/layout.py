@@ -91,8 +91,7 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
         return  # how many slots trainer and engines have is not known
     if config.policy.router_replay.enabled and model.num_experts == 0:
         problems.add("policy.router_replay.enabled", "the model has no experts, so nothing is routed", "set it to false")
-    _check_trainer(config, model, problems)
-    _check_stages(config, model, problems)
+    check_trainer(config, model, problems)
     if not config.has_engines:
         return
     vllm = config.policy.generation.vllm_cfg
@@ -113,6 +112,12 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     if config.cluster.gpus_per_node == 0 and model.head_size and str(model.head_size) not in sizes:
         rule = f"the model's head_dim is {model.head_size}, and vLLM's attention on hosts without GPUs has kernels for {', '.join(sizes)}"
         problems.add("policy.model_name", rule, "take a model of such a size, or GPUs (cluster.gpus_per_node)")
+
+
+def check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
+    """Every parallel size of the trainer divides the sizes of the model that it cuts."""
+    _check_trainer(config, model, problems)
+    _check_stages(config, model, problems)
 
 
 def _divisors(*totals: int) -> str:

@@ -166,7 +166,8 @@ def check_trained(config: RunConfig, problems: Problems) -> None:
     hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
     if peft.enabled:
         _check_adapters(config, hf_config, problems)
-    key, names = f"{_MEGATRON}.freeze_config.modules", list(family(hf_config).canonical(hf_config))
+    key, carried = f"{_MEGATRON}.freeze_config.modules", family(hf_config).carried(hf_config)
+    names = [name for name in family(hf_config).canonical(hf_config) if name not in carried]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             problems.add(key, f"{pattern!r} matches no tensor of the model", f"use for example {names[0]}")

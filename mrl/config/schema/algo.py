@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of the algorithms: `grpo`, `loss_fn`, `reward_penalties`, `sft`, `dpo`, `rm`, `eval`. See `mrl.config.schema.run`."""
+"""Sections of the algorithms, from `grpo` to `rm`, and `loss_fn`, `reward_penalties`, `eval`. See `mrl.config.schema.run`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mrl.config.fields import AboveZero, AllOrCount, AtLeastTwo, Count, Finite, NotNegative, Positive, Range, Share, follows
+from mrl.config.fields import AboveZero, AllOrCount, Count, Finite, NotNegative, Positive, Range, Share, follows
 
 Estimator = Literal["grpo", "gdpo", "reinforce_plus_plus"]
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
@@ -97,8 +97,8 @@ class RewardShapingConfig:
 class GrpoConfig:
     num_prompts_per_step: Positive = 32
     """Prompts per step."""
-    num_generations_per_prompt: AtLeastTwo = 16
-    """Rollouts of each prompt: the group whose members are compared with each other. At least 2."""
+    num_generations_per_prompt: Positive = 16
+    """Rollouts of each prompt: the group whose members are compared with each other. At least 2, or 1 with `algorithm: ppo`."""
     max_num_steps: Positive = 1_000_000
     """The run ends after this many steps in all, those before a resume included."""
     max_num_epochs: Positive = 1
@@ -160,7 +160,44 @@ class GrpoConfig:
 
 
 @dataclass
+class DistillationConfig:
+    """Learning from a teacher's distribution at the tokens that the policy, the student, draws itself. Rewards are only measured."""
+
+    num_prompts_per_step: Positive = 128
+    """Prompts per step."""
+    num_generations_per_prompt: Positive = 1
+    """Rollouts of each prompt."""
+    max_rollout_turns: Positive = 1
+    """Most turns of a rollout, if its environment answers."""
+    max_num_steps: Positive = 1000
+    """The run ends after this many steps in all, those before a resume included."""
+    max_num_epochs: Positive = 10
+    """The run ends after this many passes over the training prompts."""
+    val_period: Count = 20
+    """Validate every this many steps; 0 = never."""
+    val_at_start: bool = False
+    """Validate before the first update (step 0)."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    max_val_samples: Positive | None = 512
+    """Validation prompts used, the first ones of the file; null = all."""
+    topk_logits_k: Positive = 64
+    """Tokens that the teacher holds likeliest at each position: its distribution is that of these alone. At most the vocabulary."""
+    seed: Count = 42
+    """Seed of the run: data order and sampling. Config and seed fix the run bit for bit on CPU."""
+
+
+@dataclass
 class LossConfig:
+    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
+    """For distillation: forward = KL(teacher || student), reverse = KL(student || teacher), mixed = both, weighted."""
+    mixed_kl_weight: Share = 0.5
+    """For kl_type=mixed: weight of the forward KL; the reverse one has the rest."""
+    zero_outside_topk: bool = False
+    """The student's probabilities are those of the whole vocabulary, and where the teacher's top k end its logprob is -100.
+
+    false: both are renormalised over the teacher's top k, and what the student does beside them does not count.
+    """
     token_loss: str | None = None
     """Your own loss of a token, `package.module:name` (docs/extend/loss.md); null = PPO's, or what the keys below switch on."""
     reference_policy_kl_penalty: NotNegative = 0.01

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from conversion.families.common import VllmParallel
 from mrl.config.fields import AboveZero, AtLeastTwo, Count, NotNegative, Only, Port, PortEnd, Positive, Precision, ShareAboveZero, follows
 
 
@@ -122,4 +123,18 @@ class GenerationConfig:
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs by name, unless a key here or a refit decides them; `compilation_config` by its fields."""
+    """Further arguments of vLLM's EngineArgs by name, unless a key here or a refit decides them; `compilation_config` and
+    `speculative_config` by their fields: see docs/speculation.md."""
+
+    @property
+    def speculative_method(self) -> str | None:
+        """How tokens are proposed; None = they are not."""
+        speculative = self.vllm_kwargs.get("speculative_config")
+        return str(speculative.get("method") or "") if isinstance(speculative, dict) else None
+
+    @property
+    def parallel(self) -> VllmParallel:
+        """What of the model each worker of an engine holds."""
+        return VllmParallel(
+            self.vllm_cfg.tensor_parallel_size, self.vllm_cfg.expert_parallel_size, has_drafter=self.speculative_method == "mtp"
+        )

@@ -7,17 +7,32 @@ A default written `"${...}"` follows another key and is resolved by `mrl.config.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
 from mrl.config.fields import AboveZero, Count, Port, PortEnd, Positive
-from mrl.config.schema.algo import DpoConfig, EvalConfig, GrpoConfig, LossConfig, RewardPenaltiesConfig, RmConfig, SftConfig
+from mrl.config.schema.algo import (
+    DistillationConfig,
+    DpoConfig,
+    EvalConfig,
+    GrpoConfig,
+    LossConfig,
+    RewardPenaltiesConfig,
+    RmConfig,
+    SftConfig,
+)
 from mrl.config.schema.data import DataConfig
 from mrl.config.schema.env import GYM_TURNS, EnvConfig
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.ppo import PpoConfig, ValueConfig, ValueLossConfig
+from mrl.phases import ModelName
+
+LIKE_POLICY = ("value",)
+"""Sections of other models, with keys of `policy`: what a shared class takes from `policy` by default, it takes here from the section."""
 
 
 @dataclass
@@ -40,7 +55,7 @@ class CheckpointingConfig:
     """Keep this many of the newest checkpoints, whatever their metric; null = one."""
     save_optimizer: bool = True
     """Save optimizer state; without it a run cannot resume exactly."""
-    allow_changes: list[Literal["model", "tokenizer", "data"]] = field(default_factory=list)
+    allow_changes: list[Literal["model", "tokenizer", "data", "teacher"]] = field(default_factory=list)
     """A run resumes although these are others than before. Data: also their order, which files, split, seed and shuffle decide."""
     checkpoint_must_save_by: str | None = None
     """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends before a step that would end later; null = never."""
@@ -119,15 +134,23 @@ class RunConfig:
     """Secrets that the values hold; no key. `load_config` sets it; `with_value` keeps it, and `dataclasses.replace` does not."""
     origins = dict[str, str]()
     """Where each key was set, if anywhere: file and line, or the command line; inherited files first. No key; `load_config` sets it."""
-    algorithm: Literal["grpo", "sft", "dpo", "rm"] = "grpo"
-    """How the policy learns: from rollouts and rewards (grpo), conversations (sft), or pairs, as a policy (dpo) or reward model (rm)."""
+    algorithm: Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"] = "grpo"
+    """How the policy learns: from rewards (grpo; ppo with a critic), a teacher (distillation), conversations (sft), or pairs (dpo, and rm
+    for a reward model)."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     rm: RmConfig = field(default_factory=RmConfig)
+    ppo: PpoConfig = field(default_factory=PpoConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
+    value_loss_fn: ValueLossConfig = field(default_factory=ValueLossConfig)
     reward_penalties: RewardPenaltiesConfig = field(default_factory=RewardPenaltiesConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    value: ValueConfig = field(default_factory=ValueConfig)
+    teacher: PolicyConfig | None = None
+    """The model that the policy learns from in distillation. It has the keys of `policy`, and that section's value for every key but
+    model_name and tokenizer that it leaves out; parallel sizes may be others."""
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
@@ -138,8 +161,51 @@ class RunConfig:
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     @property
-    def training(self) -> GrpoConfig | SftConfig | DpoConfig | RmConfig:
-        return getattr(self, self.algorithm)
+    def training(self) -> GrpoConfig | DistillationConfig | SftConfig | DpoConfig | RmConfig:
+        return self.grpo if self.algorithm == "ppo" else getattr(self, self.algorithm)
+
+    def of_model(self, model: ModelName) -> RunConfig:
+        """The config as one of the run's models sees it: its own section stands as `policy`, but engines are the policy's alone."""
+        if model == "policy":
+            return self
+        sections: dict[ModelName, PolicyConfig | None] = {"teacher": self.teacher, "critic": self.value.beside(self.policy)}
+        seen, section = copy.copy(self), sections[model]
+        assert section is not None, f"a rule requires section {model}"
+        generation = dataclasses.replace(self.policy.generation, temperature=section.generation.temperature)
+        seen.policy = dataclasses.replace(section, generation=generation)
+        return seen
+
+    @property
+    def models_beside(self) -> tuple[ModelName, ...]:
+        """The models that policy ranks hold beside the policy."""
+        return (*(("teacher",) if self.algorithm == "distillation" else ()), *(("critic",) if self.has_critic else ()))
+
+    @property
+    def teacher_bytes(self) -> int:
+        """Of what a teacher says of the longest rollouts of a step: a float32 logit and an int32 token for each of its likeliest."""
+        if self.algorithm != "distillation":
+            return 0
+        tokens = self.rollouts.num_rollouts_per_step * self.policy.max_total_sequence_length
+        return 8 * tokens * self.distillation.topk_logits_k
+
+    @property
+    def rollouts(self) -> GrpoConfig:
+        """How prompts are sampled, judged and validated, whichever algorithm learns from the rollouts: what it does not say is default."""
+        if self.algorithm != "distillation":
+            return self.grpo
+        given = self.distillation
+        return GrpoConfig(
+            num_prompts_per_step=given.num_prompts_per_step,
+            num_generations_per_prompt=given.num_generations_per_prompt,
+            max_num_steps=given.max_num_steps,
+            max_num_epochs=given.max_num_epochs,
+            max_rollout_turns=given.max_rollout_turns,
+            val_period=given.val_period,
+            val_at_start=given.val_at_start,
+            val_at_end=given.val_at_end,
+            max_val_samples=given.max_val_samples,
+            seed=given.seed,
+        )
 
     @property
     def learns_pairs(self) -> bool:
@@ -148,12 +214,31 @@ class RunConfig:
     @property
     def keeps_reference(self) -> bool:
         """Whether the loss compares with the starting model."""
-        return self.algorithm == "dpo" or (self.algorithm == "grpo" and self.loss_fn.reference_policy_kl_penalty > 0)
+        return self.algorithm == "dpo" or (self.algorithm in ("grpo", "ppo") and self.loss_fn.reference_policy_kl_penalty > 0)
+
+    @property
+    def num_passes(self) -> int:
+        """How often the rollouts or examples of a step are trained on, each time with all its updates."""
+        return self.ppo.ppo_epochs if self.has_critic else 1
+
+    @property
+    def num_scheduled_steps(self) -> int:
+        """What learning rates' schedules count: passes."""
+        return self.training.max_num_steps * self.num_passes
+
+    def trains_policy(self, step: int) -> bool:
+        """Whether a step, from 1 on, trains the policy, and not a critic alone."""
+        return not self.has_critic or step > self.ppo.policy_training_start_step
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a second model is trained, which judges the policy's tokens."""
+        return self.algorithm == "ppo"
 
     @property
     def has_engines(self) -> bool:
         """Whether the run samples rollouts."""
-        return self.algorithm == "grpo"
+        return self.algorithm in ("grpo", "ppo", "distillation")
 
     @property
     def frees_training_memory(self) -> bool:
@@ -163,7 +248,8 @@ class RunConfig:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether a step computes the policy's logprobs before its update."""
-        return self.has_engines and (not self.loss_fn.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None)
+        uses_ratios = self.algorithm in ("grpo", "ppo")
+        return uses_ratios and (not self.loss_fn.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None)
 
     @property
     def num_dedicated_slots(self) -> int:
@@ -180,7 +266,7 @@ class RunConfig:
 
     @property
     def max_rollout_turns(self) -> int:
-        return max(self.grpo.max_rollout_turns, GYM_TURNS if self.env.should_use_nemo_gym else 1)
+        return max(self.rollouts.max_rollout_turns, GYM_TURNS if self.env.should_use_nemo_gym else 1)
 
     @property
     def num_policy_ranks(self) -> int:
@@ -218,9 +304,15 @@ def fields_of(section: type) -> dict[str, Any]:
     return get_type_hints(section, include_extras=True)
 
 
+SAME_KEYS = {"teacher": "policy"}
+"""Sections with the keys of another, whose documentation and rules they share. `mrl.config.load` reads them as that other section."""
+
+
 def _keys(section: type, prefix: str = "") -> dict[str, tuple[str, str]]:
     keys: dict[str, tuple[str, str]] = {}
     for name, hint in fields_of(section).items():
+        if name in SAME_KEYS:
+            continue
         inner = section_of(hint)
         keys |= _keys(inner, f"{prefix}{name}.") if inner else {f"{prefix}{name}": (section.__name__, name)}
     return keys

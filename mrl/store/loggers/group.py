@@ -33,6 +33,7 @@ NEMO_RL_NAMES = {
     "time/total": "timing/train/total_step_time",
     "time/generation": "timing/train/generation",
     "time/reward": "timing/train/reward_calculation",
+    "time/teacher": "timing/train/teacher_logprob_inference",
     "time/train": "timing/train/policy_training",
     "time/refit": "timing/train/prepare_for_generation/total",
     "time/checkpoint": "timing/train/checkpointing",
@@ -42,6 +43,8 @@ NEMO_RL_NAMES = {
     "rollout/max_length": "train/max_gen_tokens_per_sample",
     "rollout/mean_prompt_length": "train/mean_prompt_length",
     "rollout/truncated_fraction": "train/truncation_rate",
+    "rollout/spec_acceptance_rate": "train/vllm/spec_acceptance_rate",
+    "rollout/spec_acceptance_length": "train/vllm/spec_acceptance_length",
 }
 """`time/train` holds the logprob passes too, which NeMo RL times apart."""
 

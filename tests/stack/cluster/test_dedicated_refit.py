@@ -67,7 +67,8 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
     ]
     config = load_config("grpo_tiny.yaml", overrides)
     with placed_slots(config) as placement:
-        policies, engines, refit = start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
+        models, engines, refit = start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
+        policies = models["policy"]
         assert [engine.slots for engine in placement.engines] == [(2,)]
         assert refit.schedule.num_rounds > 1 and refit.schedule.link_bytes()["gpu"] == 0
         zero = refit.zero()

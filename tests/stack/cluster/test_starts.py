@@ -14,7 +14,7 @@ import ray
 
 from mrl.cluster import session
 from mrl.cluster.engines import EngineGroup
-from mrl.cluster.policies import PolicyGroup
+from mrl.cluster.policies import PolicyGroup, Ranks
 from mrl.cluster.runtime import Placement, placed_slots
 from mrl.cluster.session import start_models
 from mrl.config.load import load_config
@@ -42,17 +42,21 @@ class StandIn:
 @pytest.mark.parametrize(
     ("overrides", "order"),
     [
-        (["cluster.gpus_per_node=2"], ["start engines", "convert", "engines are built", "start policy", "engines are built"]),
-        (["cluster.gpus_per_node=0"], ["start engines", "start policy", "engines are built"]),
+        (
+            ["cluster.gpus_per_node=2"],
+            ["start engines", "start ranks", "convert", "engines are built", "start policy", "engines are built"],
+        ),
+        (["cluster.gpus_per_node=0"], ["start engines", "start ranks", "start policy", "engines are built"]),
         (
             ["cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false"],
-            ["start engines", "start policy", "engines are built"],
+            ["start engines", "start ranks", "start policy", "engines are built"],
         ),
     ],
 )
 def test_engines_measure_a_shared_gpu_before_the_policy_is_there(overrides: list[str], order: list[str], monkeypatch: pytest.MonkeyPatch):
     calls: list[str] = []
     monkeypatch.setattr(session, "EngineGroup", lambda *_, **__: StandIn(calls, "engines"))
+    monkeypatch.setattr(session, "Ranks", lambda *_, **__: calls.append("start ranks"))
     monkeypatch.setattr(session, "PolicyGroup", lambda *_, **__: StandIn(calls, "policy"))
     monkeypatch.setattr(session, "Refit", lambda *_: None)
     monkeypatch.setattr(session, "convert_if_new", lambda _: calls.append("convert"))
@@ -70,7 +74,7 @@ def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_pat
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
     cores = os.sched_getaffinity(0)
     with placed_slots(config) as placement:
-        policies = PolicyGroup(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
+        policies = PolicyGroup(config, Ranks(config, placement, log_folder=tmp_path / "logs"), pad_token_id=256)
         assert policies.apply(num_threads, deadline_s=DEADLINE_S) == [str(len(cores))]
 
 

@@ -145,12 +145,12 @@ def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
     assert schedule.num_rounds > 1
     targets = [slot for slots in live.run.supplier.session.refit.slots.values() for slot in slots]
     assert len(targets) == 2
-    assert report.copied_bytes == sum(schedule.class_of(target).written_bytes for target in targets) == report.verified_bytes
+    assert report.verified_bytes == sum(schedule.class_of(target).written_bytes for target in targets)
     live_bytes = sum(live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values())))
     assert report.verified_bytes + report.padding_bytes == live_bytes
 
 
-def test_the_driver_makes_four_calls_however_many_rounds_there_are(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
+def test_the_driver_calls_a_rank_once_and_an_engine_twice_however_many_rounds_there_are(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
     session, asked, waits = live.run.supplier.session, [], []
     assert session.refit.schedule.num_rounds > 4
     start = Actors.start
@@ -162,9 +162,8 @@ def test_the_driver_makes_four_calls_however_many_rounds_there_are(live: LiveRun
     report = session.refit.run()
     monkeypatch.undo()
     live.state.weight_version = report.weight_version
-    assert len(waits) == 4, waits
-    # Ranks and engines each have a part in two of them.
-    assert len(asked) == 6, asked
+    assert waits == ["refit", "serve"]
+    assert sorted(asked) == [("engine", "refit"), ("engine", "serve"), ("policy rank", "refit")]
 
 
 def test_weights_take_no_other_way(live: LiveRun):

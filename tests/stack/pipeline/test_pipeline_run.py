@@ -44,8 +44,8 @@ LOGGERS = [
 ]
 
 
-def train(folder: Path, *overrides: str) -> str:
-    """What a run prints that ends well."""
+def train(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml") -> str:
+    """What a run of a packaged config on the tiny model prints that ends well."""
     prepared = ROOT / "prepared" / "tiny"
     prepare_tiny(prepared, seed=0)
     inputs = [
@@ -54,7 +54,7 @@ def train(folder: Path, *overrides: str) -> str:
         f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
         f"checkpointing.checkpoint_dir={folder}",
     ]
-    command = [sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *inputs, *SMALL, *LAYOUT, *REPLAY, *overrides]
+    command = [sys.executable, "-m", "mrl.train", config, *inputs, *SMALL, *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
@@ -74,7 +74,7 @@ def is_of_time(name: str) -> bool:
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two steps."""
     folder = tmp_path_factory.mktemp("stages") / "run"
-    train(folder, "grpo.max_num_steps=2", *LOGGERS)
+    train(folder, *LAYOUT, *REPLAY, "grpo.max_num_steps=2", *LOGGERS)
     return folder
 
 
@@ -116,7 +116,7 @@ def test_a_run_over_two_stages_trains_saves_and_resumes(two_steps: Path):
     assert find_damage(folder / "step_2") is None
     # Resumed with two engines that each take two ranks' weights.
     engines = ["policy.generation.vllm_cfg.tensor_parallel_size=2", "policy.generation.num_cpu_engines=2"]
-    printed = train(folder, "grpo.max_num_steps=3", "grpo.val_at_end=true", *LOGGERS, *engines)
+    printed = train(folder, *LAYOUT, *REPLAY, "grpo.max_num_steps=3", "grpo.val_at_end=true", *LOGGERS, *engines)
     placed = re.findall(r"^\d +\S+ +(\d) +(\d\.\d)$", printed, re.MULTILINE)
     assert placed == [("0", "0.0"), ("1", "0.1"), ("2", "1.0"), ("3", "1.1")], printed
     assert re.search(r"^Validation sample 2 of 2 at step 3\nPrompt: ", printed, re.MULTILINE), printed

@@ -65,6 +65,9 @@ def walk(rank: Rank, config: RunConfig, weights_dir: Path) -> Walk:
 
 
 def _step(policy: Policy, result: Walk) -> None:
+    # What models beside it do leaves the policy as it is.
+    for phase in ("teacher", "value", "train_value"):
+        _enter(policy, phase, result)
     _enter(policy, "logprob", result)
     set_batch(policy)
     policy.compute_old_logprobs()

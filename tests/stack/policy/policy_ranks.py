@@ -483,7 +483,7 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
         train(policy, 2)
         with ThreadPoolExecutor(1) as pool:
             pulling = pool.submit(puller.run, 1, timeout_s=60.0) if puller else None
-            policy.exchange(1, [0], 60.0)
+            policy.refit(1, [0], 60.0)
         if puller and pulling:
             pulling.result()
             puller.finish()

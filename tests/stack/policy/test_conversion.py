@@ -30,9 +30,13 @@ CASES = [
 ]
 
 
+def _with_mtp(model_type: str) -> dict[str, Any]:
+    return dict(num_nextn_predict_layers=2) if model_type == "nemotron_h" else {}
+
+
 @pytest.mark.parametrize(("model_type", "layout"), CASES)
 def test_hugging_face_to_megatron_and_back_is_bit_identical(ranks: RankPool, tmp_path: Path, model_type: str, layout: str):
-    hf_folder = models.save_model(tmp_path / "hf", model_type)
+    hf_folder = models.save_model(tmp_path / "hf", model_type, **_with_mtp(model_type))
     # Before its first step an optimizer has no state to save.
     config = policy_ranks.run_config(hf_folder, layout, "checkpointing.save_optimizer=false")
     # Files of one, of two and of four ranks.
@@ -65,7 +69,7 @@ FIVE_LAYOUTS = {
 def test_five_layouts_of_real_ranks_change_no_bit(ranks: RankPool, tmp_path: Path, model_type: str, layout: str):
     # Layers that two stages can share.
     even: dict[str, Any] = dict(hybrid_override_pattern="MEM*-E", num_hidden_layers=6) if model_type == "nemotron_h" else {}
-    hf_folder = models.save_model(tmp_path / "hf", model_type, **even)
+    hf_folder = models.save_model(tmp_path / "hf", model_type, **even, **_with_mtp(model_type))
     config = policy_ranks.run_config(hf_folder, layout, "checkpointing.save_optimizer=false")
     assert convert(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(tmp_path / "mcore")]) == 0
     arguments = (config, hf_folder, tmp_path / "mcore", tmp_path / "saved")
@@ -92,7 +96,7 @@ def test_stacked_layers_as_other_trainers_write_them_are_read(ranks: RankPool, t
 def test_a_trained_checkpoint_goes_to_another_layout_without_a_changed_bit(ranks: RankPool, tmp_path: Path, model_type: str, target: str):
     # Layers that two stages can share.
     even: dict[str, Any] = dict(hybrid_override_pattern="MEM*-E", num_hidden_layers=6) if model_type == "nemotron_h" else {}
-    hf_folder = models.save_model(tmp_path / "hf", model_type, **even)
+    hf_folder = models.save_model(tmp_path / "hf", model_type, **even, **_with_mtp(model_type))
     source = "tp2 sp pp2" if model_type in DENSE else "tp2 sp pp2 ep2"
     config, first = policy_ranks.run_config(hf_folder, source), tmp_path / "first"
     unbroken, _, _ = ranks.run(save_ranks.save_after_steps, config, first, 2, world_size=policy_ranks.world_size(source))[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         keeps_routes: bool = False,
         keeps_kv_cache: bool = False,
         tokenizer: Path | None = None,
+        speculation: Mapping[str, object] | None = None,
         **vllm_cfg: int | str,
     ) -> Engine:
         from mrl.rollout.engine import Engine
@@ -65,7 +66,8 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 2048} | vllm_cfg
         settings = dataclasses.replace(VllmConfig(precision="float32", enforce_eager=True), **limits)
         folder = checkpoint(model) if isinstance(model, int) else model
-        generation = GenerationConfig(max_new_tokens=16, vllm_cfg=settings)
+        kwargs = {} if speculation is None else {"speculative_config": dict(speculation)}
+        generation = GenerationConfig(max_new_tokens=16, vllm_cfg=settings, vllm_kwargs=kwargs)
         alive.append(
             Engine(
                 str(folder),

@@ -57,14 +57,8 @@ class OneRank:
         self._exchange = Exchange(inputs.schedule(), 0, self._arena.tensors(), self._arena.handle(), group=None)
         return self._exchange.handles()
 
-    def exchange(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
+    def refit(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
         self._exchange.run(attempt, readers, timeout_s=timeout_s)
-
-    def begin_refit(self) -> None:
-        """One rank has no copies."""
-
-    def enter(self, phase: str) -> None:
-        """Nothing moves on CPU."""
 
 
 class Here:

@@ -73,7 +73,6 @@ class Trainer:
 def refit(engine: Engine, trainer: Trainer, version: int) -> None:
     """One whole refit; the engine samples from version `version` afterwards."""
     engine.refit(trainer.exchange(), True, TIMEOUT_S)
-    engine.finish_refit()
     engine.serve(version)
 
 

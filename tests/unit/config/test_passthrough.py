@@ -30,6 +30,7 @@ VARIABLES = "policy.megatron_cfg.env_vars"
         f"{MODEL}={{deterministic_mode: true, cp_comm_type: a2a, microbatch_group_size_per_vp_stage: 2}}",
         f"{VARIABLES}={{NCCL_DEBUG: INFO, N: 1}}",
         "policy.generation.vllm_cfg.env_vars={VLLM_LOGGING_LEVEL: INFO}",
+        f"{ENGINE}.speculative_config={{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}}",
     ],
 )
 def test_arguments_of_the_libraries(workplace: Path, override: str):
@@ -49,6 +50,7 @@ def test_arguments_of_the_libraries(workplace: Path, override: str):
         (f"{ENGINE}.enable_chunked_prefill=1", f"{ENGINE}.enable_chunked_prefill=1: not a value", "true or false"),
         (f"{ENGINE}.compilation_config.backends=eager", f"{ENGINE}.compilation_config.backends=eager: no", "nearest is backend"),
         (f"{ENGINE}.compilation_config=3", f"{ENGINE}.compilation_config=3: not a value", "use mapping"),
+        (f"{ENGINE}.speculative_config=3", f"{ENGINE}.speculative_config=3: not a value", "use mapping"),
         (f"{ENGINE}.dtype=float32", f"{ENGINE}.dtype=float32: ", "set that"),
         (f"{ENGINE}.seed=1", f"{ENGINE}.seed=1: ", "grpo.seed"),
         (f"{ENGINE}.kv_cache_memory_bytes=1000", f"{ENGINE}.kv_cache_memory_bytes=1000: ", "kv_cache_memory_mib"),

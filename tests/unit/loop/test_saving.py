@@ -66,7 +66,7 @@ class Attempt:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.ranks = folder, Ranks()
-        session = SimpleNamespace(policies=self.ranks, saving=nullcontext)
+        session = SimpleNamespace(policies=self.ranks, trained_models={"policy": self.ranks}, saving=nullcontext, loading=nullcontext)
         self.saver = CheckpointSaver(folder.config, folder, cast("Session", session))
         self.newest = folder.newest_checkpoint()
 

@@ -15,11 +15,12 @@ from conversion.boxes import volume
 from conversion.families.common import MegatronParallel
 from conversion.families.registry import family
 from mrl.config.load import load_config
+from mrl.config.model import with_value
 from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
 from mrl.plan.hardware import GIB, GPUS
 from mrl.plan.inputs import Model, read_model
-from mrl.plan.memory import engine_memory, rank_memory
+from mrl.plan.memory import engine_memory, host_memory, rank_memory, stage_states
 from mrl.plan.plan import as_data, make_plan, prediction
 from mrl.plan.times import EXPERT_PRODUCTS, forward_operations, train_seconds
 from mrl.store.run_folder import RunFolder
@@ -190,3 +191,21 @@ def test_a_plan_imports_no_heavy_library():
     code = "import sys, mrl.plan.__main__; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):
+    alone = load_config("grpo_nanov3.yaml", [folders["nano"]])
+    teacher = load_config("grpo_nanov3.yaml", [folders["qwen"], "policy.megatron_cfg.pipeline_model_parallel_size=4"]).policy
+    config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
+    model, plain = read_model(config), read_model(alone)
+    stages = [Model(hf_config("qwen")).elements.stage(teacher.megatron_cfg.parallel, stage) for stage in range(4)]
+    mine, before = (rank_memory(*given, 0, engine_memory(given[0], given[1], H100)).phases for given in ((config, model), (alone, plain)))
+    assert mine.keys() - before.keys() == {"teacher"}
+    weights = mine["teacher"]["weights of the teacher"]
+    assert weights in [2 * (stage.dense + stage.experts) for stage in stages]
+    assert "gradients of the teacher" not in mine["teacher"] and "KV cache" not in mine["teacher"]
+    assert {phase: mine[phase] for phase in before} == before
+    host, host_alone = (host_memory(*given, stage_states(*given, 0)) for given in ((config, model), (alone, plain)))
+    assert host["weights of the teacher"] == weights * config.cluster.slots_per_node
+    files = "model files in the page cache"
+    assert host[files] - host_alone[files] == 2 * Model(hf_config("qwen")).num_parameters

@@ -11,7 +11,7 @@ import pytest
 from mrl.config.load import load_config
 from mrl.plan.hardware import Gpu
 from mrl.plan.inputs import read_model
-from mrl.plan.times import CALL, CALLS, LAUNCH, WAIT, refit_times
+from mrl.plan.times import CALL, LAUNCH, WAIT, refit_times
 from mrl.plan.traffic import Refit, plan_refit
 from tests.sources import ROOT
 
@@ -20,7 +20,7 @@ GPU = Gpu("round", memory_gib=80.0, bandwidth=3e12, peak=1e15, link=400e9, netwo
 
 def test_a_refit_of_four_rounds_by_hand():
     refit = Refit({"gpu": 0, "node": 0, "network": 0}, 4, {"gpu": 0, "node": 8 * 10**9, "network": 2 * 10**9}, most_messages=10)
-    found = refit_times(refit, GPU, engine_weights=6e9, num_actors=100, network=(0.8, 0.4))
+    found = refit_times(refit, GPU, engine_weights=6e9, num_calls=300, network=(0.8, 0.4))
     low = {name: part.low for name, part in found.parts.items()}
     # 2 GB at 40 GB/s; 8 GB at 0.82 of 400 GB/s; 3 x 10 GB and 3 x 6 GB at 0.8 of 3 TB/s.
     assert low["network"] == pytest.approx(0.05)
@@ -29,7 +29,7 @@ def test_a_refit_of_four_rounds_by_hand():
     # Two kernels a message and one a round, two waits a round; three of each in the engine.
     assert low["exchange host"] == pytest.approx(24 * LAUNCH.low + 8 * WAIT.low)
     assert low["pull host"] == pytest.approx(12 * LAUNCH.low + 12 * WAIT.low)
-    assert low["driver"] == pytest.approx(CALLS * 100 * CALL.low)
+    assert low["driver"] == pytest.approx(300 * CALL.low)
     sent = low["network"] + low["node"] + low["packing"] + low["exchange host"]
     pulled = low["pull and verify"] + low["pull host"]
     assert found.serial.low == pytest.approx(sent + pulled + low["driver"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conversion.families.common import MegatronCoords, MegatronParallel
 from conversion.families.registry import family
-from mrl.policy.host_block import ALIGNMENT, HostBlock, block_offsets, host_copies
+from mrl.policy.host_block import ALIGNMENT, HostBlock, HostStorages, block_offsets, host_copies
 
 NANO = Path(__file__).parents[3] / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"
 
@@ -133,3 +133,26 @@ def test_what_is_given_back_leaves_the_block_and_other_tensors_stay():
     block.give_back([*tensors, other], torch.device("cpu"))
     assert not any(map(blocks.holds, tensors)) and other.data_ptr() == address
     assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+
+
+def test_storages_leave_and_come_back_under_the_same_tensors():
+    whole = torch.arange(12, dtype=torch.float32)
+    # As Megatron's parameters lie in its buffers.
+    tensors = [whole[:4].view(2, 2), whole[4:], torch.arange(3), torch.empty(0)]
+    copies = [tensor.clone() for tensor in tensors]
+    blocks: list[Tensor] = []
+
+    def allocate(num_bytes: int) -> Tensor:
+        blocks.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return blocks[-1]
+
+    storages = HostStorages(tensors, is_constant=False, allocate=allocate)
+    storages.place(is_on_device=True)
+    assert not blocks
+    for value in (0.0, 5.0):
+        tensors[1][0] = copies[1][0] = value
+        storages.place(is_on_device=False)
+        assert whole.untyped_storage().nbytes() == tensors[2].untyped_storage().nbytes() == 0
+        storages.place(is_on_device=True)
+        assert all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))
+    assert whole[4] == 5.0 and len(blocks) == 1

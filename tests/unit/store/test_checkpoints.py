@@ -161,7 +161,7 @@ def test_what_the_writer_says_of_its_files_is_what_is_checked(tmp_path: Path, co
     checkpoints = store(tmp_path)
     pending = checkpoints.begin(RunState(step=1))
     (pending.weights / "data").write_bytes(b"weights")
-    on_disk = {"data": file_record(pending.weights / "data")}
+    on_disk = {"policy/weights/data": file_record(pending.weights / "data")}
     (pending.weights / "data").write_bytes(content)
     found = find_damage(checkpoints.commit(pending, on_disk).folder)
     assert (found or "").endswith(message or "") and (found is None) == (message is None)

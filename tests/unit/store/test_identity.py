@@ -167,3 +167,22 @@ def test_a_refused_attempt_leaves_the_folder_as_it_is(model: Path):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     run.checkpointing.allow_changes = ["data"]
     open_attempt(run)
+
+
+def test_a_teacher_is_one_by_its_content(model: Path, tmp_path: Path):
+    alone = config(model)
+    before = identity(alone)
+    teacher = shutil.copytree(model, tmp_path / "teacher")
+    alone.teacher = PolicyConfig(model_name=str(teacher), tokenizer=TokenizerConfig(name=str(teacher)))
+    distilled = identity(alone)
+    assert {name: parts for name, parts in distilled.items() if name != "teacher"} == before
+    file = tmp_path / "identity.json"
+    check_identity(file, distilled, allowed=[], resumes_at=0)
+    check_identity(file, distilled, allowed=[], resumes_at=3)
+    (teacher / "model.safetensors").write_bytes(b"others")
+    other = identity(alone)
+    with pytest.raises(ValueError, match=r"teacher.model_name: .* another teacher than before \(model.safetensors differ\)"):
+        check_identity(file, other, allowed=["model"], resumes_at=3)
+    check_identity(file, other, allowed=["teacher"], resumes_at=3)
+    with pytest.raises(ValueError, match="another teacher"):
+        check_identity(file, before, allowed=[], resumes_at=3)

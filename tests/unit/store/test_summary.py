@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from mrl.config.load import load_config
 from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig
 from mrl.store.summary import metrics_of_updates, performance_metrics, rollout_metrics, validation_metrics, warn_of_bounded_ratios
-from mrl.types import Batch, Prompt, RolloutGroup, RolloutInfo, TrainSequence, Verdict
+from mrl.types import Batch, Prompt, Proposals, RolloutGroup, RolloutInfo, TrainSequence, Verdict
 from tests.unit.algo import groups
 from tests.unit.data.test_planning import QWEN
 
@@ -117,3 +118,13 @@ def test_the_work_of_a_gpu_by_hand(tmp_path: Path, precision: str, device: str, 
     expected |= {"tokens_per_sec_per_gpu": 60 / 3.0 / 4, "generation_tokens_per_sec_per_gpu": 40.0}
     expected |= {} if peak is None else {"train_fp_utilization": tflops / peak}
     assert found == pytest.approx({f"performance/{name}": value for name, value in expected.items()})
+
+
+def test_proposals_are_counted_over_all_rollouts():
+    first = group("math", good(1.0), good(0.0))
+    first = replace(
+        first, rollouts=(replace(first.rollouts[0], proposals=Proposals(4, 8, 5)), replace(first.rollouts[1], proposals=Proposals(1, 2, 0)))
+    )
+    metrics = rollout_metrics([first], GrpoConfig(), seconds=1.0, num_engine_restarts=0)
+    assert (metrics["rollout/spec_acceptance_rate"], metrics["rollout/spec_acceptance_length"]) == (0.5, 2.0)
+    assert "rollout/spec_acceptance_rate" not in rollout_metrics(GROUPS, GrpoConfig(), seconds=1.0, num_engine_restarts=0)

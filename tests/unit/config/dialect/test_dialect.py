@@ -110,6 +110,40 @@ def test_behaviour_that_we_do_not_have_is_refused(refused: Callable[..., str], l
     assert "policy.megatron_cfg.pipeline_dtype=bfloat16 (command line): stages hand on activations as they are; leave it out" in said
 
 
+def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]):
+    engine, megatron = "policy.generation.vllm_cfg", "policy.megatron_cfg"
+    for key, value in [
+        (f"{megatron}.moe_flex_dispatcher_backend", "hybridep"),
+        (f"{engine}.precision", "fp8"),
+        (f"{engine}.use_deep_gemm", "true"),
+        (f"{engine}.kv_cache_dtype", "fp8"),
+        (f"{megatron}.fp8_cfg.enabled", "true"),
+        ("policy.quant_cfg", "nvfp4.yaml"),
+        ("policy.generation.quant_cfg", "nvfp4.yaml"),
+    ]:
+        said = refused("", f"{key}={value}")
+        assert f"{key}={value} (command line): " in said and said.count(" needs a GPU to be built honestly; ") == 1
+        assert "Invalid value" not in said
+
+
+@pytest.mark.parametrize("weight", ["0.0", "0", "null"])
+def test_layers_of_multi_token_prediction_may_be_left_alone(load: Callable[..., RunConfig], weight: str):
+    megatron = "policy.megatron_cfg"
+    load("", f"{megatron}.mtp_num_layers=5", f"{megatron}.mtp_loss_scaling_factor={weight}", f"{megatron}.mtp_detach_heads=true")
+    load("", f"{megatron}.mtp_num_layers=0", f"{megatron}.mtp_loss_scaling_factor=0.3", f"{megatron}.mtp_use_repeated_layer=true")
+    load("", f"{megatron}.mtp_loss_scaling_factor=0.3")
+
+
+def test_layers_of_multi_token_prediction_are_not_trained(refused: Callable[..., str]):
+    megatron = "policy.megatron_cfg"
+    reason = "training MTP layers, for which Megatron has modules from 0.17 on, needs a GPU to be built honestly; set "
+    assert f"{megatron}.mtp_loss_scaling_factor=0.1 (command line): {reason}" in refused(
+        "", f"{megatron}.mtp_num_layers=1", f"{megatron}.mtp_loss_scaling_factor=0.1"
+    )
+    # Megatron's default is 0.1.
+    assert f"{megatron}.mtp_num_layers=1 (command line): {reason}" in refused("", f"{megatron}.mtp_num_layers=1")
+
+
 def test_dtensor_is_translated(load: Callable[..., RunConfig]):
     policy = load(
         "",

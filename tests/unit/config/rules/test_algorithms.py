@@ -54,7 +54,7 @@ BAD = [
     ([f"{TIS}_type=icepop", f"{TIS}_ratio=2"], f"{TIS}_type=icepop", "two bounds"),
     ([f"{TIS}_type=seq-mask-tis", f"{TIS}_ratio=2"], f"{TIS}_type=seq-mask-tis", "two bounds"),
     ([*GSPO, f"{TIS}_type=seq-mask-tis", f"{TIS}_ratio=2", f"{TIS}_ratio_min=0"], f"{TIS}_type=seq-mask-tis", "use tis or icepop"),
-    ([REINFORCE_PLUS_PLUS[1], KL], "loss_fn.use_kl_in_reward=true", "only reinforce_plus_plus"),
+    ([REINFORCE_PLUS_PLUS[1], KL], "loss_fn.use_kl_in_reward=true", "only ppo and reinforce_plus_plus"),
     (REINFORCE_PLUS_PLUS, "loss_fn.use_kl_in_reward=true", "nothing to subtract"),
     ([*REINFORCE_PLUS_PLUS, KL, "loss_fn.force_on_policy_ratio=true"], "loss_fn.use_kl_in_reward=true", "needs old logprobs"),
     ([*REINFORCE_PLUS_PLUS, KL, "policy.generation.top_p=0.9"], "loss_fn.use_kl_in_reward=true", "not truncated"),

@@ -29,7 +29,7 @@ def test_a_file_with_a_section_of_its_own_means_that_algorithm(tmp_path: Path):
 
 def test_an_unknown_algorithm_is_refused():
     with pytest.raises(ConfigError, match="algorithm"):
-        load_config("grpo_tiny.yaml", ["algorithm=ppo"])
+        load_config("grpo_tiny.yaml", ["algorithm=ppa"])
 
 
 def test_a_run_without_engines_has_no_rules_for_them(workplace: Path):

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from conversion.boxes import Slot, tiling_fault
-from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
+from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel, read_by_engines
 from conversion.families.nemotron_h import layer_pattern
 from conversion.families.registry import family
 from tests import models
@@ -200,7 +200,7 @@ def test_megatron_arguments_follow_the_config():
         ("mlp_hidden_act", "silu"),
         ("moe_latent_size", 0),
         ("norm_topk_prob", False),
-        ("num_nextn_predict_layers", 1),
+        ("num_nextn_predict_layers", -1),
         ("quantization_config", {"quant_method": "fp8"}),
         ("tie_word_embeddings", True),
         ("layer_norm_epsilon", 1e-6),
@@ -212,6 +212,56 @@ def test_megatron_arguments_follow_the_config():
 def test_what_we_do_not_do_is_refused_by_name(key: str, value: object):
     with pytest.raises(ValueError, match=rf"config.json: {key}="):
         FAMILY.canonical(TINY | {key: value})
+
+
+MTP = TINY | dict(num_nextn_predict_layers=2, mtp_layers_block_type=["full_attention", "moe"])
+
+
+def test_layers_of_multi_token_prediction_are_carried_by_the_last_stage():
+    shapes = FAMILY.canonical(MTP)
+    own = {name: shape for name, shape in shapes.items() if name.startswith("mtp.")}
+    assert shapes.keys() - own.keys() == FAMILY.canonical(TINY).keys()
+    # As the index of NVIDIA-Nemotron-3.5-Lightning lists them: the layers of all steps are numbered through.
+    assert (own["mtp.layers.0.eh_proj.weight"], own["mtp.layers.2.enorm.weight"], own["mtp.layers.3.final_layernorm.weight"]) == (
+        (64, 128),
+        (64,),
+        (64,),
+    )
+    assert not own.keys() & {"mtp.layers.1.enorm.weight", "mtp.layers.0.final_layernorm.weight"}
+    assert {"mtp.layers.0.mixer.q_proj.weight", "mtp.layers.1.mixer.experts.7.down_proj.weight"} <= own.keys()
+    keys = {slot.name for slot in FAMILY.torch_dist_layout(MTP, "float32")}
+    # As megatron-core from 0.17 on names the modules of its hybrid models.
+    assert {
+        "mtp.layers.1.eh_proj.weight",
+        "mtp.layers.1.mtp_model_layer.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "mtp.layers.1.mtp_model_layer.layers.1.mlp.experts.experts.linear_fc1.weight",
+        "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.expert_bias",
+    } <= keys
+    for flavour in FLAVOURS:
+        stages = [FAMILY.megatron_layout(MTP, MegatronParallel(pp=7), MegatronCoords(pp=pp), "bfloat16", flavour) for pp in range(7)]
+        carried = [{slot.name for slot in stage if slot.name.startswith("carried.mtp.")} for stage in stages]
+        assert [len(names) > 0 for names in carried] == [False] * 6 + [True]
+
+
+def test_a_drafter_holds_the_carried_layers_only_where_it_is_asked_for():
+    plain, drafting = (
+        FAMILY.vllm_layout(MTP | dict(num_nextn_predict_layers=1), VllmParallel(2, 2, drafts), 0, "float32") for drafts in (False, True)
+    )
+    added = {slot.name: content.shape for slot, content in drafting.items() if slot not in plain}
+    assert all(name.startswith("drafter.model.layers.") for name in added)
+    assert added["drafter.model.layers.0.eh_proj.weight"] == (32, 128)
+    assert added["drafter.model.layers.1.mixer.experts.routed_experts.w13_weight"] == (4, 64, 64)
+    sources = FAMILY.megatron_layout(MTP | dict(num_nextn_predict_layers=1), MegatronParallel(), MegatronCoords(), "float32")
+    assert read_by_engines(sources, VllmParallel(has_drafter=True)) is sources
+    assert read_by_engines(sources, VllmParallel()) == FAMILY.megatron_layout(TINY, MegatronParallel(), MegatronCoords(), "float32")
+    with pytest.raises(ValueError, match="no MTP layers to propose tokens with; use method ngram"):
+        FAMILY.vllm_layout(TINY, VllmParallel(has_drafter=True), 0, "float32")
+
+
+@pytest.mark.parametrize("pattern", [dict(mtp_layers_block_type=["mamba"]), dict(mtp_hybrid_override_pattern="M*")])
+def test_layers_that_no_drafter_knows_are_refused(pattern: dict[str, object]):
+    with pytest.raises(ValueError, match="config.json: mtp layers .* only attention and moe"):
+        FAMILY.canonical(TINY | dict(num_nextn_predict_layers=1) | pattern)
 
 
 @pytest.mark.parametrize("limit", [None, [0.0, math.inf], [0, "Infinity"], [0.0, {"__float__": "Infinity"}]])

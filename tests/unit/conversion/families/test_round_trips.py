@@ -36,7 +36,7 @@ def test_megatron_and_back(model_type: str, flavour: Flavour, layout: str):
     found, parallel = FAMILIES[model_type], (LAYOUTS | HYBRID_LAYOUTS)[layout]
     hf_config = {"model_type": model_type, **models.TINY[model_type], "rope_theta": 1e4, "num_hidden_layers": 8}
     if found.model_class == "mamba":
-        hf_config["hybrid_override_pattern"] = "MEM*EME-"
+        hf_config |= {"hybrid_override_pattern": "MEM*EME-", "num_nextn_predict_layers": 2}
     canonical = index_arrays(found.canonical(hf_config))
     world_size = parallel.pp * math.lcm(parallel.tp, parallel.ep * parallel.etp)
     back = {name: np.full_like(array, UNWRITTEN) for name, array in canonical.items()}
@@ -49,6 +49,8 @@ def test_megatron_and_back(model_type: str, flavour: Flavour, layout: str):
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_checkpoint_and_back(model_type: str, stacked_layers: bool):
     found, hf_config = FAMILIES[model_type], {"model_type": model_type, **models.TINY[model_type], "rope_theta": 1e4}
+    if found.model_class == "mamba":
+        hf_config["num_nextn_predict_layers"] = 2
     canonical = index_arrays(found.canonical(hf_config))
     back = {name: np.full_like(array, UNWRITTEN) for name, array in canonical.items()}
     take_apart(found.torch_dist_layout(hf_config, "float32", 512, stacked_layers=stacked_layers), canonical, back)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of distillation: how far the student's distribution at each token is from its teacher's. NeMo RL's DistillationLossFn.
+
+T tokens, K tokens that the teacher holds likeliest at each position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl.algo.losses import LOSS
+from mrl.config.schema.algo import LossConfig
+from mrl.types import RolloutGroup, TrainSequence
+
+LOG_NOTHING = -100.0
+"""The teacher's log-probability of what is not among its top k, with `loss_fn.zero_outside_topk`."""
+
+
+@dataclass(frozen=True)
+class StudentScores:
+    """What the student says of its teacher's top-k tokens, float32, with gradient."""
+
+    logits_TK: Tensor
+    normalizer_T: Tensor | None = None
+    """Log of the sum of exp(logit) over the vocabulary; None where only the top k count. So is the other."""
+    negentropy_T: Tensor | None = None
+    """Sum of p * log p over the vocabulary, in nats."""
+
+
+def sequences_to_teach(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
+    """Every rollout of a step as a sequence to train on, in the order of the groups, whatever its reward: the teacher judges it."""
+    pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
+    return [TrainSequence(rollout, advantage=0.0, is_valid=True, reward=reward) for rollout, reward in pairs]
+
+
+def needs_vocabulary(config: LossConfig) -> bool:
+    """Whether the loss is of the student's probabilities in the whole vocabulary."""
+    return config.zero_outside_topk
+
+
+def distillation_loss(
+    student: StudentScores, teacher_logits_TK: Tensor, weights_T: Tensor, config: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighted sum of the divergences of the tokens (a scalar with gradient), and its metrics (detached).
+
+    `weights_T` is the weight of each token: for a mean, 1 / (learned tokens of the global batch). What stands at tokens of weight 0 does
+    not count. The losses of all rows of all ranks add up to that of the batch.
+    """
+    is_learned_T = weights_T > 0
+    teacher_TK = torch.log_softmax(teacher_logits_TK.float(), dim=-1)
+    # Before anything is computed of them, so that what does not count has no gradient, not even NaN.
+    logits_TK = torch.where(is_learned_T[:, None], student.logits_TK, 0.0)
+    if student.normalizer_T is None:
+        student_TK = torch.log_softmax(logits_TK, dim=-1)
+    else:
+        student_TK = logits_TK - torch.where(is_learned_T, student.normalizer_T, 0.0)[:, None]
+    forward_T = (teacher_TK.exp() * (teacher_TK - student_TK)).sum(dim=-1)
+    reverse_T = (student_TK.exp() * (student_TK - teacher_TK)).sum(dim=-1)
+    if student.negentropy_T is not None:
+        # Of the tokens that the teacher gives nothing: p * (log p - LOG_NOTHING).
+        rest_T = student.negentropy_T - (student_TK.exp() * student_TK).sum(dim=-1)
+        reverse_T = reverse_T + rest_T - LOG_NOTHING * (1 - student_TK.exp().sum(dim=-1))
+    share = {"forward": 1.0, "reverse": 0.0, "mixed": config.mixed_kl_weight}[config.kl_type]
+
+    def mean(value_T: Tensor) -> Tensor:
+        return (weights_T * torch.where(is_learned_T, value_T, 0.0)).sum()
+
+    terms = [weight * mean(value_T) for weight, value_T in ((share, forward_T), (1 - share, reverse_T)) if weight > 0]
+    loss = torch.stack(terms).sum()
+    metrics = {LOSS: loss, "kl_forward": mean(forward_T), "kl_reverse": mean(reverse_T)}
+    return loss, {name: value.detach() for name, value in metrics.items()}

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the models beside the policy: those of the policy's own section, and what each needs besides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from mrl.config.errors import Problems, Unchecked
+from mrl.config.model import is_hub_id, read_model
+from mrl.config.rules import algorithms, layout, training
+from mrl.config.schema.ppo import ValueConfig
+from mrl.config.schema.run import RunConfig
+from mrl.phases import ModelName
+
+SECTIONS: dict[ModelName, str] = {"critic": "value"}
+"""Models whose section has rules here, and its name."""
+
+_OWN = tuple(f"policy.{field.name}" for field in dataclasses.fields(ValueConfig))
+
+
+def check_critic(config: RunConfig, problems: Problems) -> None:
+    """What PPO needs of its sections, and the rules of `policy` for `value`."""
+    if not config.has_critic:
+        return
+    ppo, loss, last = config.ppo, config.loss_fn, config.grpo.max_num_steps
+    if ppo.policy_training_start_step >= last:
+        rule = f"the run ends after step {last}, and the policy would never be trained"
+        problems.add("ppo.policy_training_start_step", rule, "lower it")
+    if loss.force_on_policy_ratio and ppo.ppo_epochs > 1:
+        rule = f"it is right for one update per step, and ppo.ppo_epochs={ppo.ppo_epochs}"
+        problems.add("loss_fn.force_on_policy_ratio", rule, "set it to false, or the latter to 1")
+    if config.grpo.adv_estimator.name != "grpo":
+        rule = "algorithm=ppo compares tokens with the critic's values, as ppo.adv_estimator says"
+        problems.add("grpo.adv_estimator.name", rule, "leave it out")
+    if config.value.max_total_sequence_length < config.policy.max_total_sequence_length:
+        rule = f"the critic reads sequences of policy.max_total_sequence_length={config.policy.max_total_sequence_length}"
+        problems.add("value.max_total_sequence_length", rule, "leave it out, and it follows")
+    if config.value.megatron_cfg.env_vars not in (None, config.policy.megatron_cfg.env_vars):
+        rule = "policy and critic share processes, which have policy.megatron_cfg.env_vars"
+        problems.add("value.megatron_cfg.env_vars", rule, "set it there")
+    _check_tokens(config, problems)
+    check_section(config, "critic", problems)
+
+
+def check_section(config: RunConfig, model: ModelName, problems: Problems) -> None:
+    """Applies the rules of `policy` to the section of a model beside it; problems name the keys of that section."""
+    section, seen = SECTIONS[model], config.of_model(model)
+    inner = Problems(seen, {_as_policy(key, section): origin for key, origin in config.origins.items() if not key.startswith("policy.")})
+    checks = [algorithms.check_batch, algorithms.check_head, layout.check_cluster, training.check_rows, training.check_optimizer]
+    for check in checks:
+        check(seen, inner)
+    name = seen.policy.model_name
+    try:
+        sizes = read_model(Path(name))
+    except ValueError as error:
+        if os.path.exists(os.path.join(name, "config.json")):
+            inner.extend([f"policy.model_name={name}: {error}"])
+        else:
+            reason = "not in the local Hugging Face cache" if is_hub_id(name) else str(error)
+            inner.add("policy.model_name", reason, "cannot be checked without its config.json: whether the layout divides it", Unchecked)
+    else:
+        layout.check_layout(seen, sizes, inner)
+        training.check_recomputing(seen, sizes, inner)
+        training.check_routing(seen, sizes, inner)
+        training.check_trained(seen, inner)
+    known = "\n".join(problems.texts)
+    for text in inner.texts:
+        # What the rules say of engines, and of values that follow the policy's, they have said for the policy.
+        if text.startswith((*_OWN, "cluster.", "grpo.")) and text.partition(": ")[2] not in known:
+            problems.extend([type(text)(text.replace("policy.", f"{section}."))])
+
+
+def _check_tokens(config: RunConfig, problems: Problems) -> None:
+    sizes = {}
+    for key, name in (("policy", config.policy.model_name), ("value", config.value.model_name)):
+        file = Path(name) / "config.json"
+        if file.is_file():
+            sizes[key] = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
+    if len(sizes) == 2 and sizes["value"] != sizes["policy"]:
+        rule = f"it has {sizes['value']} tokens, and the policy, whose tokens it reads, {sizes['policy']}"
+        problems.add("value.model_name", rule, "give a model of the policy's tokenizer")
+
+
+def _as_policy(key: str, section: str) -> str:
+    return f"policy.{key.removeprefix(f'{section}.')}" if key.startswith(f"{section}.") else key

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PPO's critic, as the training loop sees it: values of a step's tokens before the updates, and its own updates on the returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from mrl.cluster.verbs import PolicyVerbs
+from mrl.data.batch import make_batches
+from mrl.store.summary import metrics_of_updates
+
+if TYPE_CHECKING:
+    from mrl.cluster.payload import PayloadRef
+    from mrl.cluster.session import RolloutSession
+    from mrl.config.schema.run import RunConfig
+    from mrl.types import Batch
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A step's sequences as the critic has judged them."""
+
+    batches: Sequence[Batch]
+    """Of the critic's own updates: the same sequences in the same order."""
+    values: Mapping[int, PayloadRef]
+    """By place in the step; the values stay on the ranks of the critic until those of the policy pull them."""
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The driver's handle on the critic."""
+
+    config: RunConfig
+    session: RolloutSession
+
+    def judge(self, batches: Sequence[Batch]) -> Judged:
+        """Has the critic compute the values of all tokens of a step."""
+        group = self.session.models_beside["critic"]
+        own = make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), self.config.of_model("critic"))
+        self.session.enter("value")
+        group.set_batches(own)
+        return Judged(own, group.call_on_tokens(PolicyVerbs.compute_values, own))
+
+    def learn(self, judged: Judged, batches: Sequence[Batch]) -> dict[str, float]:
+        """Has the policy compute advantages, and the critic learn the returns that come of them; its metrics, as `train/critic/*`.
+
+        `batches` are the policy's, with their log-probabilities.
+        """
+        group = self.session.models_beside["critic"]
+        returns = self.session.policies.call_on_tokens(PolicyVerbs.compute_advantages, batches, judged.values)
+        self.session.enter("train_value")
+        group.call_on_tokens(PolicyVerbs.set_returns, judged.batches, returns)
+        updates = [group.call(PolicyVerbs.train_step)[0] for _ in range(self.config.num_passes) for _ in judged.batches]
+        return {name.replace("train/", "train/critic/", 1): value for name, value in metrics_of_updates(updates).items()}

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a teacher says of a row, and what its student says of the same tokens, from logits or hidden states, vocabulary-parallel.
+
+Nothing keeps or gathers the whole vocabulary on any rank. T packed tokens, V vocabulary columns of this rank (padding included), D hidden
+size, K tokens that the teacher holds likeliest at each position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.algo.distillation import StudentScores
+from mrl.policy.logprobs import CHUNK_TOKENS, TokenDistribution
+
+
+@dataclass(frozen=True)
+class OutputColumns:
+    """This rank's columns of the logits of a row, of which float32 copies are made for `chunk_tokens` rows at a time."""
+
+    inputs: Tensor
+    """The logits [T, V] where there is no weight, and hidden states [T, D] where there is one."""
+    weight_VD: Tensor | None
+    distribution: TokenDistribution
+    group: dist.ProcessGroup
+    """Tensor parallel: its ranks have the columns of the padded vocabulary, in rank order."""
+    chunk_tokens: int = CHUNK_TOKENS
+
+    @property
+    def num_columns(self) -> int:
+        return self.inputs.shape[1] if self.weight_VD is None else len(self.weight_VD)
+
+    @property
+    def first(self) -> int:
+        """The token of the first column."""
+        return self.group.rank() * self.num_columns
+
+    @property
+    def num_real(self) -> int:
+        """Columns that are no padding of the vocabulary."""
+        return min(max(self.distribution.vocab_size - self.first, 0), self.num_columns)
+
+    def chunks(self) -> list[slice]:
+        num_tokens = len(self.inputs)
+        return [slice(start, min(start + self.chunk_tokens, num_tokens)) for start in range(0, num_tokens, self.chunk_tokens)]
+
+    def logits(self, chunk: slice) -> Tensor:
+        """A float32 copy of the real columns of a chunk, after temperature."""
+        rows = self.inputs[chunk]
+        logits = rows[:, : self.num_real] if self.weight_VD is None else rows @ self.weight_VD[: self.num_real].t()
+        return logits.to(torch.float32, copy=True).div_(self.distribution.temperature)
+
+
+class _Gradients:
+    """Of the inputs and the weight of columns, chunk by chunk."""
+
+    def __init__(self, columns: OutputColumns, needed: tuple[bool, ...]) -> None:
+        self._columns = columns
+        self.inputs = torch.zeros_like(columns.inputs) if needed[0] else None
+        # A sum of many chunks would lose the small ones in bfloat16.
+        weight_VD = columns.weight_VD
+        self._weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needed[1] and weight_VD is not None else None
+
+    def add(self, chunk: slice, scaled: Tensor) -> None:
+        """Adds those by the logits of a chunk, given those by its logits after temperature."""
+        columns, num_real = self._columns, self._columns.num_real
+        grad = (scaled / columns.distribution.temperature).to(columns.inputs.dtype)
+        if self.inputs is not None and columns.weight_VD is None:
+            self.inputs[chunk, :num_real] = grad
+        if self.inputs is not None and columns.weight_VD is not None:
+            self.inputs[chunk] = grad @ columns.weight_VD[:num_real]
+        if self._weight_VD is not None:
+            self._weight_VD[:num_real] += grad.t() @ columns.inputs[chunk]
+
+    def weight(self) -> Tensor | None:
+        return None if self._weight_VD is None else self._weight_VD.to(self._columns.inputs.dtype)
+
+
+@torch.no_grad()
+def top_logits(columns: OutputColumns, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits at each position, largest first, float32 [T, K], and their tokens, int64. Of equal ones any may be first.
+
+    Each rank finds its own, and they are merged: ranks exchange k numbers a token. Collective over the tensor-parallel group.
+    """
+    group, values, tokens = columns.group, [], []
+    for chunk in columns.chunks():
+        logits = columns.logits(chunk)
+        own = torch.topk(logits, min(k, logits.shape[1]), dim=-1)
+        missing = k - own.values.shape[1]
+        # A rank may have fewer columns than k, and those of another number of padding.
+        value = torch.nn.functional.pad(own.values, (0, missing), value=-torch.inf)
+        token = torch.nn.functional.pad(own.indices + columns.first, (0, missing), value=0)
+        all_values, all_tokens = (
+            [torch.empty_like(value) for _ in range(group.size())],
+            [torch.empty_like(token) for _ in range(group.size())],
+        )
+        dist.all_gather(all_values, value.contiguous(), group=group)
+        dist.all_gather(all_tokens, token.contiguous(), group=group)
+        best = torch.topk(torch.cat(all_values, dim=-1), k, dim=-1)
+        values.append(best.values)
+        tokens.append(torch.cat(all_tokens, dim=-1).gather(1, best.indices))
+    return torch.cat(values), torch.cat(tokens)
+
+
+def student_scores(columns: OutputColumns, tokens_TK: Tensor, *, needs_vocabulary: bool) -> StudentScores:
+    """Scores of these tokens at each position, int64 [T, K]; with `needs_vocabulary`, what the whole vocabulary adds to them.
+
+    Collective over the tensor-parallel group; the backward pass has no collective.
+    """
+    logits_TK, normalizer_T, negentropy_T = _StudentScores.apply(columns.inputs, columns.weight_VD, columns, tokens_TK, needs_vocabulary)
+    return StudentScores(logits_TK, normalizer_T, negentropy_T) if needs_vocabulary else StudentScores(logits_TK)
+
+
+class _StudentScores(torch.autograd.Function):
+    """Saves its inputs and makes the logits of a chunk again in the backward pass, so that no [T, V] float32 tensor is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight_VD: Tensor | None, columns: OutputColumns, tokens_TK: Tensor, needs_vocabulary: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        column_TK = tokens_TK - columns.first
+        is_local_TK = (column_TK >= 0) & (column_TK < columns.num_real)
+        column_TK = torch.where(is_local_TK, column_TK, 0)
+        logits_TK = torch.zeros(tokens_TK.shape, device=inputs.device)
+        # Largest logit of this rank, and of exp(logit - largest) the sum, and that times logit - largest.
+        max_T = torch.full((len(tokens_TK),), torch.finfo(torch.float32).min, device=inputs.device)
+        sum_T, moment_T = torch.zeros(2, len(tokens_TK), device=inputs.device)
+        if columns.num_real:
+            for chunk in columns.chunks():
+                logits = columns.logits(chunk)
+                logits_TK[chunk] = torch.where(is_local_TK[chunk], logits.gather(1, column_TK[chunk]), 0.0)
+                if needs_vocabulary:
+                    max_T[chunk] = logits.amax(dim=-1)
+                    exps = torch.exp(logits.sub_(max_T[chunk, None]))
+                    sum_T[chunk], moment_T[chunk] = exps.sum(dim=-1), (exps * logits).sum(dim=-1)
+        dist.all_reduce(logits_TK, group=columns.group)
+        normalizer_T, negentropy_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
+        if needs_vocabulary:
+            global_max_T = max_T.clone()
+            dist.all_reduce(global_max_T, op=dist.ReduceOp.MAX, group=columns.group)
+            below_T = max_T - global_max_T
+            sums = torch.stack([sum_T, moment_T + sum_T * below_T]) * torch.exp(below_T)
+            dist.all_reduce(sums, group=columns.group)
+            log_sum_T = sums[0].log()
+            normalizer_T, negentropy_T = global_max_T + log_sum_T, sums[1] / sums[0] - log_sum_T
+        ctx.columns, ctx.needs_vocabulary = columns, needs_vocabulary
+        ctx.save_for_backward(inputs, weight_VD, column_TK, is_local_TK, normalizer_T, negentropy_T)
+        ctx.set_materialize_grads(False)
+        if not needs_vocabulary:
+            ctx.mark_non_differentiable(normalizer_T, negentropy_T)
+        return logits_TK, normalizer_T, negentropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        inputs, weight_VD, column_TK, is_local_TK, normalizer_T, negentropy_T = ctx.saved_tensors
+        columns: OutputColumns = ctx.columns
+        grad_TK, normalizer_grad_T, negentropy_grad_T = grads
+        gradients = _Gradients(columns, ctx.needs_input_grad)
+        for chunk in columns.chunks():
+            logits = columns.logits(chunk)
+            grad = torch.zeros_like(logits)
+            if ctx.needs_vocabulary and columns.num_real:
+                logprobs = logits.sub_(normalizer_T[chunk, None])
+                probs = logprobs.exp()
+                if normalizer_grad_T is not None:
+                    grad += normalizer_grad_T[chunk, None] * probs
+                if negentropy_grad_T is not None:
+                    grad += negentropy_grad_T[chunk, None] * probs * (logprobs - negentropy_T[chunk, None])
+            if grad_TK is not None and columns.num_real:
+                grad.scatter_add_(1, column_TK[chunk], grad_TK[chunk] * is_local_TK[chunk])
+            gradients.add(chunk, grad)
+        return gradients.inputs, gradients.weight(), None, None, None

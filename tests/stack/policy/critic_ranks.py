@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the critic run on the ranks: steps of PPO with a policy and a critic, each in a layout of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch.distributed as dist
+
+from mrl.config.load import load_config
+from mrl.config.schema.run import RunConfig
+from mrl.data.packing import PackedRow, RowSequence, pack_row
+from tests.stack.policy.model_ranks import open_models
+from tests.stack.policy.policy_ranks import LAYOUTS, PAD_TOKEN_ID, optimizer_checksum, plan_of, raw_checksums, rollouts
+from tests.stack.ranks import Rank
+
+if TYPE_CHECKING:
+    from mrl.policy.policy import Policy
+
+MARGINS = ("lr=1e-3", "min_lr=1e-3", "adam_eps=1e-3", "weight_decay=0.01")
+"""Of an optimizer whose steps do not amplify rounding."""
+
+
+@dataclass
+class Steps:
+    """What steps of PPO gave on one rank."""
+
+    values: list[dict[int, np.ndarray]] = field(default_factory=list)
+    returns: list[dict[int, np.ndarray]] = field(default_factory=list)
+    critic: list[dict[str, float]] = field(default_factory=list)
+    policy: list[dict[str, float]] = field(default_factory=list)
+    checksums: list[object] = field(default_factory=list)
+
+
+def ppo_config(folder: Path, layout: str, critic_layout: str, *overrides: str) -> RunConfig:
+    """The laptop's config on the model in `folder`, policy and critic in these layouts."""
+    words = ["value.megatron_cfg.num_layers_in_first_pipeline_stage=null"]
+    for section, name in (("policy", layout), ("value", critic_layout)):
+        sizes = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False, pipeline_model_parallel_size=1)
+        words += [f"{section}.megatron_cfg.{key}={value}" for key, value in (sizes | LAYOUTS[name][1]).items()]
+        words += [f"{section}.megatron_cfg.optimizer.{item}" for item in MARGINS]
+        words += [f"{section}.megatron_cfg.scheduler.lr_warmup_iters=0", f"{section}.megatron_cfg.freeze_moe_router=false"]
+    return load_config("ppo_tiny.yaml", [f"policy.model_name={folder}", *words, *overrides])
+
+
+def reward_of(index: int) -> float:
+    """Some are right."""
+    return float(index % 3 == 0)
+
+
+def rows_of(model: Policy) -> list[PackedRow]:
+    """This rank's rows of the rollouts, packed as the layout of the model asks."""
+    from megatron.core import parallel_state
+
+    model.make_current()
+    policy, sequences = model._config.policy, rollouts()
+    plan = plan_of("balanced", parallel_state.get_data_parallel_world_size(), policy.sequence_multiple)[0][model.dp_rank]
+    sizes = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple, pad_token_id=PAD_TOKEN_ID)
+
+    def sequence(index: int) -> RowSequence:
+        _, rollout, _, is_valid = sequences[index]
+        return RowSequence(index, rollout, 0.0, is_valid, reward_of(index))
+
+    return [pack_row([sequence(index) for index in row], **sizes) for row in plan]
+
+
+def of_all_ranks(mine: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
+    """What all ranks know, as Ray hands it around in a run."""
+    found: list[list[dict[int, np.ndarray]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return [{index: part for rank in found for index, part in rank[batch].items()} for batch in range(len(mine))]
+
+
+def step(policy: Policy, critic: Policy, found: Steps, *, trains_policy: bool = True) -> None:
+    """One step of PPO; adds what it gave to `found`."""
+    critic.enter("value")
+    critic.set_batch(rows_of(critic))
+    values = of_all_ranks(critic.compute_values())
+    policy.enter("logprob")
+    policy.set_batch(rows_of(policy))
+    policy.compute_old_logprobs()
+    returns = of_all_ranks(policy.compute_advantages(values))
+    critic.enter("train_value")
+    critic.set_returns(returns)
+    num_passes = policy._config.num_passes
+    found.critic += [critic.train_step() for _ in range(num_passes)]
+    if trains_policy:
+        policy.enter("train")
+        found.policy += [policy.train_step() for _ in range(num_passes)]
+    found.values += values
+    found.returns += returns
+    found.checksums.append([(raw_checksums(model), optimizer_checksum(model)) for model in (policy, critic)] if trains_policy else None)
+
+
+# What follows runs on a rank.
+
+
+def steps(rank: Rank, config: RunConfig, num_steps: int) -> Steps:
+    """Steps from the model's weights."""
+    found = Steps()
+    with open_models(rank, [("critic", config), ("policy", config)]) as (critic, policy):
+        for _ in range(num_steps):
+            step(policy, critic, found)
+    return found
+
+
+def step_after_save(rank: Rank, config: RunConfig, folder: Path, num_before: int) -> Steps:
+    """The step after `num_before` in which the critic learns alone; both models are saved in between."""
+    found = Steps()
+    with open_models(rank, [("critic", config), ("policy", config)]) as (critic, policy):
+        for _ in range(num_before):
+            step(policy, critic, Steps(), trains_policy=False)
+        for name, model in (("policy", policy), ("critic", critic)):
+            assert model.begin_save(folder / name) == ""
+            assert model.finish_save(60.0).problem == ""
+        step(policy, critic, found)
+    return found
+
+
+def step_after_load(rank: Rank, config: RunConfig, folder: Path) -> Steps:
+    """The first step of models that load what the others have saved."""
+    found = Steps()
+    with open_models(rank, [("critic", config), ("policy", config)]) as (critic, policy):
+        for name, model in (("policy", policy), ("critic", critic)):
+            model.load_checkpoint(folder / name)
+        step(policy, critic, found)
+    return found

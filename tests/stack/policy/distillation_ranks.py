@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs on the ranks of the distillation tests: the loss on random hidden states, and whole steps of a student and its teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mrl.config.load import load_config
+from mrl.config.model import with_value
+from mrl.config.schema.algo import LossConfig
+from mrl.config.schema.run import RunConfig
+from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.types import TeacherTopK
+from tests.stack.policy import logprob_ranks, policy_ranks
+from tests.stack.policy.model_ranks import open_models
+from tests.stack.ranks import Rank
+
+K = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, and how it is computed; `chunk_tokens` None = from the logits of the whole row."""
+
+    loss: LossConfig
+    of: logprob_ranks.Case
+
+
+@dataclass(frozen=True)
+class Result:
+    """The loss with its metrics, this rank's part of the gradients, and the largest logits with their tokens."""
+
+    metrics: dict[str, float]
+    grad_hidden: np.ndarray
+    grad_weight: np.ndarray
+    top_logits: np.ndarray
+    top_tokens: np.ndarray
+
+
+def teacher_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits and tokens of a teacher that agrees with nobody, and weights of the tokens, some of them 0."""
+    generator = torch.Generator().manual_seed(7)
+    size = case.of.vocab_size
+    tokens = torch.stack([torch.randperm(size, generator=generator)[:K] for _ in range(logprob_ranks.NUM_TOKENS)])
+    weights = torch.rand(logprob_ranks.NUM_TOKENS, generator=generator)
+    weights[::3] = 0.0
+    return torch.randn(logprob_ranks.NUM_TOKENS, K, generator=generator) * 2, tokens, weights / 10
+
+
+def losses(rank: Rank, cases: list[Case]) -> list[Result]:
+    """Of every case, on this rank's columns."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rank.master_port}", rank=rank.rank, world_size=rank.world_size)
+    result = [_loss(rank, case) for case in cases]
+    dist.destroy_process_group()
+    return result
+
+
+def _loss(rank: Rank, case: Case) -> Result:
+    import torch.distributed as dist
+
+    from mrl.algo.distillation import distillation_loss, needs_vocabulary
+    from mrl.policy.distillation import OutputColumns, student_scores, top_logits
+
+    group = dist.group.WORLD
+    assert group is not None
+    given, (teacher, tokens, weights) = logprob_ranks.inputs(case.of), teacher_inputs(case)
+    width = logprob_ranks.NUM_COLUMNS // rank.world_size
+    hidden = given.hidden.requires_grad_()
+    weight = given.weight[rank.rank * width :][:width].clone().requires_grad_()
+    if case.of.chunk_tokens is None:
+        columns = OutputColumns(hidden @ weight.t(), None, case.of.distribution(), group, 7)
+    else:
+        columns = OutputColumns(hidden, weight, case.of.distribution(), group, case.of.chunk_tokens)
+    student = student_scores(columns, tokens, needs_vocabulary=needs_vocabulary(case.loss))
+    loss, metrics = distillation_loss(student, teacher, weights, case.loss)
+    loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    top = [values.numpy() for values in top_logits(columns, K)]
+    return Result({name: float(value) for name, value in metrics.items()}, hidden.grad.float().numpy(), weight.grad.float().numpy(), *top)
+
+
+def run_configs(student: Path, teacher: Path, layout: str, teacher_layout: str, *overrides: str) -> RunConfig:
+    """The config of a student and a teacher, each in its layout."""
+    config = policy_ranks.run_config(student, layout)
+    given = load_config("grpo_tiny.yaml", ["algorithm=distillation", "distillation.topk_logits_k=6", *overrides])
+    config.algorithm, config.distillation, config.loss_fn = given.algorithm, given.distillation, given.loss_fn
+    return with_value(config, "teacher", policy_ranks.run_config(teacher, teacher_layout).policy)
+
+
+def sequences(taught: dict[int, TeacherTopK]) -> dict[int, RowSequence]:
+    """The random rollouts with what the teacher says of them, if anything."""
+    made = [
+        RowSequence(index, rollout, 0.0, is_valid, teacher=taught.get(index)) for index, rollout, _, is_valid in policy_ranks.rollouts()
+    ]
+    return {sequence.index: sequence for sequence in made}
+
+
+def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTopK]) -> list[PackedRow]:
+    policy, made = config.policy, sequences(taught)
+    plan = policy_ranks.plan_of("balanced", dp_size, policy.sequence_multiple)[0][dp_rank]
+    multiples = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple)
+    return [pack_row([made[index] for index in row], **multiples, pad_token_id=policy_ranks.PAD_TOKEN_ID) for row in plan]
+
+
+def distilled(rank: Rank, config: RunConfig, num_steps: int) -> tuple[dict[int, TeacherTopK], list[dict[str, float]]]:
+    """What the teacher says of every sequence, as this rank has it, and metrics of the student's steps."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    with open_models(rank, [("teacher", config), ("policy", config)]) as (teacher, student):
+        teacher.make_current()
+        own = rows_of(config.of_model("teacher"), teacher.dp_rank, parallel_state.get_data_parallel_world_size(), {})
+        teacher.enter("teacher")
+        teacher.set_batch(own)
+        parts: list[dict[int, TeacherTopK]] = [{}] * rank.world_size
+        dist.all_gather_object(parts, teacher.compute_top_logits(config.distillation.topk_logits_k))
+        taught = {index: said for part in parts for index, said in part.items()}
+        assert len(taught) == sum(map(len, parts)), "two ranks answer for one sequence"
+        metrics = []
+        for _ in range(num_steps):
+            student.enter("logprob")
+            student.make_current()
+            rows = rows_of(config, student.dp_rank, parallel_state.get_data_parallel_world_size(), taught)
+            student.set_batch(rows)
+            student.enter("train")
+            metrics.append(student.train_step())
+        return taught, metrics

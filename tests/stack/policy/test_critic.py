@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of PPO in a process: policy and critic in layouts of their own, against transformers, one rank, and a resumed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests import models
+from tests.stack.policy import critic_ranks
+from tests.stack.policy.critic_ranks import Steps, ppo_config, reward_of
+from tests.stack.policy.policy_ranks import rollouts, world_size
+from tests.stack.ranks import RankPool
+
+GAMMA, LAMBDA, CLIP = 0.9, 0.8, 0.01
+OVERRIDES = [
+    f"ppo.adv_estimator.gae_gamma={GAMMA}",
+    f"ppo.adv_estimator.gae_lambda={LAMBDA}",
+    f"value_loss_fn.cliprange={CLIP}",
+    "loss_fn.use_importance_sampling_correction=false",
+]
+NUM_STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(ranks: RankPool, folder: Path) -> Steps:
+    (found,) = ranks.run(critic_ranks.steps, ppo_config(folder, "one", "one", *OVERRIDES), NUM_STEPS, world_size=1)
+    return found
+
+
+def value_model() -> torch.nn.Module:
+    """The tiny model with the head that a critic starts with."""
+    model = models.nemotron_h()
+    model.score = torch.nn.Linear(64, 1, bias=False)
+    with torch.no_grad():
+        model.score.weight.copy_(0.02 * torch.randn(1, 64, generator=torch.Generator().manual_seed(42)))
+    return model
+
+
+def values_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    """At each token."""
+    hidden = model.get_submodule("model")(torch.tensor([tokens])).last_hidden_state[0]
+    return model.get_submodule("score")(hidden)[:, 0]
+
+
+def test_values_returns_and_first_update_equal_transformers(of_one_rank: Steps):
+    model, losses, count = value_model(), [], sum(len(rollout.token_ids) for _, rollout, _, is_valid in rollouts() if is_valid)
+    for index, rollout, _, is_valid in rollouts():
+        prompt, length = len(rollout.request.token_ids), len(rollout.token_ids)
+        values = values_of(model, [*rollout.request.token_ids, *rollout.token_ids.tolist()])
+        np.testing.assert_allclose(of_one_rank.values[0][index], values.detach(), atol=2e-5)
+        returns = of_one_rank.returns[0][index]
+        generated = slice(prompt - 1, prompt - 1 + length)
+        if not is_valid:
+            assert np.isnan(returns).all()
+            continue
+        wanted, advantage, after = [], 0.0, 0.0
+        for place, value in reversed(list(enumerate(values[generated].tolist()))):
+            reward = reward_of(index) if place == length - 1 else 0.0
+            advantage = reward + GAMMA * after - value + GAMMA * LAMBDA * advantage
+            after = value
+            wanted.append(advantage + value)
+        np.testing.assert_allclose(returns[generated], wanted[::-1], atol=2e-5)
+        assert np.isnan(np.delete(returns, np.arange(len(returns))[generated])).all()
+        # Before the first update all values are the old ones, and nothing is clipped.
+        losses.append((values[generated] - torch.tensor(wanted[::-1])).square().sum())
+    loss = 0.5 * torch.stack(losses).sum() / count
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_([parameter for parameter in model.parameters() if parameter.grad is not None], 1.0)
+    first, second, *_ = of_one_rank.critic
+    assert first["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert first["train/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert first["train/vf_clipfrac"] == 0.0 < second["train/vf_clipfrac"]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("layout", "critic_layout"), [("tp2 sp dp2 ep2", "pp2 dp2 ep2"), ("pp2 dp2 ep2", "tp2 sp cp2 ep2"), ("cp2 dp2 ep2", "tp2 sp dp2 ep2")]
+)
+def test_layouts_of_policy_and_critic_give_the_steps_of_one_rank(
+    ranks: RankPool, folder: Path, of_one_rank: Steps, layout: str, critic_layout: str
+):
+    config = ppo_config(folder, layout, critic_layout, *OVERRIDES)
+    results = ranks.run(critic_ranks.steps, config, NUM_STEPS, world_size=world_size(layout), timeout_s=240)
+    found = results[0]
+    assert all(result.critic == found.critic and result.policy == found.policy for result in results)
+    for mine, wanted in ((found.critic, of_one_rank.critic), (found.policy, of_one_rank.policy)):
+        for name in ("train/loss", "train/grad_norm"):
+            np.testing.assert_allclose([step[name] for step in mine], [step[name] for step in wanted], rtol=2e-4, atol=1e-6)
+    for mine, wanted in ((found.values, of_one_rank.values), (found.returns, of_one_rank.returns)):
+        for batch, other in zip(mine, wanted, strict=True):
+            assert batch.keys() == other.keys()
+            for index in batch:
+                np.testing.assert_allclose(batch[index], other[index], atol=1e-4)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_bit_for_bit_while_the_critic_learns_alone(ranks: RankPool, folder: Path, tmp_path: Path):
+    config = ppo_config(folder, "tp2 sp dp2 ep2", "pp2 dp2 ep2", *OVERRIDES)
+    before = ranks.run(critic_ranks.step_after_save, config, tmp_path, 2, world_size=4, timeout_s=240)
+    after = ranks.run(critic_ranks.step_after_load, config, tmp_path, world_size=4, timeout_s=240)
+    for first, again in zip(before, after, strict=True):
+        assert first.critic == again.critic
+        assert first.policy == again.policy
+        assert first.checksums == again.checksums
