@@ -28,7 +28,9 @@ class Case:
 
 CASES = {
     "missing config": Case(
-        [], ["config grpo_huge.yaml: no such file in ", "no packaged config of that name", "packaged are dpo_tiny.yaml"], "grpo_huge.yaml"
+        [],
+        ["config grpo_huge.yaml: no such file in ", "no packaged config of that name", "packaged are ", ", grpo_tiny.yaml, "],
+        "grpo_huge.yaml",
     ),
     "unknown key": Case(
         ["grpo.num_prompt_per_step=8"],
