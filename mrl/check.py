@@ -223,9 +223,13 @@ def _trainer(config: RunConfig) -> str:
     return f"{sizes} x context {megatron.context_parallel_size} x data {dp}; {experts}{lora}"
 
 
-def _teacher(config: RunConfig) -> str:
-    seen = config.of_model("teacher")
-    return f"{_model(seen)}; {_trainer(seen)}; {config.loss_fn.kl_type} KL over its {config.distillation.topk_logits_k} likeliest tokens"
+def _teachers(config: RunConfig) -> str:
+    k, lines = config.num_taught_logits, []
+    what = f"{config.loss_fn.kl_type} KL over its {k} likeliest tokens" if k else "logprobs of the tokens that the policy drew"
+    for model in config.teachers:
+        seen, name = config.of_model(model), model.partition(":")[2]
+        lines.append(f"{name}{': ' if name else ''}{_model(seen)}; {_trainer(seen)}; {what}")
+    return "\n".join(lines) or "none"
 
 
 def _critic(config: RunConfig) -> str:
@@ -293,7 +297,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "model": _model,
     "slots": _slots,
     "trainer": _trainer,
-    "teacher": lambda config: _teacher(config) if config.teacher is not None else "none",
+    "teacher": _teachers,
     "critic": lambda config: _critic(config) if config.has_critic else "none",
     "engines": _engines,
     "batch": _batch,

@@ -7,13 +7,22 @@ Dedicated engines share their memory with nobody: they keep weights and KV cache
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 Phase = Literal["load", "train", "logprob", "teacher", "value", "train_value", "refit", "generate", "checkpoint"]
-ModelName = Literal["policy", "teacher", "critic"]
-"""A model that policy ranks may hold: the policy, and those beside it that compute the same rows, each in a layout of its own."""
+Role = Literal["policy", "teacher", "critic"]
+ModelName = str
+"""A model that policy ranks may hold: the policy, and those beside it that compute the same rows, each in a layout of its own.
+
+It is named by its role, or, where several have that, by role and name, as in "teacher:math".
+"""
 Place = Literal["device", "host", "none"]
 """`none`: freed, and allocated anew, with or without content, when it is needed again."""
+
+
+def role_of(model: ModelName) -> Role:
+    """What a model is there for."""
+    return cast("Role", model.partition(":")[0])
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class Residency:
 
     def of(self, model: ModelName) -> Residency:
         """The same as a model sees it: where its own weights, gradients and optimizer are."""
-        match model:
+        match role_of(model):
             case "policy":
                 return self
             case "teacher":
@@ -61,8 +70,8 @@ PHASES: dict[Phase, Residency] = {
     "checkpoint": Residency(engine_weights="device", critic_weights="device"),
 }
 
-WORKERS: dict[Phase, ModelName] = {"teacher": "teacher", "value": "critic", "train_value": "critic"}
-"""The phases in which a model beside the policy computes, and which; runs without it leave them out."""
+WORKERS: dict[Phase, Role] = {"teacher": "teacher", "value": "critic", "train_value": "critic"}
+"""The phases in which a model beside the policy computes, and in which role; runs without it leave them out."""
 
 _WORK: frozenset[Phase] = frozenset({"logprob", "teacher", "value", "train_value", "train"})
 """The phases in which models compute and train the rows of a step."""

@@ -31,6 +31,8 @@ class Prompt:
     env_name: str
     row: str = "{}"
     """The other fields of the row, for its environment: a JSON object, as text."""
+    teacher: str = ""
+    """Name of the model beside the policy that teaches what this is about; empty where nobody does."""
 
 
 @dataclass(frozen=True)
@@ -253,13 +255,16 @@ class FixedAdvantage:
 
 
 @dataclass(frozen=True)
-class TeacherTopK:
-    """What a teacher says of a rollout. It stays with the rank that computed it; others see a reference."""
+class TeacherTokens:
+    """What a teacher says of a rollout, at each of the N tokens that the policy generated: of its K likeliest tokens, or of the one there.
 
-    logits: np.ndarray
-    """float32 [N, K], of the likeliest tokens at each of the N tokens that the policy generated, in order; likeliest first."""
+    It stays with the rank that computed it; others see a reference.
+    """
+
+    scores: np.ndarray
+    """float32 [N, K]: logits, the largest first; or, with K = 1, the logprob of the token that the policy generated."""
     token_ids: np.ndarray
-    """int32 [N, K], these tokens."""
+    """int32 [N, K], the tokens of the scores."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +279,7 @@ class TrainSequence:
     fixed_advantages: tuple[FixedAdvantage, ...] = ()
     """Where they overlap, the later one counts."""
     teacher: object | None = None
-    """Reference to the `TeacherTopK` of the rollout, if it has a teacher; opaque outside `mrl.cluster`."""
+    """Reference to the `TeacherTokens` of the rollout, if it has a teacher; opaque outside `mrl.cluster`."""
 
 
 @dataclass(frozen=True)

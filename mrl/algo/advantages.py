@@ -30,12 +30,12 @@ ROUNDING = 1e-12
 
 
 def train_sequences(
-    groups: Sequence[RolloutGroup], config: GrpoConfig, *, has_critic: bool = False
+    groups: Sequence[RolloutGroup], config: GrpoConfig, *, compares_rollouts: bool = True
 ) -> tuple[list[TrainSequence], dict[str, float]]:
     """Every rollout of a step as a sequence to train on, in the order of the groups; and metrics of rewards and masks.
 
-    With a critic, advantages are 0 until it has judged the tokens. Rollouts that do not count keep their place, with advantage 0. Whatever
-    needs logprobs comes later: see `mrl.algo.token_advantages`.
+    Advantages are 0 where rollouts are not compared, until a critic or a teacher has judged the tokens. Rollouts that do not count keep
+    their place, with advantage 0. Whatever needs logprobs comes later: see `mrl.algo.token_advantages`.
     """
     # Malformed thinking comes first: in a turn with both flaws, the later one counts, its invalid tool call.
     fixed: dict[FlawKind, float | None] = {
@@ -44,7 +44,7 @@ def train_sequences(
     }
     advantage_of: dict[FlawKind, float] = {kind: advantage for kind, advantage in fixed.items() if advantage is not None}
     sequences, judged, num_overlong = list[TrainSequence](), list[tuple[RolloutInfo, Verdict]](), 0
-    by_group = [[0.0] * len(group.rollouts) for group in groups] if has_critic else batch_advantages(groups, config)
+    by_group = batch_advantages(groups, config) if compares_rollouts else [[0.0] * len(group.rollouts) for group in groups]
     for group, advantages in zip(groups, by_group, strict=True):
         rewards = shaped_rewards(group, config)
         for rollout, verdict, reward, advantage in zip(group.rollouts, group.verdicts, rewards, advantages, strict=True):
@@ -131,7 +131,7 @@ def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list
     `token_advantages` later normalises those of reinforce_plus_plus over the tokens of the step.
     """
     match config.adv_estimator.name:
-        case "grpo":
+        case "grpo" | "opd":
             advantages = [_against_group(group, shaped_rewards(group, config), config) for group in groups]
         case "gdpo":
             advantages = _gdpo(groups, config)

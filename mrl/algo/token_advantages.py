@@ -63,18 +63,19 @@ def token_advantages(
     advantages: Sequence[Tensor],
     fixed: Sequence[Tensor],
     masks: Sequence[Tensor],
-    kl_in_reward: Sequence[Tensor] | None,
+    penalties: Sequence[Tensor] | None,
     config: GrpoConfig,
     add_over_ranks: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
     """The advantage of every token of the rows, float32 [T] each, 0 outside the masks.
 
-    For reinforce_plus_plus, subtracts the KL penalty of each token and normalises over the rows, which are those of a step (see
-    `normalize_over_tokens`). Then puts the `fixed` values in, NaN where there is none, and last applies the bounds of the config.
+    Subtracts the penalty of each token: a KL penalty, or how far a teacher's logprob is below the policy's. For reinforce_plus_plus,
+    normalises over the rows, which are those of a step (see `normalize_over_tokens`). Then puts the `fixed` values in, NaN where there is
+    none, and last applies the bounds of the config.
     """
     values = [torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(advantages, masks, strict=True)]
-    if kl_in_reward is not None:
-        values = [advantages_T - kl_T for advantages_T, kl_T in zip(values, kl_in_reward, strict=True)]
+    if penalties is not None:
+        values = [advantages_T - penalty_T for advantages_T, penalty_T in zip(values, penalties, strict=True)]
     if config.adv_estimator.name == "reinforce_plus_plus":
         values = normalize_over_tokens(values, list(masks), add_over_ranks)
     values = [torch.where(fixed_T.isnan(), advantages_T, fixed_T) for advantages_T, fixed_T in zip(values, fixed, strict=True)]

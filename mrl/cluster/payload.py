@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TeacherTopK, TrainSequence, Transcript
+from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TeacherTokens, TrainSequence, Transcript
 
 if TYPE_CHECKING:
     from mrl.data.batch import ExampleBatch
@@ -28,7 +28,7 @@ class PayloadRef:
     index: int
 
 
-def pack(items: Iterable[Rollout | Transcript | TeacherTopK | np.ndarray]) -> list[bytes]:
+def pack(items: Iterable[Rollout | Transcript | TeacherTokens | np.ndarray]) -> list[bytes]:
     """Each item as bytes, so that a receiver restores only what it needs: Ray would restore every small array of the list by itself."""
     return [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
 
@@ -43,10 +43,10 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
     return rollouts
 
 
-def pull_teacher(sequences: Sequence[TrainSequence], *, timeout_s: float) -> list[TeacherTopK | None]:
+def pull_teacher(sequences: Sequence[TrainSequence], *, timeout_s: float) -> list[TeacherTokens | None]:
     """What the teacher says of each sequence, pulled from where it was computed; None where nobody teaches. Otherwise as `pull`."""
     payloads = [sequence.teacher for sequence in sequences if isinstance(sequence.teacher, PayloadRef)]
-    fetched = _fetch(payloads, TeacherTopK, f"the teacher's logits of {len(payloads)} rollouts", timeout_s=timeout_s)
+    fetched = _fetch(payloads, TeacherTokens, f"what teachers say of {len(payloads)} rollouts", timeout_s=timeout_s)
     return [fetched[sequence.teacher] if isinstance(sequence.teacher, PayloadRef) else None for sequence in sequences]
 
 

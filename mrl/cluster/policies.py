@@ -115,9 +115,9 @@ class PolicyActor:
         return put_arrays(cast("list[dict[int, np.ndarray]] | None", self.call(model, verb, *arguments)) or [])
 
     def teach(self, model: ModelName, k: int) -> tuple[list[int], list[bytes]]:
-        """Indices of the sequences that this rank answers for, and what the teacher says of each; see `Policy.compute_top_logits`."""
+        """Indices of the sequences that this rank answers for, and what the teacher says of each; see `Policy.teach`."""
         start = time.monotonic()
-        found = self.models[model].compute_top_logits(k)
+        found = self.models[model].teach(k)
         spans.add("teacher", start, phase=str(self.models[model].phase), **spans.memory_facts())
         return list(found), pack(found.values())
 
@@ -238,7 +238,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         }
 
     def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
-        """The sequences of a step, each with a reference to the k likeliest tokens of this model at the tokens that were generated.
+        """The sequences, each with a reference to what this model says of the tokens that were generated; see `Policy.teach`.
 
         What it computes stays in its processes, whose node hands it on to the ranks that train on it.
         """

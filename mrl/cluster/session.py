@@ -21,7 +21,7 @@ from mrl.cluster.scheduling import until_no_engine_dies
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
-from mrl.phases import PHASES, ModelName, Phase
+from mrl.phases import PHASES, ModelName, Phase, role_of
 from mrl.types import TrainSequence
 
 logger = logging.getLogger(__name__)
@@ -72,20 +72,26 @@ class RolloutSession:
         """What a checkpoint holds."""
         return {"policy": self.policies, **{model: group for model, group in self.models_beside.items() if model == "critic"}}
 
-    def enter(self, phase: Phase) -> None:
-        """Brings all models into a phase in which one works, and colocated engines, which yield their memory. Dedicated ones go on."""
+    def enter(self, phase: Phase, worker: ModelName | None = None) -> None:
+        """Brings all models into a phase in which one works, and colocated engines, which yield their memory. Dedicated ones go on.
+
+        `worker` names it where several have its role; the others stay out of the way.
+        """
         deadline_s = self.policies.deadline_s
         if self.engines.are_colocated:
             self.engines.enter(phase, deadline_s=deadline_s)
         models: dict[ModelName, PolicyGroup] = {"policy": self.policies, **self.models_beside}
 
+        def phase_of(model: ModelName) -> Phase:
+            return "logprob" if worker is not None and model != worker and role_of(model) == role_of(worker) else phase
+
         def takes(model: ModelName) -> tuple[bool, bool]:
-            place = PHASES[phase].of(model)
+            place = PHASES[phase_of(model)].of(model)
             return place.optimizer == "device", place.weights == "device"
 
         # Those that yield their memory come before those that take it.
         for model in sorted(models, key=takes):
-            models[model].call(PolicyVerbs.enter, phase, deadline_s=deadline_s)
+            models[model].call(PolicyVerbs.enter, phase_of(model), deadline_s=deadline_s)
 
     def make_room(self) -> None:
         """Has the models beside the policy leave the devices, as engines need the memory from here on."""
@@ -97,10 +103,16 @@ class RolloutSession:
         self.enter("refit")
         self.policies.call(PolicyVerbs.enter, "generate")
 
-    def taught(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
-        """The sequences of a step with what the teacher says of them."""
-        self.enter("teacher")
-        return self.models_beside["teacher"].teach(sequences, self.config.distillation.topk_logits_k)
+    def taught(self, sequences: Sequence[TrainSequence], teachers: Sequence[ModelName]) -> list[TrainSequence]:
+        """The sequences of a step with what the teacher of each, by name, says of it. Teachers work one after another."""
+        taught = list(sequences)
+        for model in sorted(set(teachers)):
+            places = [place for place, teacher in enumerate(teachers) if teacher == model]
+            self.enter("teacher", model)
+            said = self.models_beside[model].teach([sequences[place] for place in places], self.config.num_taught_logits)
+            for place, sequence in zip(places, said, strict=True):
+                taught[place] = sequence
+        return taught
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -33,15 +32,14 @@ from mrl.config.files import (
     shorten,
     split_key,
 )
-from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_secrets, redact
+from mrl.config.teachers import read_teachers
 from mrl.config.values import REFERENCE, Reader, Tree, Unresolved, find_long_expressions
 
 ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 
 MISSING_ALGORITHMS = {
-    "on_policy_distillation": "distillation of several teachers",
     "teachers": "distillation between tokenizers, for which teachers is a list",
 }
 """Section of NeMo RL -> its algorithm."""
@@ -96,15 +94,13 @@ def read_run(
     note_secrets(((key[-1], setting.value) for key, setting in settings.items()), secrets)
     config, migration, found = _interpret(settings, secrets)
     problems += found
-    if config is not None and any(key[0] == TEACHER and (key[1:] or setting.value is not None) for key, setting in settings.items()):
-        teacher, further = _read_teacher(settings, secrets, known=found)
-        config.teacher = teacher
-        problems += further
+    if config is not None and not to_evaluate:
+        problems += read_teachers(config, settings, secrets, known=found, interpret=_interpret)
     return config, migration, list(dict.fromkeys(problems))
 
 
 def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None, Migration, list[str]]:
-    """The config without its teacher, what became of NeMo RL's keys, and the problems; no config if the algorithm is not known."""
+    """The config without its teachers, what became of NeMo RL's keys, and the problems; no config if the algorithm is not known."""
     problems: list[str] = []
     elsewhere = {key: setting for key, setting in settings.items() if key[0] in SAME_KEYS}
     known, unknown, misplaced = _sort_out({key: setting for key, setting in settings.items() if key not in elsewhere}, problems)
@@ -131,39 +127,6 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     problems += reader.problems()
     faults = reader.faults()
     return None if "algorithm" in faults else hide(config, faults), migration, [*problems, *refused]
-
-
-TEACHER, STUDENT = "teacher", "policy"
-
-
-def _read_teacher(settings: Settings, secrets: set[str], *, known: list[str]) -> tuple[PolicyConfig | None, list[str]]:
-    """Section `teacher`, read as if it was the policy's, in which keys that it leaves out have the policy's values; and problems.
-
-    `known` are problems without it. None if its values are not known.
-    """
-    tree, problems, own = Tree(settings, secrets), list[str](), Settings()
-    for key, setting in settings.items():
-        if key[0] != TEACHER:
-            continue
-        try:
-            # What it refers to is what the whole config says, not what it would say of a policy.
-            own[(STUDENT, *key[1:])] = replace(setting, value=tree.value(".".join(key)), written_as="")
-        except (MissingMandatoryValue, Unresolved) as error:
-            problems.append(f"{describe(key, setting)}: {error}")
-    if problems:
-        return None, problems
-
-    def is_own(key: Key) -> bool:
-        """Whether the policy's value is not the teacher's: it has one, or has something in place of the section."""
-        if key[1:2] in (("model_name",), ("tokenizer",), ("hf_config_overrides",)):
-            return True
-        return any(key[: len(other)] == other or other[: len(key)] == key for other in own)
-
-    shared = {key: setting for key, setting in settings.items() if key[0] != TEACHER and not (key[0] == STUDENT and is_own(key))}
-    config, _, found = _interpret(shared | own, secrets)
-    found = [problem for problem in found if problem not in known and problem.startswith(f"{STUDENT}.")]
-    problems = [problem.replace(f"{STUDENT}.", f"{TEACHER}.") for problem in found]
-    return None if config is None or problems else config.policy, problems
 
 
 def resolved_yaml(config: RunConfig) -> str:

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -26,6 +26,7 @@ from conversion.families.registry import FAMILIES, family
 from conversion.files.hf_folder import weight_files
 from conversion.files.reading import read_json
 from mrl.config.errors import NotKnown, spell, value_at
+from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,19 @@ def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) ->
             except ValueError as error:
                 raise ValueError(f"{key}={error}") from error
             config = with_value(config, key, str(folder or model))
+    with suppress(NotKnown):
+        found = {name: _with_folder(name, section, folder_of) for name, section in config.further_teachers.items()}
+        config = copy.copy(config)
+        config.further_teachers = found
     return config
+
+
+def _with_folder(name: str, section: PolicyConfig, folder_of: Callable[[str], Path | None]) -> PolicyConfig:
+    try:
+        folder = str(folder_of(section.model_name) or section.model_name)
+    except ValueError as error:
+        raise ValueError(f"on_policy_distillation.teacher_model_by_agent_name.{name}={error}") from error
+    return replace(section, model_name=folder, tokenizer=replace(section.tokenizer, name=folder))
 
 
 def with_value(config: RunConfig, key: str, value: object) -> RunConfig:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mrl.types import FixedAdvantage, Rollout, TeacherTopK, TokenSample
+from mrl.types import FixedAdvantage, Rollout, TeacherTokens, TokenSample
 
 MAX_SAMPLED_TOKENS = 4096
 """Of a sequence that readers look at, so that a step's texts stay small."""
@@ -29,14 +29,14 @@ class RowSequence:
     is_valid: bool
     reward: float = 0.0
     fixed_advantages: tuple[FixedAdvantage, ...] = ()
-    teacher: TeacherTopK | None = None
+    teacher: TeacherTokens | None = None
 
 
 @dataclass(frozen=True)
 class PackedTeacher:
     """What the teacher says of the tokens of one row, at the positions that predict them; 0 where the label was not generated."""
 
-    logits_TK: torch.Tensor
+    scores_TK: torch.Tensor
     token_ids_TK: torch.Tensor
 
 
@@ -172,26 +172,26 @@ def pack_row(sequences: Sequence[RowSequence], *, divisible_by: int, sequence_mu
     )
 
 
-def pack_teacher(sequences: Sequence[TeacherTopK | None], is_generated_T: np.ndarray) -> PackedTeacher | None:
+def pack_teacher(sequences: Sequence[TeacherTokens | None], is_generated_T: np.ndarray) -> PackedTeacher | None:
     """What the teacher says of a row, from what it says of its sequences, in order; None if it says nothing of any."""
     found = [sequence for sequence in sequences if sequence is not None]
     if not found:
         return None
     assert len(found) == len(sequences), "a teacher that knows some of the sequences only"
-    logits = np.zeros((len(is_generated_T), found[0].logits.shape[1]), dtype=np.float32)
-    token_ids = np.zeros(logits.shape, dtype=np.int64)
-    logits[is_generated_T] = np.concatenate([sequence.logits for sequence in found])
+    scores = np.zeros((len(is_generated_T), found[0].scores.shape[1]), dtype=np.float32)
+    token_ids = np.zeros(scores.shape, dtype=np.int64)
+    scores[is_generated_T] = np.concatenate([sequence.scores for sequence in found])
     token_ids[is_generated_T] = np.concatenate([sequence.token_ids for sequence in found])
-    return PackedTeacher(torch.from_numpy(logits), torch.from_numpy(token_ids))
+    return PackedTeacher(torch.from_numpy(scores), torch.from_numpy(token_ids))
 
 
-def split_teacher(row: PackedRow, logits_TK: torch.Tensor, token_ids_TK: torch.Tensor) -> dict[int, TeacherTopK]:
+def split_teacher(row: PackedRow, scores_TK: torch.Tensor, token_ids_TK: torch.Tensor) -> dict[int, TeacherTokens]:
     """What a teacher says of the sequences of a row, by index into the batch, from what it says of every position; see `PackedRow`."""
     bounds, found = row.cu_seqlens.tolist(), {}
     for index, start, stop in zip(row.sequence_indices, bounds, bounds[1:], strict=False):
         is_generated = row.generated_mask_T[start:stop] > 0
-        logits, token_ids = (values[start:stop].cpu()[is_generated] for values in (logits_TK, token_ids_TK))
-        found[index] = TeacherTopK(logits.numpy(), token_ids.to(torch.int32).numpy())
+        scores, token_ids = (values[start:stop].cpu()[is_generated] for values in (scores_TK, token_ids_TK))
+        found[index] = TeacherTokens(scores.numpy(), token_ids.to(torch.int32).numpy())
     return found
 
 

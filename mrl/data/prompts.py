@@ -75,6 +75,7 @@ class Rendered:
     answer: str
     env_name: str
     row: str
+    teacher: str = ""
 
 
 def load_prompts(config: RunConfig) -> PromptData:
@@ -89,7 +90,7 @@ def load_prompts(config: RunConfig) -> PromptData:
         (token_ids,) = tokenize([rendered.text], tokenizer)
         # The model gets the question as it is; people, and graders beside the model's text, get both made safe alike.
         question, answer = safe_text(rendered.question), safe_text(rendered.answer)
-        return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row)
+        return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row, rendered.teacher)
 
     train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
     # What stands in padding is never looked at; it only has to be in the vocabulary.
@@ -115,6 +116,9 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
             raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
         if env_name is None or env_name not in env_names:
             raise NoEnvironment(asked)
+        teacher = config.teacher_of(row.agent or env_name) if key.startswith("data.train") else ""
+        if teacher is None:
+            raise RowError(f"no teacher: {row.agent or env_name} is not in on_policy_distillation.teacher_model_by_agent_name")
         if not row.answer and env_name in NEED_ANSWER:
             first_key(fields, answer_keys(dataset))
         messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
@@ -127,7 +131,7 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
             raise RowError(reason)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
-        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest)), row.row_id, identity)
+        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity)
 
     return Reader(key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat)
 

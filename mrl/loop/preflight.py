@@ -18,8 +18,6 @@ from mrl.plan.plan import prediction
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 
 def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     """The config with which the run starts, folders in place of names of the Hub; ValueError names every key or file at fault.
@@ -35,17 +33,15 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     if trains and local.cluster.gpus_per_node:
         logger.info("%s", prediction(local, local_gpu()))
     # Downloads a model of the Hub once nothing else is wrong.
-    sections = {"policy": (config.policy, local.policy)}
-    if config.teacher is not None and local.teacher is not None:
-        sections["teacher"] = (config.teacher, local.teacher)
-    for given, _ in sections.values():
+    sections = [(config.policy, local.policy), *((config.teachers[name], found) for name, found in local.teachers.items())]
+    for given, _ in sections:
         model_folder(given.model_name)
     if config.has_critic:
         model_folder(config.value.model_name)
     for doubt in find_doubts(local):
         logger.warning("%s", doubt)
     beside = Path(config.checkpointing.checkpoint_dir)
-    for given, found in sections.values():
+    for given, found in sections:
         found.model_name = str(overridden_folder(Path(found.model_name), given.hf_config_overrides, beside=beside))
     root = env.cache_root()
     if root is not None:

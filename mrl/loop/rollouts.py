@@ -56,10 +56,12 @@ class RolloutSupplier:
         metrics = supplied.metrics | self.session.rewards.take_metrics()
         metrics |= rollout_metrics(supplied.sampled, grpo, seconds=supplied.seconds, num_engine_restarts=restarts)
         if self.config.algorithm == "distillation":
-            with clock.phase("teacher"):
-                sequences, signals = self.session.taught(sequences_to_teach(supplied.groups)), dict[str, float]()
+            sequences, signals = sequences_to_teach(supplied.groups), dict[str, float]()
         else:
-            sequences, signals = train_sequences(supplied.groups, grpo, has_critic=self.config.has_critic)
+            sequences, signals = train_sequences(supplied.groups, grpo, compares_rollouts=self.config.compares_rollouts)
+        if self.config.teachers:
+            with clock.phase("teacher"):
+                sequences = self.session.taught(sequences, [group.prompt.teacher for group in supplied.groups for _ in group.rollouts])
         batches = make_batches(sequences, self.config)
         return StepData(batches, supplied.trained, supplied.dropped, metrics | signals, supplied.groups, sequences)
 

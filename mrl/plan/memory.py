@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from conversion.schedule import NUM_BUFFERS
 from mrl.config.rules.checks import num_kept_at_most
 from mrl.config.schema.run import RunConfig
-from mrl.phases import PHASES, WORKERS, ModelName, Phase
+from mrl.phases import PHASES, WORKERS, ModelName, Phase, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes
 from mrl.plan.engine import CacheLayout, cache_layout, profiled_bytes
 from mrl.plan.hardware import GIB, Gpu
@@ -126,7 +126,7 @@ def works_beside(config: RunConfig, model: Model, *, imbalance: float = IMBALANC
     for name, other in model.beside.items():
         seen = config.of_model(name)
         stages = range(seen.policy.megatron_cfg.pipeline_model_parallel_size)
-        kind = {"is_trained": name != "teacher", "has_head": name == "critic"}
+        kind = {"is_trained": role_of(name) != "teacher", "has_head": role_of(name) == "critic"}
         works = [work_of(seen, other, stage, imbalance=imbalance, **kind) for stage in stages]
         found[name] = max(works, key=lambda work: work.states.allocated + max(sum(work.forward.values()), sum(work.train.values())))
     return found
@@ -140,9 +140,11 @@ def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMem
     stays = not config.frees_training_memory
     phases: dict[Phase, Parts] = {}
     for phase, residency in PHASES.items():
-        worker = WORKERS.get(phase, "policy")
-        if worker not in works or (not config.has_engines and phase in ("generate", "refit")):
+        workers = [name for name in works if role_of(name) == WORKERS.get(phase, "policy")]
+        if not workers or (not config.has_engines and phase in ("generate", "refit")):
             continue
+        # Teachers work one after another.
+        worker = max(workers, key=lambda name: works[name].states.weights + sum(works[name].forward.values()))
         parts = {"weights": states.weights, "buffers": mine.persistent, "outside torch": POLICY_CONTEXT + sleeping}
         if residency.gradients == "device" or stays:
             parts["gradients"] = states.gradients
@@ -151,7 +153,7 @@ def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMem
         for name, work in beside.items():
             place = residency.of(name)
             # Loading, they come one after another, before the policy: each has left by then.
-            if phase == "load" or place.weights != "device":
+            if phase == "load" or place.weights != "device" or (role_of(name) == "teacher" and name != worker):
                 continue
             parts[f"weights of the {name}"] = work.states.weights
             parts["buffers"] += work.persistent
@@ -209,7 +211,7 @@ def host_memory(config: RunConfig, model: Model, states: States) -> Parts:
     parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": files}
     for name, work in works_beside(config, model).items():
         parts[f"weights of the {name}"] = work.states.weights * ranks
-        if name != "teacher":
+        if role_of(name) != "teacher":
             parts[f"optimizer of the {name}"] = (work.states.optimizer + work.states.host_optimizer) * ranks
     if config.keeps_reference:
         parts["weights of the reference"] = states.weights * ranks

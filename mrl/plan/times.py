@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import SequenceCost
+from mrl.phases import role_of
 from mrl.plan.activations import BF16, Shape
 from mrl.plan.engine import token_bytes
 from mrl.plan.hardware import Gpu
@@ -191,7 +192,7 @@ def step_times(
         phases["logprobs"] = train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward).times(bubble)
     for name, other in model.beside.items():
         # A pass without gradients; of a trained model, and a backward pass.
-        parts = 1.0 if name == "teacher" else 2.0 + BACKWARD
+        parts = 1.0 if role_of(name) == "teacher" else 2.0 + BACKWARD
         phases[name] = train_seconds(other.shape, other.cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts)
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mrl.algo.critic import ValuedRow, gae_of_rows
 from mrl.algo.losses import MAX_METRICS, MIN_METRICS
 from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
-from mrl.config.schema.algo import GrpoConfig, LossConfig
+from mrl.config.schema.algo import GrpoConfig, LossConfig, OnPolicyDistillationConfig
 from mrl.config.schema.ppo import GaeConfig
 from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
 from mrl.policy.packed import join, local_positions
@@ -130,10 +130,17 @@ def global_batch_size(rows: list[PackedRow]) -> BatchSize:
     return BatchSize(*counts.tolist())
 
 
-def finish_batches(batches: list[RankBatch], grpo: GrpoConfig, loss: LossConfig, gae: GaeConfig | None = None) -> None:
+def finish_batches(
+    batches: list[RankBatch],
+    grpo: GrpoConfig,
+    loss: LossConfig,
+    gae: GaeConfig | None = None,
+    teaching: OnPolicyDistillationConfig | None = None,
+) -> None:
     """Finishes all batches of a step: sequences masked, advantages by token. Collective over all ranks.
 
-    With `gae`, rows have values, advantages come from these, and finished rows have returns, too.
+    With `gae`, rows have values, advantages come from these, and finished rows have returns, too. With `teaching`, rows have what teachers
+    say of their tokens, and advantages are those of arXiv:2601.02780: log(teacher / policy), and a share of what the reward gives.
     """
 
     def add_over_ranks(value: Tensor) -> Tensor:
@@ -147,30 +154,32 @@ def finish_batches(batches: list[RankBatch], grpo: GrpoConfig, loss: LossConfig,
             rows, metrics = map(list, zip(*(_without_errors(items, grpo.seq_logprob_error_threshold) for items in rows), strict=True))
         # Normalisation is over all updates of the step.
         step = [item for items in rows for item in items]
-        kl_in_reward = None
+        penalties = None
         if loss.use_kl_in_reward:
-            kl_in_reward = [
+            penalties = [
                 kl_penalty(_on_host(item.old_logprobs_T), _on_host(item.reference_logprobs_T), item.row.loss_mask_T, loss) for item in step
             ]
         starts = [item.row.advantages_T for item in step]
+        if teaching is not None:
+            starts, penalties = [teaching.reward_weight * advantages_T for advantages_T in starts], [-teacher_gap(item) for item in step]
         if gae is not None:
             starts, returns = gae_of_rows(
-                [_valued(item, kl_T) for item, kl_T in zip(step, kl_in_reward or [None] * len(step), strict=True)], gae, add_over_ranks
+                [_valued(item, kl_T) for item, kl_T in zip(step, penalties or [None] * len(step), strict=True)], gae, add_over_ranks
             )
             targets = iter([torch.where(item.row.loss_mask_T > 0, part, torch.nan) for item, part in zip(step, returns, strict=True)])
-            rows, kl_in_reward = [[replace(item, returns_T=next(targets)) for item in items] for items in rows], None
+            rows, penalties = [[replace(item, returns_T=next(targets)) for item in items] for items in rows], None
         advantages = iter(
             token_advantages(
                 starts,
                 [item.row.fixed_advantages_T for item in step],
                 [item.row.loss_mask_T for item in step],
-                kl_in_reward,
+                penalties,
                 grpo,
                 add_over_ranks,
             )
         )
         rows = [[replace(item, row=replace(item.row, advantages_T=next(advantages))) for item in items] for items in rows]
-        metrics = [measured | _advantage_metrics(items) for measured, items in zip(metrics, rows, strict=True)]
+        metrics = [measured | _advantage_metrics(items, teaching is not None) for measured, items in zip(metrics, rows, strict=True)]
     shared = [
         (global_batch_size([item.row for item in items]), {f"train/{name}": value for name, value in measured.items()})
         for items, measured in zip(rows, metrics, strict=True)
@@ -241,7 +250,15 @@ def _without_errors(rows: list[TrainRow], threshold: float | None) -> tuple[list
     return kept_rows, finish_error_metrics(combine([parts], parallel_state.get_data_parallel_group()))
 
 
-def _advantage_metrics(rows: list[TrainRow]) -> dict[str, float]:
+def teacher_gap(item: TrainRow) -> Tensor:
+    """The teacher's log-probability of each token less the policy's, [T]; 0 outside the mask, and in a row without sequences."""
+    said = item.row.teacher
+    if said is None:
+        return torch.zeros_like(item.row.loss_mask_T)
+    return torch.where(item.row.loss_mask_T > 0, said.scores_TK[:, 0] - _on_host(item.old_logprobs_T), 0.0)
+
+
+def _advantage_metrics(rows: list[TrainRow], has_teachers: bool) -> dict[str, float]:
     values = torch.cat([item.row.advantages_T[item.row.loss_mask_T > 0] for item in rows])
     infinity = torch.tensor([torch.inf])
     parts = {
@@ -250,9 +267,11 @@ def _advantage_metrics(rows: list[TrainRow]) -> dict[str, float]:
         "advantages/min": torch.cat([values, infinity]).min(),
         "advantages/max": torch.cat([values, -infinity]).max(),
     }
+    if has_teachers:
+        parts["teacher_gap/mean"] = torch.cat([teacher_gap(item) for item in rows]).sum()
     totals = combine([parts], parallel_state.get_data_parallel_group())
     count = totals.pop("num_tokens")
-    return {name: value / (count if name == "advantages/mean" else 1.0) if count else 0.0 for name, value in totals.items()}
+    return {name: value / (count if name.endswith("/mean") else 1.0) if count else 0.0 for name, value in totals.items()}
 
 
 def _on_host(logprobs_T: Tensor | None) -> Tensor:

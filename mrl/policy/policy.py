@@ -25,7 +25,7 @@ from conversion.tensors import box_view
 from mrl import phases, spans
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, token_samples
-from mrl.phases import ModelName, Phase
+from mrl.phases import ModelName, Phase, role_of
 from mrl.policy import checkpoint, parallel
 from mrl.policy.batch import RankBatch, answers_for_rows, check_equal_counts, finish_batches, global_batch_size, sequences_of
 from mrl.policy.checkpoint import CheckpointWrite
@@ -38,12 +38,12 @@ from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, bu
 from mrl.policy.output import attach_reward_head
 from mrl.policy.profile import RankProfiler
 from mrl.policy.reports import WriteReport
-from mrl.policy.step import compute_logprobs, compute_top_logits, compute_values, evaluate, objective_of, train_step
+from mrl.policy.step import compute_drawn_logprobs, compute_logprobs, compute_top_logits, compute_values, evaluate, objective_of, train_step
 from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.inputs import RankPlace, RefitInputs
-from mrl.types import TeacherTopK, TokenSample
+from mrl.types import TeacherTokens, TokenSample
 
 
 @parallel.in_turn
@@ -86,7 +86,7 @@ class Policy:
         )
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
         self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
-        bare_chunks = build_model(config.policy, self._hf_config, is_trained=model != "teacher")
+        bare_chunks = build_model(config.policy, self._hf_config, is_trained=role_of(model) != "teacher")
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
         head = attach_reward_head(bare_chunks, seed=config.training.seed) if config.algorithm == "rm" or model == "critic" else {}
         self._live_layout = self._layout | self._lora.layout | head
@@ -122,7 +122,7 @@ class Policy:
         device = next(iter(self._tensors.values())).device
         self._memory = TrainingMemory(self._state, device, HostBlock() if device.type == "cuda" else None)
         is_moved = model != "policy" and device.type == "cuda"
-        self._storages = HostStorages(list(self._tensors.values()), is_constant=model == "teacher") if is_moved else None
+        self._storages = HostStorages(list(self._tensors.values()), is_constant=role_of(model) == "teacher") if is_moved else None
         self._profiler = RankProfiler(config.profiler)
         self._phase: Phase | None = None
         self.enter("load")
@@ -310,14 +310,16 @@ class Policy:
         """Log-probability of every label, float32 [T] per row; an empty list on all but the last pipeline stage."""
         return [logprobs.cpu().numpy() for logprobs in self._logprobs(rows, self._distribution)]
 
-    def compute_top_logits(self, k: int) -> dict[int, TeacherTopK]:
-        """The k likeliest tokens at each generated token of the batch, by index of the sequence, on the rank that answers for it.
+    def teach(self, k: int) -> dict[int, TeacherTokens]:
+        """At each generated token of the batch the k likeliest tokens, by index of the sequence, on the rank that answers for it.
 
-        Uses the batch up. Empty on all other ranks.
+        With k = 0 the logprob of the generated token itself, never truncated. Uses the batch up. Empty on all other ranks.
         """
-        batch = self._take_batch()
+        rows = self._whole_groups(self._take_batch().logprob_rows)
         self.settled_weights()
-        return compute_top_logits(self._chunks, self._whole_groups(batch.logprob_rows), self._distribution, k)
+        if k:
+            return compute_top_logits(self._chunks, rows, self._distribution, k)
+        return compute_drawn_logprobs(self._chunks, rows, self._distribution.untruncated)
 
     def train_step(self) -> dict[str, float]:
         """Takes one optimizer step on the batch and uses it up; returns metrics `train/*`, the same floats on every rank.
@@ -451,7 +453,8 @@ class Policy:
     def _finish_batches(self) -> None:
         # The first batch of a step finishes those behind it, too: some signals span the whole step.
         gae = self._config.ppo.adv_estimator if self._config.has_critic else None
-        finish_batches([self._current_batch(), *self._further_batches], self._config.rollouts, self._config.loss_fn, gae)
+        batches, teaching = [self._current_batch(), *self._further_batches], self._config.teaching
+        finish_batches(batches, self._config.rollouts, self._config.loss_fn, gae, teaching)
         self._first_of_step = self._current_batch() if self._config.logger.rollouts != "none" else None
 
     def _current_batch(self) -> RankBatch:

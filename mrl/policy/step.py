@@ -33,12 +33,12 @@ from mrl.config.schema.ppo import ValueLossConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, PackedTeacher, split_teacher
 from mrl.phases import ModelName
-from mrl.policy.batch import BatchSize, TrainRow, combine, own_positions, share_from_last_stage, whole_row
+from mrl.policy.batch import BatchSize, TrainRow, answers_for_rows, combine, own_positions, share_from_last_stage, whole_row
 from mrl.policy.distillation import student_scores, top_logits
 from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.moe import RouterReplay, row_tokens, show_row, take_routing, update_expert_biases
 from mrl.policy.output import output_columns, token_rewards, token_scores
-from mrl.types import TeacherTopK
+from mrl.types import TeacherTokens
 
 
 @torch.no_grad()
@@ -66,16 +66,26 @@ def compute_values(chunks: list[DistributedDataParallel], rows: list[PackedRow])
 @torch.no_grad()
 def compute_top_logits(
     chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution, k: int
-) -> dict[int, TeacherTopK]:
+) -> dict[int, TeacherTokens]:
     """The k likeliest tokens at each generated token, by index of the sequence, on the rank that answers for the row; empty on others."""
-    is_first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
 
-    def top_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> dict[int, TeacherTopK]:
+    def top_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> dict[int, TeacherTokens]:
         top = top_logits(output_columns(model, output, distribution), k)
         logits_TK, tokens_TK = (whole_row(values, item.row) for values in top)
-        return split_teacher(item.row, logits_TK, tokens_TK) if is_first else {}
+        return split_teacher(item.row, logits_TK, tokens_TK) if answers_for_rows() else {}
 
     found = _forward_only(chunks, list(map(TrainRow, rows)), top_of)
+    return {index: teacher for of_row in found for index, teacher in of_row.items()}
+
+
+def compute_drawn_logprobs(
+    chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution
+) -> dict[int, TeacherTokens]:
+    """The logprob of each generated token, by index of the sequence, on the rank that answers for the row; empty on others."""
+    logprobs = compute_logprobs(chunks, rows, distribution)
+    if not answers_for_rows():
+        return {}
+    found = [split_teacher(row, logprobs_T[:, None], row.labels_T[:, None]) for row, logprobs_T in zip(rows, logprobs, strict=True)]
     return {index: teacher for of_row in found for index, teacher in of_row.items()}
 
 
@@ -294,7 +304,7 @@ def _distillation_objective(config: LossConfig, distribution: TokenDistribution,
         tokens_TK = teacher.token_ids_TK[local].to(device)
         student = student_scores(columns, tokens_TK, needs_vocabulary=needs_vocabulary(config))
         weights_T = (row.loss_mask_T[local] / max(size.num_valid_tokens, 1)).to(device)
-        return distillation_loss(student, teacher.logits_TK[local].to(device), weights_T, config)
+        return distillation_loss(student, teacher.scores_TK[local].to(device), weights_T, config)
 
     return Objective(row_loss)
 

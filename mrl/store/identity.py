@@ -24,10 +24,23 @@ logger = logging.getLogger(__name__)
 
 Example = TypeVar("Example")
 Identity = dict[str, dict[str, str]]
-"""For model, tokenizer and data, and a teacher if there is one: the parts that it consists of, and a checksum of each."""
+"""For model, tokenizer and data, and for teachers and a critic if there are any: the parts that it consists of, and a checksum of each."""
 
-KEYS = {"model": "policy.model_name", "tokenizer": "policy.tokenizer", "data": "data.train", "teacher": "teacher.model_name"}
-OTHER = {"model": "another model", "tokenizer": "another tokenizer", "data": "other training data", "teacher": "another teacher"}
+KEYS = {
+    "model": "policy.model_name",
+    "tokenizer": "policy.tokenizer",
+    "data": "data.train",
+    "teacher": "teacher.model_name or on_policy_distillation.teacher_model_by_agent_name",
+    "critic": "value.model_name",
+}
+OTHER = {
+    "model": "another model",
+    "tokenizer": "another tokenizer",
+    "data": "other training data",
+    "teacher": "another teacher",
+    "critic": "another critic",
+}
+_ALWAYS = ("model", "tokenizer", "data")
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 # What tools write into config.json beside the model.
 _NOT_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
@@ -53,10 +66,16 @@ def identity_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut])
     }
     if not config.has_engines:  # a step takes the rows from step x batch on
         data["policy.train_global_batch_size"] = str(config.policy.train_global_batch_size)
-    models = {"model": config.policy.model_name}
-    if config.teacher is not None:
-        models["teacher"] = config.teacher.model_name
-    return {**{name: _model_parts(Path(folder), memory) for name, folder in models.items()}, "tokenizer": texts, "data": data}
+    models = {"model": _model_parts(Path(config.policy.model_name), memory)}
+    for model in config.models_beside:
+        role, _, name = model.partition(":")
+        parts = _model_parts(Path(config.of_model(model).policy.model_name), memory)
+        models.setdefault(role, {}).update({f"{name}: {part}" if name else part: digest for part, digest in parts.items()})
+    if config.teaching is not None:
+        models["teacher"]["names of rows"] = _digest(
+            {name: config.teacher_of(name) for name in config.teaching.teacher_model_by_agent_name}
+        )
+    return {**models, "tokenizer": texts, "data": data}
 
 
 def _model_parts(model: Path, memory: Path) -> dict[str, str]:
@@ -88,7 +107,7 @@ def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], re
 def _read(file: Path) -> Identity:
     with suppress(ValueError):
         content = read_json(file)
-        if isinstance(content, dict) and all(isinstance(content.get(name), dict) for name in KEYS if name != "teacher"):
+        if isinstance(content, dict) and all(isinstance(content.get(name), dict) for name in _ALWAYS):
             return content
     raise ValueError(f"{file} is damaged; restore it, or remove it if model, tokenizer and data are those of the run")
 

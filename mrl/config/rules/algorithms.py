@@ -116,7 +116,9 @@ def _check_rewards(config: RunConfig, problems: Problems) -> None:
 def check_batch(config: RunConfig, problems: Problems) -> None:
     """Groups can be compared, the rollouts of a step divide into global batches, and these into the data-parallel ranks."""
     section = "distillation" if config.algorithm == "distillation" else "grpo"
-    if config.rollouts.num_generations_per_prompt < 2 and (config.algorithm == "grpo" or config.rollouts.use_dynamic_sampling):
+    if config.rollouts.num_generations_per_prompt < 2 and (
+        config.algorithm == "grpo" and config.compares_rollouts or config.rollouts.use_dynamic_sampling
+    ):
         needs = "a baseline" if config.algorithm == "grpo" else f"{section}.use_dynamic_sampling=true"
         problems.add(f"{section}.num_generations_per_prompt", f"{needs} compares the rollouts of a prompt", "use at least 2")
     rollouts, batch, dp = config.rollouts.num_rollouts_per_step, config.policy.train_global_batch_size, config.data_parallel_size

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from mrl.config.fields import AboveZero, AllOrCount, Count, Finite, NotNegative, Positive, Range, Share, follows
 
-Estimator = Literal["grpo", "gdpo", "reinforce_plus_plus"]
+Estimator = Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"]
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 
 
@@ -51,6 +51,7 @@ class AdvantageEstimatorConfig:
     name: str = "grpo"
     """`grpo` compares with the prompt's other rollouts, `gdpo` does so for each reward component, `reinforce_plus_plus` for the whole step.
 
+    `opd` compares each token's logprob with a teacher's: see `on_policy_distillation`.
     `package.module:name` is a function of yours (docs/extend/estimator.md).
     """
     normalize_rewards: bool = follows("grpo.normalize_rewards")
@@ -185,6 +186,56 @@ class DistillationConfig:
     """Tokens that the teacher holds likeliest at each position: its distribution is that of these alone. At most the vocabulary."""
     seed: Count = 42
     """Seed of the run: data order and sampling. Config and seed fix the run bit for bit on CPU."""
+
+
+@dataclass
+class TeacherPlacesConfig:
+    """The layouts of teachers, each over all policy ranks: they work between rollouts and update, on the GPUs of the policy."""
+
+    enabled: bool = False
+    """NeMo RL gives teachers GPUs of their own with it; here they have the policy's, which are more by as many, either way."""
+    default_teacher_cfg: dict[str, Any] = field(default_factory=dict)
+    """Keys of `policy.megatron_cfg`, `precision`, and `micro_batch_size` for `policy.logprob_batch_size`. Parallel sizes are 1 by default,
+    other keys the policy's. `num_nodes` and `gpus_per_node` are of NeMo RL's separate GPUs."""
+    teacher_overrides: dict[str, Any] = field(default_factory=dict)
+    """Name of a teacher -> keys that it has in place of the defaults."""
+
+
+@dataclass
+class OnPolicyDistillationConfig:
+    """Teachers judge the tokens that the policy drew (arXiv:2601.02780): with grpo.adv_estimator.name=opd, the advantage of a token is
+    log(teacher's probability / policy's), and, as far as orm_advantage_weight says, that of its rollout's reward."""
+
+    enabled: bool = False
+    """Rows have teachers, and advantages come from them."""
+    teacher_model_by_agent_name: dict[str, str] = field(default_factory=dict)
+    """Name -> model, a folder or an id. A row's name is its `agent_ref.name`, or without one its environment's."""
+    default_teacher_alias: str | None = None
+    """One of these names, for rows whose own is not among them; null = they are errors."""
+    strict_agent_name_match: bool = False
+    """Such rows are errors, whatever default_teacher_alias says."""
+    deduplicate_shared_teacher_checkpoints: bool = True
+    """Names of one model share a copy of it. false: each has its own, which need have no other layout."""
+    use_orm_advantage: bool = False
+    """The reward counts, too."""
+    orm_advantage_weight: NotNegative = 0.0
+    """Weight of the advantage that the rollout's reward gives against its group, beside 1 for the teacher's; with use_orm_advantage."""
+    non_colocated_teachers: TeacherPlacesConfig | None = None
+
+    @property
+    def reward_weight(self) -> float:
+        return self.orm_advantage_weight if self.use_orm_advantage else 0.0
+
+    def teacher_of(self, name: str) -> str | None:
+        """The name under which the teacher of a row of this name is held; None if it has none."""
+        known = self.teacher_model_by_agent_name
+        if name not in known:
+            if self.strict_agent_name_match or self.default_teacher_alias not in known:
+                return None
+            name = self.default_teacher_alias
+        if not self.deduplicate_shared_teacher_checkpoints:
+            return name
+        return next(other for other, model in known.items() if model == known[name])
 
 
 @dataclass

@@ -20,6 +20,7 @@ from mrl.config.schema.algo import (
     EvalConfig,
     GrpoConfig,
     LossConfig,
+    OnPolicyDistillationConfig,
     RewardPenaltiesConfig,
     RmConfig,
     SftConfig,
@@ -55,7 +56,7 @@ class CheckpointingConfig:
     """Keep this many of the newest checkpoints, whatever their metric; null = one."""
     save_optimizer: bool = True
     """Save optimizer state; without it a run cannot resume exactly."""
-    allow_changes: list[Literal["model", "tokenizer", "data", "teacher"]] = field(default_factory=list)
+    allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic"]] = field(default_factory=list)
     """A run resumes although these are others than before. Data: also their order, which files, split, seed and shuffle decide."""
     checkpoint_must_save_by: str | None = None
     """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends before a step that would end later; null = never."""
@@ -134,6 +135,8 @@ class RunConfig:
     """Secrets that the values hold; no key. `load_config` sets it; `with_value` keeps it, and `dataclasses.replace` does not."""
     origins = dict[str, str]()
     """Where each key was set, if anywhere: file and line, or the command line; inherited files first. No key; `load_config` sets it."""
+    further_teachers = dict[str, PolicyConfig]()
+    """What `on_policy_distillation` makes of its teachers, by name: each has the keys of `policy`. No key; `load_config` sets it."""
     algorithm: Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"] = "grpo"
     """How the policy learns: from rewards (grpo; ppo with a critic), a teacher (distillation), conversations (sft), or pairs (dpo, and rm
     for a reward model)."""
@@ -143,6 +146,7 @@ class RunConfig:
     dpo: DpoConfig = field(default_factory=DpoConfig)
     rm: RmConfig = field(default_factory=RmConfig)
     ppo: PpoConfig = field(default_factory=PpoConfig)
+    on_policy_distillation: OnPolicyDistillationConfig | None = None
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: ValueLossConfig = field(default_factory=ValueLossConfig)
     reward_penalties: RewardPenaltiesConfig = field(default_factory=RewardPenaltiesConfig)
@@ -168,9 +172,7 @@ class RunConfig:
         """The config as one of the run's models sees it: its own section stands as `policy`, but engines are the policy's alone."""
         if model == "policy":
             return self
-        sections: dict[ModelName, PolicyConfig | None] = {"teacher": self.teacher, "critic": self.value.beside(self.policy)}
-        seen, section = copy.copy(self), sections[model]
-        assert section is not None, f"a rule requires section {model}"
+        seen, section = copy.copy(self), self.value.beside(self.policy) if model == "critic" else self.teachers[model]
         generation = dataclasses.replace(self.policy.generation, temperature=section.generation.temperature)
         seen.policy = dataclasses.replace(section, generation=generation)
         return seen
@@ -178,15 +180,40 @@ class RunConfig:
     @property
     def models_beside(self) -> tuple[ModelName, ...]:
         """The models that policy ranks hold beside the policy."""
-        return (*(("teacher",) if self.algorithm == "distillation" else ()), *(("critic",) if self.has_critic else ()))
+        return (*self.teachers, *(("critic",) if self.has_critic else ()))
+
+    @property
+    def teachers(self) -> dict[ModelName, PolicyConfig]:
+        """The models that say something of the policy's tokens, and are not trained."""
+        if self.algorithm == "distillation":
+            return {} if self.teacher is None else {"teacher": self.teacher}
+        return {} if self.teaching is None else {f"teacher:{name}": section for name, section in self.further_teachers.items()}
+
+    @property
+    def teaching(self) -> OnPolicyDistillationConfig | None:
+        """How teachers' logprobs become advantages; None if they do not."""
+        given = self.on_policy_distillation
+        return given if given is not None and given.enabled and self.algorithm == "grpo" else None
+
+    @property
+    def num_taught_logits(self) -> int:
+        """Of each generated token, the logits that its teacher tells; 0 = the logprob of the token itself."""
+        return self.distillation.topk_logits_k if self.algorithm == "distillation" else 0
+
+    def teacher_of(self, name: str) -> ModelName | None:
+        """The model that teaches rows of an agent's or environment's name; None if a row of that name has no teacher, and needs one."""
+        if self.teaching is None:
+            return "teacher" if self.algorithm == "distillation" else ""
+        teacher = self.teaching.teacher_of(name)
+        return None if teacher is None else f"teacher:{teacher}"
 
     @property
     def teacher_bytes(self) -> int:
-        """Of what a teacher says of the longest rollouts of a step: a float32 logit and an int32 token for each of its likeliest."""
-        if self.algorithm != "distillation":
+        """Of what teachers say of the longest rollouts of a step: a float32 number and an int32 token each time."""
+        if not self.teachers:
             return 0
         tokens = self.rollouts.num_rollouts_per_step * self.policy.max_total_sequence_length
-        return 8 * tokens * self.distillation.topk_logits_k
+        return 8 * tokens * max(1, self.num_taught_logits)
 
     @property
     def rollouts(self) -> GrpoConfig:
@@ -249,7 +276,13 @@ class RunConfig:
     def needs_old_logprobs(self) -> bool:
         """Whether a step computes the policy's logprobs before its update."""
         uses_ratios = self.algorithm in ("grpo", "ppo")
-        return uses_ratios and (not self.loss_fn.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None)
+        has_ratio = not self.loss_fn.force_on_policy_ratio
+        return uses_ratios and (has_ratio or self.grpo.seq_logprob_error_threshold is not None or self.teaching is not None)
+
+    @property
+    def compares_rollouts(self) -> bool:
+        """Whether advantages compare the rewards of a prompt's rollouts."""
+        return not self.has_critic and (self.teaching is None or self.teaching.reward_weight > 0)
 
     @property
     def num_dedicated_slots(self) -> int:

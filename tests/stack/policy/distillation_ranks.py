@@ -14,7 +14,7 @@ from mrl.config.model import with_value
 from mrl.config.schema.algo import LossConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, RowSequence, pack_row
-from mrl.types import TeacherTopK
+from mrl.types import TeacherTokens
 from tests.stack.policy import logprob_ranks, policy_ranks
 from tests.stack.policy.model_ranks import open_models
 from tests.stack.ranks import Rank
@@ -93,7 +93,7 @@ def run_configs(student: Path, teacher: Path, layout: str, teacher_layout: str, 
     return with_value(config, "teacher", policy_ranks.run_config(teacher, teacher_layout).policy)
 
 
-def sequences(taught: dict[int, TeacherTopK]) -> dict[int, RowSequence]:
+def sequences(taught: dict[int, TeacherTokens]) -> dict[int, RowSequence]:
     """The random rollouts with what the teacher says of them, if anything."""
     made = [
         RowSequence(index, rollout, 0.0, is_valid, teacher=taught.get(index)) for index, rollout, _, is_valid in policy_ranks.rollouts()
@@ -101,14 +101,14 @@ def sequences(taught: dict[int, TeacherTopK]) -> dict[int, RowSequence]:
     return {sequence.index: sequence for sequence in made}
 
 
-def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTopK]) -> list[PackedRow]:
+def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTokens]) -> list[PackedRow]:
     policy, made = config.policy, sequences(taught)
     plan = policy_ranks.plan_of("balanced", dp_size, policy.sequence_multiple)[0][dp_rank]
     multiples = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple)
     return [pack_row([made[index] for index in row], **multiples, pad_token_id=policy_ranks.PAD_TOKEN_ID) for row in plan]
 
 
-def distilled(rank: Rank, config: RunConfig, num_steps: int) -> tuple[dict[int, TeacherTopK], list[dict[str, float]]]:
+def distilled(rank: Rank, config: RunConfig, num_steps: int) -> tuple[dict[int, TeacherTokens], list[dict[str, float]]]:
     """What the teacher says of every sequence, as this rank has it, and metrics of the student's steps."""
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -118,8 +118,8 @@ def distilled(rank: Rank, config: RunConfig, num_steps: int) -> tuple[dict[int, 
         own = rows_of(config.of_model("teacher"), teacher.dp_rank, parallel_state.get_data_parallel_world_size(), {})
         teacher.enter("teacher")
         teacher.set_batch(own)
-        parts: list[dict[int, TeacherTopK]] = [{}] * rank.world_size
-        dist.all_gather_object(parts, teacher.compute_top_logits(config.distillation.topk_logits_k))
+        parts: list[dict[int, TeacherTokens]] = [{}] * rank.world_size
+        dist.all_gather_object(parts, teacher.teach(config.distillation.topk_logits_k))
         taught = {index: said for part in parts for index, said in part.items()}
         assert len(taught) == sum(map(len, parts)), "two ranks answer for one sequence"
         metrics = []

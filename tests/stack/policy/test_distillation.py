@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mrl.config.schema.algo import LossConfig
-from mrl.types import TeacherTopK
+from mrl.types import TeacherTokens
 from tests import models
 from tests.stack.policy import distillation_ranks, logprob_ranks, policy_ranks
 from tests.stack.policy.distillation_ranks import Case, K, run_configs
@@ -89,13 +89,13 @@ def test_a_teacher_says_what_transformers_says_and_steps_are_those_of_one_rank(r
         for found, metrics in results:
             assert metrics == results[0][1]
             for index, said in taught.items():
-                np.testing.assert_allclose(found[index].logits, said.logits, atol=3e-5, rtol=1e-5)
+                np.testing.assert_allclose(found[index].scores, said.scores, atol=3e-5, rtol=1e-5)
         for found, wanted in zip(results[0][1], steps, strict=True):
             for name in ("train/loss", "train/kl_forward", "train/kl_reverse", "train/grad_norm"):
                 assert found[name] == pytest.approx(wanted[name], rel=2e-5, abs=1e-7), (layout, name)
 
 
-def check_taught(taught: dict[int, TeacherTopK], folder: Path, k: int) -> None:
+def check_taught(taught: dict[int, TeacherTokens], folder: Path, k: int) -> None:
     """Compares every generated token with transformers, sequence by sequence."""
     model = transformers_model(folder)
     assert sorted(taught) == list(range(policy_ranks.NUM_SEQUENCES))
@@ -104,10 +104,10 @@ def check_taught(taught: dict[int, TeacherTopK], folder: Path, k: int) -> None:
         with torch.no_grad():
             logits = model(token_ids).logits[0, len(rollout.request.token_ids) - 1 : -1]
         best = torch.topk(logits, k, dim=-1)
-        np.testing.assert_allclose(taught[index].logits, best.values.numpy(), atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(taught[index].scores, best.values.numpy(), atol=1e-4, rtol=1e-4)
         # Near ties may change places.
         own = logits.gather(1, torch.from_numpy(taught[index].token_ids).long())
-        np.testing.assert_allclose(own.numpy(), taught[index].logits, atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(own.numpy(), taught[index].scores, atol=1e-4, rtol=1e-4)
         assert all(len(set(row)) == k for row in taught[index].token_ids.tolist())
 
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections of teachers: `teacher`, and those that `on_policy_distillation` describes. Each is read as if it was the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from omegaconf.errors import MissingMandatoryValue
+
+from mrl.config.errors import NotKnown
+from mrl.config.files import Key, Settings, describe, flatten
+from mrl.config.schema.run import RunConfig
+from mrl.config.values import Tree, Unresolved
+
+if TYPE_CHECKING:
+    from mrl.config.dialect.translate import Migration
+    from mrl.config.schema.algo import OnPolicyDistillationConfig
+    from mrl.config.schema.policy import PolicyConfig
+
+TEACHER, STUDENT, SEVERAL = "teacher", "policy", "on_policy_distillation"
+Interpret = Callable[[Settings, set[str]], "tuple[RunConfig | None, Migration, list[str]]"]
+
+SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
+ELSEWHERE = {"precision": "precision", "micro_batch_size": "logprob_batch_size"}
+"""Key of a teacher's place -> key of `policy` that it stands for."""
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+GPUS = ("num_nodes", "gpus_per_node")
+"""What NeMo RL's teachers have of their own; here they work on the policy's."""
+OWN_CUT = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "virtual_pipeline_model_parallel_size")
+"""How the policy's layers are cut; a teacher has others."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a teacher has of its own."""
+
+    settings: Settings
+    """As keys of `policy`."""
+    name: str
+    """What messages call its section."""
+
+
+def read_teachers(config: RunConfig, settings: Settings, secrets: set[str], *, known: list[str], interpret: Interpret) -> list[str]:
+    """Sets the config's teachers, and returns what is wrong with them. `known` are its problems without them."""
+    problems: list[str] = []
+    if any(key[0] == TEACHER and (key[1:] or setting.value is not None) for key, setting in settings.items()):
+        written = _written(settings, secrets, problems)
+        config.teacher = None if problems else _read(Own(written, TEACHER), settings, secrets, known, interpret, problems)
+    with suppress(NotKnown):
+        if config.teaching is not None:
+            config.further_teachers = {}
+            for name, own in _described(config.teaching, config.policy.megatron_cfg.sequence_parallel).items():
+                if (section := _read(own, settings, secrets, known, interpret, problems)) is not None:
+                    config.further_teachers[name] = section
+    return problems
+
+
+def _written(settings: Settings, secrets: set[str], problems: list[str]) -> Settings:
+    """Section `teacher` as keys of the policy; adds expressions that cannot be resolved to `problems`."""
+    tree, own = Tree(settings, secrets), Settings()
+    for key, setting in settings.items():
+        if key[0] != TEACHER:
+            continue
+        try:
+            # What it refers to is what the whole config says, not what it would say of a policy.
+            own[(STUDENT, *key[1:])] = replace(setting, value=tree.value(".".join(key)), written_as="")
+        except (MissingMandatoryValue, Unresolved) as error:
+            problems.append(f"{describe(key, setting)}: {error}")
+    return own
+
+
+def _described(given: OnPolicyDistillationConfig, splits_sequences: bool) -> dict[str, Own]:
+    """What each teacher of `on_policy_distillation` has of its own, by the name under which it is held."""
+    places, found = given.non_colocated_teachers, dict[str, Own]()
+    for name, model in given.teacher_model_by_agent_name.items():
+        if given.teacher_of(name) != name:
+            continue
+        place: dict[str, object] = dict(places.default_teacher_cfg) if places else {}
+        place |= _mapping(places.teacher_overrides.get(name)) if places else {}
+        megatron: dict[str, object] = {**dict.fromkeys(SIZES, 1), **dict.fromkeys(OWN_CUT), "enabled": True, "peft.enabled": False}
+        megatron |= {key: value for key, value in place.items() if key not in (*ELSEWHERE, *GPUS, "megatron_cfg_overrides")}
+        megatron |= _mapping(place.get("megatron_cfg_overrides"))
+        # As with the policy's, Megatron splits sequences where it splits tensors.
+        megatron.setdefault("sequence_parallel", splits_sequences and megatron["tensor_model_parallel_size"] != 1)
+        own: dict[str, object] = {"model_name": model, "tokenizer.name": model, "dtensor_cfg.enabled": False}
+        own |= {f"megatron_cfg.{key}": value for key, value in megatron.items()}
+        own |= {to: PRECISIONS.get(str(place[key]), place[key]) for key, to in ELSEWHERE.items() if key in place}
+        settings: Settings = {}
+        for key, value in own.items():
+            settings |= flatten(value, (STUDENT, *key.split(".")), "")
+        found[name] = Own(settings, f"{SEVERAL}, teacher {name}")
+    return found
+
+
+def _read(
+    own: Own, settings: Settings, secrets: set[str], known: list[str], interpret: Interpret, problems: list[str]
+) -> PolicyConfig | None:
+    """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known."""
+
+    def is_own(key: Key) -> bool:
+        """Whether the policy's value is not the teacher's: it has one, or has something in place of the section."""
+        if key[1:2] in (("model_name",), ("tokenizer",), ("hf_config_overrides",)):
+            return True
+        return any(key[: len(other)] == other or other[: len(key)] == key for other in own.settings)
+
+    shared = {key: setting for key, setting in settings.items() if key[0] != TEACHER and not (key[0] == STUDENT and is_own(key))}
+    config, _, found = interpret(shared | own.settings, secrets)
+    found = [problem for problem in found if problem not in known and problem.startswith(f"{STUDENT}.")]
+    # A section of the user's has keys of its own; one that was made names the keys that it was made of.
+    problems += [problem.replace(f"{STUDENT}.", f"{TEACHER}." if own.name == TEACHER else f"{own.name}: ") for problem in found]
+    return None if config is None or found else config.policy
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return dict(value) if isinstance(value, Mapping) else {}
