@@ -15,7 +15,7 @@ from mrl.config.texts import safe_text
 from mrl.data.chat import load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
-from mrl.data.rows import Fields, RowError, answer_keys, first_key, parse_row
+from mrl.data.rows import Fields, RowError, agent_of, answer_keys, first_key, parse_row
 from mrl.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -116,9 +116,10 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
             raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
         if env_name is None or env_name not in env_names:
             raise NoEnvironment(asked)
-        teacher = config.teacher_of(row.agent or env_name) if key.startswith("data.train") else ""
+        taught_as = agent_of(fields) or env_name
+        teacher = config.teacher_of(taught_as) if key.startswith("data.train") else ""
         if teacher is None:
-            raise RowError(f"no teacher: {row.agent or env_name} is not in on_policy_distillation.teacher_model_by_agent_name")
+            raise RowError(f"no teacher: {taught_as} is not in on_policy_distillation.teacher_model_by_agent_name")
         if not row.answer and env_name in NEED_ANSWER:
             first_key(fields, answer_keys(dataset))
         messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")

@@ -187,15 +187,21 @@ def _squad(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
 
 def _gym(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     messages, tools = gym_conversation(fields)
-    agent = fields.get("agent_ref")
-    name = agent.get("name") if isinstance(agent, dict) else None
-    if name is not None and not isinstance(name, str):
-        raise RowError("agent_ref.name must be a string")
+    name = agent_of(fields)
     answer = fields.get("expected_answer")
     answer = "" if answer is None or isinstance(answer, list | dict) else plain_text(answer, "expected_answer").strip()
     # Their ids are those of the data sets that a blend was made of, and may repeat.
     rest = {key: value for key, value in fields.items() if key != "responses_create_params"}
     return ParsedRow(messages, answer=answer, tools=tools, rest=rest, agent=name)
+
+
+def agent_of(fields: Fields) -> str | None:
+    """`agent_ref.name` of a row, if it has one. RowError: it is no string."""
+    agent = fields.get("agent_ref")
+    name = agent.get("name") if isinstance(agent, dict) else None
+    if name is not None and not isinstance(name, str):
+        raise RowError("agent_ref.name must be a string")
+    return name
 
 
 def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import torch
 
 from mrl.config.load import load_config
 from mrl.config.model import with_value
-from mrl.config.schema.algo import LossConfig
+from mrl.config.schema.algo import LossConfig, OnPolicyDistillationConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, RowSequence, pack_row
-from mrl.types import TeacherTokens
+from mrl.types import TeacherTokens, TokenSample
 from tests.stack.policy import logprob_ranks, policy_ranks
 from tests.stack.policy.model_ranks import open_models
 from tests.stack.ranks import Rank
@@ -93,41 +94,70 @@ def run_configs(student: Path, teacher: Path, layout: str, teacher_layout: str, 
     return with_value(config, "teacher", policy_ranks.run_config(teacher, teacher_layout).policy)
 
 
-def sequences(taught: dict[int, TeacherTokens]) -> dict[int, RowSequence]:
-    """The random rollouts with what the teacher says of them, if anything."""
-    made = [
-        RowSequence(index, rollout, 0.0, is_valid, teacher=taught.get(index)) for index, rollout, _, is_valid in policy_ranks.rollouts()
-    ]
-    return {sequence.index: sequence for sequence in made}
+def judging_config(student: Path, teachers: dict[str, tuple[Path, str]], layout: str, reward_weight: float) -> RunConfig:
+    """The config of a student whose advantages come from these teachers, of these folders in these layouts, and from rewards."""
+    config = policy_ranks.run_config(student, layout)
+    names = {name: str(folder) for name, (folder, _) in teachers.items()}
+    config.on_policy_distillation = OnPolicyDistillationConfig(
+        enabled=True, teacher_model_by_agent_name=names, use_orm_advantage=reward_weight > 0, orm_advantage_weight=reward_weight
+    )
+    config.further_teachers = {name: policy_ranks.run_config(*place).policy for name, place in teachers.items()}
+    config.loss_fn = LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True)
+    config.grpo.adv_estimator.name = "opd"
+    return config
 
 
-def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTokens]) -> list[PackedRow]:
-    policy, made = config.policy, sequences(taught)
+def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTokens], kept: Collection[int]) -> list[PackedRow]:
+    """The rank's rows of the random rollouts, as far as they are kept, with what teachers say of them, if anything."""
+    policy = config.policy
+    made = {
+        index: RowSequence(index, rollout, advantage, is_valid, teacher=taught.get(index))
+        for index, rollout, advantage, is_valid in policy_ranks.rollouts()
+    }
     plan = policy_ranks.plan_of("balanced", dp_size, policy.sequence_multiple)[0][dp_rank]
     multiples = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple)
-    return [pack_row([made[index] for index in row], **multiples, pad_token_id=policy_ranks.PAD_TOKEN_ID) for row in plan]
+    return [pack_row([made[index] for index in row if index in kept], **multiples, pad_token_id=policy_ranks.PAD_TOKEN_ID) for row in plan]
 
 
-def distilled(rank: Rank, config: RunConfig, num_steps: int) -> tuple[dict[int, TeacherTokens], list[dict[str, float]]]:
-    """What the teacher says of every sequence, as this rank has it, and metrics of the student's steps."""
+@dataclass(frozen=True)
+class Distilled:
+    """What a rank has seen of a run."""
+
+    taught: dict[int, TeacherTokens]
+    """What the teachers say of every sequence, from all ranks."""
+    metrics: list[dict[str, float]]
+    """Of the student's steps."""
+    samples: dict[int, TokenSample]
+    """Of the first step, of the sequences that this rank answers for."""
+
+
+def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:
+    """Teaches every sequence, that of index i by teacher i modulo their number, and trains the student on what was said."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    with open_models(rank, [("teacher", config), ("policy", config)]) as (teacher, student):
-        teacher.make_current()
-        own = rows_of(config.of_model("teacher"), teacher.dp_rank, parallel_state.get_data_parallel_world_size(), {})
-        teacher.enter("teacher")
-        teacher.set_batch(own)
-        parts: list[dict[int, TeacherTokens]] = [{}] * rank.world_size
-        dist.all_gather_object(parts, teacher.teach(config.distillation.topk_logits_k))
-        taught = {index: said for part in parts for index, said in part.items()}
-        assert len(taught) == sum(map(len, parts)), "two ranks answer for one sequence"
-        metrics = []
-        for _ in range(num_steps):
+    every, names, taught = range(policy_ranks.NUM_SEQUENCES), list(config.teachers), dict[int, TeacherTokens]()
+    with open_models(rank, [(name, config) for name in (*names, "policy")]) as (*teachers, student):
+        for place, (name, teacher) in enumerate(zip(names, teachers, strict=True)):
+            teacher.make_current()
+            dp_size = parallel_state.get_data_parallel_world_size()
+            own = rows_of(config.of_model(name), teacher.dp_rank, dp_size, {}, every[place :: len(names)])
+            teacher.enter("teacher")
+            teacher.set_batch(own)
+            parts: list[dict[int, TeacherTokens]] = [{}] * rank.world_size
+            dist.all_gather_object(parts, teacher.teach(config.num_taught_logits))
+            found = {index: said for part in parts for index, said in part.items()}
+            assert len(found) == sum(map(len, parts)), "two ranks answer for one sequence"
+            assert sorted(found) == list(every[place :: len(names)])
+            taught |= found
+        metrics, samples = [], dict[int, TokenSample]()
+        for step in range(num_steps):
             student.enter("logprob")
             student.make_current()
-            rows = rows_of(config, student.dp_rank, parallel_state.get_data_parallel_world_size(), taught)
-            student.set_batch(rows)
+            student.set_batch(rows_of(config, student.dp_rank, parallel_state.get_data_parallel_world_size(), taught, every))
+            if config.needs_old_logprobs:
+                student.compute_old_logprobs()
             student.enter("train")
             metrics.append(student.train_step())
-        return taught, metrics
+            samples |= student.token_samples(every) if step == 0 else {}
+        return Distilled(taught, metrics, samples)

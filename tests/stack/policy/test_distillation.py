@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from mrl.config.schema.algo import LossConfig
-from mrl.types import TeacherTokens
+from mrl.types import Rollout, TeacherTokens
 from tests import models
 from tests.stack.policy import distillation_ranks, logprob_ranks, policy_ranks
-from tests.stack.policy.distillation_ranks import Case, K, run_configs
+from tests.stack.policy.distillation_ranks import Case, Distilled, K, judging_config, run_configs
 from tests.stack.policy.layouts import transformers_model
 from tests.stack.ranks import RankPool
 
@@ -80,19 +80,66 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_teacher_says_what_transformers_says_and_steps_are_those_of_one_rank(ranks: RankPool, folders: tuple[Path, Path]):
     zero = "loss_fn.zero_outside_topk=true"
     one = run_configs(*folders, "one", "one", zero)
-    ((taught, steps),) = ranks.run(distillation_ranks.distilled, one, 3, world_size=1)
+    (alone,) = ranks.run(distillation_ranks.distilled, one, 3, world_size=1)
+    taught, steps = alone.taught, alone.metrics
     check_taught(taught, folders[1], one.distillation.topk_logits_k)
     assert steps[0]["train/loss"] > 0 and steps[2]["train/loss"] < steps[0]["train/loss"]
     for layout, teacher_layout in (("tp2 sp dp2 ep2", "tp2 sp pp2"), ("cp2 dp2 ep2", "pp2 dp2")):
         config = run_configs(*folders, layout, teacher_layout, zero)
         results = ranks.run(distillation_ranks.distilled, config, 3, world_size=policy_ranks.world_size(layout), timeout_s=200)
-        for found, metrics in results:
-            assert metrics == results[0][1]
-            for index, said in taught.items():
-                np.testing.assert_allclose(found[index].scores, said.scores, atol=3e-5, rtol=1e-5)
-        for found, wanted in zip(results[0][1], steps, strict=True):
-            for name in ("train/loss", "train/kl_forward", "train/kl_reverse", "train/grad_norm"):
-                assert found[name] == pytest.approx(wanted[name], rel=2e-5, abs=1e-7), (layout, name)
+        check_equal(results, alone, ("train/loss", "train/kl_forward", "train/kl_reverse", "train/grad_norm"))
+
+
+def check_equal(results: list[Distilled], alone: Distilled, names: tuple[str, ...]) -> None:
+    """Compares what every rank has seen with what one rank alone has."""
+    for result in results:
+        assert result.metrics == results[0].metrics
+        for index, said in alone.taught.items():
+            np.testing.assert_allclose(result.taught[index].scores, said.scores, atol=3e-5, rtol=1e-5)
+    for found, wanted in zip(results[0].metrics, alone.metrics, strict=True):
+        for name in names:
+            assert found[name] == pytest.approx(wanted[name], rel=2e-5, abs=1e-6), name
+
+
+REWARD_WEIGHT = 0.25
+
+
+@pytest.mark.timeout(300)
+def test_several_teachers_judge_the_tokens_that_the_student_drew(ranks: RankPool, folders: tuple[Path, Path]):
+    student, other = folders
+    one = judging_config(student, {"math": (other, "one"), "code": (student, "one")}, "one", REWARD_WEIGHT)
+    (alone,) = ranks.run(distillation_ranks.distilled, one, 2, world_size=1)
+    gaps = check_judged(alone, student, [other, student])
+    assert alone.metrics[0]["train/teacher_gap/mean"] == pytest.approx(np.mean(gaps), abs=1e-5)
+    # Half of the sequences are taught by the student itself: only the other half differs, and only in the first step.
+    assert 0.3 < np.mean(np.array(gaps) != 0.0) < 0.7
+    places = {"math": (other, "tp2 sp pp2"), "code": (student, "cp2 dp2 ep2")}
+    config = judging_config(student, places, "tp2 sp dp2 ep2", REWARD_WEIGHT)
+    results = ranks.run(distillation_ranks.distilled, config, 2, world_size=4, timeout_s=200)
+    check_equal(results, alone, ("train/loss", "train/teacher_gap/mean", "train/advantages/min", "train/advantages/max", "train/grad_norm"))
+
+
+def check_judged(alone: Distilled, student: Path, teachers: list[Path]) -> list[float]:
+    """Compares every advantage with logprobs of transformers; returns the gaps of all tokens that count."""
+    models, policy, gaps = [transformers_model(folder) for folder in teachers], transformers_model(student), list[float]()
+    for index, rollout, advantage, is_valid in policy_ranks.rollouts():
+        said, drawn = (drawn_logprobs(model, rollout) for model in (models[index % len(models)], policy))
+        np.testing.assert_allclose(alone.taught[index].scores[:, 0], said, atol=1e-4, rtol=1e-4)
+        assert alone.taught[index].token_ids[:, 0].tolist() == rollout.token_ids.tolist()
+        sample = alone.samples[index]
+        found = [value for value, is_generated in zip(sample.advantages, sample.is_generated, strict=True) if is_generated]
+        wanted = REWARD_WEIGHT * advantage + said - drawn if is_valid else np.zeros(len(said))
+        np.testing.assert_allclose(found, wanted, atol=2e-4)
+        gaps += [] if not is_valid else [0.0] * len(said) if teachers[index % len(models)] == student else (said - drawn).tolist()
+    return gaps
+
+
+def drawn_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarray:
+    """Of the generated tokens, by transformers."""
+    token_ids, start = torch.tensor([[*rollout.request.token_ids, *rollout.token_ids.tolist()]]), len(rollout.request.token_ids)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(token_ids).logits[0, start - 1 : -1].float(), dim=-1)
+    return logprobs.gather(1, token_ids[0, start:, None])[:, 0].numpy()
 
 
 def check_taught(taught: dict[int, TeacherTokens], folder: Path, k: int) -> None:
@@ -114,7 +161,8 @@ def check_taught(taught: dict[int, TeacherTokens], folder: Path, k: int) -> None
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(ranks: RankPool, folders: tuple[Path, Path]):
     config = run_configs(folders[0], folders[0], "one", "one", "loss_fn.zero_outside_topk=true")
     config = replace(config, distillation=replace(config.distillation, topk_logits_k=264))
-    ((_, (step,)),) = ranks.run(distillation_ranks.distilled, config, 1, world_size=1)
+    (alone,) = ranks.run(distillation_ranks.distilled, config, 1, world_size=1)
 
+    (step,) = alone.metrics
     assert math.isclose(step["train/kl_forward"], 0.0, abs_tol=1e-6)
     assert step["train/grad_norm"] < 1e-4

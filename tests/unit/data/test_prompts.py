@@ -143,6 +143,20 @@ def test_what_an_agent_does_is_judged_by_its_environment(config: RunConfig, tmp_
         load_prompts(configured(tmp_path, *gym))
 
 
+def test_a_row_is_taught_by_the_teacher_of_its_agent_or_else_of_its_environment(config: RunConfig, tmp_path: Path):
+    names = "{adding: one, math: two}"
+    opd = ["grpo.adv_estimator.name=opd", f"on_policy_distillation={{enabled: true, teacher_model_by_agent_name: {names}}}"]
+    rows = [{"question": "1+1", "answer": "2", "env_name": "math", "agent_ref": {"name": name}} for name in ("adding", "math", "art")]
+    write(tmp_path / "train.jsonl", [*rows[:2], {"question": "2+2", "answer": "4"}])
+    data = load_prompts(configured(tmp_path, *opd))
+    assert [prompt.teacher for prompt in data.train] == ["teacher:adding", "teacher:math", "teacher:math"]
+    assert [prompt.teacher for prompt in data.validation] == ["", ""]
+    assert [prompt.teacher for prompt in load_prompts(configured(tmp_path)).train] == ["", "", ""]
+    write(tmp_path / "train.jsonl", rows)
+    with pytest.raises(ValueError, match=r"train.jsonl:3: no teacher: art is not in on_policy_distillation.teacher_model_by_agent_name"):
+        load_prompts(configured(tmp_path, *opd))
+
+
 def test_tools_go_with_the_prompt(config: RunConfig, tmp_path: Path):
     tool = {"type": "function", "function": {"name": "add"}}
     write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": "1+1"}], "answer": "2", "tools": [tool]}])

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section `on_policy_distillation`, in NeMo RL's words: which teacher a row has, what each is made of, and what does not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config, read_run, resolved_yaml
+from mrl.config.model import with_cached_folders
+from mrl.config.rules.checks import find_problems
+from tests.unit.config.test_teacher import model
+
+# The keys of NeMo RL's recipe mopd-qwen3-1.7b-3n8g-megatron-pack.yaml, on hosts without GPUs.
+STUDENT = """
+grpo:
+  num_prompts_per_step: 8
+  num_generations_per_prompt: 4
+  adv_estimator: {name: opd}
+  seq_logprob_error_threshold: 2.0
+loss_fn: {reference_policy_kl_penalty: 0.0, disable_ppo_ratio: true}
+policy:
+  model_name: student
+  precision: bfloat16
+  max_total_sequence_length: 128
+  logprob_batch_size: 2
+  megatron_cfg: {enabled: true, tensor_model_parallel_size: 2, sequence_parallel: true, num_layers_in_first_pipeline_stage: 3,
+                 pipeline_model_parallel_size: 2, peft: {enabled: true}}
+data: {train: {data_path: rows.jsonl}, validation: null}
+checkpointing: {metric_name: null}
+cluster: {cpu_units_per_node: 4}
+on_policy_distillation:
+  enabled: true
+  teacher_model_by_agent_name: {math_agent: one, code_agent: two, mcqa_agent: one}
+"""
+PLACES = """
+  non_colocated_teachers:
+    enabled: true
+    default_teacher_cfg: {tensor_model_parallel_size: 2, num_nodes: 1, gpus_per_node: 8, precision: bf16, micro_batch_size: 1}
+    teacher_overrides:
+      code_agent:
+        tensor_model_parallel_size: 1
+        pipeline_model_parallel_size: 4
+        moe_permute_fusion: false
+        megatron_cfg_overrides: {activation_checkpointing: true}
+"""
+
+
+def write(tmp_path: Path, *texts: str) -> Path:
+    file = tmp_path / "mopd.yaml"
+    file.write_text("".join(texts))
+    return file
+
+
+def test_each_model_is_one_teacher_with_the_policys_keys_and_a_layout_of_its_own(tmp_path: Path):
+    config = load_config(write(tmp_path, STUDENT, PLACES))
+    assert config.models_beside == ("teacher:math_agent", "teacher:code_agent")
+    one, two = (config.of_model(name).policy for name in config.models_beside)
+    assert (one.model_name, one.tokenizer.name, one.max_total_sequence_length) == ("one", "one", 128)
+    assert (one.precision, one.logprob_batch_size, config.policy.logprob_batch_size) == ("bfloat16", 1, 2)
+    assert (one.megatron_cfg.model_parallel_size, one.megatron_cfg.sequence_parallel) == (2, True)
+    assert (two.megatron_cfg.tensor_model_parallel_size, two.megatron_cfg.pipeline_model_parallel_size) == (1, 4)
+    assert not two.megatron_cfg.sequence_parallel and two.megatron_cfg.activation_checkpointing
+    for teacher in (one, two):
+        # A teacher is not trained, and its layers are not the policy's.
+        assert not teacher.megatron_cfg.peft.enabled and teacher.megatron_cfg.num_layers_in_first_pipeline_stage is None
+    assert config.policy.megatron_cfg.peft.enabled and config.policy.megatron_cfg.num_layers_in_first_pipeline_stage == 3
+    (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
+    again = load_config(tmp_path / "resolved.yaml")
+    assert {name: teacher.megatron_cfg for name, teacher in again.further_teachers.items()} == {
+        name: teacher.megatron_cfg for name, teacher in config.further_teachers.items()
+    }
+
+
+def test_a_row_has_the_teacher_of_its_agent(tmp_path: Path):
+    config = load_config(write(tmp_path, STUDENT))
+    assert config.teacher_of("math_agent") == config.teacher_of("mcqa_agent") == "teacher:math_agent"
+    assert (config.teacher_of("code_agent"), config.teacher_of("other_agent")) == ("teacher:code_agent", None)
+    config = load_config(write(tmp_path, STUDENT, "  default_teacher_alias: code_agent\n"))
+    assert config.teacher_of("other_agent") == "teacher:code_agent"
+    config = load_config(write(tmp_path, STUDENT, "  default_teacher_alias: code_agent\n  strict_agent_name_match: true\n"))
+    assert config.teacher_of("other_agent") is None
+    config = load_config(write(tmp_path, STUDENT, "  deduplicate_shared_teacher_checkpoints: false\n"))
+    assert config.models_beside == ("teacher:math_agent", "teacher:code_agent", "teacher:mcqa_agent")
+    assert config.teacher_of("mcqa_agent") == "teacher:mcqa_agent"
+
+
+def test_logprobs_of_the_policy_are_computed_whatever_the_ratio_needs(tmp_path: Path):
+    ratio = "loss_fn.force_on_policy_ratio=true"
+    config = load_config(write(tmp_path, STUDENT), [ratio, "grpo.seq_logprob_error_threshold=null"])
+    assert config.needs_old_logprobs
+    assert not load_config("grpo_tiny.yaml", [ratio]).needs_old_logprobs
+
+
+WRONG = {
+    "another estimator": (["grpo.adv_estimator.name=grpo"], "on_policy_distillation.enabled=true: what teachers say would be computed for"),
+    "nobody": (["on_policy_distillation=null"], "grpo.adv_estimator.name=opd: opd compares with teachers, and there are none"),
+    "a default without a model": (["on_policy_distillation.default_teacher_alias=art"], "(math_agent, code_agent, mcqa_agent)"),
+    "a weight that nobody reads": (["on_policy_distillation.orm_advantage_weight=0.5"], "use_orm_advantage=false does not go with it"),
+    "truncated sampling": (["policy.generation.top_p=0.9"], "top_p or top_k truncates the policy's; set top_p=1 and top_k=null"),
+    "another algorithm": (["algorithm=ppo"], "advantages are GRPO's, and algorithm=ppo"),
+    "a place for a name that shares another's model": (
+        ["on_policy_distillation.non_colocated_teachers.teacher_overrides={mcqa_agent: {tensor_model_parallel_size: 2}}"],
+        "no teacher is held under 'mcqa_agent': names of one model share the first of them; use one of math_agent, code_agent",
+    ),
+    "a layout that does not divide the ranks": (
+        ["on_policy_distillation.non_colocated_teachers.default_teacher_cfg={tensor_model_parallel_size: 3}"],
+        "on_policy_distillation, teacher math_agent: megatron_cfg.tensor_model_parallel_size=3: ",
+    ),
+    "a key that no section has": (
+        ["on_policy_distillation.non_colocated_teachers.default_teacher_cfg={tensor_size: 2}"],
+        "on_policy_distillation, teacher math_agent: megatron_cfg.tensor_size=2: no such key",
+    ),
+    "a value of another type": (
+        ["on_policy_distillation.non_colocated_teachers.default_teacher_cfg={context_parallel_size: two}"],
+        "on_policy_distillation, teacher math_agent: megatron_cfg.context_parallel_size=two: must be a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, name: str):
+    overrides, message = WRONG[name]
+    config, _, problems = read_run(write(tmp_path, STUDENT), overrides)
+    assert config is not None
+    found = [*problems, *find_problems(with_cached_folders(config))]
+    assert any(message in problem for problem in found), "\n".join(found)
+
+
+def test_teaching_needs_teachers(tmp_path: Path):
+    nobody = STUDENT.rpartition("  teacher_model_by_agent_name")[0]
+    (problem,) = (text for text in find_problems(load_config(write(tmp_path, nobody))) if "on_policy_distillation" in text)
+    assert problem.startswith("on_policy_distillation.teacher_model_by_agent_name={}: no row has a teacher; give a model for each agent")
+
+
+def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path):
+    student, teacher = model(tmp_path / "student"), model(tmp_path / "other", vocab_size=256)
+    config = load_config(write(tmp_path, STUDENT), [f"policy.model_name={student}"])
+    config.further_teachers["code_agent"].model_name = str(teacher)
+    assert any(f"teacher code_agent: model_name={teacher}: its vocab_size is 256, and the" in text for text in find_problems(config))
