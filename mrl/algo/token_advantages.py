@@ -95,3 +95,11 @@ def kl_penalty(old_logprobs_T: Tensor, reference_logprobs_T: Tensor, loss_mask_T
         output_clamp=config.kl_output_clamp_value,
     )
     return config.reference_policy_kl_penalty * kl_T
+
+
+def teacher_gap(teacher_logprobs_T: Tensor, old_logprobs_T: Tensor, loss_mask_T: Tensor) -> Tensor:
+    """log(teacher's probability / policy's) of each token, [T], which is its advantage in on-policy distillation; 0 outside the mask.
+
+    arXiv:2601.02780, eq. 8, less the weights of importance sampling, which are the loss's.
+    """
+    return torch.where(loss_mask_T > 0, teacher_logprobs_T - old_logprobs_T, 0.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mrl.algo.critic import ValuedRow, gae_of_rows
 from mrl.algo.losses import MAX_METRICS, MIN_METRICS
-from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, token_advantages
+from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, teacher_gap, token_advantages
 from mrl.config.schema.algo import GrpoConfig, LossConfig, OnPolicyDistillationConfig
 from mrl.config.schema.ppo import GaeConfig
 from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
@@ -161,7 +161,7 @@ def finish_batches(
             ]
         starts = [item.row.advantages_T for item in step]
         if teaching is not None:
-            starts, penalties = [teaching.reward_weight * advantages_T for advantages_T in starts], [-teacher_gap(item) for item in step]
+            starts, penalties = [teaching.reward_weight * advantages_T for advantages_T in starts], [-_gap(item) for item in step]
         if gae is not None:
             starts, returns = gae_of_rows(
                 [_valued(item, kl_T) for item, kl_T in zip(step, penalties or [None] * len(step), strict=True)], gae, add_over_ranks
@@ -250,12 +250,10 @@ def _without_errors(rows: list[TrainRow], threshold: float | None) -> tuple[list
     return kept_rows, finish_error_metrics(combine([parts], parallel_state.get_data_parallel_group()))
 
 
-def teacher_gap(item: TrainRow) -> Tensor:
-    """The teacher's log-probability of each token less the policy's, [T]; 0 outside the mask, and in a row without sequences."""
-    said = item.row.teacher
-    if said is None:
-        return torch.zeros_like(item.row.loss_mask_T)
-    return torch.where(item.row.loss_mask_T > 0, said.scores_TK[:, 0] - _on_host(item.old_logprobs_T), 0.0)
+def _gap(item: TrainRow) -> Tensor:
+    """How far the teacher's logprobs are above the policy's, [T]; 0 in a row without sequences."""
+    said, mask_T = item.row.teacher, item.row.loss_mask_T
+    return torch.zeros_like(mask_T) if said is None else teacher_gap(said.scores_TK[:, 0], _on_host(item.old_logprobs_T), mask_T)
 
 
 def _advantage_metrics(rows: list[TrainRow], has_teachers: bool) -> dict[str, float]:
@@ -268,7 +266,7 @@ def _advantage_metrics(rows: list[TrainRow], has_teachers: bool) -> dict[str, fl
         "advantages/max": torch.cat([values, -infinity]).max(),
     }
     if has_teachers:
-        parts["teacher_gap/mean"] = torch.cat([teacher_gap(item) for item in rows]).sum()
+        parts["teacher_gap/mean"] = torch.cat([_gap(item) for item in rows]).sum()
     totals = combine([parts], parallel_state.get_data_parallel_group())
     count = totals.pop("num_tokens")
     return {name: value / (count if name.endswith("/mean") else 1.0) if count else 0.0 for name, value in totals.items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrl.algo.advantages import train_sequences
 from mrl.algo.rewards import has_signal, shaped_rewards
-from mrl.algo.token_advantages import kl_penalty, token_advantages
+from mrl.algo.token_advantages import kl_penalty, teacher_gap, token_advantages
 from mrl.config.schema.algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
 from mrl.types import Flaw, FlawKind, Prompt, RolloutGroup, RolloutInfo, Status, Verdict
 from scripts.bench.nemo_code import NemoRl
@@ -50,6 +50,7 @@ class Batch:
     """Tokens of each rollout's turns; the second may have none."""
     logprobs_BS: Tensor
     reference_BS: Tensor
+    """Of the reference model, or of a teacher."""
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -145,6 +146,7 @@ ESTIMATORS: dict[str, GrpoConfig] = {
     "REINFORCE++, minus baseline": estimator("reinforce_plus_plus"),
     "GDPO, leave one out, std": estimator("gdpo"),
     "GDPO, group mean, weights": estimator("gdpo", leave_one_out=False, weights=[2.0, 0.5]),
+    "On-policy distillation": estimator("opd"),
 }
 
 
@@ -160,7 +162,8 @@ def fixed(grpo: GrpoConfig) -> GrpoConfig:
 
 def our_advantages(batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> tuple[Tensor, dict[str, float]]:
     """Of every token, [B, S], one row for each rollout, and the metrics of the step."""
-    sequences, metrics = train_sequences(batch.groups, grpo)
+    is_taught = grpo.adv_estimator.name == "opd"
+    sequences, metrics = train_sequences(batch.groups, grpo, compares_rollouts=not is_taught)
     mask_BS = batch.token_mask_BS * torch.tensor([sequence.is_valid for sequence in sequences]).double()[:, None]
     fixed_BS = torch.full_like(mask_BS, torch.nan)
     for row, sequence in zip(fixed_BS, sequences, strict=True):
@@ -170,6 +173,8 @@ def our_advantages(batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> tuple[Te
     penalties = None
     if loss.use_kl_in_reward:
         penalties = list(kl_penalty(batch.logprobs_BS, batch.reference_BS, mask_BS, loss))
+    if is_taught:
+        penalties = list(-teacher_gap(batch.reference_BS, batch.logprobs_BS, mask_BS))
     found = token_advantages(list(values_BS), list(fixed_BS), list(mask_BS), penalties, grpo, lambda total: total)
     return torch.stack(found).double(), metrics
 
@@ -189,6 +194,7 @@ def their_advantages(nemo: NemoRl, batch: Batch, grpo: GrpoConfig, loss: LossCon
         "grpo": nemo.advantages.GRPOAdvantageEstimator,
         "gdpo": nemo.advantages.GDPOAdvantageEstimator,
         "reinforce_plus_plus": nemo.advantages.ReinforcePlusPlusAdvantageEstimator,
+        "opd": nemo.advantages.OPDAdvantageEstimator,
     }
     settings = {name: getattr(grpo.adv_estimator, name) for name in nemo.advantages.AdvEstimatorConfig.model_fields}
     loss_settings = {name: getattr(loss, name) for name in ("use_kl_in_reward", "reference_policy_kl_penalty", "reference_policy_kl_type")}
@@ -204,6 +210,9 @@ def their_advantages(nemo: NemoRl, batch: Batch, grpo: GrpoConfig, loss: LossCon
             repeated_batch={f"reward/{name}": torch.tensor(values) for name, values in components.items()},
             logprobs_policy=batch.logprobs_BS,
             logprobs_reference=batch.reference_BS,
+            # Of the estimators only on-policy distillation reads these.
+            teacher_logprobs=batch.reference_BS,
+            prev_logprobs=batch.logprobs_BS,
         )
     }
     metrics = nemo.driver._apply_message_level_advantage_penalties(

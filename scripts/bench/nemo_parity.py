@@ -74,11 +74,11 @@ def advantage_cases(nemo: NemoRl) -> Iterator[Case]:
 
     for name in advantages.ESTIMATORS:
         yield Case(name, compared(name))
-    for name in ("GRPO, leave one out, std", "GDPO, leave one out, std", "REINFORCE++, minus baseline"):
+    for name in ("GRPO, leave one out, std", "GDPO, leave one out, std", "REINFORCE++, minus baseline", "On-policy distillation"):
         yield Case(f"{name}; masked rollouts", compared(name, flagged=0.2))
         filtered = compared(name, lambda grpo: replace(grpo, overlong_filtering=True), cut_off=0.2)
         yield Case(f"{name}; overlong filtering", filtered)
-    for name in ("GRPO, leave one out, std", "REINFORCE++, minus baseline"):
+    for name in ("GRPO, leave one out, std", "REINFORCE++, minus baseline", "On-policy distillation"):
         yield Case(f"{name}; clipped", compared(name, advantages.bounded))
         both = compared(name, lambda grpo: advantages.fixed(advantages.bounded(grpo)), flawed=0.2)
         yield Case(f"{name}; fixed, then clipped", both)
