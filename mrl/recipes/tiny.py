@@ -20,7 +20,7 @@ from conversion.files.durable import publish
 logger = logging.getLogger(__name__)
 
 # Raise it when the same arguments would give other files.
-RECIPE_VERSION = 4
+RECIPE_VERSION = 5
 
 # Operands and sums have two digits each: no padding is needed, and every answer has the same few tokens.
 SMALLEST, LARGEST = 10, 99
@@ -135,17 +135,23 @@ def split_additions(seed: int) -> Splits:
 
 
 def write_splits(splits: Splits, folder: Path) -> None:
-    """Writes one JSONL file per split into `folder`, rows {"question", "answer"}, and the preferences of `PREFERENCE_SPLITS`."""
+    """Writes one JSONL file per split into `folder`, rows {"question", "answer", "agent_ref"}, and preferences of `PREFERENCE_SPLITS`."""
     folder.mkdir(parents=True)
     for name, additions in vars(splits).items():
-        files = {name: [{"question": addition.question, "answer": addition.answer} for addition in additions]}
+        files: dict[str, list[dict[str, object]]] = {name: [row_of(addition) for addition in additions]}
         if name in PREFERENCE_SPLITS:
             files[f"{name}_preferences"] = [preference_row(addition) for addition in additions]
         for stem, rows in files.items():
             (folder / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def preference_row(addition: Addition) -> dict[str, str]:
+def row_of(addition: Addition) -> dict[str, object]:
+    """The addition with its sum, and who asks: agent `carrying` or `plain`, so that each kind may have a teacher of its own."""
+    agent = {"name": "carrying" if addition.carries else "plain"}
+    return {"question": addition.question, "answer": addition.answer, "agent_ref": agent}
+
+
+def preference_row(addition: Addition) -> dict[str, object]:
     """The addition with its sum preferred to a wrong one of two digits, which follows from the question."""
     wrong = random.Random(addition.question).choice([number for number in range(SMALLEST, LARGEST + 1) if str(number) != addition.answer])
     return {"prompt": addition.question, "chosen": addition.answer, "rejected": str(wrong)}

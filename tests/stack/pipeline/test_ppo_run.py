@@ -14,7 +14,7 @@ from conversion.convert import convert_mcore_to_hf
 from mrl.store.checkpoints import find_damage
 from mrl.view.timeline import list_windows, read_timelines
 from tests.sources import ROOT
-from tests.stack.pipeline.test_pipeline_run import is_of_time, rows, train
+from tests.stack.pipeline.test_pipeline_run import numbers, rows, train
 
 WARMUP = 1
 STEPS = [
@@ -39,11 +39,6 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ppo") / "run"
     train_ppo(folder, "ppo.val_at_start=false")
     return folder
-
-
-def numbers(folder: Path) -> list[dict[str, float]]:
-    """Metrics of the steps that no clock and no count of refits since the start has a part in."""
-    return [{name: value for name, value in row.items() if not is_of_time(name) and name != "refit/weight_version"} for row in rows(folder)]
 
 
 def test_the_critic_learns_before_the_policy(three_steps: Path):
