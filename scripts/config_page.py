@@ -16,7 +16,12 @@ from mrl.config.fields import Only, Range
 from mrl.config.schema.run import KEYS, SAME_KEYS, RunConfig, fields_of, section_of
 from scripts.config_readers import key_readers
 
-IN_CONFIG: dict[str, str] = {"env.nemo_gym.config_paths": "mrl.config: they name environments, which are on anyway"}
+_TEACHERS = "mrl.config: the teachers' sections are made of it"
+IN_CONFIG: dict[str, str] = {
+    "env.nemo_gym.config_paths": "mrl.config: they name environments, which are on anyway",
+    "on_policy_distillation.non_colocated_teachers.default_teacher_cfg": _TEACHERS,
+    "on_policy_distillation.non_colocated_teachers.teacher_overrides": _TEACHERS,
+}
 """Keys that say what other keys say, and are looked at where the config is read."""
 
 FIXED = frozenset(

@@ -192,8 +192,6 @@ class DistillationConfig:
 class TeacherPlacesConfig:
     """The layouts of teachers, each over all policy ranks: they work between rollouts and update, on the GPUs of the policy."""
 
-    enabled: bool = False
-    """NeMo RL gives teachers GPUs of their own with it; here they have the policy's, which are more by as many, either way."""
     default_teacher_cfg: dict[str, Any] = field(default_factory=dict)
     """Keys of `policy.megatron_cfg`, `precision`, and `micro_batch_size` for `policy.logprob_batch_size`. Parallel sizes are 1 by default,
     other keys the policy's. `num_nodes` and `gpus_per_node` are of NeMo RL's separate GPUs."""
