@@ -103,19 +103,25 @@ MOMENTS: list[tuple[str, Moment]] = [
 ]
 
 
+DRIVER, RANK = "driver", "policy-rank-1"
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("victim", ["driver", "policy-rank-1"])
-def test_a_killed_driver_or_rank_costs_time_only(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, victim: str):
-    for number, (name, has_come) in enumerate(MOMENTS):
-        with attempt(inputs, victim, str(number)) as current:
+@pytest.mark.parametrize("victims", [(RANK, DRIVER, RANK), pytest.param((DRIVER, RANK, DRIVER), marks=pytest.mark.long("kills"))])
+def test_a_killed_driver_or_rank_costs_time_only(
+    inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, victims: tuple[str, str, str]
+):
+    run = f"{victims[0]}-first"
+    for number, (victim, (name, has_come)) in enumerate(zip(victims, MOMENTS, strict=True)):
+        with attempt(inputs, run, str(number)) as current:
             current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
-            pid = current.process.pid if victim == "driver" else current.actor_pid(victim)
+            pid = current.process.pid if victim == DRIVER else current.actor_pid(victim)
             os.kill(pid, signal.SIGKILL)
             assert current.finish() not in (0, 2)
-            if victim != "driver":
+            if victim == RANK:
                 assert re.search(r"policy rank 1 died during \w+", current.text()), current.text()[-2000:]
             current.assert_nothing_survives()
-    with attempt(inputs, victim, "last") as last:
+    with attempt(inputs, run, "last") as last:
         assert last.finish() == 0, last.text()
         assert "Resuming from" in last.text()
     assert all(find_damage(folder) is None for folder in last.run_folder.glob("step_*"))

@@ -17,19 +17,21 @@ from tests.learn.quickstart import Quickstart, accuracy_before, accuracy_of_expo
 pytestmark = pytest.mark.timeout(1800)
 
 NUM = r"-?[\d.]+"
+# Half of the quickstart's steps: part "learning" takes all of them, with several seeds.
+STEPS, LEARNED = 80, 0.75
 
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    return run_quickstart(tmp_path_factory.mktemp("quickstart"))
+    return run_quickstart(tmp_path_factory.mktemp("quickstart"), overrides=[f"grpo.max_num_steps={STEPS}"])
 
 
 def test_it_learns(quickstart: Quickstart):
     (first_step, before), *_, (last_step, after) = quickstart.accuracies
     print(f"held-out accuracy {before:.3f} -> {after:.3f} in {last_step} steps, {quickstart.seconds:.0f} s in all")
-    assert (first_step, last_step) == (0, quickstart.last_step)
+    assert (first_step, last_step) == (0, quickstart.last_step) == (0, STEPS)
     assert before <= 0.30
-    assert after >= 0.90
+    assert after >= LEARNED
 
 
 def test_the_console_shows_what_the_tutorials_show(quickstart: Quickstart):
@@ -76,7 +78,7 @@ def test_the_exported_model_is_as_good(quickstart: Quickstart):
     print(f"the run reports {reported:.3f}; the export: {exported}")
     assert exported.num_problems == 256
     assert abs(exported.sampled - reported) <= sampling_noise([exported.sampled, reported], exported.num_problems)
-    assert exported.greedy >= 0.90
+    assert exported.greedy >= LEARNED
 
 
 def test_the_model_does_not_know_the_answers_before(quickstart: Quickstart):

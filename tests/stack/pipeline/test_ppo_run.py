@@ -98,6 +98,7 @@ def test_a_critic_is_exported_with_its_head(three_steps: Path, tmp_path: Path):
     assert (tmp_path / "critic" / "tokenizer.json").is_file()
 
 
+@pytest.mark.long("ppo")
 def test_a_run_ahead_does_not_refit_what_has_not_changed(tmp_path: Path):
     train_ppo(
         tmp_path / "run",

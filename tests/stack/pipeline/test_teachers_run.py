@@ -38,31 +38,50 @@ def distil(folder: Path, teacher: Path) -> None:
     )
 
 
-def test_two_teachers_judge_their_rows_and_a_resumed_run_repeats_the_step(tmp_path: Path):
-    teacher, folder = tmp_path / "teacher", tmp_path / "run"
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a teacher that is less sure of everything than the student."""
     prepare_tiny(ROOT / "prepared" / "tiny", seed=0)
-    shutil.copytree(ROOT / "prepared" / "tiny" / "model", teacher)
-    weights = load_file(teacher / "model.safetensors")
-    weights["lm_head.weight"] *= 0.5
-    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
+    folder = shutil.copytree(ROOT / "prepared" / "tiny" / "model", tmp_path_factory.mktemp("teacher") / "model")
+    scale_logits(folder, 0.5)
+    return folder
+
+
+def scale_logits(folder: Path, factor: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= factor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def two_steps(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("teachers") / "run"
     distil(folder, teacher)
-    first, second = rows(folder)
-    # The teacher is half as sure of everything, the student of itself not: what it draws is likelier to itself.
+    return folder
+
+
+def test_two_teachers_judge_the_tokens_of_their_rows(two_steps: Path):
+    first, second = rows(two_steps)
+    # What the student draws is likelier to itself.
     assert first["train/teacher_gap/mean"] < -0.01
     assert first["train/grad_norm"] > 0 and second["time/teacher"] > 0
     for row in (first, second):
         assert None not in row.values(), row
         assert row["train/token_mult_prob_error"] <= 1.001
-    (timeline,) = read_timelines([list_windows(folder)[1]]).values()
+    (timeline,) = read_timelines([list_windows(two_steps)[1]]).values()
     names = [name for lane in timeline["lanes"] if lane["name"] == "policy rank 0" for name, *_ in lane["spans"]]
     # One after another, before the policy's first update.
     assert names.count("teacher") == 2 and names.index("teacher") < names.index("train_step")
-    before = numbers(folder)
+
+
+@pytest.mark.long("distillation")
+def test_a_resumed_run_repeats_the_step_with_the_same_teachers_alone(two_steps: Path, teacher: Path, tmp_path: Path):
+    folder = shutil.copytree(two_steps, tmp_path / "run")
     shutil.rmtree(folder / "step_2")
     assert find_damage(folder / "step_1") is None
     distil(folder, teacher)
-    assert numbers(folder) == before
-    weights["lm_head.weight"] *= 2.0
-    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
+    assert numbers(folder) == numbers(two_steps)
+    scale_logits(teacher, 2.0)
     with pytest.raises(AssertionError, match="another teacher than before .*carrying: model.safetensors differ"):
         distil(folder, teacher)
