@@ -37,6 +37,7 @@ def test_gsm8k_runs_until_a_signal_saves_and_ends_it(tmp_path: Path):
         # Without the signal nothing would be saved.
         "checkpointing.save_period=1000",
         "grpo.max_num_steps=1000",
+        "cluster.cpu_units_per_node=2",
         "grpo.num_prompts_per_step=4",
         "grpo.num_generations_per_prompt=4",
     ]

@@ -22,6 +22,7 @@ from tests.stack.pipeline.test_pipeline_run import LAYOUT, TIMEOUT_S, rows
 
 SPECULATE = "policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 2}"
 
+TWO_RANKS = ["cluster.cpu_units_per_node=2", "policy.megatron_cfg.expert_model_parallel_size=1"]
 # A random model is never right, so that no reward moves it.
 DECAY = "policy.megatron_cfg.optimizer.weight_decay=1.0"
 
@@ -55,7 +56,7 @@ def test_every_tensor_of_a_trained_model_is_accounted_for(tmp_path: Path):
 
 def run(folder: Path, inputs: list[str], overrides: list[str]) -> list[dict[str, float]]:
     """Metrics of the train steps of a run that ends well."""
-    settings = [*inputs[:-1], f"checkpointing.checkpoint_dir={folder}", *SMALL, *LAYOUT, *overrides]
+    settings = [*inputs[:-1], f"checkpointing.checkpoint_dir={folder}", *SMALL, *LAYOUT, *TWO_RANKS, *overrides]
     command = [sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *settings, "policy.router_replay.enabled=false"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)

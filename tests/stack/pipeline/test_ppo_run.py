@@ -18,6 +18,7 @@ from tests.stack.pipeline.test_pipeline_run import numbers, rows, train
 
 WARMUP = 1
 STEPS = [
+    "cluster.cpu_units_per_node=2",
     "grpo.max_num_steps=3",
     f"ppo.policy_training_start_step={WARMUP}",
     "ppo.adv_estimator.gae_lambda=0.9",

@@ -22,6 +22,7 @@ def distil(folder: Path, teacher: Path) -> None:
     names = f"{{carrying: {teacher}, plain: {prepared / 'model'}}}"
     train(
         folder,
+        "cluster.cpu_units_per_node=2",
         "grpo.max_num_steps=2",
         "grpo.val_at_start=false",
         "grpo.num_prompts_per_step=8",
