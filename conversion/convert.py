@@ -18,7 +18,7 @@ from conversion.families.common import MegatronParallel
 from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.durable import IO_TIMEOUT_S, built_aside
-from conversion.files.hf_folder import copy_companions, read_config, write_json
+from conversion.files.hf_folder import REWARD_HEAD, copy_companions, read_config, write_json
 from conversion.files.manifest import (
     MANIFEST,
     TABLE_VERSION,
@@ -55,8 +55,8 @@ MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
 # Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one tensor.
 _STACKED_LAYERS_KEY = "decoder.layers.self_attention.linear_proj.weight"
 
-REWARD_HEAD_KEY, REWARD_HEAD = "reward_head.weight", "score.weight"
-"""The head of reward models and critics: its key in checkpoints of runs, and what transformers calls it."""
+REWARD_HEAD_KEY = "reward_head.weight"
+"""The head of reward models and critics in Megatron checkpoints."""
 
 
 def convert_hf_to_mcore(
@@ -73,13 +73,16 @@ def convert_hf_to_mcore(
     hf_config = read_config(hf / "config.json")
     model = family(hf_config)
     with SafetensorsFolder(hf) as source:
-        canonical = model.canonical(hf_config)
+        canonical, head = dict(model.canonical(hf_config)), Layout()
+        if REWARD_HEAD in source.names:
+            canonical[REWARD_HEAD] = (1, int(str(hf_config["hidden_size"])))
+            head = _head_layout(canonical[REWARD_HEAD])
         source.check(canonical)
         if dtype is not None and (hf / MANIFEST).exists():
             # The checksums of tensors say nothing of what they are cast to.
             check_files(hf, [path.name for path in source.files])
         dtypes = {name: dtype or dtype_name(source.dtype(name)) for name in canonical}
-        layout = _with_dtypes(model.torch_dist_layout(hf_config, "float32"), dtypes)
+        layout = _with_dtypes(model.torch_dist_layout(hf_config, "float32") | head, dtypes)
         if parallel == NO_RANKS:
             files = files_of_size(layout, MAX_FILE_BYTES, MAX_CHUNK_BYTES)
         else:
@@ -184,14 +187,17 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
         raise ValueError(f"{paths.iteration}: {EMBEDDING_KEY} has {rows} rows, less than vocab_size={vocabulary} of {HF_CONFIG_FILE}")
     layout = family(paths.hf_config).torch_dist_layout(paths.hf_config, "float32", rows, stacked_layers=_STACKED_LAYERS_KEY in folder.keys)
     if REWARD_HEAD_KEY in folder.keys:
-        shape = folder.shape(REWARD_HEAD_KEY)
-        layout = layout | {Slot(REWARD_HEAD_KEY): SlotLayout(shape, "float32", (Piece(REWARD_HEAD, full(shape), full(shape)),))}
+        layout = layout | _head_layout(folder.shape(REWARD_HEAD_KEY))
     adapters = find_adapters(paths, folder)
     if adapters is None:
         tensors = CanonicalTensors(folder, layout)
         return OpenCheckpoint(paths, folder, tensors, tensors, None)
     factors = CanonicalTensors(folder, layout | adapters.layout)
     return OpenCheckpoint(paths, folder, MergedTensors(factors, adapters), factors, adapters)
+
+
+def _head_layout(shape: tuple[int, ...]) -> Layout:
+    return {Slot(REWARD_HEAD_KEY): SlotLayout(shape, "float32", (Piece(REWARD_HEAD, full(shape), full(shape)),))}
 
 
 def _states(paths: Iterable[Path]) -> dict[str, list[int]]:

@@ -17,6 +17,9 @@ from conversion.files.reading import read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+REWARD_HEAD = "score.weight"
+"""The head of reward models and critics, as transformers' models for sequence classification call it."""
+
 # Files that describe weights; all others next to them are tokenizer, template or generation settings.
 _WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "config.json", "manifest.json")
 _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -58,6 +61,14 @@ def weight_files(hf: Path) -> list[Path]:
         return sorted({hf / name for name in weights_by_file(hf).values()})
     except (OSError, ValueError) as error:
         raise ValueError(f"{hf}: no readable {INDEX_FILE} or {SINGLE_FILE} ({error}); name a Hugging Face folder") from error
+
+
+def has_reward_head(hf: Path) -> bool:
+    """Whether the weights of a Hugging Face folder have the head of a reward model. ValueError: they cannot be read."""
+    if (hf / INDEX_FILE).exists():
+        return REWARD_HEAD in weights_by_file(hf)
+    with open(hf / SINGLE_FILE, "rb") as file:
+        return REWARD_HEAD in read_header(file.fileno(), hf / SINGLE_FILE)
 
 
 def read_config(path: Path) -> dict[str, object]:

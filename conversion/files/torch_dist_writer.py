@@ -143,8 +143,9 @@ def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParall
             files[-1][key] = _joined_up(rest, stacked=stacked)
     for slot, content in layout.items():
         # Padding has no canonical source, so that no rank's layout has named it. It goes where the last rows of the tensor are.
-        last = next(file for file in reversed(files) if file.get(slot.name))
-        last[slot.name] += content.padding
+        holder = next((file for file in reversed(files) if file.get(slot.name)), files[-1])
+        # Nor has a rank's layout named a reward head, which the last one gets whole.
+        holder.setdefault(slot.name, [full(content.shape)]).extend(content.padding)
     return [_chunks(layout, boxes, max_bytes) for boxes in files]
 
 

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from conversion.convert import REWARD_HEAD_KEY
 from conversion.files.durable import sync_file
 from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import open_file
@@ -254,7 +255,7 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
 
     Collective over all ranks. A checkpoint without that state leaves schedule and moments as they are, and main parameters follow the
     weights. `adapters` describes those of the state, None if it has none. With `is_start`, the checkpoint is the model that a run starts
-    from: it has no adapters and no reward head, and those of the state stay as they are.
+    from: adapters of the state stay as they are, as does its reward head where that model has none.
     """
     # Megatron's own loader would unpickle whatever the metadata and the shards name, functions included.
     source = TorchDistFolder(weights_dir / ITERATION_FOLDER, verify=False)
@@ -269,7 +270,8 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     live = {tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers())}
     assert all(entry.data.data_ptr() in live for entry in weights.values()), "a load must fill the weights themselves"
     if is_start:
-        weights = {name: entry for name, entry in weights.items() if not name.partition("/")[2].startswith(_ADDED)}
+        added = _ADDED[:1] if REWARD_HEAD_KEY in source.keys else _ADDED
+        weights = {name: entry for name, entry in weights.items() if not name.partition("/")[2].startswith(added)}
     checkpoint_entries.read_weights(source, weights)
     if "optimizer" not in common:
         state.optimizer.reload_model_params()

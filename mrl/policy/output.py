@@ -15,6 +15,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
+from conversion.files import hf_folder
 from mrl.data.packing import PackedRow
 from mrl.policy.batch import own_positions
 from mrl.policy.distillation import OutputColumns
@@ -22,8 +23,6 @@ from mrl.policy.logprobs import TokenDistribution, TokenScores, scores_of_hidden
 
 REWARD_HEAD = "reward_head"
 """The attribute of a model that is its reward head."""
-# What transformers calls it in models for sequence classification.
-_CANONICAL = "score.weight"
 _INITIAL_STD = 0.02
 
 
@@ -77,7 +76,7 @@ class RewardHead(nn.Module):
     """A reward model's head: one weight vector, the same on every rank of the last pipeline stage."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, *, seed: int) -> None:
-        """Starts as a function of `seed` alone, whatever the layout."""
+        """Starts as a function of `seed` alone, whatever the layout, until a model folder that has a head is loaded."""
         super().__init__()
         start = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * _INITIAL_STD
         self.weight = nn.Parameter(start.to(dtype))
@@ -102,7 +101,7 @@ def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
         head = RewardHead(model.config.hidden_size, some.dtype, seed=seed).to(some.device)
         setattr(model, REWARD_HEAD, head)
         shape = tuple(head.weight.shape)
-        pieces = (Piece(_CANONICAL, full(shape), full(shape)),)
+        pieces = (Piece(hf_folder.REWARD_HEAD, full(shape), full(shape)),)
         layout[Slot(f"{REWARD_HEAD}.weight", index)] = SlotLayout(shape, str(some.dtype).removeprefix("torch."), pieces)
     return layout
 

@@ -17,8 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from conversion.boxes import Slot
+from conversion.boxes import Layout, Slot
 from conversion.families.registry import family
+from conversion.files.hf_folder import has_reward_head
 from conversion.files.reading import find_difference
 from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
@@ -88,8 +89,9 @@ class Policy:
         self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
         bare_chunks = build_model(config.policy, self._hf_config, is_trained=role_of(model) != "teacher")
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
-        head = attach_reward_head(bare_chunks, seed=config.training.seed) if config.algorithm == "rm" or model == "critic" else {}
-        self._live_layout = self._layout | self._lora.layout | head
+        has_head = config.algorithm == "rm" or model == "critic"
+        self._head = attach_reward_head(bare_chunks, seed=config.training.seed) if has_head else Layout()
+        self._live_layout = self._layout | self._lora.layout | self._head
         self._chunks = wrap_ddp(bare_chunks, config.policy)
         self._models = unwrap_model(self._chunks)
         self._replay: RouterReplay | None = None
@@ -163,7 +165,7 @@ class Policy:
 
     def load_hf(self, folder: Path | str) -> None:
         """Reads this rank's part of a Hugging Face folder. These weights are the reference, if the loss compares with one."""
-        fill_layout(folder, self._layout, self._tensors)
+        fill_layout(folder, self._layout | (self._head if has_reward_head(Path(folder)) else {}), self._tensors)
         self._start_from_weights()
 
     def load_mcore(self, folder: Path | str) -> None:

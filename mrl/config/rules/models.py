@@ -6,8 +6,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
+from conversion.files.hf_folder import has_reward_head
 from mrl.config.errors import Problems, Unchecked
 from mrl.config.model import is_hub_id, read_model
 from mrl.config.rules import algorithms, layout, training
@@ -43,6 +45,17 @@ def check_critic(config: RunConfig, problems: Problems) -> None:
         problems.add("value.megatron_cfg.env_vars", rule, "set it there")
     _check_tokens(config, problems)
     check_section(config, "critic", problems)
+
+
+def check_heads(config: RunConfig, problems: Problems) -> None:
+    """No model that is used without a head has one. As far as the weights are here."""
+    used = {"policy.model_name": config.policy.model_name} if config.algorithm != "rm" else {}
+    used |= {f"{model}.model_name": section.model_name for model, section in config.teachers.items()}
+    for key, name in used.items():
+        with suppress(OSError, ValueError):
+            if has_reward_head(Path(name)):
+                rule = f"it has the head of a reward model (score.weight), for which algorithm={config.algorithm} has no use here"
+                problems.extend([f"{key}={name}: {rule}; take a language model: heads are of value.model_name, and of algorithm=rm"])
 
 
 def check_section(config: RunConfig, model: ModelName, problems: Problems) -> None:

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from conversion.cache import cached_mcore
+from conversion.convert import convert_mcore_to_hf, differences
+from mrl.config.load import load_config
+from mrl.config.rules.checks import find_problems
 from tests import models
-from tests.stack.policy import critic_ranks
+from tests.stack.policy import critic_ranks, policy_ranks
 from tests.stack.policy.critic_ranks import Steps, ppo_config, reward_of
-from tests.stack.policy.policy_ranks import rollouts, world_size
+from tests.stack.policy.policy_ranks import rollouts, run_config, world_size
 from tests.stack.ranks import RankPool
 
 GAMMA, LAMBDA, CLIP = 0.9, 0.8, 0.01
@@ -36,12 +42,13 @@ def of_one_rank(ranks: RankPool, folder: Path) -> Steps:
     return found
 
 
-def value_model() -> torch.nn.Module:
-    """The tiny model with the head that a critic starts with."""
+def value_model(head: torch.Tensor | None = None) -> torch.nn.Module:
+    """The tiny model with this head, or with that of a critic that starts without one."""
     model = models.nemotron_h()
     model.score = torch.nn.Linear(64, 1, bias=False)
     with torch.no_grad():
-        model.score.weight.copy_(0.02 * torch.randn(1, 64, generator=torch.Generator().manual_seed(42)))
+        start = 0.02 * torch.randn(1, 64, generator=torch.Generator().manual_seed(42))
+        model.score.weight.copy_(start if head is None else head)
     return model
 
 
@@ -79,6 +86,44 @@ def test_values_returns_and_first_update_equal_transformers(of_one_rank: Steps):
     assert first["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert first["train/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     assert first["train/vf_clipfrac"] == 0.0 < second["train/vf_clipfrac"]
+
+
+@pytest.fixture(scope="module")
+def judge(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's folder with a head of its own."""
+    judge = shutil.copytree(folder, tmp_path_factory.mktemp("judge") / "model")
+    weights = load_file(judge / "model.safetensors")
+    weights["score.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
+    save_file(weights, judge / "model.safetensors", metadata={"format": "pt"})
+    return judge
+
+
+def test_a_critic_starts_with_the_head_of_its_folder(ranks: RankPool, folder: Path, judge: Path):
+    config = ppo_config(folder, "tp2 sp dp2 ep2", "pp2 dp2 ep2", f"value.model_name={judge}", *OVERRIDES)
+    found = ranks.run(critic_ranks.steps, config, 1, world_size=4, timeout_s=240)[0]
+    model = value_model(load_file(judge / "model.safetensors")["score.weight"])
+    for index, rollout, _, _ in rollouts():
+        values = values_of(model, [*rollout.request.token_ids, *rollout.token_ids.tolist()])
+        np.testing.assert_allclose(found.values[0][index], values.detach(), atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2 dp2 ep2"])
+def test_a_head_comes_out_of_the_cache_bit_for_bit_and_goes_back(ranks: RankPool, judge: Path, tmp_path: Path, layout: str):
+    config = run_config(judge, layout, "algorithm=rm")
+    cached = cached_mcore(judge, tmp_path / "cache", parallel=config.policy.megatron_cfg.parallel)
+    results = ranks.run(policy_ranks.load_both_ways, config, cached, world_size=world_size(layout))
+    assert [differing for differing, _ in results] == [[]] * len(results)
+    convert_mcore_to_hf(cached, tmp_path / "back")
+    assert list(differences(judge, tmp_path / "back")) == []
+
+
+def test_a_head_that_nobody_would_use_is_refused(folder: Path, judge: Path):
+    def found(*words: str) -> list[str]:
+        return [problem for problem in find_problems(load_config("grpo_tiny.yaml", list(words))) if "reward model" in problem]
+
+    (problem,) = found(f"policy.model_name={judge}")
+    assert problem.startswith(f"policy.model_name={judge}: it has the head of a reward model (score.weight), for which algorithm=grpo")
+    assert found(f"policy.model_name={folder}") == found(f"policy.model_name={judge}", "algorithm=rm") == []
 
 
 @pytest.mark.timeout(400)
