@@ -5,7 +5,7 @@ prompts -> rollouts (vLLM) -> rewards -> advantages -> packed batches -> old and
         -> refit of the engines, verified -> validation -> checkpoint -> metrics
 
 SFT, DPO and reward models run the same loop on examples in place of rollouts. In PPO a critic judges the batches first, and learns, too; in
-distillation a teacher's logits stand in place of advantages.
+distillation what teachers say of the tokens stands in place of advantages, or makes them.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ def step_times(
     if forward := config.needs_old_logprobs + config.keeps_reference:
         phases["logprobs"] = train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward).times(bubble)
     for name, other in model.beside.items():
-        # A pass without gradients; of a trained model, and a backward pass.
-        parts = 1.0 if role_of(name) == "teacher" else 2.0 + BACKWARD
+        # A pass without gradients, over a teacher's share of the rows; of a trained model two over all of them, and a backward pass.
+        parts = 1.0 / len(config.teachers) if role_of(name) == "teacher" else 2.0 + BACKWARD
         phases[name] = train_seconds(other.shape, other.cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts)
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
