@@ -39,6 +39,7 @@ NEMO_RL_NAMES = {
     "time/checkpoint": "timing/train/checkpointing",
     "time/validation": "timing/validation/total_validation_time",
     "val/mean_length": "validation/avg_length",
+    "train/teacher_gap/mean": "train/on_policy_distillation/teacher_student_logprob_gap_mean",
     "rollout/mean_length": "train/mean_gen_tokens_per_sample",
     "rollout/max_length": "train/max_gen_tokens_per_sample",
     "rollout/mean_prompt_length": "train/mean_prompt_length",
