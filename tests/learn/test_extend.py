@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mrl.recipes import tokenizer
+from mrl.recipes.tiny import prepare_tiny
 from tests import models
 from tests.learn.quickstart import PREPARE_TIMEOUT_S, TRAIN_TIMEOUT_S, call
 from tests.sources import ROOT
@@ -124,8 +125,15 @@ def test_the_logger_has_every_step(run_folder: Path):
 
 def test_the_loop_of_ones_own_trains_as_mrls_does(tmp_path: Path):
     """The example computes the estimator of grpo_tiny.yaml by hand: step by step both have the same losses and weights."""
-    call(tmp_path, "-m", "mrl.prepare", "tiny", timeout_s=PREPARE_TIMEOUT_S)
-    short = ["grpo.max_num_steps=2", "grpo.num_prompts_per_step=8", "grpo.max_val_samples=8", "grpo.val_period=0"]
+    prepare_tiny(ROOT / "prepared" / "tiny", seed=0)
+    (tmp_path / "prepared").symlink_to(ROOT / "prepared")
+    short = [
+        "cluster.cpu_units_per_node=2",
+        "grpo.max_num_steps=2",
+        "grpo.num_prompts_per_step=8",
+        "grpo.max_val_samples=8",
+        "grpo.val_period=0",
+    ]
     console = call(tmp_path, str(EXAMPLES / "own_loop.py"), *short, timeout_s=TRAIN_TIMEOUT_S)
     assert "accuracy before: 0." in console and "bytes of the engines verified" in console
     assert (tmp_path / "results" / "own_loop" / "step_2" / "policy").is_dir()

@@ -83,6 +83,7 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long("async")
 def test_a_dedicated_engine_trains_bit_for_bit_as_a_colocated_one(two_steps: Path, tmp_path: Path):
     # Two rounds at least, so that the engine's exchange memory is used again.
     dedicated = ["policy.generation.colocated.enabled=false", "policy.refit_buffer_size_gb=0.0008"]

@@ -73,6 +73,7 @@ def sum_of_tokens(row: dict[str, float]) -> float:
     return round(16 * row["rollout/mean_length"])
 
 
+@pytest.mark.long("ppo")
 def test_a_run_resumes_bit_for_bit_where_the_policy_has_no_moments_yet(three_steps: Path, tmp_path: Path):
     folder = tmp_path / "run"
     shutil.copytree(three_steps, folder)

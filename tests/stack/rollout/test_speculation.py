@@ -67,11 +67,21 @@ def total(rollouts: dict[str, Rollout]) -> Proposals:
     return found
 
 
+PLAIN: dict[bool, dict[str, Rollout]] = {}
+"""What an engine without proposals has sampled, with and without refits."""
+
+
+def plain_rollouts(engine_of: StartEngine, folder: Path, requests: Sequence[RolloutRequest], *, refits: bool = False) -> dict[str, Rollout]:
+    if refits not in PLAIN:
+        PLAIN[refits] = sampled(engine_of, folder, requests, refits=refits)
+    return PLAIN[refits]
+
+
 @pytest.mark.parametrize("chunk", [2048, 24], ids=["whole prompts", "prompts in parts"])
 @pytest.mark.parametrize("speculation", METHODS)
 def test_proposals_change_no_bit(start_engine: StartEngine, folder: Path, speculation: dict[str, object], chunk: int):
     requests = requests_of_all_kinds()
-    plain = sampled(start_engine, folder, requests)
+    plain = plain_rollouts(start_engine, folder, requests)
     speculated = sampled(start_engine, folder, requests, speculation=speculation, max_num_batched_tokens=chunk, max_num_seqs=16)
     assert differences(plain, speculated) == []
     assert total(plain) == Proposals()
@@ -84,7 +94,7 @@ def test_proposals_change_no_bit(start_engine: StartEngine, folder: Path, specul
 @pytest.mark.parametrize("speculation", METHODS)
 def test_rollouts_that_are_computed_anew_keep_their_bits(start_engine: StartEngine, folder: Path, speculation: dict[str, object]):
     requests = requests_of_all_kinds()
-    plain = sampled(start_engine, folder, requests, refits=True)
+    plain = plain_rollouts(start_engine, folder, requests, refits=True)
     speculated = sampled(start_engine, folder, requests, speculation=speculation, refits=True)
     assert differences(plain, speculated) == []
     assert {rollout.num_weight_versions for rollout in speculated.values()} > {1}
