@@ -165,7 +165,8 @@ class Policy:
 
     def load_hf(self, folder: Path | str) -> None:
         """Reads this rank's part of a Hugging Face folder. These weights are the reference, if the loss compares with one."""
-        fill_layout(folder, self._layout | (self._head if has_reward_head(Path(folder)) else {}), self._tensors)
+        head = self._head if self._head and has_reward_head(Path(folder)) else {}
+        fill_layout(folder, self._layout | head, self._tensors)
         self._start_from_weights()
 
     def load_mcore(self, folder: Path | str) -> None:

@@ -13,6 +13,7 @@ from conversion.files.hf_folder import has_reward_head
 from mrl.config.errors import Problems, Unchecked
 from mrl.config.model import is_hub_id, read_model
 from mrl.config.rules import algorithms, layout, training
+from mrl.config.rules.teacher import section_of
 from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
@@ -50,7 +51,7 @@ def check_critic(config: RunConfig, problems: Problems) -> None:
 def check_heads(config: RunConfig, problems: Problems) -> None:
     """No model that is used without a head has one. As far as the weights are here."""
     used = {"policy.model_name": config.policy.model_name} if config.algorithm != "rm" else {}
-    used |= {f"{model}.model_name": section.model_name for model, section in config.teachers.items()}
+    used |= {f"{section_of(model)}model_name": section.model_name for model, section in config.teachers.items()}
     for key, name in used.items():
         with suppress(OSError, ValueError):
             if has_reward_head(Path(name)):

@@ -35,7 +35,7 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
     for model, section in config.teachers.items():
         if section.megatron_cfg.peft.enabled:
             rule = "a teacher is not trained: what adapters add to a model is merged into its folder first"
-            problems.extend([f"{_section(model)}megatron_cfg.peft.enabled=true: {rule}; set it to false"])
+            problems.extend([f"{section_of(model)}megatron_cfg.peft.enabled=true: {rule}; set it to false"])
         seen = Problems(config.of_model(model))
         layout.check_cluster(config.of_model(model), seen)
         _add(problems, seen, model)
@@ -84,7 +84,7 @@ def check_teacher_model(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_model(config: RunConfig, model: ModelName, section: PolicyConfig, problems: Problems) -> None:
-    folder, student, name = Path(section.model_name), Path(config.policy.model_name), _section(model)
+    folder, student, name = Path(section.model_name), Path(config.policy.model_name), section_of(model)
     if not (folder / "config.json").is_file():
         return
     try:
@@ -144,7 +144,7 @@ def _vocabulary_size(folder: Path) -> int:
     return int(str(overridden_config(found, {}).get("vocab_size", 0))) if isinstance(found, dict) else 0
 
 
-def _section(model: ModelName) -> str:
+def section_of(model: ModelName) -> str:
     """What stands in front of the keys of a teacher in messages."""
     name = model.partition(":")[2]
     return f"on_policy_distillation, teacher {name}: " if name else "teacher."
@@ -153,4 +153,4 @@ def _section(model: ModelName) -> str:
 def _add(problems: Problems, seen: Problems, model: ModelName) -> None:
     """Adds what is wrong with a teacher's section, which the rules know as the policy's; not again what the policy's own has wrong."""
     known = {text.partition(":")[0] for text in problems.texts}
-    problems.extend([text.replace("policy.", _section(model)) for text in seen.texts if text.partition(":")[0] not in known])
+    problems.extend([text.replace("policy.", section_of(model)) for text in seen.texts if text.partition(":")[0] not in known])
