@@ -98,17 +98,17 @@ if [[ "${1:-}" == --long ]]; then
 fi
 
 run() { part "$1" "$2" "$PYTHON" -m pytest --durations=10 -rs "${@:3}"; }
-unit() { run unit 500 tests/unit; }
+unit() { run unit 550 tests/unit; }
 types() { part pyright 150 "$PYTHON" -m pyright --pythonpath "$PYTHON"; }
 proof() { run proof 150 tests/proof; }
 smoke() { run smoke 240 -m smoke tests/smoke tests/stack/policy/test_layouts.py tests/stack/rollout/test_engine.py; }
 hostile() { run hostile 150 tests/hostile; }
 rehearsal() { run rehearsal 240 tests/rehearsal; }
-policy() { run policy 900 tests/stack/policy; }
-stack() { run stack 1700 tests/stack --ignore=tests/stack/policy; }
-learn() { run learn 800 tests/learn; }
+policy() { run policy 780 tests/stack/policy; }
+stack() { run stack 1500 tests/stack --ignore=tests/stack/policy; }
+learn() { run learn 650 tests/learn; }
 browser() { run browser 90 tests/browser; }
-faults() { run faults 390 tests/faults; }
+faults() { run faults 300 tests/faults; }
 cluster() { run cluster 150 tests/cluster "${slurm[@]}"; }
 
 part "ruff check" 30 "$PYTHON" -m ruff check .
