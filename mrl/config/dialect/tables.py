@@ -39,7 +39,8 @@ def _foreign(title: str) -> dict[str, Foreign]:
         for group in ("keys", "sections"):
             for key in entry.get(group, []):
                 assert key not in found, key
-                found[key] = Foreign(entry["reason"], same, entry.get("way_out", ""), is_section=group == "sections")
+                way_out, read_with = entry.get("way_out", ""), entry.get("read_with", "")
+                found[key] = Foreign(entry["reason"], same, way_out, read_with, is_section=group == "sections")
     return found
 
 
@@ -52,7 +53,7 @@ def _needing_gpu() -> tuple[dict[str, Foreign], dict[tuple[str, object], Foreign
     keys: dict[str, Foreign] = {}
     values: dict[tuple[str, object], Foreign] = {}
     for entry in _TABLES["needs_gpu"]:
-        found = Foreign(f"{entry['what']} {NEEDS_GPU}", tuple(entry.get("accepted", ())), entry["way_out"], entry.get("read_with", ""))
+        found = Foreign(f"{entry['what']} {NEEDS_GPU}", tuple(entry.get("accepted", ())), entry["way_out"])
         keys |= dict.fromkeys(entry.get("keys", ()), found)
         values |= {(key, value): found for key, value in entry.get("values", ())}
     return keys, values
