@@ -31,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def config_of(folders: dict[str, Path], family: str, layout: str, name: ModelName = "policy") -> RunConfig:
     config = run_config(folders[family], layout)
-    return config if name == "policy" else with_value(config, "teacher", config.policy)
+    return config if name == "policy" else with_value(with_value(config, "teacher", config.policy), "algorithm", "distillation")
 
 
 @pytest.mark.timeout(300)

@@ -44,7 +44,7 @@ FITTING = [
     "++env.own.functions.mine=things_of_mine.three",
 ]
 WRONG = [
-    ("grpo.adv_estimator.name=grop", "no such estimator; use one of grpo, gdpo, reinforce_plus_plus, or package.module:name"),
+    ("grpo.adv_estimator.name=grop", "no such estimator; use one of grpo, gdpo, reinforce_plus_plus, opd, or package.module:name"),
     ("grpo.adv_estimator.name=things_of_mine:one", "takes (row); write def one(rewards, groups) -> list[list[float]]"),
     ("grpo.adv_estimator.name=no_such_module:f", "cannot be imported (ModuleNotFoundError: No module named 'no_such_module'); write"),
     ("grpo.adv_estimator.name=things_of_mine:number", "is a int, not a function or class"),
