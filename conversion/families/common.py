@@ -16,8 +16,8 @@ from conversion.families.settings import HfConfig
 Flavour = Literal["local", "te"]
 """Megatron's layer specs: of plain torch modules, or of Transformer Engine's."""
 
-CARRIED = "carried."
-"""Prefix of names in the live Megatron model: weights that it carries, and that none of its modules computes with."""
+MTP = "mtp."
+"""Prefix of names in the live Megatron model and in checkpoints: layers of multi-token prediction."""
 DRAFTER = "drafter."
 """Prefix of names in a live engine: weights of the drafter, vLLM's second model, which proposes tokens."""
 
@@ -131,15 +131,14 @@ class Model:
     last: tuple[Rule, ...]
     tied_output: Rule | None = None
     """Of tied embeddings: the copy that the last one of several stages holds. Other holders have the embedding only."""
-    carried: tuple[Rule, ...] = ()
-    """Weights that Megatron's model has no modules for, such as MTP layers: its last stage carries them, and training leaves them alone.
-    Names are whole: `megatron` begins with `CARRIED`, `vllm` with `DRAFTER`."""
+    mtp: tuple[Rule, ...] = ()
+    """Layers of multi-token prediction, on the last stage. Names are whole: `megatron` begins with `MTP`, `vllm` with `DRAFTER`."""
 
     def all(self) -> Iterator[tuple[int | None, Rule]]:
         """Every rule with the index of its layer, None outside of the layers."""
         yield from ((None, rule) for rule in self.first)
         yield from ((index, rule) for index, rules in enumerate(self.layers) for rule in rules)
-        yield from ((None, rule) for rule in (*self.last, *self.carried))
+        yield from ((None, rule) for rule in (*self.last, *self.mtp))
 
     def stage(self, parallel: MegatronParallel, pp_rank: int) -> Iterator[tuple[int, int | None, Rule]]:
         """Every rule of a pipeline stage with its chunk and the local index of its layer."""
@@ -149,7 +148,7 @@ class Model:
             for local_index, index in enumerate(parallel.layers_of(pp_rank, len(self.layers), chunk)):
                 yield from ((chunk, local_index, rule) for rule in self.layers[index])
         if pp_rank == parallel.pp - 1:
-            yield from ((parallel.vpp - 1, None, rule) for rule in (*self.last, *self.carried))
+            yield from ((parallel.vpp - 1, None, rule) for rule in (*self.last, *self.mtp))
             if parallel.pp > 1 and self.tied_output is not None:
                 yield parallel.vpp - 1, None, self.tied_output
 
@@ -165,7 +164,8 @@ class Family:
     """Rules of a config; the second argument is the padded vocabulary size of a checkpoint."""
     megatron_arguments: Callable[[HfConfig], dict[str, dict[str, object]]]
     """Arguments that follow from config.json, as plain values: "transformer" for TransformerConfig, "model" for the model class. A GPTModel
-    also has "attributes", which Megatron reads of a TransformerConfig that has no such fields."""
+    also has "attributes", which Megatron reads of a TransformerConfig that has no such fields. "mtp" of a model with MTP layers has the
+    letters of the layers of each step ("pattern"), and the number of steps ("num_steps")."""
     model_class: Literal["mamba", "gpt"]
     """MambaModel or GPTModel."""
     vllm_layers: str | None
@@ -176,9 +176,9 @@ class Family:
         """Name and shape of every tensor of the Hugging Face checkpoint."""
         return {tensor.name: tensor.shape for _, rule in self.model(hf_config, None).all() for tensor in rule.cut.tensors}
 
-    def carried(self, hf_config: HfConfig) -> frozenset[str]:
-        """Names of the tensors of the Hugging Face checkpoint that training leaves alone, such as those of MTP layers."""
-        return frozenset(tensor.name for rule in self.model(hf_config, None).carried for tensor in rule.cut.tensors)
+    def mtp(self, hf_config: HfConfig) -> frozenset[str]:
+        """Names of the tensors of the Hugging Face checkpoint that are of MTP layers."""
+        return frozenset(tensor.name for rule in self.model(hf_config, None).mtp for tensor in rule.cut.tensors)
 
     def expert_layers(self, hf_config: HfConfig) -> tuple[int, ...]:
         """Indices of the layers that choose experts for each token, ascending; empty for a model without experts."""
@@ -212,8 +212,8 @@ class Family:
 
 
 def read_by_engines(layout: Layout, parallel: VllmParallel) -> Layout:
-    """What engines read of a Megatron rank: all but carried weights, and these, too, where a drafter computes with them."""
-    return layout if parallel.has_drafter else {slot: content for slot, content in layout.items() if not slot.name.startswith(CARRIED)}
+    """What engines read of a Megatron rank: all but MTP layers, and these, too, where a drafter computes with them."""
+    return layout if parallel.has_drafter else {slot: content for slot, content in layout.items() if not slot.name.startswith(MTP)}
 
 
 # Enough for the ranks of a large run; beyond it, equal coordinates get equal layouts that are not the same object.
@@ -266,10 +266,10 @@ def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker
     dtypes = dict(live)
     layout: Layout = {}
     model = _model(family, config_key)
-    if parallel.has_drafter and not model.carried:
+    if parallel.has_drafter and not model.mtp:
         raise ValueError("config.json: num_nextn_predict_layers: the model has no MTP layers to propose tokens with; use method ngram")
     for layer, rule in model.all():
-        if rule in model.carried and not parallel.has_drafter:
+        if rule in model.mtp and not parallel.has_drafter:
             continue
         cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(dense)
         name = _name(family.vllm_layers, layer, rule.vllm)
@@ -293,7 +293,7 @@ def _torch_dist_layout(family: Family, config_key: str, dtype: str, padded_vocab
 
 def _stacked_layers(model: Model, dtype: str) -> Layout:
     layout: Layout = {}
-    for rule in (*model.first, *model.last, *model.carried):
+    for rule in (*model.first, *model.last, *model.mtp):
         layout[Slot(rule.checkpoint or rule.megatron)] = _slot(rule.cut.checkpoint()[""], rule.dtype or dtype)
     for rules in zip(*model.layers, strict=True):
         key, num_layers = rules[0].checkpoint or rules[0].megatron, len(rules)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from conversion.cuts import Canonical, ColumnParallel, Experts, Qkv, Replicated, RowParallel, Section, Sections, Vocabulary
-from conversion.families.common import CARRIED, DRAFTER, Family, HfConfig, Model, Rule
+from conversion.families.common import DRAFTER, MTP, Family, HfConfig, Model, Rule
 from conversion.families.decoder import expert_rule
 from conversion.families.settings import check_settings, optional_integer, positive_integer, positive_number, sigmoid_router
 
@@ -99,7 +99,7 @@ def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
         first=(Rule(embedding, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),),
         layers=tuple(layer_rules[letter](f"backbone.layers.{index}.", sizes) for index, letter in enumerate(layer_pattern(hf_config))),
         last=(Rule(final_norm, "decoder.final_norm.weight", "model.norm_f.weight"), Rule(output, "output_layer.weight", "lm_head.weight")),
-        carried=_mtp(hf_config, sizes),
+        mtp=_mtp(hf_config, sizes),
     )
 
 
@@ -110,21 +110,18 @@ def _mtp(hf_config: HfConfig, sizes: Sizes) -> tuple[Rule, ...]:
     length = len(letters) // (steps or 1)
     for index, letter in enumerate(letters):
         step, place = divmod(index, length)
-        hf, megatron, vllm = f"mtp.layers.{index}.", f"mtp.layers.{step}.", f"{DRAFTER}model.layers.{index}."
+        hf, megatron, vllm = f"mtp.layers.{index}.", f"{MTP}layers.{step}.", f"{DRAFTER}model.layers.{index}."
         # In the first layer of a step, the embedding of the last token and the hidden state before it become one.
         ends = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)} if place == 0 else {}
         ends |= {"final_layernorm": (hidden,)} if place == length - 1 else {}
         for name, shape in ends.items():
             whole = Canonical(f"{hf}{name}.weight", shape)
             cut = ColumnParallel(whole) if name == "eh_proj" else Replicated(whole)
-            key = f"{megatron}{name}.weight"
-            rules.append(Rule(cut, CARRIED + key, f"{vllm}{name}.weight", checkpoint=key))
+            rules.append(Rule(cut, f"{megatron}{name}.weight", f"{vllm}{name}.weight"))
         for rule in (_attention if letter == "*" else _moe)(hf, sizes):
             inner = f"{megatron}mtp_model_layer.layers.{place}."
-            key = inner + (rule.checkpoint or rule.megatron)
-            # The live names are the same under all specs. Megatron updates every module's `expert_bias`.
-            live = CARRIED + inner + (rule.local or rule.megatron).replace("expert_bias", "correction_bias")
-            rules.append(replace(rule, megatron=live, local=None, vllm=vllm + rule.vllm, checkpoint=key))
+            local, key = (None if name is None else inner + name for name in (rule.local, rule.checkpoint))
+            rules.append(replace(rule, megatron=inner + rule.megatron, local=local, checkpoint=key, vllm=vllm + rule.vllm))
     return tuple(rules)
 
 
@@ -241,7 +238,8 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
         mamba_num_groups=sizes["n_groups"],
         mamba_state_dim=sizes["ssm_state_size"],
     )
-    if "E" in pattern:
+    mtp = mtp_pattern(hf_config)
+    if "E" in pattern + mtp:
         topk = positive_integer(hf_config, "num_experts_per_tok")
         transformer |= dict(
             num_moe_experts=sizes["n_routed_experts"],
@@ -258,7 +256,9 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
         position_embedding_type="none",
         share_embeddings_and_output_weights=False,
     )
-    return {"transformer": transformer, "model": arguments}
+    steps = optional_integer(hf_config, "num_nextn_predict_layers") if mtp else None
+    of_steps = {"mtp": {"pattern": mtp[: len(mtp) // steps], "num_steps": steps}} if steps else {}
+    return {"transformer": transformer, "model": arguments, **of_steps}
 
 
 def _epsilon(hf_config: HfConfig) -> float:

@@ -167,7 +167,7 @@ class ModelSizes:
     max_sequence_length: int
     num_parameters: int
     num_mtp_steps: int
-    """Of multi-token prediction, whose layers are carried; 0 without."""
+    """Of multi-token prediction; 0 without."""
 
 
 def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType({})) -> ModelSizes:
@@ -223,7 +223,7 @@ def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType(
         has_dense_mlp=has_dense_mlp,
         max_sequence_length=size("max_sequence_length"),
         num_parameters=sum(math.prod(shape) for shape in canonical.values()),
-        num_mtp_steps=int(str(hf_config.get("num_nextn_predict_layers") or 0)) if found.carried(hf_config) else 0,
+        num_mtp_steps=int(str(hf_config.get("num_nextn_predict_layers") or 0)) if found.mtp(hf_config) else 0,
     )
 
 

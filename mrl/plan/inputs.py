@@ -85,6 +85,8 @@ class Model:
         self.beside = beside
         self.family = family(hf_config)
         self.shape = shape_of(hf_config)
+        self.mtp_pattern = str(self.family.megatron_arguments(hf_config).get("mtp", {}).get("pattern", ""))
+        """A letter for each layer of a step of multi-token prediction."""
         self.elements = ModelElements(self.family.model(hf_config, None))
         self.cost = cost_of_model(hf_config)
         self.num_parameters = sum(math.prod(shape) for shape in self.family.canonical(hf_config).values())

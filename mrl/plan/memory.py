@@ -97,13 +97,20 @@ def work_of(
 ) -> Work:
     """The same for a rank of a pipeline stage of the policy of `config`; with a head, a critic's, it makes no logits."""
     megatron, shape = config.policy.megatron_cfg, model.shape
-    parallel, states = megatron.parallel, stage_states(config, model, pp_rank, is_trained=is_trained)
-    is_last, chunk_tokens = pp_rank == parallel.pp - 1, config.policy.output_chunk_tokens
+    parallel, is_last, chunk_tokens = megatron.parallel, pp_rank == megatron.parallel.pp - 1, config.policy.output_chunk_tokens
+    trains_mtp = is_trained and not has_head and config.trains_mtp
+    states = stage_states(config, model, pp_rank, is_trained=is_trained, trains_mtp=trains_mtp)
     counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config))
     chunks = [[shape.layers[i] for i in parallel.layers_of(pp_rank, len(shape.layers), chunk)] for chunk in range(parallel.vpp)]
+    if trains_mtp and is_last:
+        chunks[-1] = chunks[-1] + [*model.mtp_pattern] * megatron.mtp_num_layers
     stage = Stage(list(zip(chunks, counts, strict=True)), is_last)
     row, forward_row = (row_of(config, is_training=is_training, imbalance=imbalance) for is_training in (True, False))
     persistent = persistent_bytes(shape, stage, row, pp=parallel.pp, workspaces=(7 if shape.experts else 3) * _WORKSPACE)
+    if trains_mtp and is_last and parallel.pp > 1:
+        # A copy of the embedding, and its gradient.
+        of_each = (BF16 if config.policy.precision == "bfloat16" else FP32) + (0 if megatron.mtp_detach_heads else FP32)
+        persistent += shape.vocabulary * shape.hidden / row.tp * of_each
     has_logits = is_last and config.algorithm != "rm" and not has_head
     logits = logits_bytes(shape, stage, row, chunk_tokens=chunk_tokens) if has_logits else 0.0
     train = train_peak(states, shape, stage, row, logits=logits, persistent=persistent)
@@ -187,11 +194,11 @@ def all_ranks(config: RunConfig, model: Model, gpu: Gpu, *, imbalance: float = I
     return [rank_memory(config, model, stage, engine, imbalance=imbalance) for stage in stages.values()], engine
 
 
-def stage_states(config: RunConfig, model: Model, pp_rank: int, *, is_trained: bool = True) -> States:
+def stage_states(config: RunConfig, model: Model, pp_rank: int, *, is_trained: bool = True, trains_mtp: bool = False) -> States:
     """States of a rank of a pipeline stage."""
     rules = state_rules(config)
     rules = rules if is_trained else replace(rules, is_trained=False)
-    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank), rules)
+    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank, trains_mtp=trains_mtp), rules)
 
 
 def least_peak(rank: RankMemory) -> float:

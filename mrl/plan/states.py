@@ -25,8 +25,8 @@ class Elements(NamedTuple):
     """Of routed experts."""
     buffers: int = 0
     """Persistent buffers in float32, which no optimizer changes."""
-    carried: int = 0
-    """Of weights that the last stage carries beside the model, without gradient."""
+    frozen: int = 0
+    """Of weights without gradient, such as MTP layers that are not trained."""
 
     def plus(self, other: Elements) -> Elements:
         return Elements(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -79,7 +79,7 @@ def state_bytes(elements: Elements, rules: StateRules) -> States:
     moments = shard * rules.moment_bytes
     copies = rules.gradient_bytes < FP32 and not rules.is_precision_aware
     return States(
-        weights=(held + elements.carried) * rules.weight_bytes + elements.buffers * FP32,
+        weights=(held + elements.frozen) * rules.weight_bytes + elements.buffers * FP32,
         gradients=trained * rules.gradient_bytes,
         optimizer=(shard * rules.main_bytes if has_main else 0) + moments * (1 - rules.offloaded),
         gradient_copy=shard * FP32 if copies else 0,
@@ -94,7 +94,7 @@ class ModelElements:
         self._model = model
         self._of_layer = cache(self._layer)
 
-    def stage(self, parallel: MegatronParallel, pp_rank: int) -> Elements:
+    def stage(self, parallel: MegatronParallel, pp_rank: int, *, trains_mtp: bool = False) -> Elements:
         """Elements of a pipeline stage on any of its ranks; all hold the same number."""
         sizes = (parallel.tp, parallel.ep, parallel.etp)
         total = Elements()
@@ -106,8 +106,8 @@ class ModelElements:
         if pp_rank == parallel.pp - 1:
             tied = self._model.tied_output
             total = total.plus(_count((*self._model.last, *((tied,) if tied and parallel.pp > 1 else ())), *sizes))
-            carried = _count(self._model.carried, *sizes)
-            total = total.plus(Elements(buffers=carried.buffers, carried=carried.dense + carried.experts))
+            mtp = _count(self._model.mtp, *sizes)
+            total = total.plus(mtp if trains_mtp else Elements(buffers=mtp.buffers, frozen=mtp.dense + mtp.experts))
         return total
 
     def _layer(self, index: int, tp: int, ep: int, etp: int) -> Elements:

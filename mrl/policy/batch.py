@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrl.algo.critic import ValuedRow, gae_of_rows
@@ -110,6 +111,20 @@ def whole_row(own_T: Tensor, row: PackedRow) -> Tensor:
     dist.all_gather(parts, own_T.detach().contiguous(), group=group)
     parts[group.rank()] = own_T
     return join(parts, row.cu_seqlens)
+
+
+def packed_params(row: PackedRow, device: torch.device) -> PackedSeqParams:
+    """The row's sequences, as Megatron's layers take them. Padding is tokens that no other token sees: bounds with and without it agree."""
+    cu_seqlens = row.cu_seqlens.to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=row.max_seqlen,
+        max_seqlen_kv=row.max_seqlen,
+    )
 
 
 def check_equal_counts(num_rows: int) -> None:

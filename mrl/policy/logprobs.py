@@ -89,6 +89,8 @@ class TokenScores:
     """As if every token could be drawn, with gradient; the same tensor where the distribution is not truncated."""
     entropy_T: Tensor
     """Entropy of the distribution in nats, without gradient."""
+    is_likeliest_T: Tensor
+    """Whether no token is likelier than the label, bool."""
 
 
 def scores_of_logits(logits_TV: Tensor, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup) -> TokenScores:
@@ -114,8 +116,8 @@ def scores_of_hidden(
     Every rank passes the hidden states of all T tokens; their gradient is that of this rank's columns, still to be summed over `group`.
     The weight's gradient is summed over the chunks in float32. Without a weight, `hidden_TD` are the logits.
     """
-    logprobs_T, untruncated_T, entropy_T = _Scores.apply(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens)
-    return TokenScores(logprobs_T, untruncated_T if distribution.is_truncated else logprobs_T, entropy_T)
+    logprobs_T, untruncated_T, entropy_T, likeliest_T = _Scores.apply(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens)
+    return TokenScores(logprobs_T, untruncated_T if distribution.is_truncated else logprobs_T, entropy_T, likeliest_T)
 
 
 class _Columns:
@@ -158,7 +160,7 @@ class _Scores(torch.autograd.Function):
         distribution: TokenDistribution,
         group: dist.ProcessGroup,
         chunk_tokens: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         columns = _Columns(inputs.shape[1] if weight_VD is None else len(weight_VD), labels_T, distribution, group)
         rows = [slice(start, min(start + chunk_tokens, len(labels_T))) for start in range(0, len(labels_T), chunk_tokens)]
         # Sums over this rank's columns first, then over the ranks: a chunk waits for no other rank unless the distribution is truncated.
@@ -199,14 +201,15 @@ class _Scores(torch.autograd.Function):
         normalizers = global_max_T + log_kept_T, global_max_T + log_whole_T
         ctx.save_for_backward(inputs, weight_VD, *normalizers, least_kept_T, label_T >= least_kept_T)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, above_T - log_whole_T, entropy_T
+        is_likeliest_T = above_T >= 0
+        ctx.mark_non_differentiable(entropy_T, is_likeliest_T)
+        return logprobs_T, above_T - log_whole_T, entropy_T, is_likeliest_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         inputs, weight_VD, normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = ctx.saved_tensors
         columns, num_real = ctx.columns, ctx.columns.num_real
-        grad_T, untruncated_grad_T, _ = grads
+        grad_T, untruncated_grad_T, *_ = grads
         grad_inputs = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
         # A sum of many chunks would lose the small ones in bfloat16.
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None

@@ -26,9 +26,9 @@ from conversion.families.common import Flavour, HfConfig, MegatronCoords
 from conversion.families.registry import family
 from conversion.tensors import torch_dtype
 from mrl.policy import parallel, specs
-from mrl.policy.carried import attach_carried
 from mrl.policy.fusions import fusion_arguments
 from mrl.policy.moe import routing_arguments, use_row_dispatchers, with_packed_routers
+from mrl.policy.mtp import attach_mtp, freeze_mtp, keep_norms_apart
 from mrl.policy.output import ChunkedOutputLayer
 from mrl.policy.parallel import virtual_stages
 from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
@@ -49,11 +49,11 @@ def live_layout(config: PolicyConfig, hf_config: HfConfig, coords: MegatronCoord
     return family(hf_config).megatron_layout(hf_config, config.megatron_cfg.parallel, coords, config.precision, FLAVOUR)
 
 
-def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool = True) -> list[MegatronModule]:
+def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool = True, trains_mtp: bool = False) -> list[MegatronModule]:
     """This rank's chunks of the model, one for each virtual pipeline stage, randomly initialised, bare of data parallelism.
 
     In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json. If it is not trained, no
-    parameter takes a gradient, so that data parallelism and the optimizer keep nothing of it.
+    parameter takes a gradient, so that data parallelism and the optimizer keep nothing of it; as of MTP layers without `trains_mtp`.
     """
     model_family, megatron = family(hf_config), config.megatron_cfg
     arguments = model_family.megatron_arguments(hf_config)
@@ -68,26 +68,31 @@ def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool =
     model_arguments = dict(arguments["model"])
     model_arguments["vocab_size"] = -(-int(str(model_arguments["vocab_size"])) // multiple) * multiple
     chunks = [
-        _build_chunk(transformer_config, model_family.model_class, index, megatron, model_arguments)
+        _build_chunk(transformer_config, model_family.model_class, index, megatron, model_arguments, arguments.get("mtp"))
         for index in range(megatron.parallel.vpp)
     ]
     _freeze(chunks, config, hf_config)
     for chunk in chunks:
         if not is_trained:
             chunk.requires_grad_(False)
+        if not trains_mtp:
+            freeze_mtp(chunk)
+        elif megatron.mtp_detach_heads:
+            keep_norms_apart(chunk)
         if chunk.post_process and config.output_chunk_tokens is not None:
             chunk.output_layer = ChunkedOutputLayer(chunk.output_layer, chunk_tokens=config.output_chunk_tokens)
         if torch.cuda.is_available():
             chunk.cuda()
-    wrapped = [Float16Module(transformer_config, chunk) if transformer_config.bf16 else chunk for chunk in chunks]
-    layout = live_layout(config, hf_config, parallel.coordinates())
-    for index, chunk in enumerate(chunks):
-        attach_carried(chunk, index, layout, hf_config, config.precision)
-    return wrapped
+    return [Float16Module(transformer_config, chunk) if transformer_config.bf16 else chunk for chunk in chunks]
 
 
 def _build_chunk(
-    config: TransformerConfig, model_class: ModelClass, index: int, megatron: MegatronConfig, arguments: Mapping[str, Any]
+    config: TransformerConfig,
+    model_class: ModelClass,
+    index: int,
+    megatron: MegatronConfig,
+    arguments: Mapping[str, Any],
+    mtp: Mapping[str, Any] | None,
 ) -> MegatronModule:
     vp_stage = index if virtual_stages(megatron) else None
     stage: dict[str, Any] = dict(
@@ -101,6 +106,8 @@ def _build_chunk(
         assert vp_stage is None, "config rules and conversion tables refuse it"
         spec = with_packed_routers(hybrid_stack_spec(is_recomputed=config.recompute_granularity == "full"))
         chunk = specs.MambaModel(config, spec, **stage, **arguments)
+        if mtp is not None:
+            attach_mtp(chunk, spec, mtp)
     # With stages that do not divide the layers, Megatron's stack drops the rest without a word.
     expected = megatron.parallel.layers_of(parallel_state.get_pipeline_model_parallel_rank(), config.num_layers, index)
     live = [layer.layer_number - 1 for layer in chunk.decoder.layers]
@@ -195,7 +202,8 @@ def _freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfCon
         for name, parameter in chunk.named_parameters():
             names = {piece.name for piece in layout[Slot(name, index)].pieces}
             matched = {tensor for tensor in names if any(fnmatchcase(tensor, pattern) for pattern in patterns)}
-            is_router = name.endswith("mlp.router.weight") and config.megatron_cfg.freeze_moe_router
+            # As in NeMo RL, which freezes those of the decoder's layers.
+            is_router = name.startswith("decoder.") and name.endswith("mlp.router.weight") and config.megatron_cfg.freeze_moe_router
             if matched and matched != names and not is_router:
                 raise ValueError(
                     f"policy.megatron_cfg.freeze_config.modules={patterns} names {', '.join(sorted(matched))}, which Megatron holds in one "

@@ -200,10 +200,11 @@ def take_routing(chunks: Sequence[DistributedDataParallel], *, loss_type: str) -
     Collective over all ranks where the model has experts. Experts train with sequence parallelism, so one rank counts each token.
     """
     config, device = chunks[0].config, next(chunks[0].parameters()).device
-    tokens_LE = torch.zeros(config.num_layers, config.num_moe_experts or 0, dtype=torch.int64, device=device)
+    num_layers = getattr(config, "num_layers_with_mtp", config.num_layers)
+    tokens_LE = torch.zeros(num_layers, config.num_moe_experts or 0, dtype=torch.int64, device=device)
     if config.num_moe_experts is None:
         return Routing(tokens_LE.cpu(), {})
-    losses = {kind: torch.zeros(config.num_layers, dtype=torch.double, device=device) for kind in LOSS_NAMES if kind == loss_type}
+    losses = {kind: torch.zeros(num_layers, dtype=torch.double, device=device) for kind in LOSS_NAMES if kind == loss_type}
     for router in _routers(chunks):
         tokens_LE[router.layer_index] = router.tokens_E
         for kind, loss in router.losses.items():

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from torch import Tensor, nn
 
 from conversion.tensors import torch_dtype
 from mrl.phases import Residency
@@ -22,6 +26,10 @@ from mrl.policy.host_block import HostBlock
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
+
+
+CLIP_EPSILON = 1e-6
+"""What Megatron adds to a norm by which it divides."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,46 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers that a chain is made of (dense layers and experts, by chunk), without those that have no parameters."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in chained if part.optimizer is not None]
+
+
+def main_gradient(parameter: nn.Parameter) -> Tensor:
+    """Where Megatron sums the parameter's gradient."""
+    return getattr(parameter, "main_grad")  # noqa: B009  (Megatron's attribute of a parameter)
+
+
+@torch.no_grad()
+def clip_apart(parameters: Sequence[nn.Parameter], optimizer: MegatronOptimizer, rest_norm: float) -> float:
+    """Clips the gradients of these parameters by a norm of their own, which it returns. Collective over all ranks.
+
+    Between `prepare_grads` and `step`. The parameters are those of this rank, marked `shared`, so that `rest_norm`, Megatron's, is of all
+    others. Megatron's step will scale all gradients by what clips the others; these get what is missing.
+    """
+    distributed = [part for part in parts(optimizer) if isinstance(part, DistributedOptimizer)]
+    own = {id(parameter): part for part in distributed for parameter in part.model_param_gbuf_map}
+    square = torch.zeros((), device=optimizer.get_loss_scale().device)
+    for parameter in parameters:
+        is_expert = not getattr(parameter, "allreduce", True)
+        tp_group = parallel_state.get_expert_tensor_parallel_group() if is_expert else parallel_state.get_tensor_model_parallel_group()
+        if not param_is_not_tensor_parallel_duplicate(parameter, tp_group):
+            continue
+        gradient, replicas = main_gradient(parameter).flatten(), 1
+        if distributed:
+            # Of a bucket, a rank has the sum in its shard alone.
+            part = own.get(id(parameter))
+            shard = part._get_model_param_range_map(parameter)["param"] if part is not None else None
+            gradient = gradient[shard.start : shard.end] if shard is not None else gradient[:0]
+        elif is_expert:
+            replicas = parallel_state.get_expert_data_parallel_world_size()
+        else:
+            replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        square += gradient.float().square().sum() / replicas
+    dist.all_reduce(square)
+    norm, limit = math.sqrt(float(square)), optimizer.config.clip_grad
+    if limit > 0:
+        scale = min(1.0, limit / (norm + CLIP_EPSILON)) / min(1.0, limit / (rest_norm + CLIP_EPSILON))
+        for parameter in parameters:
+            main_gradient(parameter).mul_(scale)
+    return norm
 
 
 def hybrids(optimizer: MegatronOptimizer) -> list[HybridDeviceOptimizer]:

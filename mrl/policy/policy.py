@@ -35,11 +35,12 @@ from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.lora import attach_adapters
 from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
 from mrl.policy.moe import RouterReplay
+from mrl.policy.objectives import objective_of
 from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, build_scheduler
 from mrl.policy.output import attach_reward_head
 from mrl.policy.profile import RankProfiler
 from mrl.policy.reports import WriteReport
-from mrl.policy.step import compute_drawn_logprobs, compute_logprobs, compute_top_logits, compute_values, evaluate, objective_of, train_step
+from mrl.policy.step import compute_drawn_logprobs, compute_logprobs, compute_top_logits, compute_values, evaluate, train_step
 from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
@@ -87,7 +88,8 @@ class Policy:
         )
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
         self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
-        bare_chunks = build_model(config.policy, self._hf_config, is_trained=role_of(model) != "teacher")
+        is_trained, trains_mtp = role_of(model) != "teacher", model == "policy" and config.trains_mtp
+        bare_chunks = build_model(config.policy, self._hf_config, is_trained=is_trained, trains_mtp=trains_mtp)
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
         has_head = config.algorithm == "rm" or model == "critic"
         self._head = attach_reward_head(bare_chunks, seed=config.training.seed) if has_head else Layout()
@@ -345,7 +347,7 @@ class Policy:
             self._state.optimizer,
             batch.train_rows(),
             size=batch.size,
-            objective=objective_of(self._config, self._distribution, batch.size, self._name),
+            objective=objective_of(self._config, self._distribution, batch, self._name),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
@@ -393,9 +395,8 @@ class Policy:
         """Metrics of the objective on the batch, the same floats on every rank; uses the batch up. For losses without old logprobs."""
         batch = self._take_batch()
         self.settled_weights()
-        objective = objective_of(self._config, self._distribution, batch.size)
         with self._lora.without_dropout():
-            return evaluate(self._chunks, batch.train_rows(), objective)
+            return evaluate(self._chunks, batch.train_rows(), objective_of(self._config, self._distribution, batch))
 
     def start_profile(self) -> None:
         """Records what this rank does until `stop_profile`. Not collective."""

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TENorm
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
@@ -91,6 +91,11 @@ class TorchNorm:
         norm = nn.RMSNorm(hidden_size, eps=config.layernorm_epsilon if eps is None else eps, dtype=config.params_dtype)
         setattr(norm.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark on a parameter)
         return norm
+
+
+Norm = TENorm if HAVE_TE else TorchNorm
+ColumnLinear = TEColumnParallelLinear if HAVE_TE else ColumnParallelLinear
+"""Of layers that are in no spec; a norm is called with config, hidden_size and eps."""
 
 
 class DuplicatedLinear(MegatronModule):

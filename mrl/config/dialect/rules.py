@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mrl.config.datasets import GYM_PROCESSOR
-from mrl.config.dialect.tables import REFUSED, SAME_VALUE
+from mrl.config.dialect.tables import SAME_VALUE
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, split_key
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.data import NEMO_GYM
@@ -32,7 +32,6 @@ FUSED_LAYERS: dict[str, tuple[str, ...]] = {
 
 COMPILATION = "policy.generation.vllm_kwargs.compilation_config"
 USE_INDUCTOR = f"{COMPILATION}.use_inductor"
-MTP_LAYERS, MTP_LOSS = f"{MEGATRON}.mtp_num_layers", f"{MEGATRON}.mtp_loss_scaling_factor"
 USE_GYM = "env.should_use_nemo_gym"
 GYM_DATA = {"dataset_name": "NemoGymDataset", "processor": GYM_PROCESSOR, "env_name": NEMO_GYM}
 """What NeMo RL's present files say in `data.default` about rows of NeMo Gym."""
@@ -107,7 +106,6 @@ def translate(settings: Settings, value_of: Callable[[str], object]) -> Translat
     found = Translation(settings, value_of)
     _choose_backend(found)
     _old_forms(found)
-    _check_mtp(found)
     names = dict(ENGINE_ARGUMENTS)
     for section, target in TEMPLATE_VARIABLES.items():
         for key in map(".".join, settings):
@@ -245,13 +243,6 @@ def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
     if phases or (milestones and milestones != [[warmup]] and (warmup or milestones != [[]])):
         raise ValueError("further phases")
     return scheduler, end
-
-
-def _check_mtp(found: Translation) -> None:
-    """Refuses to train MTP layers where the loss has Megatron's own weight, which is not 0."""
-    layers = found.given(MTP_LAYERS)
-    if layers is not None and found.value_of(MTP_LAYERS) and found.given(MTP_LOSS) is None:
-        found.refuse(MTP_LAYERS, layers, REFUSED[MTP_LOSS].reason, f"set {MTP_LOSS}=0, which leaves the layers as they are")
 
 
 def _old_forms(found: Translation) -> None:

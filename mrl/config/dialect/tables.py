@@ -23,8 +23,6 @@ class Foreign:
     """The values that are accepted; `"${a.b}"` is the value of another key. None = every value."""
     way_out: str = ""
     """What to do at another value. Empty only if every value is accepted."""
-    read_with: str = ""
-    """Key without which, or at whose value 0, NeMo RL reads this one nowhere. Empty: it is always read."""
     is_section: bool = False
     """The entry stands for every key below it, too."""
 
@@ -39,8 +37,7 @@ def _foreign(title: str) -> dict[str, Foreign]:
         for group in ("keys", "sections"):
             for key in entry.get(group, []):
                 assert key not in found, key
-                way_out, read_with = entry.get("way_out", ""), entry.get("read_with", "")
-                found[key] = Foreign(entry["reason"], same, way_out, read_with, is_section=group == "sections")
+                found[key] = Foreign(entry["reason"], same, entry.get("way_out", ""), is_section=group == "sections")
     return found
 
 

@@ -192,8 +192,7 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
         # What has no effect at any value need not be an expression that can be resolved here.
         value = value if entry.same is None else value_of(".".join(key))
         same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
-        is_read = not entry.read_with or (split_key(entry.read_with) in settings and value_of(entry.read_with))
-        if entry.same is None or value in same or not is_read:
+        if entry.same is None or value in same:
             report.without_effect.append((key, setting, entry.reason))
         else:
             problems.append(f"{describe(key, Setting(value, setting.origin))}: {entry.reason}; {entry.way_out}")

@@ -196,6 +196,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "what is trained": lambda config, model, problems: training.check_trained(config, problems),
     "recomputing": training.check_recomputing,
     "routing": training.check_routing,
+    "multi-token prediction": training.check_mtp,
     "reward heads": lambda config, model, problems: models.check_heads(config, problems),
     "teacher's model": lambda config, model, problems: teacher.check_teacher_model(config, problems),
     "speculation": speculation.check_speculation,

@@ -160,14 +160,34 @@ def _check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) ->
         problems.add(overlap, "Megatron has no overlap for the model's latent experts", "set it to false")
 
 
+def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
+    """What trains MTP layers trains all that the model has, and nothing forbids it."""
+    megatron, found = config.policy.megatron_cfg, model.num_mtp_steps
+    if not megatron.trains_mtp:
+        return
+    key, repeats = f"{_MEGATRON}.mtp_num_layers", f"{_MEGATRON}.mtp_use_repeated_layer"
+    if config.algorithm == "rm":
+        problems.add(key, "a reward model predicts no tokens", "set it to 0")
+    if megatron.peft.enabled:
+        problems.add(key, f"{_MEGATRON}.peft.enabled=true trains adapters alone", "set it to 0, or train without adapters")
+    if found == 0:
+        problems.add(key, "the model has no MTP layers (num_nextn_predict_layers of its config.json)", "set it to 0")
+    elif megatron.mtp_use_repeated_layer and found != 1:
+        rule = f"the model has an MTP layer for each of {found} tokens, of which only the first would be trained"
+        problems.add(repeats, rule, f"set it to false, and {key} to {found}")
+    elif not megatron.mtp_use_repeated_layer and megatron.mtp_num_layers != found:
+        way_out = f"set it to {found}" + (f", or {repeats} to true" if found == 1 else "")
+        problems.add(key, f"the model has MTP layers for {found} tokens (num_nextn_predict_layers of its config.json)", way_out)
+
+
 def check_trained(config: RunConfig, problems: Problems) -> None:
     """The keys of `peft` and `freeze_config` leave something of the model to train. The model's folder is readable."""
     peft, patterns = config.policy.megatron_cfg.peft, config.policy.megatron_cfg.freeze_config.modules
     hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
     if peft.enabled:
         _check_adapters(config, hf_config, problems)
-    key, carried = f"{_MEGATRON}.freeze_config.modules", family(hf_config).carried(hf_config)
-    names = [name for name in family(hf_config).canonical(hf_config) if name not in carried]
+    key, left = f"{_MEGATRON}.freeze_config.modules", () if config.trains_mtp else family(hf_config).mtp(hf_config)
+    names = [name for name in family(hf_config).canonical(hf_config) if name not in left]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             problems.add(key, f"{pattern!r} matches no tensor of the model", f"use for example {names[0]}")

@@ -194,12 +194,25 @@ class MegatronConfig:
     """Compile squared ReLU and router weights of Nemotron's experts into one kernel. No effect without a GPU and Transformer Engine."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
     """Further arguments of Megatron's TransformerConfig that say how something is computed; the model and other keys say what."""
+    mtp_num_layers: Count = 0
+    """Tokens beyond the next that the model's MTP layers learn to predict, of the tokens that it learns; 0 = leave them as they are."""
+    mtp_loss_scaling_factor: NotNegative = 0.1
+    """Weight of the MTP layers' mean loss beside the policy's; 0 = leave them as they are."""
+    mtp_use_repeated_layer: bool = False
+    """Predict all these tokens with one MTP layer, each from what it made for the one before; false = with a layer for each."""
+    mtp_detach_heads: bool = False
+    """Keep the MTP layers' loss from the rest of the model, and clip their gradients by a norm of their own."""
     gradient_accumulation_fusion: bool = False
     """Add weight gradients to their float32 sums within the matrix product. No effect without a GPU and NVIDIA Apex."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     distributed_data_parallel_config: DdpConfig = field(default_factory=DdpConfig)
     checkpoint: SaveConfig = field(default_factory=SaveConfig)
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Whether these keys ask for the training of MTP layers."""
+        return self.mtp_num_layers > 0 and self.mtp_loss_scaling_factor > 0
 
     @property
     def model_parallel_size(self) -> int:

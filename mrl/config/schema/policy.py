@@ -11,6 +11,8 @@ from mrl.config.fields import AboveZero, AtLeastTwo, NotNegative, Positive, Prec
 from mrl.config.schema.generation import GenerationConfig
 from mrl.config.schema.megatron import MegatronConfig
 
+_MTP_CHUNK_TOKENS = 1024
+
 PackingAlgorithm = Literal["balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"]
 
 
@@ -104,7 +106,9 @@ class PolicyConfig:
     def output_chunk_tokens(self) -> int | None:
         """Tokens for which the output layer is computed at a time; None = a whole packed row."""
         megatron = self.megatron_cfg
-        return megatron.fused_linear_logprobs_chunk_size if megatron.use_fused_linear_logprobs else self.logprob_chunk_size
+        given = megatron.fused_linear_logprobs_chunk_size if megatron.use_fused_linear_logprobs else self.logprob_chunk_size
+        # The logits of all steps of MTP at once would be several times those of the model.
+        return given or (_MTP_CHUNK_TOKENS if megatron.trains_mtp else None)
 
     @property
     def sequence_multiple(self) -> int:

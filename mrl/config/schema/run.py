@@ -273,6 +273,11 @@ class RunConfig:
         return self.has_engines and (self.policy.generation.colocated.enabled or self.policy.offload_optimizer_for_logprob)
 
     @property
+    def trains_mtp(self) -> bool:
+        """Whether the policy's MTP layers learn, from the tokens that it learns."""
+        return self.policy.megatron_cfg.trains_mtp and self.algorithm != "rm"
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Whether a step computes the policy's logprobs before its update."""
         uses_ratios = self.algorithm in ("grpo", "ppo")

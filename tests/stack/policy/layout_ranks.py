@@ -185,8 +185,9 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
 
     from mrl.policy.batch import TrainRow, global_batch_size, own_positions
     from mrl.policy.logprobs import TokenDistribution
+    from mrl.policy.objectives import Objective
     from mrl.policy.output import token_scores
-    from mrl.policy.step import Objective, forward_backward
+    from mrl.policy.step import forward_backward
 
     distribution = TokenDistribution.of(config, _vocab_size(folder))
     replay = _replay(chunks, config, folder)

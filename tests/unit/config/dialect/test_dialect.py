@@ -126,24 +126,6 @@ def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]
         assert "Invalid value" not in said
 
 
-@pytest.mark.parametrize("weight", ["0.0", "0", "null"])
-def test_layers_of_multi_token_prediction_may_be_left_alone(load: Callable[..., RunConfig], weight: str):
-    megatron = "policy.megatron_cfg"
-    load("", f"{megatron}.mtp_num_layers=5", f"{megatron}.mtp_loss_scaling_factor={weight}", f"{megatron}.mtp_detach_heads=true")
-    load("", f"{megatron}.mtp_num_layers=0", f"{megatron}.mtp_loss_scaling_factor=0.3", f"{megatron}.mtp_use_repeated_layer=true")
-    load("", f"{megatron}.mtp_loss_scaling_factor=0.3")
-
-
-def test_layers_of_multi_token_prediction_are_not_trained(refused: Callable[..., str]):
-    megatron = "policy.megatron_cfg"
-    reason = "layers of multi-token prediction are carried and not trained, as megatron-core 0.16.1 builds none in hybrid models; set "
-    assert f"{megatron}.mtp_loss_scaling_factor=0.1 (command line): {reason}" in refused(
-        "", f"{megatron}.mtp_num_layers=1", f"{megatron}.mtp_loss_scaling_factor=0.1"
-    )
-    # Megatron's default is 0.1.
-    assert f"{megatron}.mtp_num_layers=1 (command line): {reason}" in refused("", f"{megatron}.mtp_num_layers=1")
-
-
 def test_dtensor_is_translated(load: Callable[..., RunConfig]):
     policy = load(
         "",

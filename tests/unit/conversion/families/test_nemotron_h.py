@@ -217,7 +217,7 @@ def test_what_we_do_not_do_is_refused_by_name(key: str, value: object):
 MTP = TINY | dict(num_nextn_predict_layers=2, mtp_layers_block_type=["full_attention", "moe"])
 
 
-def test_layers_of_multi_token_prediction_are_carried_by_the_last_stage():
+def test_layers_of_multi_token_prediction_are_on_the_last_stage():
     shapes = FAMILY.canonical(MTP)
     own = {name: shape for name, shape in shapes.items() if name.startswith("mtp.")}
     assert shapes.keys() - own.keys() == FAMILY.canonical(TINY).keys()
@@ -239,11 +239,14 @@ def test_layers_of_multi_token_prediction_are_carried_by_the_last_stage():
     } <= keys
     for flavour in FLAVOURS:
         stages = [FAMILY.megatron_layout(MTP, MegatronParallel(pp=7), MegatronCoords(pp=pp), "bfloat16", flavour) for pp in range(7)]
-        carried = [{slot.name for slot in stage if slot.name.startswith("carried.mtp.")} for stage in stages]
-        assert [len(names) > 0 for names in carried] == [False] * 6 + [True]
+        found = [{slot.name for slot in stage if slot.name.startswith("mtp.")} for stage in stages]
+        assert [len(names) > 0 for names in found] == [False] * 6 + [True]
+        # A rank has them under the names of its layer specs, which fuse norms or do not.
+        fused = "mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv.layer_norm_weight"
+        assert (fused in found[-1]) == (flavour == "te")
 
 
-def test_a_drafter_holds_the_carried_layers_only_where_it_is_asked_for():
+def test_a_drafter_holds_these_layers_only_where_it_is_asked_for():
     plain, drafting = (
         FAMILY.vllm_layout(MTP | dict(num_nextn_predict_layers=1), VllmParallel(2, 2, drafts), 0, "float32") for drafts in (False, True)
     )

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of multi-token prediction (MTP, arXiv:2412.19437, section 2.2) of Megatron's hybrid models, beside the last stage's decoder.
+
+megatron-core 0.16.1 has them for GPT models only. Names and keys here are those that its later versions give hybrid models.
+Shape suffixes: T tokens of this rank's part of a row (of which a tp rank has its share under sequence parallelism), D hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from mrl.policy import specs
+from mrl.policy.optimizer import main_gradient
+
+
+class MtpBlock(MegatronModule):
+    """The MTP layers of a model: one `MtpStep` for each token beyond the next, or one for all of them."""
+
+    def __init__(
+        self, config: TransformerConfig, stack: ModuleSpec, *, pattern: str, num_steps: int, pg_collection: ProcessGroupCollection
+    ) -> None:
+        """`config` is the model's, `stack` builds its hybrid stack, and `pattern` has one letter for each layer of a step."""
+        super().__init__(config)
+        groups, config = copy.copy(pg_collection), copy.copy(config)
+        # Every stage's layers count from the first of the model; these are whole on the last stage.
+        groups.pp = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size
+        num_layers, config.num_layers = config.num_layers, len(pattern)
+        config.pipeline_model_parallel_size = 1
+        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+        self.layers = nn.ModuleList(
+            [MtpStep(config, stack, pattern, num_layers + index * len(pattern), groups) for index in range(num_steps)]
+        )
+        self.embedding: tuple[LanguageModelEmbedding, ...] = ()
+        """On the last of several stages while `embedding_on_last_stage`: a copy of the first stage's, in a tuple as it is no part."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
+        """Entries of a Megatron checkpoint; called by the model's method of this name."""
+        entries: ShardedStateDict = {}
+        for index, step in enumerate(self.layers):
+            assert isinstance(step, MtpStep)
+            entries |= step.sharded_state_dict(f"{prefix}layers.{index}.", sharded_offsets, metadata)
+        return entries
+
+
+class MtpStep(MegatronModule):
+    """Makes of a token's hidden state, and of the embedding of a later token, the hidden state that predicts the one after that."""
+
+    def __init__(
+        self, config: TransformerConfig, stack: ModuleSpec, pattern: str, first_layer: int, pg_collection: ProcessGroupCollection
+    ) -> None:
+        """`first_layer` is the index that its first layer has for whoever counts experts, from 0, behind the model's own layers."""
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.enorm, self.hnorm, self.final_layernorm = (
+            specs.Norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon) for _ in range(3)
+        )
+        self.eh_proj = specs.ColumnLinear(
+            2 * hidden,
+            hidden,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+        )
+        self.mtp_model_layer = build_module(
+            stack, config, hybrid_override_pattern=pattern, post_layer_norm=False, pg_collection=pg_collection
+        )
+        for index, layer in enumerate(self.mtp_model_layer.layers):
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.set_layer_number(first_layer + index + 1)
+
+    @property
+    def transformer_layer(self) -> nn.Module:
+        """The same under the name of megatron-core 0.16.1, whose schedules leave the number of the microbatch there."""
+        return self.mtp_model_layer
+
+    def forward(self, hidden_T1D: Tensor, embedded_T1D: Tensor, packed: PackedSeqParams) -> Tensor:
+        """The new hidden states [T, 1, D], normed for the output layer. Collective as the model's layers are."""
+        joined, _ = self.eh_proj(torch.cat([self.enorm(embedded_T1D), self.hnorm(hidden_T1D)], dim=-1))
+        joined = gather_from_tensor_model_parallel_region(joined)
+        if self.config.sequence_parallel:
+            joined = scatter_to_sequence_parallel_region(joined)
+        return self.final_layernorm(self.mtp_model_layer(joined, attention_mask=None, packed_seq_params=packed))
+
+
+def attach_mtp(chunk: MegatronModule, stack: ModuleSpec, arguments: Mapping[str, Any]) -> None:
+    """Gives a chunk of the last stage the MTP layers of its model. `arguments` are the family's: `pattern` and `num_steps`."""
+    chunk.config.num_layers_with_mtp = chunk.config.num_layers + arguments["num_steps"] * len(arguments["pattern"])
+    if chunk.post_process:
+        chunk.mtp = MtpBlock(chunk.config, stack, **arguments, pg_collection=chunk.pg_collection)
+
+
+def freeze_mtp(chunk: MegatronModule) -> None:
+    """Leaves the chunk's MTP layers as they are."""
+    if (block := mtp_of(chunk)) is not None:
+        block.requires_grad_(False)
+
+
+def keep_norms_apart(chunk: MegatronModule) -> None:
+    """Keeps the gradients of the chunk's MTP layers out of Megatron's norm. Before the optimizer is built, which copies the mark."""
+    for parameter in mtp_parameters([chunk]):
+        setattr(parameter, "shared", True)  # noqa: B010  (Megatron's mark on a parameter)
+
+
+def mtp_of(chunk: nn.Module) -> MtpBlock | None:
+    """The MTP layers of a chunk, in whatever wrappers; None on all but the last stage, and in models without."""
+    return getattr(unwrap_model(chunk), "mtp", None)
+
+
+def mtp_parameters(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Those of this rank's MTP layers that are trained."""
+    blocks = filter(None, map(mtp_of, chunks))
+    return [parameter for block in blocks for parameter in block.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def embedding_on_last_stage(chunks: Sequence[DistributedDataParallel], *, with_gradient: bool) -> Iterator[None]:
+    """Inside, MTP layers of the last of several stages have the first stage's embedding. Collective over all ranks.
+
+    `with_gradient` adds the gradients of their copy, summed over all replicas, to those of the embedding, which are summed by then.
+    """
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    with_gradient = with_gradient and torch.is_grad_enabled()
+    if is_first == is_last:
+        # All in one stage, or one in the middle.
+        yield
+        return
+    # Its ranks are those of the two stages, in their order.
+    chunk = chunks[-1 if is_last else 0]
+    group, bare = parallel_state.get_embedding_group(), unwrap_model(chunk)
+    if is_first:
+        weight = bare.embedding.word_embeddings.weight
+        if chunk.ddp_config.overlap_param_gather and weight in chunk.param_to_bucket_group:
+            # Otherwise what the last step has updated on other ranks arrives with the forward pass.
+            chunk.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
+        dist.broadcast(weight.detach(), group=group, group_src=0)
+        yield
+        if with_gradient:
+            gradient = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+            dist.broadcast(gradient, group=group, group_src=1)
+            if weight.requires_grad:
+                main_gradient(weight).add_(gradient)
+        return
+    copied = _embedding_like(bare)
+    weight = copied.word_embeddings.weight
+    dist.broadcast(weight.detach(), group=group, group_src=0)
+    total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if with_gradient else None
+    if total is not None:
+        # One gradient after the other: sums of many rows would lose the small ones in bfloat16.
+        weight.register_post_accumulate_grad_hook(lambda weight: _move_gradient(weight, total))
+    weight.requires_grad_(total is not None)
+    bare.mtp.embedding = (copied,)
+    try:
+        yield
+    finally:
+        bare.mtp.embedding = ()
+    if total is not None:
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.broadcast(total, group=group, group_src=1)
+
+
+def _embedding_like(model: MegatronModule) -> LanguageModelEmbedding:
+    """An embedding of the model's vocabulary, of which this rank has the part of its tp rank, with weights of any values."""
+    config = copy.copy(model.config)
+    config.perform_initialization = False
+    embedding = LanguageModelEmbedding(
+        config, model.vocab_size, model.max_sequence_length, position_embedding_type="none", tp_group=model.pg_collection.tp
+    )
+    return embedding.to(device=next(model.parameters()).device, dtype=config.params_dtype)
+
+
+def _move_gradient(weight: Tensor, total: Tensor) -> None:
+    assert weight.grad is not None
+    total.add_(weight.grad)
+    weight.grad = None

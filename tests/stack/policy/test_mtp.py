@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MTP layers learn: losses, gradients and acceptance of a plain loop over transformers' layers, on one rank and on many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import models
+from tests.stack.policy import mtp_ranks, policy_ranks
+from tests.stack.policy.mtp_ranks import MtpCase
+from tests.stack.policy.mtp_reference import Reference
+from tests.stack.ranks import RankPool
+
+_DDP = "policy.megatron_cfg.distributed_data_parallel_config"
+RECOMPUTED = ("policy.megatron_cfg.activation_checkpointing=true",)
+UNSHARDED = (
+    "policy.megatron_cfg.optimizer.use_distributed_optimizer=false",
+    f"{_DDP}.overlap_param_gather=false",
+    f"{_DDP}.overlap_grad_reduce=false",
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """A model with MTP layers for one token (of True, which repeats them), and one with layers for two."""
+    return {
+        is_one: models.save_nemotron_h(tmp_path_factory.mktemp("model"), num_nextn_predict_layers=1 if is_one else 2)
+        for is_one in (True, False)
+    }
+
+
+@pytest.mark.parametrize("case", [MtpCase(2), MtpCase(3, repeats=True), MtpCase(2, detaches=True), MtpCase(3, True, True)], ids=str)
+def test_losses_and_gradients_are_those_of_a_loop_over_transformers(
+    ranks: RankPool, folders: dict[bool, Path], tmp_path: Path, case: MtpCase
+):
+    folder = folders[case.repeats]
+    config = mtp_ranks.run_config(folder, "one", case)
+    ((metrics, found),) = ranks.run(mtp_ranks.gradients, config, world_size=1)
+    reference = Reference(folder, tmp_path)
+    wanted = reference.learn(case)
+    assert metrics.keys() >= wanted.keys() and len(wanted) == 1 + 2 * case.num_steps
+    for name, value in wanted.items():
+        assert metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    gradients = reference.gradients()
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        error = np.linalg.norm(found[name] - gradient.numpy()) / max(float(gradient.norm()), 1e-6)
+        assert error <= 1e-4, (name, error)
+
+
+LAYOUTS = ["tp2 sp dp2 ep2", "pp2 dp2 ep2", "cp2 dp2 ep2", "tp2 sp pp2 cp2 ep4"]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", [MtpCase(2), MtpCase(3, repeats=True, detaches=True)], ids=str)
+def test_steps_of_many_ranks_are_those_of_one(ranks: RankPool, folders: dict[bool, Path], case: MtpCase):
+    folder = folders[case.repeats]
+    ((alone, _),) = ranks.run(mtp_ranks.steps, mtp_ranks.run_config(folder, "one", case), 3, world_size=1)
+    assert alone[2]["train/mtp_1_loss"] < alone[1]["train/mtp_1_loss"] < alone[0]["train/mtp_1_loss"]
+    assert ("train/mtp_grad_norm" in alone[0]) == case.detaches
+    for layout in LAYOUTS:
+        for overrides in (RECOMPUTED, UNSHARDED) if layout.startswith("pp2") else ((),):
+            config = mtp_ranks.run_config(folder, layout, case, *overrides)
+            results = ranks.run(mtp_ranks.steps, config, 3, world_size=policy_ranks.world_size(layout), timeout_s=200)
+            for metrics, _ in results:
+                assert metrics == results[0][0]
+            for found, wanted in zip(results[0][0], alone, strict=True):
+                compared = [name for name in wanted if name.startswith("train/mtp_") or name in ("train/loss", "train/grad_norm")]
+                assert len(compared) == 2 * case.num_steps + 2 + case.detaches
+                for name in compared:
+                    assert found[name] == pytest.approx(wanted[name], rel=3e-5, abs=1e-6), (layout, overrides, name)
+
+
+def test_detached_layers_leave_the_policy_as_it_would_be_without_them(ranks: RankPool, folders: dict[bool, Path]):
+    """Both norms are far above what is clipped at."""
+    overrides = ("policy.max_grad_norm=0.01", "policy.logprob_chunk_size=64")
+    plain, learning = (mtp_ranks.run_config(folders[True], "dp2", MtpCase(steps, True, True), *overrides) for steps in (0, 3))
+    (wanted, before), (found, after) = (ranks.run(mtp_ranks.steps, config, 2, world_size=2)[0] for config in (plain, learning))
+    for step, of_plain in zip(found, wanted, strict=True):
+        assert min(step["train/grad_norm"], step["train/mtp_grad_norm"]) > 0.05
+        # Experts of MTP layers count in the means over layers.
+        assert {name: step[name] for name in of_plain if "/moe/" not in name} == {n: v for n, v in of_plain.items() if "/moe/" not in n}
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed and all("mtp." in name for name in changed)
+    assert {name for name in before if "mtp." in name} - changed == {name for name in before if "mtp." in name and "expert_bias" in name}
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2 sp dp2 ep2", "pp2 dp2 ep2"])
+@pytest.mark.parametrize("overrides", [(), UNSHARDED], ids=["sharded", "unsharded"])
+def test_gradients_of_detached_layers_have_a_norm_of_their_own(
+    ranks: RankPool, folders: dict[bool, Path], tmp_path: Path, layout: str, overrides: tuple[str, ...]
+):
+    limit, folder = 0.01, folders[True]
+    case = MtpCase(2, repeats=True, detaches=True)
+    config = mtp_ranks.run_config(folder, layout, case, f"policy.max_grad_norm={limit}", *overrides)
+    results = ranks.run(mtp_ranks.clipped, config, world_size=policy_ranks.world_size(layout))
+    reference = Reference(folder, tmp_path)
+    reference.learn(case)
+    squares = {True: 0.0, False: 0.0}
+    for name, gradient in reference.gradients().items():
+        squares[name.startswith("mtp.")] += float(gradient.double().square().sum())
+    for rest, own, ready in results:
+        assert (rest, own) == pytest.approx((squares[False] ** 0.5, squares[True] ** 0.5), rel=1e-4)
+        # Megatron's step still scales by what clips the others.
+        assert ready * limit / rest == pytest.approx(limit, rel=1e-4)
