@@ -161,7 +161,7 @@ def save_nemotron_h(folder: Path, seed: int = 0, **overrides: object) -> Path:
     """
     nemotron_h(seed, **overrides).save_pretrained(folder)
     if overrides.get("num_nextn_predict_layers"):
-        _add_mtp(folder, seed)
+        add_mtp(folder, seed, overrides["num_nextn_predict_layers"])
     return folder
 
 
@@ -186,8 +186,10 @@ def save_foreseeing(folder: Path, seed: int = 0, **overrides: object) -> Path:
     return folder
 
 
-def _add_mtp(folder: Path, seed: int) -> None:
-    hf_config = json.loads((folder / "config.json").read_text())
+def add_mtp(folder: Path, seed: int, num_steps: object = 1) -> None:
+    """Adds random MTP layers to a nemotron_h folder."""
+    hf_config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": num_steps}
+    (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
     shapes = {name: shape for name, shape in family(hf_config).canonical(hf_config).items() if name.startswith("mtp.")}
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(folder / "model.safetensors")

@@ -52,6 +52,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py", "conversion/families"),
     "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py", "mrl/store/run_folder.py"),
+    "speculation": ("mrl/policy", "mrl/rollout", "mrl/refit", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "startup": ("mrl/cluster", "mrl/loop", "mrl/policy", "mrl/rollout", "mrl/train.py", "configs/grpo_tiny.yaml"),
     "supervised": ("mrl/loop", "mrl/algo", "mrl/policy", "configs/sft_tiny.yaml", "configs/dpo_tiny.yaml", "configs/rm_tiny.yaml"),
     "trainer": ("mrl/policy", "mrl/algo"),

@@ -20,7 +20,7 @@ from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
 from mrl.plan.hardware import GIB, GPUS
 from mrl.plan.inputs import Model, read_model
-from mrl.plan.memory import engine_memory, host_memory, rank_memory, stage_states
+from mrl.plan.memory import engine_memory, host_memory, rank_memory, stage_states, work_of
 from mrl.plan.plan import as_data, make_plan, prediction
 from mrl.plan.times import EXPERT_PRODUCTS, forward_operations, train_seconds
 from mrl.store.run_folder import RunFolder
@@ -66,6 +66,29 @@ def test_elements_of_every_stage_are_those_of_the_conversion_tables(name: str, s
         layout = family(config).megatron_layout(config, parallel, place, "bfloat16", "te")
         found = model.elements.stage(parallel, stage)
         assert sum(found) == sum(volume(tuple((0, size) for size in slot.shape)) for slot in layout.values())
+
+
+def test_mtp_layers_that_learn_take_what_others_take(folders: dict[str, str], tmp_path: Path):
+    config = hf_config("nano") | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    keys = ("num_layers=2", "use_repeated_layer=true", "detach_heads=false", "loss_scaling_factor=0.3")
+    model = f"policy.model_name={tmp_path}"
+    left, learning = (
+        load_config("grpo_nanov3.yaml", [model, *given]) for given in ([], [f"policy.megatron_cfg.mtp_{key}" for key in keys])
+    )
+    last, sizes = left.policy.megatron_cfg.pipeline_model_parallel_size - 1, read_model(left)
+    assert last > 0
+    elements = [sizes.elements.stage(left.policy.megatron_cfg.parallel, last, trains_mtp=config.trains_mtp) for config in (left, learning)]
+    assert sum(elements[0]) == sum(elements[1]) and elements[0].frozen > 0 == elements[1].frozen
+    of_left, of_learning = (work_of(config, sizes, last) for config in (left, learning))
+    assert of_left.states.weights == of_learning.states.weights
+    # Megatron has 4 bytes of gradient for each weight, and a gradient of the embedding's copy beside its 2 bytes.
+    assert of_learning.states.gradients - of_left.states.gradients == 4 * elements[0].frozen
+    embedding = 131072 * 2688 / left.policy.megatron_cfg.tensor_model_parallel_size
+    assert of_learning.persistent - of_left.persistent == 6 * embedding
+    assert of_learning.train["activations"] > of_left.train["activations"]
+    first_left, first = (work_of(config, sizes, 0) for config in (left, learning))
+    assert first == first_left
 
 
 def test_an_engine_of_qwen3_holds_what_vllm_reports(folders: dict[str, str]):

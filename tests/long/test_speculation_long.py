@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Part "speculation": MTP layers that start as noise learn to propose what the policy samples while it learns, and change nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests import models
+from tests.learn.quickstart import PREPARE_TIMEOUT_S, TRAIN_TIMEOUT_S, call
+from tests.long.record import Row, record
+
+pytestmark = [pytest.mark.long("speculation"), pytest.mark.timeout(2400)]
+
+NUM_STEPS, SHOWN = 80, 8
+SETTINGS = [
+    "policy.model_name=prepared/tiny/mtp",
+    f"grpo.max_num_steps={NUM_STEPS}",
+    "grpo.val_period=40",
+    "checkpointing.save_period=40",
+    "++policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 2}",
+]
+LEARN = [
+    f"policy.megatron_cfg.mtp_{key}" for key in ("num_layers=2", "use_repeated_layer=true", "detach_heads=true", "loss_scaling_factor=0.3")
+]
+
+
+def test_layers_learn_what_the_policy_samples(tmp_path: Path):
+    call(tmp_path, "-m", "mrl.prepare", "tiny", timeout_s=PREPARE_TIMEOUT_S)
+    shutil.copytree(tmp_path / "prepared/tiny/model", tmp_path / "prepared/tiny/mtp")
+    models.add_mtp(tmp_path / "prepared/tiny/mtp", seed=0)
+    left_alone, learning = (steps(tmp_path, name, settings) for name, settings in (("left", []), ("learning", LEARN)))
+    record("speculation", [*rows("left alone", left_alone), *rows("learning", learning)])
+    # Detached, their loss reaches nothing else: both runs sample the same answers, of which one knows more in advance.
+    assert [step["train/reward"] for step in learning] == [step["train/reward"] for step in left_alone]
+    before, after = rate(learning[:SHOWN]), rate(learning[-SHOWN:])
+    assert before <= 0.25 and after >= before + 0.2 and after >= 2 * rate(left_alone[-SHOWN:])
+
+
+def steps(folder: Path, name: str, settings: list[str]) -> list[dict[str, float]]:
+    """Metrics of the train steps of a run."""
+    run = f"results/{name}"
+    call(
+        folder, "-m", "mrl.train", "grpo_tiny.yaml", *SETTINGS, *settings, f"checkpointing.checkpoint_dir={run}", timeout_s=TRAIN_TIMEOUT_S
+    )
+    found = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    return [step for step in found if step["step"]]
+
+
+def rate(found: list[dict[str, float]], name: str = "rollout/spec_acceptance_rate") -> float:
+    return sum(step[name] for step in found) / len(found)
+
+
+def rows(layers: str, found: list[dict[str, float]]) -> list[Row]:
+    """The beginning, the middle and the end of a run."""
+    middle = len(found) // 2
+    result: list[Row] = []
+    for part in (found[:SHOWN], found[middle - SHOWN // 2 : middle + SHOWN // 2], found[-SHOWN:]):
+        learned = "train/mtp_1_acceptance_rate" in part[0]
+        result.append(
+            {
+                "MTP layers": layers,
+                "steps": f"{part[0]['step']:.0f} to {part[-1]['step']:.0f}",
+                "mean reward": round(rate(part, "train/reward"), 3),
+                "accepted of the proposed": round(rate(part), 3),
+                "tokens of a pass": round(rate(part, "rollout/spec_acceptance_length"), 2),
+                "right of the 1st": round(rate(part, "train/mtp_1_acceptance_rate"), 3) if learned else None,
+                "of the 2nd in training": round(rate(part, "train/mtp_2_acceptance_rate"), 3) if learned else None,
+            }
+        )
+    return result
