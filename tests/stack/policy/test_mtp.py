@@ -77,13 +77,16 @@ def test_steps_of_many_ranks_are_those_of_one(ranks: RankPool, folders: dict[boo
 def test_detached_layers_leave_the_policy_as_it_would_be_without_them(ranks: RankPool, folders: dict[bool, Path]):
     """Both norms are far above what is clipped at."""
     overrides = ("policy.max_grad_norm=0.01", "policy.logprob_chunk_size=64")
-    plain, learning = (mtp_ranks.run_config(folders[True], "dp2", MtpCase(steps, True, True), *overrides) for steps in (0, 3))
-    (wanted, before), (found, after) = (ranks.run(mtp_ranks.steps, config, 2, world_size=2)[0] for config in (plain, learning))
+    plain, learning = (mtp_ranks.run_config(folders[True], "one", MtpCase(steps, True, True), *overrides) for steps in (0, 3))
+    (wanted, before), (found, after) = (ranks.run(mtp_ranks.steps, config, 2, world_size=1)[0] for config in (plain, learning))
+    ((_, start),) = ranks.run(mtp_ranks.steps, plain, 0, world_size=1)
     for step, of_plain in zip(found, wanted, strict=True):
         assert min(step["train/grad_norm"], step["train/mtp_grad_norm"]) > 0.05
         # Experts of MTP layers count in the means over layers.
         assert {name: step[name] for name in of_plain if "/moe/" not in name} == {n: v for n, v in of_plain.items() if "/moe/" not in n}
-    assert before.keys() == after.keys()
+    assert before.keys() == after.keys() == start.keys()
+    # Left alone, they are as they were.
+    assert {name for name in start if start[name] == before[name]} >= {name for name in start if "mtp." in name}
     changed = {name for name in before if before[name] != after[name]}
     assert changed and all("mtp." in name for name in changed)
     assert {name for name in before if "mtp." in name} - changed == {name for name in before if "mtp." in name and "expert_bias" in name}

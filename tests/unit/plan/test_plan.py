@@ -82,8 +82,8 @@ def test_mtp_layers_that_learn_take_what_others_take(folders: dict[str, str], tm
     assert sum(elements[0]) == sum(elements[1]) and elements[0].frozen > 0 == elements[1].frozen
     of_left, of_learning = (work_of(config, sizes, last) for config in (left, learning))
     assert of_left.states.weights == of_learning.states.weights
-    # Megatron has 4 bytes of gradient for each weight, and a gradient of the embedding's copy beside its 2 bytes.
-    assert of_learning.states.gradients - of_left.states.gradients == 4 * elements[0].frozen
+    # The file reduces gradients in bfloat16. Of the embedding's copy a rank has them in float32, beside the copy.
+    assert of_learning.states.gradients - of_left.states.gradients == 2 * elements[0].frozen
     embedding = 131072 * 2688 / left.policy.megatron_cfg.tensor_model_parallel_size
     assert of_learning.persistent - of_left.persistent == 6 * embedding
     assert of_learning.train["activations"] > of_left.train["activations"]
