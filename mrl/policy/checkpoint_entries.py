@@ -30,7 +30,7 @@ from conversion.tensors import box_view
 SHARDING_TYPE = "fully_reshardable"
 """Megatron's name of the format."""
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
-_SUFFIX = ".weight"
+_PREFIX, _SUFFIX = "optimizer.state.", ".weight"
 
 WeightEntry: TypeAlias = ShardedTensor | ShardedTensorFactory
 """Where a checkpoint keeps one weight of this rank; its data is the live tensor."""
@@ -85,7 +85,14 @@ def optimizer_state(optimizer: DistributedOptimizer, entries: WeightEntries) -> 
 def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOptimizer], entries: WeightEntries) -> None:
     """Fills the shards of all optimizers; their steps and groups of parameters are loaded already. Collective over all ranks."""
     shards = [(optimizer, *shard) for optimizer in optimizers for shard in _shards(optimizer, entries)]
-    read_tensors(source, [part for *_, by_kind in shards for parts in by_kind.values() for part in parts])
+    wanted = [part for *_, by_kind in shards for parts in by_kind.values() for part in parts]
+    if missing := sorted({part.key.removeprefix(f"{_PREFIX}param.") for part in wanted if part.key not in source.keys}):
+        raise ValueError(
+            f"{source.folder} has no optimizer state of {missing[0]} (and of {len(missing) - 1} others), which was not trained when this "
+            "was saved; leave it as it is (policy.megatron_cfg.freeze_config, freeze_moe_router, mtp_num_layers), or start a run from what "
+            "`python -m mrl.convert mcore-to-hf` makes of it"
+        )
+    read_tensors(source, wanted)
     for optimizer, parameter, state, _ in shards:
         # Nothing more to do, unless the optimizer keeps its state in another form than that in which it shows it.
         optimizer._set_main_param_and_optimizer_states(parameter, dict(state))
@@ -132,7 +139,7 @@ def _boxes(
         box = place(common, held, full(part.local_shape))
         lows = (base + low for base, (low, _) in zip(part.global_offset[extra:], box, strict=True))
         yield ShardedTensor(
-            f"optimizer.state.{kind}.{part.key}",
+            f"{_PREFIX}{kind}.{part.key}",
             shown,
             shown.dtype,
             tuple(shown.shape),

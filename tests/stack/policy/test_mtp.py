@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mrl.config.schema.run import RunConfig
 from tests import models
-from tests.stack.policy import mtp_ranks, policy_ranks
+from tests.stack.policy import mtp_ranks, policy_ranks, save_ranks
 from tests.stack.policy.mtp_ranks import MtpCase
 from tests.stack.policy.mtp_reference import Reference
 from tests.stack.ranks import RankPool
@@ -110,3 +111,32 @@ def test_gradients_of_detached_layers_have_a_norm_of_their_own(
         assert (rest, own) == pytest.approx((squares[False] ** 0.5, squares[True] ** 0.5), rel=1e-4)
         # Megatron's step still scales by what clips the others.
         assert ready * limit / rest == pytest.approx(limit, rel=1e-4)
+
+
+def test_a_checkpoint_goes_on_at_any_layout(ranks: RankPool, folders: dict[bool, Path], tmp_path: Path):
+    case, saved = MtpCase(2, repeats=True, detaches=True), "tp2 sp dp2 ep2"
+
+    def config(layout: str, case: MtpCase = case) -> RunConfig:
+        found = mtp_ranks.run_config(folders[True], layout, case)
+        found.algorithm = "grpo"
+        return found
+
+    unbroken = ranks.run(save_ranks.save_after_steps, config(saved), tmp_path, 2, world_size=4)
+    wanted, _, _ = unbroken[0]
+    for layout in (saved, "pp2 dp2 ep2"):
+        resumed = ranks.run(save_ranks.load_and_step, config(layout), tmp_path, world_size=4)
+        assert layout != saved or resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
+        for found, step in zip(resumed[0][0], wanted, strict=True):
+            for name in ("loss", "grad_norm", "mtp_1_loss", "mtp_2_loss", "mtp_grad_norm"):
+                assert found[f"train/{name}"] == pytest.approx(step[f"train/{name}"], rel=1e-5, abs=1e-6), (layout, name)
+    # They may be left alone from here on.
+    left, _ = ranks.run(save_ranks.load_and_step, config(saved, MtpCase(0)), tmp_path, world_size=4)[0]
+    assert left[0]["train/loss"] == pytest.approx(wanted[0]["train/loss"], abs=1e-6) and "train/mtp_1_loss" not in left[0]
+
+
+def test_a_checkpoint_without_their_moments_is_refused(ranks: RankPool, folders: dict[bool, Path], tmp_path: Path):
+    left, learning = (mtp_ranks.run_config(folders[True], "dp2", MtpCase(steps, repeats=True)) for steps in (0, 2))
+    ranks.run(save_ranks.save_after_steps, left, tmp_path, 1, world_size=2)
+    said = r"iter_0000000 has no optimizer state of mtp\.layers\.0\.\S+ \(and of \d+ others\), which was not trained when this was saved"
+    with pytest.raises(RuntimeError, match=said):
+        ranks.run(save_ranks.load_and_step, learning, tmp_path, world_size=2)
