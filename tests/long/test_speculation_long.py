@@ -36,9 +36,10 @@ def test_layers_learn_what_the_policy_samples(tmp_path: Path):
     models.add_mtp(tmp_path / "prepared/tiny/mtp", seed=0)
     left_alone, learning = (steps(tmp_path, name, settings) for name, settings in (("left", []), ("learning", LEARN)))
     record("speculation", [*rows("left alone", left_alone), *rows("learning", learning)])
-    # Detached, their loss reaches nothing else; only the order in which norms are summed differs.
-    for one, other in zip(learning, left_alone, strict=True):
-        assert one["train/reward"] == pytest.approx(other["train/reward"], abs=0.05), one["step"]
+    # Detached, their loss reaches nothing else. Four ranks sum norms in another order, which at first changes no answer.
+    for one, other in zip(learning[:SHOWN], left_alone[:SHOWN], strict=True):
+        assert one["train/reward"] == pytest.approx(other["train/reward"], abs=1e-6), one["step"]
+    assert rate(learning[-SHOWN:], "train/reward") == pytest.approx(rate(left_alone[-SHOWN:], "train/reward"), abs=0.05)
     before, after = rate(learning[:SHOWN]), rate(learning[-SHOWN:])
     assert before <= 0.25 and after >= before + 0.2 and after >= 2 * rate(left_alone[-SHOWN:])
 
@@ -70,8 +71,8 @@ def rows(layers: str, found: list[dict[str, float]]) -> list[Row]:
                 "mean reward": round(rate(part, "train/reward"), 3),
                 "accepted of the proposed": round(rate(part), 3),
                 "tokens of a pass": round(rate(part, "rollout/spec_acceptance_length"), 2),
-                "next but one, right in training": round(rate(part, "train/mtp_1_acceptance_rate"), 3) if learned else None,
-                "the one after that": round(rate(part, "train/mtp_2_acceptance_rate"), 3) if learned else None,
+                "in training: 1st right": round(rate(part, "train/mtp_1_acceptance_rate"), 3) if learned else None,
+                "2nd right": round(rate(part, "train/mtp_2_acceptance_rate"), 3) if learned else None,
             }
         )
     return result
