@@ -89,7 +89,7 @@ def _train_deadline(config: RunConfig) -> Deadline:
         rate = f"{flops / 1e12:g} TFLOPS"
     try:
         read_model(Path(policy.model_name))
-        cost = sequence_cost(policy.model_name)
+        cost = sequence_cost(policy.model_name, config.mtp_steps)
         compute_s = num_sequences * (cost.of(length) + cost.scan_per_token * length) / (ranks * flops)
         parts[f"{compute_s:,.0f} s for {num_sequences:,} forward passes of {length:,} tokens on {ranks} ranks at {rate}"] = compute_s
     except ValueError:

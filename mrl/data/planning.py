@@ -45,13 +45,13 @@ class SequenceCost:
 
 
 @cache
-def sequence_cost(model_folder: str) -> SequenceCost:
-    """Cost on the model in a Hugging Face folder. Each process reads the file once."""
-    return cost_of_model(json.loads((Path(model_folder) / "config.json").read_text(encoding="utf-8")))
+def sequence_cost(model_folder: str, mtp_steps: int = 0) -> SequenceCost:
+    """Cost on the model in a Hugging Face folder, as `cost_of_model`. Each process reads the file once."""
+    return cost_of_model(json.loads((Path(model_folder) / "config.json").read_text(encoding="utf-8")), mtp_steps)
 
 
-def cost_of_model(hf_config: Mapping[str, object]) -> SequenceCost:
-    """Cost on the model of a config.json.
+def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> SequenceCost:
+    """Cost on the model of a config.json; with `mtp_steps`, of so many steps of multi-token prediction, too.
 
     A token meets every matrix once, of routed experts its top k, with two operations for an element. In an attention layer it meets on
     average half of its sequence, with four operations for each of its query's elements (scores, and their weighted sum). Mamba layers
@@ -61,17 +61,20 @@ def cost_of_model(hf_config: Mapping[str, object]) -> SequenceCost:
     found = family(hf_config)
     transformer = found.megatron_arguments(hf_config)["transformer"]
     num_experts, top_k = (int(str(transformer.get(name, 0) or 0)) for name in ("num_moe_experts", "moe_router_topk"))
-    shapes = found.canonical(hf_config)
+    shapes, mtp = found.canonical(hf_config), found.mtp(hf_config)
+    # A step has the layers of one, and the output layer once more.
+    share = mtp_steps / int(str(hf_config["num_nextn_predict_layers"])) if mtp else 0.0
     elements = queries = scans = 0.0
     for name, shape in shapes.items():
+        times = share if name in mtp else 1.0 + mtp_steps * (name == "lm_head.weight")
         if name.endswith(".A_log"):
             scans += 7 * shapes[name.removesuffix("A_log") + "out_proj.weight"][1] * int(str(hf_config["ssm_state_size"]))
         # Vectors and convolutions are no matrix products; the embedding is a lookup, unless the output layer is the same matrix.
         if len(shape) != 2 or ("embed" in name and "lm_head.weight" in shapes):
             continue
-        elements += shape[0] * shape[1] * (top_k / num_experts if ".experts." in name else 1.0)
+        elements += times * shape[0] * shape[1] * (top_k / num_experts if ".experts." in name else 1.0)
         if name.endswith("q_proj.weight"):
-            queries += shape[0]
+            queries += times * shape[0]
     return SequenceCost(per_token=2 * elements, per_token_squared=2 * queries, scan_per_token=scans)
 
 

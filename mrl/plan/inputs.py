@@ -89,6 +89,7 @@ class Model:
         """A letter for each layer of a step of multi-token prediction."""
         self.elements = ModelElements(self.family.model(hf_config, None))
         self.cost = cost_of_model(hf_config)
+        """Of a forward pass that computes the model alone."""
         self.num_parameters = sum(math.prod(shape) for shape in self.family.canonical(hf_config).values())
         self.engine_bytes = cache(self._engine_bytes)
 

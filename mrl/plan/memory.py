@@ -98,19 +98,15 @@ def work_of(
     """The same for a rank of a pipeline stage of the policy of `config`; with a head, a critic's, it makes no logits."""
     megatron, shape = config.policy.megatron_cfg, model.shape
     parallel, is_last, chunk_tokens = megatron.parallel, pp_rank == megatron.parallel.pp - 1, config.policy.output_chunk_tokens
-    trains_mtp = is_trained and not has_head and config.trains_mtp
+    trains_mtp = is_trained and not has_head and config.mtp_steps > 0
     states = stage_states(config, model, pp_rank, is_trained=is_trained, trains_mtp=trains_mtp)
     counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config))
     chunks = [[shape.layers[i] for i in parallel.layers_of(pp_rank, len(shape.layers), chunk)] for chunk in range(parallel.vpp)]
-    if trains_mtp and is_last:
-        chunks[-1] = chunks[-1] + [*model.mtp_pattern] * megatron.mtp_num_layers
-    stage = Stage(list(zip(chunks, counts, strict=True)), is_last)
+    steps = config.mtp_steps if trains_mtp and is_last else 0
+    chunks[-1] = chunks[-1] + [*model.mtp_pattern] * steps
+    stage = Stage(list(zip(chunks, counts, strict=True)), is_last, extra_outputs=steps)
     row, forward_row = (row_of(config, is_training=is_training, imbalance=imbalance) for is_training in (True, False))
     persistent = persistent_bytes(shape, stage, row, pp=parallel.pp, workspaces=(7 if shape.experts else 3) * _WORKSPACE)
-    if trains_mtp and is_last and parallel.pp > 1:
-        # A copy of the embedding, and its gradient.
-        of_each = (BF16 if config.policy.precision == "bfloat16" else FP32) + (0 if megatron.mtp_detach_heads else FP32)
-        persistent += shape.vocabulary * shape.hidden / row.tp * of_each
     has_logits = is_last and config.algorithm != "rm" and not has_head
     logits = logits_bytes(shape, stage, row, chunk_tokens=chunk_tokens) if has_logits else 0.0
     train = train_peak(states, shape, stage, row, logits=logits, persistent=persistent)
@@ -119,6 +115,12 @@ def work_of(
     forward = max(widest, _FORWARD_LOGIT * columns if has_logits else 0.0)
     # What the kernels keep is counted in bfloat16.
     wider = 1 if config.policy.precision == "bfloat16" else 2
+    if steps:
+        # Of each step what is joined, and the output layer's gathered input. For as long as an update takes, a copy of the embedding.
+        gathered = row.tokens if row.is_sequence_parallel else 0
+        train["activations"] += steps * BF16 * shape.hidden * (3 * row.sharded_tokens + gathered)
+        of_each = BF16 + (0 if megatron.mtp_detach_heads else FP32 / wider)
+        train["activations"] += shape.vocabulary * shape.hidden / row.tp * of_each if parallel.pp > 1 else 0.0
     return Work(
         states,
         persistent,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config.schema.run import RunConfig
-from mrl.data.planning import SequenceCost
+from mrl.data.planning import SequenceCost, cost_of_model
 from mrl.phases import role_of
 from mrl.plan.activations import BF16, Shape
 from mrl.plan.engine import token_bytes
@@ -187,7 +187,8 @@ def step_times(
     passes = 1 + (1 if megatron.peft.enabled else BACKWARD) + recomputed
     rows = max(1, num_microbatches(config)) * (megatron.virtual_pipeline_model_parallel_size or 1)
     bubble = 1 + (megatron.pipeline_model_parallel_size - 1) / rows
-    phases = {"train": train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=passes).times(bubble)}
+    learned = cost_of_model(model.hf_config, config.mtp_steps)
+    phases = {"train": train_seconds(shape, learned, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=passes).times(bubble)}
     if forward := config.needs_old_logprobs + config.keeps_reference:
         phases["logprobs"] = train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward).times(bubble)
     for name, other in model.beside.items():

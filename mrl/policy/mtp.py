@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -96,12 +96,23 @@ class MtpStep(MegatronModule):
         return self.mtp_model_layer
 
     def forward(self, hidden_T1D: Tensor, embedded_T1D: Tensor, packed: PackedSeqParams) -> Tensor:
-        """The new hidden states [T, 1, D], normed for the output layer. Collective as the model's layers are."""
+        """The new hidden states [T, 1, D], normed for the output layer. Collective as the model's layers are.
+
+        With gradient, `hidden_T1D` requires one; otherwise what is computed again would get none.
+        """
+        if self.config.recompute_granularity == "full" and torch.is_grad_enabled():
+            joined_T1D = tensor_parallel.checkpoint(self._join, self.config.distribute_saved_activations, hidden_T1D, embedded_T1D)
+        else:
+            joined_T1D = self._join(hidden_T1D, embedded_T1D)
+        return self.final_layernorm(self.mtp_model_layer(joined_T1D, attention_mask=None, packed_seq_params=packed))
+
+    def _join(self, hidden_T1D: Tensor, embedded_T1D: Tensor) -> Tensor:
         joined, _ = self.eh_proj(torch.cat([self.enorm(embedded_T1D), self.hnorm(hidden_T1D)], dim=-1))
         joined = gather_from_tensor_model_parallel_region(joined)
-        if self.config.sequence_parallel:
-            joined = scatter_to_sequence_parallel_region(joined)
-        return self.final_layernorm(self.mtp_model_layer(joined, attention_mask=None, packed_seq_params=packed))
+        if not self.config.sequence_parallel:
+            return joined
+        # This rank's part is a view, which would keep all of it.
+        return scatter_to_sequence_parallel_region(joined).clone()
 
 
 def attach_mtp(chunk: MegatronModule, stack: ModuleSpec, arguments: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@
 At position t, step k of K predicts the label of position t + k from the hidden state of step k - 1 (of the model, for the first) and the
 embedding of token t + k. With factor f the loss is f / K * sum over k of the mean negative log-likelihood of the labels that count, at
 temperature 1 (arXiv:2412.19437, equations 24 and 25). Each mean is over the global batch, so that no packing or layout changes it.
-Shape suffixes: T tokens of a row, or of this rank's part of it, D hidden size, V vocabulary columns of this rank.
+Shape suffixes: T tokens of a row, or of this rank's part of it, K steps, D hidden size, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -65,14 +65,20 @@ def _row_loss(
     embedding = bare.embedding if bare.pre_process else block.embedding[0]
     packed, group = packed_params(row, device), parallel_state.get_tensor_model_parallel_group()
     hidden_T1D = output.transpose(0, 1)
-    hidden_T1D = hidden_T1D.detach() if config.mtp_detach_heads else hidden_T1D
+    if config.mtp_detach_heads:
+        # What is recomputed needs an input that requires a gradient.
+        hidden_T1D = hidden_T1D.detach().requires_grad_(torch.is_grad_enabled())
+    steps = range(1, config.mtp_num_layers + 1)
+    # All at once: every copy to a GPU waits for it.
+    tokens_KT, labels_KT, mask_KT = (
+        torch.stack([shifted(values_T, row.cu_seqlens, ahead)[local] for ahead in steps]).to(device)
+        for values_T in (row.token_ids_T, row.labels_T, row.loss_mask_T)
+    )
     total, metrics = torch.zeros((), device=device), dict[str, Tensor]()
-    for ahead in range(1, config.mtp_num_layers + 1):
-        tokens_T, labels_T, mask_T = (
-            shifted(values_T, row.cu_seqlens, ahead)[local].to(device) for values_T in (row.token_ids_T, row.labels_T, row.loss_mask_T)
-        )
+    for ahead, tokens_T, labels_T, mask_T in zip(steps, tokens_KT, labels_KT, mask_KT, strict=True):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not config.mtp_detach_heads):
-            embedded_T1D = embedding(tokens_T[None], row.position_ids_T[local][None].to(device))
+            # Hybrid models have no positions, which the second argument would be.
+            embedded_T1D = embedding(tokens_T[None], tokens_T[None])
         # A row's backward pass on the last stage comes right behind its forward pass: routers know the row where layers are recomputed.
         hidden_T1D = block.layers[(ahead - 1) % len(block.layers)](hidden_T1D, embedded_T1D, packed)
         columns = output_columns(model, hidden_T1D.transpose(0, 1), distribution)

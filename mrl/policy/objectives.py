@@ -52,7 +52,7 @@ def objective_of(config: RunConfig, distribution: TokenDistribution, batch: Rank
     if model == "critic":
         return _value_objective(config.value_loss_fn, batch.size)
     objective = _objective_of_policy(config, distribution, batch.size)
-    if not config.trains_mtp:
+    if not config.mtp_steps:
         return objective
     return with_mtp(objective, [item.row for item in batch.train_rows()], config.policy.megatron_cfg, distribution.vocab_size)
 

@@ -132,7 +132,8 @@ def clip_apart(parameters: Sequence[nn.Parameter], optimizer: MegatronOptimizer,
         square += gradient.float().square().sum() / replicas
     dist.all_reduce(square)
     norm, limit = math.sqrt(float(square)), optimizer.config.clip_grad
-    if limit > 0:
+    # Of gradients that are not finite the train step says so, and goes no further.
+    if limit > 0 and math.isfinite(norm) and math.isfinite(rest_norm):
         scale = min(1.0, limit / (norm + CLIP_EPSILON)) / min(1.0, limit / (rest_norm + CLIP_EPSILON))
         for parameter in parameters:
             main_gradient(parameter).mul_(scale)

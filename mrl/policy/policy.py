@@ -88,7 +88,7 @@ class Policy:
         )
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
         self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
-        is_trained, trains_mtp = role_of(model) != "teacher", model == "policy" and config.trains_mtp
+        is_trained, trains_mtp = role_of(model) != "teacher", model == "policy" and config.mtp_steps > 0
         bare_chunks = build_model(config.policy, self._hf_config, is_trained=is_trained, trains_mtp=trains_mtp)
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
         has_head = config.algorithm == "rm" or model == "critic"

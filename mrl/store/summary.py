@@ -110,14 +110,14 @@ def performance_metrics(config: RunConfig, batches: Sequence[Batch], metrics: Ma
     lengths = [sequence.rollout.num_tokens for batch in batches for sequence in batch.sequences]
     seconds = metrics["time/train"] * config.num_policy_ranks
     num_updates = config.num_passes if "train/loss" in metrics or not config.has_critic else 0
-    work = {
-        config.policy.model_name: (2 if config.policy.megatron_cfg.peft.enabled else 3) * num_updates + metrics["train/num_logprob_passes"]
-    }
+    work = [
+        (sequence_cost(config.policy.model_name, config.mtp_steps), (2 if config.policy.megatron_cfg.peft.enabled else 3) * num_updates),
+        (sequence_cost(config.policy.model_name), metrics["train/num_logprob_passes"]),
+    ]
     if config.has_critic:
-        work[config.value.model_name] = work.get(config.value.model_name, 0.0) + 3 * config.num_passes + 1
+        work.append((sequence_cost(config.value.model_name), 3 * config.num_passes + 1))
     operations = 0.0
-    for model, num_passes in work.items():
-        cost = sequence_cost(model)
+    for cost, num_passes in work:
         operations += num_passes * sum(cost.of(length) + cost.scan_per_token * length for length in lengths)
     tflops = operations / seconds / 1e12
     found = {

@@ -186,7 +186,7 @@ def check_trained(config: RunConfig, problems: Problems) -> None:
     hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
     if peft.enabled:
         _check_adapters(config, hf_config, problems)
-    key, left = f"{_MEGATRON}.freeze_config.modules", () if config.trains_mtp else family(hf_config).mtp(hf_config)
+    key, left = f"{_MEGATRON}.freeze_config.modules", () if config.mtp_steps else family(hf_config).mtp(hf_config)
     names = [name for name in family(hf_config).canonical(hf_config) if name not in left]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

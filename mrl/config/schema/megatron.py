@@ -195,7 +195,7 @@ class MegatronConfig:
     model_overrides: dict[str, Any] = field(default_factory=dict)
     """Further arguments of Megatron's TransformerConfig that say how something is computed; the model and other keys say what."""
     mtp_num_layers: Count = 0
-    """Tokens beyond the next that the model's MTP layers learn to predict, of the tokens that it learns; 0 = leave them as they are."""
+    """Tokens beyond the next that the policy's MTP layers learn to predict, of the tokens that it learns; 0 = leave them as they are."""
     mtp_loss_scaling_factor: NotNegative = 0.1
     """Weight of the MTP layers' mean loss beside the policy's; 0 = leave them as they are."""
     mtp_use_repeated_layer: bool = False

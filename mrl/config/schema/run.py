@@ -174,7 +174,9 @@ class RunConfig:
             return self
         seen, section = copy.copy(self), self.value.beside(self.policy) if model == "critic" else self.teachers[model]
         generation = dataclasses.replace(self.policy.generation, temperature=section.generation.temperature)
-        seen.policy = dataclasses.replace(section, generation=generation)
+        # MTP layers learn in the policy alone.
+        megatron = dataclasses.replace(section.megatron_cfg, mtp_num_layers=0)
+        seen.policy = dataclasses.replace(section, generation=generation, megatron_cfg=megatron)
         return seen
 
     @property
@@ -273,9 +275,10 @@ class RunConfig:
         return self.has_engines and (self.policy.generation.colocated.enabled or self.policy.offload_optimizer_for_logprob)
 
     @property
-    def trains_mtp(self) -> bool:
-        """Whether the policy's MTP layers learn, from the tokens that it learns."""
-        return self.policy.megatron_cfg.trains_mtp and self.algorithm != "rm"
+    def mtp_steps(self) -> int:
+        """Tokens beyond the next that the policy's MTP layers learn to predict, of those that it learns; 0 = they are left alone."""
+        megatron = self.policy.megatron_cfg
+        return megatron.mtp_num_layers if megatron.trains_mtp and self.algorithm != "rm" else 0
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -79,11 +79,14 @@ def steps(rank: Rank, config: RunConfig, num_steps: int) -> tuple[list[dict[str,
         return metrics, policy_ranks.raw_checksums(policy)
 
 
-def clipped(rank: Rank, config: RunConfig) -> tuple[float, float, float]:
-    """Norms of the model's and of its MTP layers' gradients, and of the latter once they are ready for a step that clips the model's."""
+def clipped(rank: Rank, config: RunConfig, damage: float = 0.0) -> tuple[float, float, float]:
+    """Norms of the model's and of its MTP layers' gradients, and of the latter once they are ready for a step that clips the model's.
+
+    `damage` is added to one of the model's gradients.
+    """
     from mrl.policy.mtp import mtp_parameters
     from mrl.policy.objectives import objective_of
-    from mrl.policy.optimizer import clip_apart
+    from mrl.policy.optimizer import clip_apart, main_gradient
     from mrl.policy.step import forward_backward
 
     with policy_ranks.open_policy(rank, config) as policy:
@@ -95,6 +98,8 @@ def clipped(rank: Rank, config: RunConfig) -> tuple[float, float, float]:
         optimizer.zero_grad()
         objective = objective_of(config, policy._distribution, batch)
         forward_backward(chunks, batch.train_rows(), size=batch.size, objective=objective)
+        if damage:
+            main_gradient(next(parameter for parameter in chunks[0].parameters() if parameter.requires_grad)).add_(damage)
         optimizer.prepare_grads()
         rest, parameters = float(optimizer.get_grad_norm()), mtp_parameters(chunks)
         return rest, clip_apart(parameters, optimizer, rest), clip_apart(parameters, optimizer, 0.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.stack.policy.mtp_ranks import MtpCase
 from tests.stack.policy.mtp_reference import Reference
 from tests.stack.ranks import RankPool
 
+BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true")
 _DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 RECOMPUTED = ("policy.megatron_cfg.activation_checkpointing=true",)
 UNSHARDED = (
@@ -111,6 +113,42 @@ def test_gradients_of_detached_layers_have_a_norm_of_their_own(
         assert (rest, own) == pytest.approx((squares[False] ** 0.5, squares[True] ** 0.5), rel=1e-4)
         # Megatron's step still scales by what clips the others.
         assert ready * limit / rest == pytest.approx(limit, rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_others_as_they_are(ranks: RankPool, folders: dict[bool, Path]):
+    config = mtp_ranks.run_config(folders[True], "one", MtpCase(2, repeats=True, detaches=True), "policy.max_grad_norm=0.01")
+    ((rest, own, again),) = ranks.run(mtp_ranks.clipped, config, math.inf, world_size=1)
+    # For the train step to tell, which changes no parameter then.
+    assert rest == math.inf and 0 < own < math.inf and again == own
+
+
+JOINS = "policy.megatron_cfg.freeze_config.modules=[mtp.*.enorm.weight,mtp.*.hnorm.weight,mtp.*.eh_proj.weight]"
+
+
+def test_layers_that_are_computed_again_learn_behind_frozen_joins(ranks: RankPool, folders: dict[bool, Path]):
+    case, found = MtpCase(2, repeats=True, detaches=True), {}
+    for overrides in ((), (*RECOMPUTED, JOINS)):
+        config = mtp_ranks.run_config(folders[True], "one", case, *overrides)
+        ((_, found[overrides]),) = ranks.run(mtp_ranks.gradients, config, world_size=1)
+    whole, frozen = found.values()
+    assert {name for name in whole if name not in frozen} == {f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
+    for name, gradient in frozen.items():
+        np.testing.assert_allclose(gradient, whole[name], atol=1e-6, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("detaches", [False, True], ids=["joined", "detached"])
+def test_bfloat16_learns_the_same(ranks: RankPool, folders: dict[bool, Path], detaches: bool):
+    case, steps = MtpCase(2, repeats=True, detaches=detaches), []
+    for overrides in ((), BF16, (*BF16, *RECOMPUTED, f"{_DDP}.grad_reduce_in_fp32=false")):
+        config = mtp_ranks.run_config(folders[True], "pp2 dp2 ep2", case, *overrides)
+        steps.append(ranks.run(mtp_ranks.steps, config, 3, world_size=4)[0][0])
+    wanted, *others = steps
+    for found in others:
+        for step, of_float32 in zip(found, wanted, strict=True):
+            for name in ("loss", "mtp_1_loss", "mtp_2_loss"):
+                assert step[f"train/{name}"] == pytest.approx(of_float32[f"train/{name}"], rel=0.02), name
+            norm = "train/mtp_grad_norm" if detaches else "train/grad_norm"
+            assert step[norm] == pytest.approx(of_float32[norm], rel=0.1)
 
 
 def test_a_checkpoint_goes_on_at_any_layout(ranks: RankPool, folders: dict[bool, Path], tmp_path: Path):
