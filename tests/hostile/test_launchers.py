@@ -156,4 +156,7 @@ def test_an_efa_installer_that_aws_did_not_sign_is_not_run(efa: tuple[Path, str]
     variables = {"EFA_INSTALLER": version, "EFA_KEY": key if attack == "another key" else fingerprint, "MARK": str(mark)}
     environment = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    if (tmp_path / "efa").exists():
+        # A build that fails leaves its agent behind.
+        subprocess.run(["gpgconf", "--homedir", str(tmp_path / "efa"), "--kill", "all"], check=True, timeout=60)
     assert (mark.exists(), done.returncode == 0) == (is_run, is_run), done.stderr

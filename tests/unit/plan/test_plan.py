@@ -78,7 +78,8 @@ def test_mtp_layers_that_learn_take_what_others_take(folders: dict[str, str], tm
     )
     last, sizes = left.policy.megatron_cfg.pipeline_model_parallel_size - 1, read_model(left)
     assert last > 0
-    elements = [sizes.elements.stage(left.policy.megatron_cfg.parallel, last, trains_mtp=config.mtp_steps > 0) for config in (left, learning)]
+    parallel = left.policy.megatron_cfg.parallel
+    elements = [sizes.elements.stage(parallel, last, trains_mtp=trains) for trains in (False, True)]
     assert sum(elements[0]) == sum(elements[1]) and elements[0].frozen > 0 == elements[1].frozen
     of_left, of_learning = (work_of(config, sizes, last) for config in (left, learning))
     assert of_left.states.weights == of_learning.states.weights
