@@ -132,10 +132,9 @@ def our_step(policy: Policy, rows: list[PackedRow]) -> None:
 
 def bare_step(policy: Policy, rows: list[PackedRow]) -> None:
     """A step of Megatron alone, with the model and optimizer of the policy."""
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from mrl.policy.batch import global_batch_size
+    from mrl.policy.batch import global_batch_size, packed_params
     from mrl.policy.moe import row_tokens, show_row
 
     size = global_batch_size(rows)
@@ -145,18 +144,14 @@ def bare_step(policy: Policy, rows: list[PackedRow]) -> None:
         row = next(iterator)
         # The model's routers count these tokens.
         show_row(model, row_tokens(row, size, row.token_ids_T.device))
-        bounds = row.cu_seqlens
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            cu_seqlens_q_padded=bounds,
-            cu_seqlens_kv_padded=bounds,
-            max_seqlen_q=row.max_seqlen,
-            max_seqlen_kv=row.max_seqlen,
-        )
         labels = row.labels_T[None].long()
-        losses = model(row.token_ids_T[None], row.position_ids_T[None], attention_mask=None, labels=labels, packed_seq_params=packed)
+        losses = model(
+            row.token_ids_T[None],
+            row.position_ids_T[None],
+            attention_mask=None,
+            labels=labels,
+            packed_seq_params=packed_params(row, labels.device),
+        )
         return losses, lambda output: (output.sum(), torch.ones((), dtype=torch.int), {"loss": output.detach().sum()})
 
     for chunk in chunks:
