@@ -21,7 +21,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from mrl.envs import sandbox
+from mrl.envs import sandbox, spawn
 from mrl.envs.scratch import scratch_folder
 from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, field_of, text_after_thinking
 
@@ -175,14 +175,16 @@ def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | 
     arguments = [str(folder / "program.py"), function, str(seconds), str(result.fileno()), str(starting), str(int(may_escape))]
     with os.fdopen(started, "rb") as has_started:
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", sandbox.__file__, *arguments, os.pathsep.join(python_files())],
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                cwd=folder,
-                env={},
-                pass_fds=[result.fileno(), starting],
+            process = spawn.start(
+                lambda: subprocess.Popen(
+                    [sys.executable, "-I", sandbox.__file__, *arguments, os.pathsep.join(python_files())],
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd=folder,
+                    env={},
+                    pass_fds=[result.fileno(), starting],
+                )
             )
         finally:
             os.close(starting)

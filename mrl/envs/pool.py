@@ -25,6 +25,7 @@ from typing import Literal, TypeGuard, TypeVar
 import mrl
 from mrl import spans
 from mrl.config.texts import safe_text
+from mrl.envs import spawn
 from mrl.envs.scratch import Scratch
 from mrl.envs.task import LENGTH_BYTES, MAX_MESSAGE_BYTES, Environment, Task, encode
 from mrl.types import Verdict
@@ -97,14 +98,16 @@ class Worker:
                 "TMPDIR": str(self._scratch.path),
                 **environment.variables,
             }
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mrl.envs.child", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[child_socket.fileno()],
-                start_new_session=True,
-                cwd="/",
-                env=variables,
+            self._process = spawn.start(
+                lambda: subprocess.Popen(
+                    [sys.executable, "-P", "-m", "mrl.envs.child", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[child_socket.fileno()],
+                    start_new_session=True,
+                    cwd="/",
+                    env=variables,
+                )
             )
 
     def is_silent(self) -> bool:

@@ -78,3 +78,41 @@ def test_an_honest_program_is_not_hindered(identity: str, name: str):
 def test_nothing_stays_behind(identity: str):
     found = outcomes(identity)
     assert (found["left"], found["processes"], found["network"]) == ([], [], 0)
+
+
+BESIDE_A_BOMB = """
+import json, os, sys, threading, time
+from mrl.config.schema.env import CodeEnvConfig, EnvConfig
+from mrl.envs.scorer import build_environment
+from mrl.envs.task import Task
+from tests.hostile.run_attacks import become
+become("container")
+is_full, is_over = threading.Event(), threading.Event()
+
+def end_soon():
+    is_full.wait()
+    time.sleep(0.5)
+    is_over.set()
+
+tests = {"unit_tests": {"inputs": [""], "outputs": ["42"]}}
+with build_environment("code", EnvConfig(code=CodeEnvConfig(num_workers=1))) as pool:
+    threading.stack_size(32768)
+    bomb = [threading.Thread(target=end_soon)]
+    bomb[0].start()
+    while not is_full.is_set():
+        bomb.append(threading.Thread(target=is_over.wait))
+        try:
+            bomb[-1].start()
+        except RuntimeError:
+            is_full.set()
+    (verdict,) = pool.score([Task(("```\\nprint(42)\\n```",), row=json.dumps(tests))])
+    said = {"reward": verdict.reward, "reason": verdict.reason, "was_waiting": is_over.is_set(), "num_threads": len(bomb)}
+print(json.dumps(said))
+"""
+
+
+def test_a_program_starts_although_the_threads_of_another_fill_the_limit():
+    done = subprocess.run([sys.executable, "-c", BESIDE_A_BOMB], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout)
+    assert said["reward"] == 1.0 and said["was_waiting"] and said["num_threads"] > 100, said
