@@ -21,8 +21,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from mrl.rollout.cpu_speculation import convolve_proposed, draw_ahead, sample_targets, scan_proposed, spread
+from mrl.rollout.cpu_speculation import come_back, convolve_proposed, draw_ahead, note_accepted, sample_targets, scan_proposed, spread
 
 # The matrix kernels give rows other bits when there are few of them; from 4 rows on, multiples of 4 agree. 16 keeps a margin.
 ROW_MULTIPLE = 16
@@ -271,13 +272,17 @@ class CountingGenerator(torch.Generator):
         self.num_draws = offset // 4
 
 
-def _counting_generators(original: type) -> Callable[..., object]:
-    def make_request_state(*args: object, generator: torch.Generator | None = None, **kwargs: object) -> object:
-        if generator is not None:
-            generator = CountingGenerator(device="cpu").manual_seed(generator.initial_seed())
-        return original(*args, generator=generator, **kwargs)
+@dataclass
+class CountingRequest(CachedRequestState):
+    """A request whose generator counts its draws, and which knows what it needs to come back to a batch."""
 
-    return make_request_state
+    num_accepted: int = 1
+    """Tokens of its last step that it kept: where its Mamba states lie."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.generator is not None:
+            self.generator = CountingGenerator(device="cpu").manual_seed(self.generator.initial_seed())
 
 
 def _draw_tokens(
@@ -372,10 +377,25 @@ PATCHES = (
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner.CachedRequestState",
-        "requests with generators that count their draws",
+        "the same class, whose generators count their draws",
         "after a partial prefill the runner rewinds the request's generator: 'CPU Generator does not use offset'",
         "vLLM's runner draws nothing for a partial prefill, or can rewind CPU generators",
-        _counting_generators,
+        lambda _: CountingRequest,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_input_batch.InputBatch.add_request",
+        "the same function, for which a request's prompt is all that it has when it comes, and which knows the states that it comes with",
+        "the last tokens of a request that is computed anew pass for proposals, and it goes on from the state of the first of them; one"
+        " that a full step left out goes on from a state before its accepted tokens",
+        "vLLM's first model runner knows of requests that come back what the second does (`prefill_len`, `num_accepted_tokens_gpu`)",
+        come_back,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states",
+        "the same function, which first notes how many tokens the requests of the last step kept",
+        "the patch of InputBatch.add_request needs it",
+        "the patch of InputBatch.add_request goes",
+        note_accepted,
     ),
     Patch(
         "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",

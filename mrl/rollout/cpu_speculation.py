@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,11 @@ from torch import Tensor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 def convolve_proposed(
@@ -82,6 +87,43 @@ def spread(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int 
     """A setting of each request, for each of its tokens, with one value replaced by another."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
     return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts, output_size=num_tokens)
+
+
+class Returning(Protocol):
+    """`mrl.rollout.cpu.CountingRequest`."""
+
+    num_tokens: int
+    num_computed_tokens: int
+    num_accepted: int
+
+
+def note_accepted(original: Callable[..., object]) -> Callable[..., object]:
+    """`GPUModelRunner._update_states`, before which each request of the last step learns how many of its tokens it kept."""
+
+    def update_states(runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> object:
+        batch = runner.input_batch
+        for row, request_id in enumerate(batch.req_ids):
+            cast(Returning, runner.requests[request_id]).num_accepted = int(batch.num_accepted_tokens_cpu[row])
+        return original(runner, scheduler_output)
+
+    return update_states
+
+
+def come_back(original: Callable[..., int]) -> Callable[..., int]:
+    """`InputBatch.add_request` for requests that have sampled tokens already.
+
+    What they compute anew counts as prompt to its end. One that a step left out, because others had taken all of its tokens, finds the
+    states of its last step where its accepted tokens put them.
+    """
+
+    def add_request(batch: InputBatch, request: Returning) -> int:
+        row = original(batch, request)
+        batch.num_prompt_tokens[row] = request.num_tokens
+        if request.num_computed_tokens:
+            batch.num_accepted_tokens_cpu[row] = request.num_accepted
+        return row
+
+    return add_request
 
 
 class Counting(Protocol):

@@ -347,9 +347,12 @@ def _rollout(
     assert isinstance(completion.logprobs, FlatLogprobs)
     # The last token is drawn, and does not go through the model.
     num_forwarded = len(request.context_ids) + len(completion.token_ids) - 1
+    found = completion.spec_decode_metrics
+    if routes is not None and found is not None:
+        # Proposals beyond the last token went through it, too.
+        routes = routes[:num_forwarded]
     if routes is not None and len(routes) != num_forwarded:
         raise RuntimeError(f"request {request.request_id}: vLLM tells the routes of {len(routes)} tokens, {num_forwarded} went through it")
-    found = completion.spec_decode_metrics
     proposals = Proposals() if found is None else Proposals(sum(found.histogram), found.num_draft_tokens, _accepted(found.histogram))
     drawn = Rollout(
         request=replace(request, earlier=None),

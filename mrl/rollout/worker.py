@@ -178,7 +178,10 @@ class RouteRecorder:
 
 
 def _joined(request_id: str, passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
-    """The routes of a request from its forward passes; where it was preempted and computed again, the last one counts."""
+    """The routes of a request from its forward passes.
+
+    Of a place that several of them computed the last one counts: after a preemption, and after a proposal that was rejected.
+    """
     length = max(position + len(routes) for position, routes in passes)
     joined = np.zeros((length, *passes[0][1].shape[1:]), dtype=passes[0][1].dtype)
     is_seen = np.zeros(length, dtype=np.bool_)

@@ -15,7 +15,7 @@ _SECTION = f"{_KWARGS}.speculative_config"
 
 
 def check_speculation(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """The method is one of those that a refit keeps right, the model has what it needs, and nothing asks for routes."""
+    """The method is one of those that a refit keeps right, and the model has what it needs."""
     generation = config.policy.generation
     speculation = generation.vllm_kwargs.get("speculative_config")
     if not config.has_engines or not isinstance(speculation, dict):
@@ -29,6 +29,3 @@ def check_speculation(config: RunConfig, model: ModelSizes, problems: Problems) 
     if method == "mtp" and model.num_mtp_steps != 1:
         rule = f"the model's num_nextn_predict_layers is {model.num_mtp_steps}, and vLLM's drafter has 1"
         problems.add(f"{_SECTION}.method", rule, "use ngram, which needs none")
-    if config.policy.router_replay.enabled:
-        rule = "engines tell the routes of rejected proposals, too, with which policy.router_replay.enabled=true would train"
-        problems.add(_SECTION, rule, "remove it, or set policy.router_replay.enabled=false")

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
 from mrl.types import Proposals, Rollout, RolloutRequest
-from tests import models
+from tests import models, routes
 from tests.rollouts import StartEngine, differences, random_requests, request, run
+from tests.stack.policy.layouts import transformers_model
 from tests.stack.rollout.trainer import Trainer, refit
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -91,13 +94,41 @@ def test_proposals_change_no_bit(start_engine: StartEngine, folder: Path, specul
     assert found.num_accepted < sum(len(rollout.token_ids) for rollout in speculated.values())
 
 
+@pytest.mark.parametrize("chunk", [2048, 18], ids=["at once", "in parts"])
 @pytest.mark.parametrize("speculation", METHODS)
-def test_rollouts_that_are_computed_anew_keep_their_bits(start_engine: StartEngine, folder: Path, speculation: dict[str, object]):
+def test_rollouts_that_are_computed_anew_keep_their_bits(
+    start_engine: StartEngine, folder: Path, speculation: dict[str, object], chunk: int
+):
+    """In parts, requests end with a few tokens that look like proposals, and steps have no tokens left for some that run."""
     requests = requests_of_all_kinds()
     plain = plain_rollouts(start_engine, folder, requests, refits=True)
-    speculated = sampled(start_engine, folder, requests, speculation=speculation, refits=True)
+    speculated = sampled(
+        start_engine, folder, requests, speculation=speculation, refits=True, max_num_batched_tokens=chunk, max_num_seqs=16
+    )
     assert differences(plain, speculated) == []
-    assert {rollout.num_weight_versions for rollout in speculated.values()} > {1}
+    assert max(rollout.num_weight_versions for rollout in speculated.values()) == 3
+
+
+def test_a_rollout_that_full_steps_leave_out_keeps_its_bits(start_engine: StartEngine, folder: Path):
+    # Of few tokens, so that n-grams return: how many are proposed changes, and with it for how many rollouts a step has room.
+    rng = random.Random(0)
+    requests = [request(rng.choices(range(1, 4), k=20), prompt_id=f"p{i}", max_new_tokens=60) for i in range(14)]
+    plain = sampled(start_engine, folder, requests, max_num_batched_tokens=16, max_num_seqs=16)
+    speculation = NGRAM | dict(num_speculative_tokens=5)
+    speculated = sampled(start_engine, folder, requests, speculation=speculation, max_num_batched_tokens=16, max_num_seqs=16)
+    assert differences(plain, speculated) == []
+
+
+@pytest.mark.parametrize("speculation", METHODS)
+def test_routes_are_those_of_the_drawn_tokens(start_engine: StartEngine, folder: Path, speculation: dict[str, object]):
+    settings = dict(keeps_routes=True, max_num_batched_tokens=64, max_num_seqs=16)
+    requests = requests_of_all_kinds()
+    plain = sampled(start_engine, folder, requests, refits=True, **settings)
+    speculated = sampled(start_engine, folder, requests, refits=True, speculation=speculation, **settings)
+    assert differences(plain, speculated) == [] and total(speculated).num_accepted < total(speculated).num_tokens
+    for key, rollout in speculated.items():
+        np.testing.assert_array_equal(rollout.routes, plain[key].routes)
+    routes.assert_own_routes(transformers_model(folder), speculated)
 
 
 def test_a_request_samples_the_same_with_any_number_of_proposals(start_engine: StartEngine, folder: Path):
