@@ -183,7 +183,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         variable_seq_lengths=True,
         # Keeps DDP from scaling gradients by 1 / dp, and the schedule from dividing the loss by the number of rows.
         calculate_per_token_loss=True,
-        **routing_arguments(megatron),
+        **routing_arguments(megatron, has_experts="num_moe_experts" in from_model),
         use_cpu_initialization=not torch.cuda.is_available(),
         **fusion_arguments(megatron, from_model),
         # Dropout is off, and attention is Transformer Engine's or torch's own.

@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
 
 
-def routing_arguments(config: MegatronConfig) -> dict[str, object]:
+def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str, object]:
     """The routing arguments of Megatron's TransformerConfig that are not the model's."""
+    if not has_experts:
+        # Megatron checks its default, too.
+        return dict(moe_token_dispatcher_type="alltoall")
     return dict(
         moe_router_dtype=config.moe_router_dtype,
         moe_router_load_balancing_type=config.moe_router_load_balancing_type,

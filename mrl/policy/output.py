@@ -95,7 +95,7 @@ def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
         if not isinstance(model.output_layer, ChunkedOutputLayer):
             model.output_layer = ChunkedOutputLayer(model.output_layer, chunk_tokens=1)
         if not model.share_embeddings_and_output_weights:
-            # The layer keeps its weights, which are not used.
+            # The layer keeps its weights, which are not used. A tied embedding's copy follows the embedding: its own gradient is 0.
             model.output_layer.weight.requires_grad_(False)
         some = next(model.parameters())
         head = RewardHead(model.config.hidden_size, some.dtype, seed=seed).to(some.device)

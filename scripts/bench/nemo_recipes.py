@@ -4,8 +4,8 @@
 Usage: python -m scripts.bench.nemo_recipes CHECKOUT [--json FILE] [--no-record]
 
 Every YAML file below `examples/` and `research/` of a checkout of NeMo RL that says how to train or to evaluate is checked as it is. What a
-login node lacks (models, data, disks) is to be provided, and refuses nothing; of models whose config.json lies in `models/`, the layout is
-checked, too. Exit code 1 if a check fails with a traceback.
+login node lacks (models, data, disks) is to be provided, and refuses nothing. Of the models of `MODELS`, policies, teachers and critics alike,
+the layout is checked, too. Exit code 1 if a check fails with a traceback.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from mrl.check import examine
@@ -41,12 +41,17 @@ SHOWN = 40
 RECORDED = 25
 """Reasons that docs/ shows."""
 _MODELS = Path(__file__).parent / "models"
-MODELS = {
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _MODELS / "nemotron3_nano_30b_a3b.config.json",
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _MODELS / "nemotron3_nano_30b_a3b.config.json",
-    "Qwen/Qwen3-30B-A3B": _MODELS / "qwen3_30b_a3b.config.json",
-}
-"""Id on the Hugging Face Hub -> config.json."""
+_NANO = json.loads((_MODELS / "nemotron3_nano_30b_a3b.config.json").read_text())
+_QWEN3_30B = json.loads((_MODELS / "qwen3_30b_a3b.config.json").read_text())
+MODELS: dict[str, dict[str, object]] = {
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _NANO,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NANO,
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": _NANO | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+    "Qwen/Qwen3-30B-A3B": _QWEN3_30B,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": _QWEN3_30B | {"max_position_embeddings": 262144, "rope_theta": 10000000},
+    "Qwen/Qwen3-30B-A3B-Thinking-2507": _QWEN3_30B | {"max_position_embeddings": 262144, "rope_theta": 10000000},
+} | {model: group["config"] for group in json.loads((_MODELS / "hub.json").read_text()) for model in group["ids"]}
+"""Id on the Hugging Face Hub -> what of its config.json says its sizes."""
 
 # "key=value (file:line): rule; way out", "key=value: rule; way out", and messages without a key.
 _ORIGIN = re.compile(r" \((?:[\w.+-]+\.ya?ml(?::\d+)?|command line|section \w+)[^()]*\): ")
@@ -119,19 +124,32 @@ def commit_of(checkout: Path) -> str:
 def check_files(checkout: Path) -> list[Outcome]:
     """What a check says of every file of a checkout, on as many cores as this process may use."""
     files = [path for folder in FOLDERS for path in sorted((checkout / folder).glob("**/*.yaml"))]
-    with (
-        tempfile.TemporaryDirectory() as models,
-        ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=partial(os.chdir, checkout)) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as cache:
         for model, hf_config in MODELS.items():
-            (folder := Path(models, model)).mkdir(parents=True)
-            shutil.copy(hf_config, folder / "config.json")
-        outcomes = list(pool.map(partial(check_file, checkout, Path(models)), files, chunksize=4))
+            _cache_config(Path(cache), model, hf_config)
+        # Read when huggingface_hub is first imported, which the processes do.
+        prepare = partial(_prepare, checkout, cache)
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn"), initializer=prepare) as pool:
+            outcomes = list(pool.map(partial(check_file, checkout), files, chunksize=4))
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def check_file(checkout: Path, models: Path, path: Path) -> Outcome | None:
-    """What a check says of one file; None if it says neither how to train nor how to evaluate. `models` has folders by their ids."""
+def _cache_config(cache: Path, model: str, hf_config: Mapping[str, object]) -> None:
+    """Puts a config.json into a Hugging Face cache, as a download of this file alone would."""
+    folder, commit = cache / f"models--{model.replace('/', '--')}", "0" * 40
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "snapshots" / commit / "config.json").write_text(json.dumps(hf_config))
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text(commit)
+
+
+def _prepare(checkout: Path, cache: str) -> None:
+    os.chdir(checkout)
+    os.environ["HF_HUB_CACHE"] = cache
+
+
+def check_file(checkout: Path, path: Path) -> Outcome | None:
+    """What a check says of one file; None if it says neither how to train nor how to evaluate."""
     settings = read_settings(path)
     if not {key[0] for key in settings} & {"policy", "generation"}:
         return None
@@ -139,8 +157,7 @@ def check_file(checkout: Path, models: Path, path: Path) -> Outcome | None:
     to_evaluate = is_evaluation(settings)
     begin = time.perf_counter()
     try:
-        overrides = [f"policy.model_name={models / outcome.model}"] if outcome.model in MODELS and not to_evaluate else []
-        checked = examine(path, overrides, to_evaluate=to_evaluate)
+        checked = examine(path, [], to_evaluate=to_evaluate)
         outcome.refused = sorted({reason_of(problem) for problem in checked.refused})
         outcome.unchecked = [reason_of(problem) for problem in checked.unchecked]
     except Exception:  # whatever it is, it is what this looks for

@@ -194,15 +194,9 @@ def check_reward_model(config: RunConfig, problems: Problems) -> None:
 
 def check_head(config: RunConfig, problems: Problems) -> None:
     """A model with a head in place of its output layer can be trained."""
-    policy, megatron = config.policy, config.policy.megatron_cfg
-    if megatron.peft.enabled:
+    if config.policy.megatron_cfg.peft.enabled:
         rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
         problems.add("policy.megatron_cfg.peft.enabled", rule, "set it to false")
-    if megatron.pipeline_model_parallel_size > 1:
-        file = Path(policy.model_name) / "config.json"
-        if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("tie_word_embeddings", False):
-            rule = "the model's output layer is its embedding, whose copy on the last stage a reward model gives no gradient"
-            problems.add("policy.megatron_cfg.pipeline_model_parallel_size", rule, "set it to 1")
 
 
 def check_evaluation(config: RunConfig, problems: Problems) -> None:

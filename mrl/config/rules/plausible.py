@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 from mrl.config.errors import NotKnown, Problems
 from mrl.config.model import read_model
+from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
 
 COMMON_GPU_BYTES = 80e9
@@ -73,7 +75,20 @@ def find_doubts(config: RunConfig) -> list[str]:
                 problems.add(key, reason, way_out)
     with suppress(NotKnown, ValueError):
         _check_memory(config, problems)
+    with suppress(NotKnown, ValueError):
+        _check_experts(config, problems)
     return problems.texts
+
+
+def _check_experts(config: RunConfig, problems: Problems) -> None:
+    """The keys of experts are as they are by default, if the model has none. ValueError: the model is not known."""
+    if read_model(Path(config.policy.model_name)).num_experts:
+        return
+    megatron, default = config.policy.megatron_cfg, MegatronConfig()
+    names = [field.name for field in fields(MegatronConfig) if field.name.startswith("moe_")]
+    if given := [name for name in names if getattr(megatron, name) != getattr(default, name)]:
+        rule = f"the model has no experts, so these have no effect: {', '.join(given)}"
+        problems.add(f"policy.megatron_cfg.{given[0]}", rule, "leave them out")
 
 
 def _check_memory(config: RunConfig, problems: Problems) -> None:

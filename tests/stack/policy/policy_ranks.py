@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
     "tp2 sp": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "tp2 sp dp2": (4, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
     "tp2 sp ep2 etp2": (
         4,
         dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True),

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from conversion.cache import cached_mcore
 from conversion.convert import convert_mcore_to_hf, differences
+from mrl.config.errors import Unprovided
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
+from mrl.config.schema.run import RunConfig
 from tests import models
 from tests.stack.policy import critic_ranks, policy_ranks
 from tests.stack.policy.critic_ranks import Steps, ppo_config, reward_of
@@ -133,8 +135,22 @@ def test_a_head_that_nobody_would_use_is_refused(folder: Path, judge: Path):
 def test_layouts_of_policy_and_critic_give_the_steps_of_one_rank(
     ranks: RankPool, folder: Path, of_one_rank: Steps, layout: str, critic_layout: str
 ):
-    config = ppo_config(folder, layout, critic_layout, *OVERRIDES)
-    results = ranks.run(critic_ranks.steps, config, NUM_STEPS, world_size=world_size(layout), timeout_s=240)
+    assert_steps_of_one_rank(ranks, of_one_rank, ppo_config(folder, layout, critic_layout, *OVERRIDES), world_size(layout))
+
+
+def test_the_last_stage_of_a_critic_has_a_copy_of_tied_embeddings_that_learns_as_the_first_does(ranks: RankPool, tmp_path: Path):
+    tied = models.save_model(tmp_path / "tied", "qwen2", tie_word_embeddings=True)
+    (alone,) = ranks.run(critic_ranks.steps, ppo_config(tied, "one", "one", *OVERRIDES), NUM_STEPS, world_size=1)
+    # Where DDP waits for gradients, of which the copy has none.
+    overlap = [f"value.megatron_cfg.distributed_data_parallel_config.overlap_{name}=true" for name in ("grad_reduce", "param_gather")]
+    config = ppo_config(tied, "tp2 sp dp2", "pp2 dp2", *OVERRIDES, *overlap)
+    assert [problem for problem in find_problems(config) if not isinstance(problem, Unprovided)] == []
+    assert_steps_of_one_rank(ranks, alone, config, 4)
+
+
+def assert_steps_of_one_rank(ranks: RankPool, of_one_rank: Steps, config: RunConfig, num_ranks: int) -> None:
+    """Losses, gradients, values and returns of steps in another layout are those of one rank."""
+    results = ranks.run(critic_ranks.steps, config, NUM_STEPS, world_size=num_ranks, timeout_s=240)
     found = results[0]
     assert all(result.critic == found.critic and result.policy == found.policy for result in results)
     for mine, wanted in ((found.critic, of_one_rank.critic), (found.policy, of_one_rank.policy)):

@@ -77,15 +77,6 @@ def test_other_rows_cannot_take_the_places_of_examples(workplace: Path):
     assert find_problems(load_config("grpo_tiny.yaml", ["checkpointing.allow_changes=[data]"])) == []
 
 
-def test_a_reward_model_of_tied_embeddings_has_one_stage(workplace: Path):
-    stages = [f"policy.megatron_cfg.{key}" for key in ("pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage=3")]
-    assert find_problems(load_config("rm_tiny.yaml", stages)) == []
-    file = workplace / "prepared/tiny/model/config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
-    found = find_problems(load_config("rm_tiny.yaml", stages))
-    assert any(problem.startswith("policy.megatron_cfg.pipeline_model_parallel_size=2: the model's output layer") for problem in found)
-
-
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
