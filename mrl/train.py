@@ -107,7 +107,9 @@ def update_policy(run: Run[Supplier], step: int, batches: Sequence[Batch]) -> di
         metrics |= critic.learn(judged, batches)
     if config.trains_policy(step):
         run.session.enter("train")
-        metrics |= metrics_of_updates([policies.call(PolicyVerbs.train_step)[0] for _ in range(config.num_passes) for _ in batches])
+        updates = [policies.call(PolicyVerbs.train_step)[0] for _ in range(config.num_passes) for _ in batches]
+        # Of the last pass, as in NeMo RL.
+        metrics |= metrics_of_updates(updates[-len(batches) :])
     run.saver.poll()
     warn_of_bounded_ratios(metrics)
     return metrics | {"train/num_logprob_passes": float(config.needs_old_logprobs + config.keeps_reference)}

@@ -7,7 +7,7 @@ Pure torch functions over the rows of one data-parallel rank. T packed tokens of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -108,7 +108,7 @@ def value_loss(
     values_N, old_values_N, returns_N = values_T[is_valid_T], old_values_T[is_valid_T], returns_T[is_valid_T]
     error_N, is_clipped_N = (values_N - returns_N).square(), torch.zeros_like(values_N, dtype=torch.bool)
     plain_N = error_N.detach()
-    if config.cliprange is not None:
+    if config.cliprange:
         near_N = values_N.clamp(old_values_N - config.cliprange, old_values_N + config.cliprange)
         near_error_N = (near_N - returns_N).square()
         error_N, is_clipped_N = torch.maximum(error_N, near_error_N), near_error_N > error_N
@@ -129,11 +129,19 @@ def value_loss(
 
 
 def finish_value_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Metrics of the global batch from the sums of its rows: also how much of the variance of returns the values explain, at most 1.
+    """Metrics of the global batch from the sums of its rows. The extremes of no values are 0."""
+    return {name: value if math.isfinite(value) or not name.startswith("values_m") else 0.0 for name, value in sums.items()}
 
-    The extremes of no values are 0.
-    """
-    sums = {name: value if math.isfinite(value) or not name.startswith("values_m") else 0.0 for name, value in sums.items()}
-    returns_variance = sums["returns_sq_mean"] - sums["returns_mean"] ** 2
-    residual_variance = sums["residual_sq_mean"] - (sums["returns_mean"] - sums["values_mean"]) ** 2
-    return {**sums, "explained_var": 1.0 - residual_variance / max(returns_variance, _EPSILON)}
+
+def explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
+    """How much of the variance of the returns of all tokens of these updates the values explain: at most 1; 0 if there are no tokens."""
+    num_tokens = sum(update["num_valid_tokens"] for update in updates)
+
+    def mean(name: str) -> float:
+        return sum(update["num_valid_tokens"] * update[name] for update in updates) / num_tokens
+
+    if num_tokens == 0:
+        return 0.0
+    returns_variance = mean("returns_sq_mean") - mean("returns_mean") ** 2
+    residual_variance = mean("residual_sq_mean") - (mean("returns_mean") - mean("values_mean")) ** 2
+    return 1.0 - residual_variance / max(returns_variance, _EPSILON)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from mrl.algo.critic import explained_variance
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.data.batch import make_batches
 from mrl.store.summary import metrics_of_updates
@@ -45,13 +46,17 @@ class Critic:
         return Judged(own, group.call_on_tokens(PolicyVerbs.compute_values, own))
 
     def learn(self, judged: Judged, batches: Sequence[Batch]) -> dict[str, float]:
-        """Has the policy compute advantages, and the critic learn the returns that come of them; its metrics, as `train/critic/*`.
+        """Has the policy compute advantages, and the critic learn the returns that come of them.
 
-        `batches` are the policy's, with their log-probabilities.
+        `batches` are the policy's, with their log-probabilities. Returns the metrics of the advantages, and those of the critic's last
+        pass as `train/critic/*`.
         """
         group = self.session.models_beside["critic"]
         returns = self.session.policies.call_on_tokens(PolicyVerbs.compute_advantages, batches, judged.values)
         self.session.enter("train_value")
         group.call_on_tokens(PolicyVerbs.set_returns, judged.batches, returns)
         updates = [group.call(PolicyVerbs.train_step)[0] for _ in range(self.config.num_passes) for _ in judged.batches]
-        return {name.replace("train/", "train/critic/", 1): value for name, value in metrics_of_updates(updates).items()}
+        last = [{name.removeprefix("train/"): value for name, value in update.items()} for update in updates[-len(judged.batches) :]]
+        learned = metrics_of_updates(last) | {"explained_var": explained_variance(last)}
+        advantages = metrics_of_updates(self.session.policies.call(PolicyVerbs.batch_metrics)[0])
+        return advantages | {f"train/critic/{name}": value for name, value in learned.items()}

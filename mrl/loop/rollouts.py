@@ -67,8 +67,10 @@ class RolloutSupplier:
 
     def refit(self, state: RunState) -> dict[str, float]:
         metrics = self.queue.pause()
-        if state.weight_version > 0 and not self.config.trains_policy(state.step) and self.config.num_dedicated_slots > 0:
-            # The engines have these weights: a critic was trained alone. Colocated ones gave their memory away.
+        # Not those of a run that is resumed, which have the model folder's weights.
+        has_weights = state.weight_version == self.session.refit.weight_version
+        if has_weights and not self.config.trains_policy(state.step) and self.config.num_dedicated_slots > 0:
+            # A critic was trained alone. Colocated engines gave their memory away.
             self.session.skip_refit()
         else:
             if not self.config.trains_policy(state.step):

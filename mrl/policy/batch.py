@@ -181,6 +181,8 @@ def finish_batches(
             starts, returns = gae_of_rows(
                 [_valued(item, kl_T) for item, kl_T in zip(step, penalties or [None] * len(step), strict=True)], gae, add_over_ranks
             )
+            if any(not returns_T[item.row.loss_mask_T > 0].isfinite().all() for item, returns_T in zip(step, returns, strict=True)):
+                raise RuntimeError("the critic's values of the step are not all finite, and no returns can be made of them")
             targets = iter([torch.where(item.row.loss_mask_T > 0, part, torch.nan) for item, part in zip(step, returns, strict=True)])
             rows, penalties = [[replace(item, returns_T=next(targets)) for item in items] for items in rows], None
         advantages = iter(

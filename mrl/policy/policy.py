@@ -377,6 +377,10 @@ class Policy:
         self._finish_batches()
         return sequences_of([(batch.rows, batch.returns or []) for batch in batches])
 
+    def batch_metrics(self) -> list[dict[str, float]]:
+        """Metrics of the advantages of the step's batches, the same floats on every rank. Not collective."""
+        return [batch.metrics for batch in (self._current_batch(), *self._further_batches)]
+
     def set_returns(self, returns: list[dict[int, np.ndarray]]) -> None:
         """Sets what the critic learns of the batches, by sequence; tokens where that is NaN do not count."""
         for batch, found in zip((self._current_batch(), *self._further_batches), returns, strict=True):

@@ -4,8 +4,8 @@
 Usage: python -m scripts.bench.nemo_recipes CHECKOUT [--json FILE] [--no-record]
 
 Every YAML file below `examples/` and `research/` of a checkout of NeMo RL that says how to train or to evaluate is checked as it is. What a
-login node lacks (models, data, disks) is to be provided, and refuses nothing. Of the models of `MODELS`, policies, teachers and critics alike,
-the layout is checked, too. Exit code 1 if a check fails with a traceback.
+login node lacks (models, data, disks) is to be provided, and refuses nothing. What a policy, teacher or critic of `MODELS` needs is checked
+against its config.json. Exit code 1 if a check fails with a traceback.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def test_files_are_counted_by_what_they_are(checkout: Path):
 def test_a_model_that_is_here_is_checked_to_the_end(checkout: Path):
     outcomes = {Path(outcome.file).stem: outcome for outcome in check_files(checkout)}
     assert outcomes["cluster"].unchecked == ["cluster.num_nodes: without its value not checked: parallel layout, profiler, batches"]
-    (unchecked,) = outcomes["grpo_math_1B"].unchecked
+    assert outcomes["grpo_math_1B"].unchecked == [] and outcomes["grpo_math_1B"].is_accepted
+    (unchecked,) = outcomes["vlm"].unchecked
     assert unchecked.startswith("policy.model_name: not in the local Hugging Face cache")
 
 
@@ -80,7 +81,7 @@ def test_a_traceback_is_a_failure(checkout: Path, monkeypatch: pytest.MonkeyPatc
         raise ZeroDivisionError
 
     monkeypatch.setattr(nemo_recipes, "examine", fail)
-    outcome = check_file(checkout, checkout, checkout / "examples/configs/dpo.yaml")
+    outcome = check_file(checkout, checkout / "examples/configs/dpo.yaml")
     assert outcome is not None and "ZeroDivisionError" in outcome.failure and not outcome.is_accepted
     monkeypatch.setattr(nemo_recipes, "check_files", lambda _: [outcome])
     monkeypatch.setattr(sys, "argv", ["nemo_recipes", str(checkout), "--no-record", "--json", str(checkout / "found.json")])

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from mrl.config.errors import Problems, spell
 from mrl.config.rules.layout import DENSE_SIZES
 from mrl.config.schema.run import RunConfig
@@ -21,8 +18,8 @@ VALIDATION_METRICS = {
 
 
 def check_algorithm(config: RunConfig, problems: Problems) -> None:
-    """The keys of GRPO's loss, advantages and rewards go together."""
-    if config.algorithm != "grpo":
+    """The keys of the loss, the advantages and the rewards of GRPO and PPO go together."""
+    if config.algorithm not in ("grpo", "ppo"):
         return
     loss = config.loss_fn
     if loss.sequence_level_importance_ratios and loss.token_level_loss:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from conversion.files.hf_folder import has_reward_head
 from mrl.config.errors import Problems, Unchecked
 from mrl.config.model import is_hub_id, read_model
 from mrl.config.rules import algorithms, layout, training
-from mrl.config.rules.teacher import section_of
+from mrl.config.rules.teacher import num_tokens, section_of, token_difference, vocabulary_size
 from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
@@ -28,10 +27,7 @@ def check_critic(config: RunConfig, problems: Problems) -> None:
     """What PPO needs of its sections, and the rules of `policy` for `value`."""
     if not config.has_critic:
         return
-    ppo, loss, last = config.ppo, config.loss_fn, config.grpo.max_num_steps
-    if ppo.policy_training_start_step >= last:
-        rule = f"the run ends after step {last}, and the policy would never be trained"
-        problems.add("ppo.policy_training_start_step", rule, "lower it")
+    ppo, loss = config.ppo, config.loss_fn
     if loss.force_on_policy_ratio and ppo.ppo_epochs > 1:
         rule = f"it is right for one update per step, and ppo.ppo_epochs={ppo.ppo_epochs}"
         problems.add("loss_fn.force_on_policy_ratio", rule, "set it to false, or the latter to 1")
@@ -44,6 +40,8 @@ def check_critic(config: RunConfig, problems: Problems) -> None:
     if config.value.megatron_cfg.env_vars not in (None, config.policy.megatron_cfg.env_vars):
         rule = "policy and critic share processes, which have policy.megatron_cfg.env_vars"
         problems.add("value.megatron_cfg.env_vars", rule, "set it there")
+    if config.value.megatron_cfg.trains_mtp:
+        problems.add("value.megatron_cfg.mtp_num_layers", "a critic predicts no tokens", "set it to 0")
     _check_tokens(config, problems)
     check_section(config, "critic", problems)
 
@@ -62,7 +60,8 @@ def check_heads(config: RunConfig, problems: Problems) -> None:
 def check_section(config: RunConfig, model: ModelName, problems: Problems) -> None:
     """Applies the rules of `policy` to the section of a model beside it; problems name the keys of that section."""
     section, seen = SECTIONS[model], config.of_model(model)
-    inner = Problems(seen, {_as_policy(key, section): origin for key, origin in config.origins.items() if not key.startswith("policy.")})
+    inner_origins = {_as_policy(key, section): origin for key, origin in config.origins.items() if not key.startswith("policy.")}
+    inner = Problems(seen, inner_origins)
     checks = [algorithms.check_batch, algorithms.check_head, layout.check_cluster, training.check_rows, training.check_optimizer]
     for check in checks:
         check(seen, inner)
@@ -83,18 +82,21 @@ def check_section(config: RunConfig, model: ModelName, problems: Problems) -> No
     known = "\n".join(problems.texts)
     for text in inner.texts:
         # What the rules say of engines, and of values that follow the policy's, they have said for the policy.
-        if text.startswith((*_OWN, "cluster.", "grpo.")) and text.partition(": ")[2] not in known:
+        key = text.partition("=")[0]
+        is_own = key.startswith("policy.") and key in inner_origins
+        is_said = text.partition(": ")[2] in known and not is_own
+        if text.startswith((*_OWN, "cluster.", "grpo.")) and not is_said:
             problems.extend([type(text)(text.replace("policy.", f"{section}."))])
 
 
 def _check_tokens(config: RunConfig, problems: Problems) -> None:
-    sizes = {}
-    for key, name in (("policy", config.policy.model_name), ("value", config.value.model_name)):
-        file = Path(name) / "config.json"
-        if file.is_file():
-            sizes[key] = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
-    if len(sizes) == 2 and sizes["value"] != sizes["policy"]:
-        rule = f"it has {sizes['value']} tokens, and the policy, whose tokens it reads, {sizes['policy']}"
+    """The critic has an embedding of each of the policy's tokens, and of the same ones. As far as the files are here."""
+    folder, tokenizer = Path(config.value.model_name), Path(config.policy.tokenizer.name)
+    if difference := token_difference(tokenizer, folder):
+        rule = f"its tokens are not those of policy.tokenizer.name={tokenizer}, which it reads: {difference}"
+        problems.add("value.model_name", rule, "give a model of the policy's tokenizer")
+    elif (folder / "config.json").is_file() and (found := vocabulary_size(folder)) < (needed := num_tokens(tokenizer)):
+        rule = f"it has {found:,} tokens, and policy.tokenizer.name={tokenizer}, which it reads, {needed:,}"
         problems.add("value.model_name", rule, "give a model of the policy's tokenizer")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 from mrl.config.errors import NotKnown, Problems
@@ -16,6 +15,8 @@ from mrl.config.schema.run import RunConfig
 COMMON_GPU_BYTES = 80e9
 MAX_GPUS_PER_NODE = 16
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
+
+OF_EXPERTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_token_dispatcher_type")
 
 Doubt = tuple[str, Callable[[RunConfig], bool], str, str]
 
@@ -57,6 +58,12 @@ DOUBTS: tuple[Doubt, ...] = (
         "raise it",
     ),
     (
+        "ppo.policy_training_start_step",
+        lambda config: config.has_critic and config.ppo.policy_training_start_step >= config.grpo.max_num_steps,
+        "the run ends before the policy is trained: only the critic learns",
+        "it is below ppo.max_num_steps, except where a critic is made for a later run",
+    ),
+    (
         "cluster.gpus_per_node",
         lambda config: config.cluster.gpus_per_node > MAX_GPUS_PER_NODE,
         f"hosts have at most {MAX_GPUS_PER_NODE} GPUs",
@@ -81,12 +88,11 @@ def find_doubts(config: RunConfig) -> list[str]:
 
 
 def _check_experts(config: RunConfig, problems: Problems) -> None:
-    """The keys of experts are as they are by default, if the model has none. ValueError: the model is not known."""
+    """What would change how experts are trained is asked for only where there are some. ValueError: the model is not known."""
     if read_model(Path(config.policy.model_name)).num_experts:
         return
     megatron, default = config.policy.megatron_cfg, MegatronConfig()
-    names = [field.name for field in fields(MegatronConfig) if field.name.startswith("moe_")]
-    if given := [name for name in names if getattr(megatron, name) != getattr(default, name)]:
+    if given := [name for name in OF_EXPERTS if getattr(megatron, name) != getattr(default, name)]:
         rule = f"the model has no experts, so these have no effect: {', '.join(given)}"
         problems.add(f"policy.megatron_cfg.{given[0]}", rule, "leave them out")
 

@@ -96,7 +96,7 @@ def _check_model(config: RunConfig, model: ModelName, section: PolicyConfig, pro
     seen = Problems(as_policy)
     layout.check_trainer(as_policy, sizes, seen)
     _add(problems, seen, model)
-    columns = [_vocabulary_size(path) for path in (student, folder) if (path / "config.json").is_file()]
+    columns = [vocabulary_size(path) for path in (student, folder) if (path / "config.json").is_file()]
     if len(columns) == 2 and columns[0] != columns[1]:
         rule = f"its vocab_size is {columns[1]:,}, and the student's {columns[0]:,}: their tokens are not the same"
         problems.extend([f"{name}model_name={folder}: {rule}; take a teacher of the student's tokenizer, or prune the one or the other"])
@@ -127,6 +127,14 @@ def token_difference(student: Path, teacher: Path) -> str:
     return ""
 
 
+def num_tokens(tokenizer: Path) -> int:
+    """One more than the largest id of a tokenizer, by its files; 0 if none of those that can be read is here."""
+    for name in ("tokenizer.json", "vocab.json"):
+        if (tokenizer / name).is_file():
+            return 1 + max(_ids(read_json(tokenizer / name)).values(), default=-1)
+    return 0
+
+
 def _ids(tokenizer: object) -> dict[str, int]:
     """Tokens and their ids, of the contents of tokenizer.json or vocab.json."""
     if not isinstance(tokenizer, dict):
@@ -139,7 +147,8 @@ def _ids(tokenizer: object) -> dict[str, int]:
     return vocabulary | {str(token["content"]): int(token["id"]) for token in added if isinstance(token, dict)}
 
 
-def _vocabulary_size(folder: Path) -> int:
+def vocabulary_size(folder: Path) -> int:
+    """The vocab_size of a folder's config.json; 0 if it has none."""
     found = read_json(folder / "config.json")
     return int(str(overridden_config(found, {}).get("vocab_size", 0))) if isinstance(found, dict) else 0
 

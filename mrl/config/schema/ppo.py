@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from mrl.config.fields import AboveZero, AtLeastTwo, Count, NotNegative, Only, Positive, Precision, Share, follows
+from mrl.config.fields import AtLeastTwo, Count, NotNegative, Only, Positive, Precision, Share, follows
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.policy import DynamicBatchingConfig, PolicyConfig, RouterReplayConfig, SequencePackingConfig
 
@@ -46,8 +46,8 @@ class PpoConfig:
 class ValueLossConfig:
     scale: NotNegative = 1.0
     """Weight of the loss of values."""
-    cliprange: AboveZero | None = None
-    """Values farther than this from those of before the step's updates have no gain from it; null = no bound."""
+    cliprange: NotNegative | None = None
+    """Values farther than this from those of before the step's updates have no gain from it; 0 or null = no bound."""
 
 
 @dataclass

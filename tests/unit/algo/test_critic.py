@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from mrl.algo.critic import ValuedRow, discounted_sums, finish_value_metrics, gae_of_rows, token_advantages_and_returns, value_loss
+from mrl.algo.critic import ValuedRow, discounted_sums, explained_variance, gae_of_rows, token_advantages_and_returns, value_loss
 from mrl.config.schema.ppo import GaeConfig, ValueLossConfig
 
 
@@ -132,9 +132,14 @@ def test_rows_of_values_add_up_to_the_mean_over_their_tokens():
 def test_explained_variance_is_one_minus_that_of_the_residuals():
     draw = torch.Generator().manual_seed(1)
     returns_T = torch.randn(50, generator=draw) + 3
+    returns_T[:10] += 4
     values_T = returns_T + 0.5 * torch.randn(50, generator=draw)
-    ones_T = torch.ones(50)
-    _, parts = value_loss(values_T, values_T, returns_T, ones_T, ValueLossConfig(), num_tokens=50)
-    metrics = finish_value_metrics({name: float(value) for name, value in parts.items()})
+    updates = []
+    # Of several updates together, whatever their sizes and however easy each is alone.
+    for part in (slice(10), slice(10, 50)):
+        values, returns = values_T[part], returns_T[part]
+        _, sums = value_loss(values, values, returns, torch.ones_like(values), ValueLossConfig(), num_tokens=len(values))
+        updates.append({name: float(value) for name, value in sums.items()} | {"num_valid_tokens": float(len(values))})
     wanted = 1 - float((returns_T - values_T).var(correction=0) / returns_T.var(correction=0))
-    assert metrics["explained_var"] == pytest.approx(wanted, abs=1e-4)
+    assert explained_variance(updates) == pytest.approx(wanted, abs=1e-4)
+    assert explained_variance([dict.fromkeys(updates[0], 0.0)]) == 0.0

@@ -100,7 +100,17 @@ def test_what_a_critic_cannot_have_is_refused(override: str, rule: str):
         (["value.megatron_cfg.pipeline_model_parallel_size=3"], "value.megatron_cfg.pipeline_model_parallel_size=3: "),
         (["grpo.adv_estimator.name=gdpo"], "grpo.adv_estimator.name=gdpo: algorithm=ppo compares tokens with the critic's values"),
         (["value.megatron_cfg.env_vars={A: b}"], "value.megatron_cfg.env_vars={'A': 'b'}: policy and critic share processes"),
-        (["ppo.policy_training_start_step=100"], "ppo.policy_training_start_step=100: the run ends after step 100"),
+        (["value.megatron_cfg.mtp_num_layers=2"], "value.megatron_cfg.mtp_num_layers=2: a critic predicts no tokens"),
+        (
+            ["policy.megatron_cfg.optimizer.min_lr=1", "value.megatron_cfg.optimizer.min_lr=1"],
+            "value.megatron_cfg.optimizer.min_lr=1.0: must be at most value.megatron_cfg.",
+        ),
+        (["loss_fn.use_kl_in_reward=true"], "loss_fn.use_kl_in_reward=true: loss_fn.reference_policy_kl_penalty=0 leaves nothing"),
+        (["grpo.reward_shaping.enabled=true"], "grpo.reward_shaping.enabled=true: it needs grpo.reward_shaping.overlong_buffer_length"),
+        (
+            ["ppo.ppo_epochs=1", "loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=128"],
+            "loss_fn.force_on_policy_ratio=true: it is right for one update per step",
+        ),
         (
             ["loss_fn.force_on_policy_ratio=true"],
             "loss_fn.force_on_policy_ratio=true: it is right for one update per step",

@@ -22,6 +22,7 @@ DOUBTFUL = [
     ("policy.generation.max_new_tokens=2", "hardly an answer"),
     ("cluster.gpus_per_node=256", "hosts have at most 16 GPUs"),
 ]
+OF_PPO = ("ppo.policy_training_start_step=100", "only the critic learns")
 
 
 @pytest.mark.parametrize(("override", "reason"), DOUBTFUL)
@@ -35,7 +36,15 @@ def test_a_slip_is_a_warning_and_no_refusal(workplace: Path, override: str, reas
 
 
 def test_every_doubt_is_tried():
-    assert {key for key, *_ in DOUBTS} == {override.partition("=")[0] for override, _ in DOUBTFUL}
+    assert {key for key, *_ in DOUBTS} == {override.partition("=")[0] for override, _ in (*DOUBTFUL, OF_PPO)}
+
+
+def test_a_critic_may_learn_alone(workplace: Path):
+    override, reason = OF_PPO
+    config = load_config("ppo_tiny.yaml", [override, "value.megatron_cfg.num_layers_in_first_pipeline_stage=4"])
+    (doubt,) = find_doubts(config)
+    assert doubt.startswith(override) and reason in doubt
+    check_config(config)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in packaged_configs().glob("*.yaml")))

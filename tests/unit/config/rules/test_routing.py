@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from mrl.config.errors import Unchecked
+from mrl.config.load import load_config
+from mrl.config.rules.plausible import find_doubts
 from tests.unit.config.problems import problems_of
 
 MEGATRON = "policy.megatron_cfg"
@@ -94,7 +96,6 @@ def test_routing_that_would_not_be_what_it_says(workplace: Path, overrides: list
 BAD_WITHOUT = [
     (QWEN3_MOE, ["moe_router_enable_expert_bias=true"], "moe_router_enable_expert_bias=true: the model's routers have no bias"),
     (QWEN3_MOE, ["moe_router_bias_update_rate=1e-3"], "moe_router_bias_update_rate=0.001"),
-    (LLAMA, ["moe_router_load_balancing_type=aux_loss", "moe_aux_loss_coeff=0.1"], "moe_router_load_balancing_type=aux_loss"),
 ]
 
 
@@ -103,6 +104,16 @@ def test_routing_that_a_model_without_it_is_asked_for(workplace: Path, model: di
     use_model(workplace, model)
     (problem,) = found("expert_model_parallel_size=1", *overrides)
     assert problem.startswith(f"{MEGATRON}.{start}")
+
+
+def test_keys_of_experts_have_no_effect_on_a_model_without(workplace: Path):
+    """NeMo RL's sft.yaml and dpo.yaml set them for all models."""
+    use_model(workplace, LLAMA)
+    overrides = ["moe_router_load_balancing_type=aux_loss", "moe_router_bias_update_rate=1e-3", "moe_token_dispatcher_type=flex"]
+    assert found("expert_model_parallel_size=1", *overrides) == []
+    (doubt,) = find_doubts(load_config("grpo_tiny.yaml", [f"{MEGATRON}.{override}" for override in overrides]))
+    names = ", ".join(override.partition("=")[0] for override in (overrides[0], overrides[1], overrides[2]))
+    assert doubt.endswith(f"the model has no experts, so these have no effect: {names}; leave them out")
 
 
 def test_deepep_on_gpus_needs_float32_weights_and_several_ranks(workplace: Path):

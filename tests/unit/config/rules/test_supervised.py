@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which algorithm a config means, and what it may not say then."""
 
-import json
 from pathlib import Path
 
 import pytest
