@@ -116,24 +116,36 @@ class RolloutSession:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside the `with` block the policy is in the phase in which it begins to save. Engines keep their weights."""
+        """Inside the `with` block all models that are trained are in the phase in which they begin to save. Engines keep their weights."""
         # The policy saves between a refit or a validation and the next rollouts.
         deadline_s = checkpoint_deadline(self.config).seconds
-        for group in self.trained_models.values():
-            group.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
-        yield
-        for group in self.trained_models.values():
-            group.call(PolicyVerbs.enter, "generate", deadline_s=deadline_s)
+        # The policy saves from where it is: engines need not make room for it.
+        with self._without_cache(deadline_s) if len(self.trained_models) > 1 else nullcontext():
+            for group in self.trained_models.values():
+                group.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
+            yield
+            for group in self.trained_models.values():
+                group.call(PolicyVerbs.enter, "generate", deadline_s=deadline_s)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Inside the `with` block, between refit zero and the first refit, all models that are trained can load a checkpoint."""
         beside = [group for model, group in self.trained_models.items() if model != "policy"]
-        for group in beside:
-            group.call(PolicyVerbs.enter, "load", deadline_s=group.start_s)
+        with self._without_cache(self.policies.start_s):
+            for group in beside:
+                group.call(PolicyVerbs.enter, "load", deadline_s=group.start_s)
+            yield
+            for group in beside:
+                group.call(PolicyVerbs.enter, "refit", deadline_s=group.start_s)
+
+    @contextmanager
+    def _without_cache(self, deadline_s: float) -> Iterator[None]:
+        """Inside the `with` block colocated engines, which have been refitted, leave the memory of their KV caches to the models."""
+        if self.engines.are_colocated:
+            self.engines.enter("checkpoint", deadline_s=deadline_s)
         yield
-        for group in beside:
-            group.call(PolicyVerbs.enter, "refit", deadline_s=group.start_s)
+        if self.engines.are_colocated:
+            self.engines.enter("generate", deadline_s=deadline_s)
 
 
 Session = PolicySession | RolloutSession

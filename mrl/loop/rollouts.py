@@ -103,7 +103,7 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
     """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
     config = check_start(config)
     data, grpo = load_prompts(config), config.rollouts
-    num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * len(data.train) // grpo.num_prompts_per_step)
+    config.num_steps = num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * len(data.train) // grpo.num_prompts_per_step)
 
     @contextmanager
     def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[RolloutSupplier]]:

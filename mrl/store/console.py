@@ -76,6 +76,8 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
         engines.append(f"token_mult_prob_error={m['train/token_mult_prob_error']:.6f}")
     if "refit/seconds" in m:
         engines.append(f"refit={m['refit/seconds']:.2f}s, verified={int(m['refit/verified_bytes']):,} bytes")
+    else:
+        engines.append("engines keep their weights")
     return [
         f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses ({m['time/generation']:.1f}s)",
         f"[Reward]   mean={m['train/reward']:.2f}, std={m['train/reward_std']:.2f}, {rewards}",

@@ -89,7 +89,7 @@ class SchedulerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """Shape of the decay from `lr` to `min_lr`."""
     lr_decay_iters: Positive | None = None
-    """Steps until `min_lr`; null = grpo.max_num_steps."""
+    """Steps until `min_lr`, in PPO passes; null = all that the run takes."""
     lr_warmup_iters: Count = 0
     """Steps of linear warmup."""
     lr_warmup_init: NotNegative = 0.0

@@ -137,6 +137,8 @@ class RunConfig:
     """Where each key was set, if anywhere: file and line, or the command line; inherited files first. No key; `load_config` sets it."""
     further_teachers = dict[str, PolicyConfig]()
     """What `on_policy_distillation` makes of its teachers, by name: each has the keys of `policy`. No key; `load_config` sets it."""
+    num_steps = 0
+    """Steps that the run takes at most, as the data end it earlier than its config; 0 until the data are read. No key."""
     algorithm: Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"] = "grpo"
     """How the policy learns: from rewards (grpo; ppo with a critic), a teacher (distillation), conversations (sft), or pairs (dpo, and rm
     for a reward model)."""
@@ -253,7 +255,7 @@ class RunConfig:
     @property
     def num_scheduled_steps(self) -> int:
         """What learning rates' schedules count: passes."""
-        return self.training.max_num_steps * self.num_passes
+        return (self.num_steps or self.training.max_num_steps) * self.num_passes
 
     def trains_policy(self, step: int) -> bool:
         """Whether a step, from 1 on, trains the policy, and not a critic alone."""

@@ -6,14 +6,17 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from mrl.config.load import load_config
 from mrl.config.schema.algo import PenaltyTokenIdsConfig, RewardPenaltiesConfig
 from mrl.config.schema.run import ProfilerConfig, RunConfig
 from mrl.envs.inspection import rules_of
+from mrl.loop.rollouts import prepare
 from mrl.train import train_step
-from tests.stack.loop.conftest import LiveRun
+from tests.stack.loop.conftest import SMALL, LiveRun, write_inputs
 
 
 def set_rules(actor, config: RunConfig) -> None:
@@ -35,6 +38,12 @@ def test_on_policy_first_step(live: LiveRun):
     assert metrics["train/num_masked_seqs_by_logprob_error"] == 0.0
     assert metrics["train/advantages/min"] <= 0.0 <= metrics["train/advantages/max"]
     assert metrics["train/num_logprob_passes"] == 2.0
+
+
+def test_learning_rates_are_scheduled_over_the_steps_that_the_data_give(tmp_path: Path):
+    """As in NeMo RL: 64 rows in three epochs, four prompts a step, fewer than the config allows."""
+    training = prepare(load_config("grpo_tiny.yaml", [*write_inputs(tmp_path), *SMALL, "grpo.max_num_epochs=3"]))
+    assert training.num_steps == training.config.num_scheduled_steps == training.config.of_model("policy").num_scheduled_steps == 48
 
 
 def test_a_second_step_has_moved_away_from_the_reference(live: LiveRun):

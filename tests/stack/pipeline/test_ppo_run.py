@@ -68,6 +68,15 @@ def test_the_critic_leaves_the_devices_before_engines_wake(three_steps: Path):
     assert names[last_update + 1 :].index("enter refit") < names[last_update + 1 :].index("refit")
 
 
+def test_engines_leave_the_memory_of_their_caches_while_the_critic_is_saved(three_steps: Path):
+    window = list_windows(three_steps)[WARMUP]
+    (timeline,) = read_timelines([window]).values()
+    begins = {lane["name"]: {name: begin for name, begin, *_ in lane["spans"]} for lane in timeline["lanes"]}
+    engine, rank = begins["engine 0"], begins["policy rank 0"]
+    assert engine["serve"] < engine["enter checkpoint"] < rank["enter checkpoint"]
+    assert rank["enter generate"] < engine["enter generate"]
+
+
 def sum_of_tokens(row: dict[str, float]) -> float:
     """Tokens that the step's 16 rollouts generated."""
     return round(16 * row["rollout/mean_length"])
