@@ -56,9 +56,6 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
     if ddp.overlap_param_gather and not optimizer.use_distributed_optimizer:
         way_out = "set it to false, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true"
         problems.add(overlap, "only the distributed optimizer gathers parameters", way_out)
-    elif ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
-        rule = f"Megatron overlaps both or only the reduction, and {overlap.replace('param_gather', 'grad_reduce')}=false"
-        problems.add(overlap, rule, "set it to false, or overlap_grad_reduce=true beside it")
     prefix, below_peak = f"{_MEGATRON}.optimizer", f"must be at most {_MEGATRON}.optimizer.lr={optimizer.lr:g}"
     needed = ("use_distributed_optimizer", "use_precision_aware_optimizer", "bf16")
     missing = [f"{prefix}.{name}=true" for name in needed if not getattr(optimizer, name)]

@@ -31,8 +31,12 @@ def one_rank(ranks: RankPool, folder: Path) -> list[tuple[float, float]]:
     return steps
 
 
-def test_four_ranks_with_all_overlaps_take_the_steps_of_one_rank(ranks: RankPool, folder: Path, one_rank: list[tuple[float, float]]):
+@pytest.mark.parametrize("overlaps_gradients", [True, False])
+def test_four_ranks_with_overlaps_take_the_steps_of_one_rank(
+    ranks: RankPool, folder: Path, one_rank: list[tuple[float, float]], overlaps_gradients: bool
+):
     config = with_overlaps(layout_ranks.policy_config(**FOUR_RANKS))
+    config.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce = overlaps_gradients
     np.testing.assert_allclose(four_rank_steps(ranks, config, folder), one_rank, rtol=2e-5)
 
 

@@ -151,8 +151,6 @@ BAD = [
         "set policy.megatron_cfg.optimizer.bf16=true, or it to false",
     ),
     ([f"{MEGATRON}.optimizer.optimizer_offload_fraction=1.5"], f"{MEGATRON}.optimizer.optimizer_offload_fraction=1.5", "at most 1"),
-    ([f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce=false"],
-     f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=true", "overlap_grad_reduce=true"),
     ([f"{MEGATRON}.tensor_model_parallel_size=4"], f"{MEGATRON}.tensor_model_parallel_size=4", "use 1 or 2"),
     ([f"{MEGATRON}.tensor_model_parallel_size=3"], f"{MEGATRON}.tensor_model_parallel_size=3", "use 1 or 2"),
     ([f"{MEGATRON}.expert_model_parallel_size=3"], f"{MEGATRON}.expert_model_parallel_size=3", "use 1, 2, 4 or 8"),
