@@ -25,8 +25,9 @@ class StudentScores:
     """What the student says of its teacher's top-k tokens, float32, with gradient."""
 
     logits_TK: Tensor
-    normalizer_T: Tensor | None = None
-    """Log of the sum of exp(logit) over the vocabulary; None where only the top k count. So is the other."""
+    """Less the largest logit of the vocabulary, where that counts: a logarithm keeps more digits of small numbers."""
+    log_sum_T: Tensor | None = None
+    """Log of the sum of exp(logit - the largest) over the vocabulary; None where only the top k count. So is the other."""
     negentropy_T: Tensor | None = None
     """Sum of p * log p over the vocabulary, in nats."""
 
@@ -54,10 +55,10 @@ def distillation_loss(
     teacher_TK = torch.log_softmax(teacher_logits_TK.float(), dim=-1)
     # Before anything is computed of them, so that what does not count has no gradient, not even NaN.
     logits_TK = torch.where(is_learned_T[:, None], student.logits_TK, 0.0)
-    if student.normalizer_T is None:
+    if student.log_sum_T is None:
         student_TK = torch.log_softmax(logits_TK, dim=-1)
     else:
-        student_TK = logits_TK - torch.where(is_learned_T, student.normalizer_T, 0.0)[:, None]
+        student_TK = logits_TK - torch.where(is_learned_T, student.log_sum_T, 0.0)[:, None]
     forward_T = (teacher_TK.exp() * (teacher_TK - student_TK)).sum(dim=-1)
     reverse_T = (student_TK.exp() * (student_TK - teacher_TK)).sum(dim=-1)
     if student.negentropy_T is not None:

@@ -23,7 +23,7 @@ from mrl.cluster.calls import Actors, ask, fetch, start_actor, wait_all
 from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.environment import engine_variables, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
-from mrl.cluster.payload import PayloadRef, describe, pack, with_transcripts
+from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import ENGINE, EngineSlots, RequestBook, lost_engine
 from mrl.cluster.verbs import EngineVerbs
@@ -88,7 +88,7 @@ class EngineActor:
         self._self = ray.get_runtime_context().current_actor
         return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._serve_soon)
 
-    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, list[bytes]]:
+    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
         """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, packed payload second (same order)."""
         self.engine.add(with_transcripts(requests, timeout_s=self.fetch_timeout_s))
         start = time.monotonic()

@@ -21,16 +21,32 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Items as bytes, of which a receiver restores those that it needs: Ray would restore every small array of all of them by itself."""
+
+    content: np.ndarray
+    """uint8, item after item. An array, so that receivers on a node read one copy of it in Ray's store."""
+    ends: np.ndarray
+    """int64, of each item."""
+
+    def item(self, index: int) -> object:
+        """The item at this place."""
+        start = self.ends[index - 1] if index else 0
+        return pickle.loads(self.content.data[start : self.ends[index]])
+
+
+@dataclass(frozen=True)
 class PayloadRef:
-    """One item of a list that an actor has packed and returned."""
+    """One of the items that an actor has packed and returned."""
 
     reference: ray.ObjectRef
     index: int
 
 
-def pack(items: Iterable[Rollout | Transcript | TeacherTokens | np.ndarray]) -> list[bytes]:
-    """Each item as bytes, so that a receiver restores only what it needs: Ray would restore every small array of the list by itself."""
-    return [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
+def pack(items: Iterable[Rollout | Transcript | TeacherTokens | np.ndarray]) -> Packed:
+    """The items as one object of Ray's store."""
+    parts = [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
+    return Packed(np.frombuffer(b"".join(parts), dtype=np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64))
 
 
 def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
@@ -116,9 +132,9 @@ def describe(rollout: Rollout, payload: PayloadRef | None = None) -> RolloutInfo
 def _fetch(payloads: Sequence[PayloadRef], kind: type[T], what: str, *, timeout_s: float) -> dict[PayloadRef, T]:
     references = list(dict.fromkeys(payload.reference for payload in payloads))
     try:
-        lists = dict(zip(references, ray.get(references, timeout=timeout_s) if references else [], strict=True))
+        packed = dict(zip(references, ray.get(references, timeout=timeout_s) if references else [], strict=True))
     except RayError as error:
         raise RuntimeError(f"{what} could not be pulled within {timeout_s:g} s: {error}") from error
-    items = {payload: pickle.loads(lists[payload.reference][payload.index]) for payload in payloads}
+    items = {payload: packed[payload.reference].item(payload.index) for payload in payloads}
     assert all(isinstance(item, kind) for item in items.values())
     return items

@@ -24,7 +24,7 @@ from mrl.cluster.calls import Actors, ask, start_actor, wait_all
 from mrl.cluster.deadlines import start_deadline, train_deadline
 from mrl.cluster.environment import policy_variables, start_actor_process
 from mrl.cluster.errors import ActorName
-from mrl.cluster.payload import PayloadRef, pack, pull, pull_arrays, pull_teacher, put_arrays
+from mrl.cluster.payload import Packed, PayloadRef, pack, pull, pull_arrays, pull_teacher, put_arrays
 from mrl.cluster.runtime import Placement
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
@@ -114,7 +114,7 @@ class PolicyActor:
         arguments = () if given is None else (pull_arrays(given, timeout_s=self.timeout_s),)
         return put_arrays(cast("list[dict[int, np.ndarray]] | None", self.call(model, verb, *arguments)) or [])
 
-    def teach(self, model: ModelName, k: int) -> tuple[list[int], list[bytes]]:
+    def teach(self, model: ModelName, k: int) -> tuple[list[int], Packed]:
         """Indices of the sequences that this rank answers for, and what the teacher says of each; see `Policy.teach`."""
         start = time.monotonic()
         found = self.models[model].teach(k)

@@ -23,7 +23,7 @@ from mrl.cluster.calls import Actors, ask, fetch, start_actor
 from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
-from mrl.cluster.payload import PayloadRef, pack, pull
+from mrl.cluster.payload import Packed, PayloadRef, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import RequestBook
 from mrl.config.rules.data import NEMO_GYM
@@ -112,7 +112,7 @@ class RewardActor:
     def decode(self, token_ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(token_ids)))
 
-    def judge(self, rollouts: Sequence[Unjudged], budget_s: float) -> tuple[Judged, list[bytes]]:
+    def judge(self, rollouts: Sequence[Unjudged], budget_s: float) -> tuple[Judged, Packed]:
         """Hands rollouts to their environments; then what was judged since the last call, and the transcripts of rollouts that go on.
 
         Waits up to `budget_s` for all verdicts that are missing, or for the first if rollouts may have several turns.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from omegaconf.errors import MissingMandatoryValue
 
 from mrl.config.errors import NotKnown
-from mrl.config.files import Key, Settings, describe, flatten
+from mrl.config.files import Key, Setting, Settings, describe, flatten
 from mrl.config.schema.run import RunConfig
 from mrl.config.values import Tree, Unresolved
 
@@ -24,7 +24,7 @@ TEACHER, STUDENT, SEVERAL = "teacher", "policy", "on_policy_distillation"
 Interpret = Callable[[Settings, set[str]], "tuple[RunConfig | None, Migration, list[str]]"]
 
 SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
-ELSEWHERE = {"precision": "precision", "micro_batch_size": "logprob_batch_size"}
+ELSEWHERE = {"precision": "precision", "micro_batch_size": "logprob_batch_size", "hf_config_overrides": "hf_config_overrides"}
 """Key of a teacher's place -> key of `policy` that it stands for."""
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 GPUS = ("num_nodes", "gpus_per_node")
@@ -99,14 +99,26 @@ def _read(
     own: Own, settings: Settings, secrets: set[str], known: list[str], interpret: Interpret, problems: list[str]
 ) -> PolicyConfig | None:
     """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known."""
+    tree, never_shared = Tree(settings, secrets), [("model_name",), ("tokenizer",)]
+    if own.name == TEACHER:
+        never_shared.append(("hf_config_overrides",))
 
     def is_own(key: Key) -> bool:
         """Whether the policy's value is not the teacher's: it has one, or has something in place of the section."""
-        if key[1:2] in (("model_name",), ("tokenizer",), ("hf_config_overrides",)):
-            return True
-        return any(key[: len(other)] == other or other[: len(key)] == key for other in own.settings)
+        return key[1:2] in never_shared or any(key[: len(other)] == other or other[: len(key)] == key for other in own.settings)
 
-    shared = {key: setting for key, setting in settings.items() if key[0] != TEACHER and not (key[0] == STUDENT and is_own(key))}
+    def shared_value(key: Key, setting: Setting) -> Setting:
+        """What the key says of the policy: the same expression might say something else of the teacher."""
+        with suppress(MissingMandatoryValue, Unresolved):
+            if key[0] == STUDENT and own.name != TEACHER:
+                return replace(setting, value=tree.value(".".join(key)), written_as="")
+        return setting
+
+    shared = {
+        key: shared_value(key, setting)
+        for key, setting in settings.items()
+        if key[0] != TEACHER and not (key[0] == STUDENT and is_own(key))
+    }
     config, _, found = interpret(shared | own.settings, secrets)
     found = [problem for problem in found if problem not in known and problem.startswith(f"{STUDENT}.")]
     # A section of the user's has keys of its own; one that was made names the keys that it was made of.

@@ -148,14 +148,15 @@ def global_batch_size(rows: list[PackedRow]) -> BatchSize:
 def finish_batches(
     batches: list[RankBatch],
     grpo: GrpoConfig,
-    loss: LossConfig,
+    loss: LossConfig | None,
     gae: GaeConfig | None = None,
     teaching: OnPolicyDistillationConfig | None = None,
 ) -> None:
     """Finishes all batches of a step: sequences masked, advantages by token. Collective over all ranks.
 
-    With `gae`, rows have values, advantages come from these, and finished rows have returns, too. With `teaching`, rows have what teachers
-    say of their tokens, and advantages are those of arXiv:2601.02780: log(teacher / policy), and a share of what the reward gives.
+    `loss` is None if nothing is learned from rewards. With `gae`, rows have values, advantages come from these, and finished rows have
+    returns, too. With `teaching`, rows have what teachers say of their tokens, and advantages are those of arXiv:2601.02780:
+    log(teacher / policy), and a share of what the reward gives.
     """
 
     def add_over_ranks(value: Tensor) -> Tensor:
@@ -170,7 +171,7 @@ def finish_batches(
         # Normalisation is over all updates of the step.
         step = [item for items in rows for item in items]
         penalties = None
-        if loss.use_kl_in_reward:
+        if loss is not None and loss.use_kl_in_reward:
             penalties = [
                 kl_penalty(_on_host(item.old_logprobs_T), _on_host(item.reference_logprobs_T), item.row.loss_mask_T, loss) for item in step
             ]

@@ -7,6 +7,7 @@ size, K tokens that the teacher holds likeliest at each position.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +67,9 @@ class _Gradients:
         self._weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needed[1] and weight_VD is not None else None
 
     def add(self, chunk: slice, scaled: Tensor) -> None:
-        """Adds those by the logits of a chunk, given those by its logits after temperature."""
+        """Adds those by the logits of a chunk, given those by its logits after temperature, which are overwritten."""
         columns, num_real = self._columns, self._columns.num_real
-        grad = (scaled / columns.distribution.temperature).to(columns.inputs.dtype)
+        grad = scaled.div_(columns.distribution.temperature).to(columns.inputs.dtype)
         if self.inputs is not None and columns.weight_VD is None:
             self.inputs[chunk, :num_real] = grad
         if self.inputs is not None and columns.weight_VD is not None:
@@ -111,8 +112,8 @@ def student_scores(columns: OutputColumns, tokens_TK: Tensor, *, needs_vocabular
 
     Collective over the tensor-parallel group; the backward pass has no collective.
     """
-    logits_TK, normalizer_T, negentropy_T = _StudentScores.apply(columns.inputs, columns.weight_VD, columns, tokens_TK, needs_vocabulary)
-    return StudentScores(logits_TK, normalizer_T, negentropy_T) if needs_vocabulary else StudentScores(logits_TK)
+    logits_TK, log_sum_T, negentropy_T = _StudentScores.apply(columns.inputs, columns.weight_VD, columns, tokens_TK, needs_vocabulary)
+    return StudentScores(logits_TK, log_sum_T, negentropy_T) if needs_vocabulary else StudentScores(logits_TK)
 
 
 class _StudentScores(torch.autograd.Function):
@@ -136,9 +137,9 @@ class _StudentScores(torch.autograd.Function):
                 if needs_vocabulary:
                     max_T[chunk] = logits.amax(dim=-1)
                     exps = torch.exp(logits.sub_(max_T[chunk, None]))
-                    sum_T[chunk], moment_T[chunk] = exps.sum(dim=-1), (exps * logits).sum(dim=-1)
+                    sum_T[chunk], moment_T[chunk] = exps.sum(dim=-1), exps.mul_(logits).sum(dim=-1)
         dist.all_reduce(logits_TK, group=columns.group)
-        normalizer_T, negentropy_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
+        log_sum_T, negentropy_T, global_max_T = torch.zeros(3, len(tokens_TK), device=inputs.device)
         if needs_vocabulary:
             global_max_T = max_T.clone()
             dist.all_reduce(global_max_T, op=dist.ReduceOp.MAX, group=columns.group)
@@ -146,31 +147,39 @@ class _StudentScores(torch.autograd.Function):
             sums = torch.stack([sum_T, moment_T + sum_T * below_T]) * torch.exp(below_T)
             dist.all_reduce(sums, group=columns.group)
             log_sum_T = sums[0].log()
-            normalizer_T, negentropy_T = global_max_T + log_sum_T, sums[1] / sums[0] - log_sum_T
-        ctx.columns, ctx.needs_vocabulary = columns, needs_vocabulary
-        ctx.save_for_backward(inputs, weight_VD, column_TK, is_local_TK, normalizer_T, negentropy_T)
+            logits_TK, negentropy_T = logits_TK - global_max_T[:, None], sums[1] / sums[0] - log_sum_T
+        # The columns hold the inputs, which the graph alone frees in time.
+        ctx.of_columns = columns.distribution, columns.group, columns.chunk_tokens
+        ctx.needs_vocabulary = needs_vocabulary
+        ctx.save_for_backward(inputs, weight_VD, column_TK, is_local_TK, global_max_T, log_sum_T, negentropy_T)
         ctx.set_materialize_grads(False)
         if not needs_vocabulary:
-            ctx.mark_non_differentiable(normalizer_T, negentropy_T)
-        return logits_TK, normalizer_T, negentropy_T
+            ctx.mark_non_differentiable(log_sum_T, negentropy_T)
+        return logits_TK, log_sum_T, negentropy_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        inputs, weight_VD, column_TK, is_local_TK, normalizer_T, negentropy_T = ctx.saved_tensors
-        columns: OutputColumns = ctx.columns
-        grad_TK, normalizer_grad_T, negentropy_grad_T = grads
+        inputs, weight_VD, column_TK, is_local_TK, *of_vocabulary = ctx.saved_tensors
+        columns = OutputColumns(inputs, weight_VD, *ctx.of_columns)
+        grad_TK, *vocabulary_grads = grads
         gradients = _Gradients(columns, ctx.needs_input_grad)
-        for chunk in columns.chunks():
-            logits = columns.logits(chunk)
-            grad = torch.zeros_like(logits)
-            if ctx.needs_vocabulary and columns.num_real:
-                logprobs = logits.sub_(normalizer_T[chunk, None])
-                probs = logprobs.exp()
-                if normalizer_grad_T is not None:
-                    grad += normalizer_grad_T[chunk, None] * probs
-                if negentropy_grad_T is not None:
-                    grad += negentropy_grad_T[chunk, None] * probs * (logprobs - negentropy_T[chunk, None])
-            if grad_TK is not None and columns.num_real:
+        for chunk in columns.chunks() if columns.num_real else ():
+            if ctx.needs_vocabulary:
+                grad = _vocabulary_gradient(columns.logits(chunk), chunk, of_vocabulary, vocabulary_grads)
+            else:
+                grad = torch.zeros(chunk.stop - chunk.start, columns.num_real, device=inputs.device)
+            if grad_TK is not None:
                 grad.scatter_add_(1, column_TK[chunk], grad_TK[chunk] * is_local_TK[chunk])
             gradients.add(chunk, grad)
         return gradients.inputs, gradients.weight(), None, None, None
+
+
+def _vocabulary_gradient(logits: Tensor, chunk: slice, of_vocabulary: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+    """That of the log-sum and of the negentropy by a chunk's logits, which are overwritten: p * (a + b * (log p - negentropy))."""
+    max_T, log_sum_T, negentropy_T = (part[chunk, None] for part in of_vocabulary)
+    log_sum_grad_T, negentropy_grad_T = (torch.zeros_like(log_sum_T) if grad is None else grad[chunk, None] for grad in grads)
+    logprobs = logits.sub_(max_T).sub_(log_sum_T)
+    if grads[1] is None:
+        return logprobs.exp_().mul_(log_sum_grad_T)
+    probs = torch.exp(logprobs)
+    return probs.mul_(logprobs.sub_(negentropy_T).mul_(negentropy_grad_T).add_(log_sum_grad_T))

@@ -461,8 +461,9 @@ class Policy:
     def _finish_batches(self) -> None:
         # The first batch of a step finishes those behind it, too: some signals span the whole step.
         gae = self._config.ppo.adv_estimator if self._config.has_critic else None
-        batches, teaching = [self._current_batch(), *self._further_batches], self._config.teaching
-        finish_batches(batches, self._config.rollouts, self._config.loss_fn, gae, teaching)
+        loss = self._config.loss_fn if self._config.algorithm != "distillation" else None
+        batches = [self._current_batch(), *self._further_batches]
+        finish_batches(batches, self._config.rollouts, loss, gae, self._config.teaching)
         self._first_of_step = self._current_batch() if self._config.logger.rollouts != "none" else None
 
     def _current_batch(self) -> RankBatch:

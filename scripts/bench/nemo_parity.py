@@ -23,6 +23,7 @@ from torch import Tensor
 from mrl.config.schema.algo import GrpoConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
 from scripts.bench import nemo_advantages as advantages
 from scripts.bench import nemo_critic as critic
+from scripts.bench import nemo_distillation as distillation
 from scripts.bench import nemo_losses as losses
 from scripts.bench.nemo_advantages import Shares
 from scripts.bench.nemo_code import STUBBED, NemoRl, load
@@ -41,6 +42,7 @@ class Case:
     compare: Callable[[int], Pairs]
     deviation: str | None = None
     """The row of docs/algorithms.md that tells of the difference; None where there must be none."""
+    tolerance: float = TOLERANCE
 
 
 def cases(nemo: NemoRl) -> Iterator[Case]:
@@ -48,6 +50,30 @@ def cases(nemo: NemoRl) -> Iterator[Case]:
     yield from advantage_cases(nemo)
     yield from loss_cases(nemo)
     yield from critic_cases(nemo)
+    yield from distillation_cases(nemo)
+
+
+def distillation_cases(nemo: NemoRl) -> Iterator[Case]:
+    """The loss of distillation, in float32 on both sides."""
+
+    def case(name: str, suffix: str = "", *, k: int | None = None, num_rows: int = 1, is_parallel: bool = False) -> Case:
+        config = distillation.LOSSES[name]
+
+        def compare(seed: int) -> Pairs:
+            inputs = distillation.random_inputs(seed, k=k)
+            return distillation.compare_distillation(nemo, inputs, config, num_rows=num_rows, is_parallel=is_parallel)
+
+        # Outside the top k a reverse KL is 100 times what is left of a sum of probabilities, rounding included.
+        is_rounded = config.zero_outside_topk and config.kl_type != "forward"
+        return Case(name + suffix, compare, tolerance=2e-5 if is_rounded else TOLERANCE)
+
+    yield from map(case, distillation.LOSSES)
+    for name in ("distillation, mixed", "distillation, mixed, whole vocabulary"):
+        # Where a batch has fewer sequences than rows, some row has none.
+        yield case(name, "; three rows", num_rows=3)
+        yield case(name, "; their parallel code", is_parallel=True)
+        yield case(name, "; k = 1", k=1)
+        yield case(name, "; k = vocabulary", k=distillation.VOCABULARY)
 
 
 def critic_cases(nemo: NemoRl) -> Iterator[Case]:
@@ -163,7 +189,7 @@ def measure(case: Case) -> Row:
                 largest[name] = max(largest.get(name, 0.0), difference(ours, theirs))
     gradients = largest.pop("gradient", None)
     values = max(largest.values())
-    is_equal = max(values, gradients or 0.0) <= TOLERANCE
+    is_equal = max(values, gradients or 0.0) <= case.tolerance
     worst = max(largest, key=lambda name: largest[name])
     verdict = "equal" if is_equal else f"deviation: {case.deviation}" if case.deviation else f"differs ({worst})"
     return {"case": case.name, "batches": NUM_BATCHES, "values": _short(values), "gradients": _short(gradients), "verdict": verdict}

@@ -133,7 +133,8 @@ def check_batch(config: RunConfig, problems: Problems) -> None:
 
 def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
     """Sampling ahead of the training, dynamic sampling and validation have what they need."""
-    grpo, lag = config.grpo, config.grpo.async_grpo.max_lag_steps
+    grpo = config.rollouts
+    lag = grpo.async_grpo.max_lag_steps
     if lag > 0 and config.policy.generation.colocated.enabled:
         rule = "engines that share their GPUs with the policy cannot sample while it trains (policy.generation.colocated.enabled=true)"
         way_out = "set it to false, or policy.generation.colocated.enabled=false (with colocated.resources where there are GPUs)"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ class Result:
     grad_weight: np.ndarray
     top_logits: np.ndarray
     top_tokens: np.ndarray
+    keeps_inputs: bool
+    """Whether the columns' logits or hidden states live on after the backward pass, as the loss does in Megatron's schedules."""
 
 
 def teacher_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,13 +80,15 @@ def _loss(rank: Rank, case: Case) -> Result:
     if case.of.chunk_tokens is None:
         columns = OutputColumns(hidden @ weight.t(), None, case.of.distribution(), group, 7)
     else:
-        columns = OutputColumns(hidden, weight, case.of.distribution(), group, case.of.chunk_tokens)
+        columns = OutputColumns(hidden * 1, weight, case.of.distribution(), group, case.of.chunk_tokens)
+    top, inputs = [values.numpy() for values in top_logits(columns, K)], weakref.ref(columns.inputs)
     student = student_scores(columns, tokens, needs_vocabulary=needs_vocabulary(case.loss))
+    del columns
     loss, metrics = distillation_loss(student, teacher, weights, case.loss)
     loss.backward()
     assert hidden.grad is not None and weight.grad is not None
-    top = [values.numpy() for values in top_logits(columns, K)]
-    return Result({name: float(value) for name, value in metrics.items()}, hidden.grad.float().numpy(), weight.grad.float().numpy(), *top)
+    grads = hidden.grad.float().numpy(), weight.grad.float().numpy()
+    return Result({name: float(value) for name, value in metrics.items()}, *grads, *top, keeps_inputs=inputs() is not None)
 
 
 def run_configs(student: Path, teacher: Path, layout: str, teacher_layout: str, *overrides: str) -> RunConfig:

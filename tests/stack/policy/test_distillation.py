@@ -37,6 +37,7 @@ def test_loss_and_gradients_are_those_of_a_loop_over_whole_logits(ranks: RankPoo
         best = torch.topk(logits, K, dim=-1)
         for part in parts:
             assert part.metrics["loss"] == pytest.approx(loss, rel=1e-5), case
+            assert not part.keeps_inputs, case
             np.testing.assert_allclose(part.top_logits, best.values.numpy(), atol=2e-5, rtol=1e-6)
             np.testing.assert_array_equal(part.top_tokens, best.indices.numpy())
         assert relative_error(np.sum([part.grad_hidden for part in parts], axis=0), grad_hidden) <= 1e-5, case

@@ -73,6 +73,21 @@ def test_each_model_is_one_teacher_with_the_policys_keys_and_a_layout_of_its_own
     }
 
 
+def test_a_teacher_has_what_the_policys_keys_say_of_the_policy(tmp_path: Path):
+    """As in NeMo RL: its rows are as long as the policy's, whatever its batches, and its positions reach as far."""
+    packing = ["enabled: true", "logprob_mb_tokens: '${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}'"]
+    overrides = [
+        f"policy.sequence_packing={{{', '.join(packing)}}}",
+        "policy.hf_config_overrides={rope_theta: 7}",
+        "on_policy_distillation.non_colocated_teachers.teacher_overrides.code_agent.hf_config_overrides={rope_theta: 9}",
+    ]
+    config = load_config(write(tmp_path, STUDENT, PLACES), overrides)
+    one, two = (config.of_model(name).policy for name in config.models_beside)
+    assert one.logprob_batch_size == 1
+    assert one.sequence_packing.logprob_mb_tokens == config.policy.sequence_packing.logprob_mb_tokens == 256
+    assert (one.hf_config_overrides, two.hf_config_overrides) == ({"rope_theta": 7}, {"rope_theta": 9})
+
+
 def test_a_row_has_the_teacher_of_its_agent(tmp_path: Path):
     config = load_config(write(tmp_path, STUDENT))
     assert config.teacher_of("math_agent") == config.teacher_of("mcqa_agent") == "teacher:math_agent"
