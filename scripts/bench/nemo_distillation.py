@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib import import_module
 
 import torch
@@ -78,7 +79,8 @@ def random_inputs(seed: int, *, k: int | None = None) -> Inputs:
 def group() -> dist.ProcessGroup:
     """This process alone."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+        store, wait = f"file://{tempfile.mkdtemp()}/store", timedelta(minutes=1)
+        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1, timeout=wait)
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 

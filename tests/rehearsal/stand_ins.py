@@ -24,7 +24,7 @@ import ray
 from ray import cloudpickle
 
 from conversion.families.common import MegatronCoords, MegatronParallel
-from mrl.cluster.payload import describe, pack
+from mrl.cluster.payload import Packed, describe, pack
 from mrl.cluster.rewards import Judged, Unjudged
 from mrl.cluster.runtime import ray_runtime
 from mrl.cluster.scheduling import engine_slots
@@ -145,7 +145,7 @@ class EngineStandIn:
     def build(self, config: RunConfig, device_ids: Sequence[int], api_key: str) -> None:
         self.num_workers = config.policy.generation.vllm_cfg.tensor_parallel_size
 
-    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[tuple[list[RolloutInfo], float], list[bytes]]:
+    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[tuple[list[RolloutInfo], float], Packed]:
         tokens = np.zeros(self.shape.payload_tokens, np.int32)
         sampled = [Rollout(request, self.weight_version, tokens, tokens.astype(np.float32), "stop") for request in requests]
         return ([replace(describe(rollout), length=self.shape.num_tokens) for rollout in sampled], 0.1), pack(sampled)
