@@ -28,7 +28,7 @@ from conversion.tensors import torch_dtype
 from mrl.policy import parallel, specs
 from mrl.policy.fusions import fusion_arguments
 from mrl.policy.moe import routing_arguments, use_row_dispatchers, with_packed_routers
-from mrl.policy.mtp import attach_mtp, freeze_mtp, keep_norms_apart
+from mrl.policy.mtp import attach_mtp, prepare_mtp
 from mrl.policy.output import ChunkedOutputLayer
 from mrl.policy.parallel import virtual_stages
 from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
@@ -75,10 +75,7 @@ def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool =
     for chunk in chunks:
         if not is_trained:
             chunk.requires_grad_(False)
-        if not trains_mtp:
-            freeze_mtp(chunk)
-        elif megatron.mtp_detach_heads:
-            keep_norms_apart(chunk)
+        prepare_mtp(chunk, megatron, is_trained=trains_mtp)
         if chunk.post_process and config.output_chunk_tokens is not None:
             chunk.output_layer = ChunkedOutputLayer(chunk.output_layer, chunk_tokens=config.output_chunk_tokens)
         if torch.cuda.is_available():

@@ -108,6 +108,12 @@ def show_row(chunk: nn.Module, tokens: RowTokens) -> None:
         router.row = tokens
 
 
+def expect_passes(block: nn.Module, passes_per_row: int) -> None:
+    """Tells the routers of a block of layers how many times a step passes each row through it."""
+    for router in _routers([block]):
+        router.passes_per_row = passes_per_row
+
+
 def _routers(chunks: Sequence[nn.Module]) -> Iterator[PackedRouter]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter))
 
@@ -126,6 +132,8 @@ class PackedRouter(TopKRouter):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
         self.row: RowTokens | None = None
+        self.passes_per_row = 1
+        """How many times a step passes each row through the router; the auxiliary losses are the means over these passes."""
         self.reset()
 
     @property
@@ -169,7 +177,7 @@ class PackedRouter(TopKRouter):
         weights_SE = tokens_SE.double() / choices_S1 * tokens_SE.shape[1]
         weights_SE = weights_SE / (choices_S1 / self.topk * row.batch.num_sequences if per_sequence else row.batch.num_tokens)
         # A weight per token and expert instead of sums of scores per part: its backward pass is deterministic on GPUs, too.
-        loss = (F.pad(weights_SE, (0, 0, 0, 1)).to(scores_TE.dtype)[part_T] * scores_TE).sum()
+        loss = (F.pad(weights_SE, (0, 0, 0, 1)).to(scores_TE.dtype)[part_T] * scores_TE).sum() / self.passes_per_row
         self.losses[kind] = self.losses.get(kind, torch.zeros((), dtype=torch.double, device=loss.device)) + loss.detach().double()
         return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
 

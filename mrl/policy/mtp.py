@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,11 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from mrl.policy import specs
+from mrl.policy.moe import expect_passes
 from mrl.policy.optimizer import main_gradient
+
+if TYPE_CHECKING:
+    from mrl.config.schema.megatron import MegatronConfig
 
 
 class MtpBlock(MegatronModule):
@@ -122,16 +126,19 @@ def attach_mtp(chunk: MegatronModule, stack: ModuleSpec, arguments: Mapping[str,
         chunk.mtp = MtpBlock(chunk.config, stack, **arguments, pg_collection=chunk.pg_collection)
 
 
-def freeze_mtp(chunk: MegatronModule) -> None:
-    """Leaves the chunk's MTP layers as they are."""
-    if (block := mtp_of(chunk)) is not None:
+def prepare_mtp(chunk: MegatronModule, config: MegatronConfig, *, is_trained: bool) -> None:
+    """Prepares the chunk's MTP layers for training, or freezes them. Before the optimizer is built, which copies Megatron's marks."""
+    if (block := mtp_of(chunk)) is None:
+        return
+    if not is_trained:
         block.requires_grad_(False)
-
-
-def keep_norms_apart(chunk: MegatronModule) -> None:
-    """Keeps the gradients of the chunk's MTP layers out of Megatron's norm. Before the optimizer is built, which copies the mark."""
-    for parameter in mtp_parameters([chunk]):
-        setattr(parameter, "shared", True)  # noqa: B010  (Megatron's mark on a parameter)
+        return
+    # More than one pass where the steps share a layer.
+    expect_passes(block, config.mtp_num_layers // len(block.layers))
+    if config.mtp_detach_heads:
+        for parameter in mtp_parameters([chunk]):
+            # Megatron's mark, which keeps their gradients out of Megatron's norm.
+            setattr(parameter, "shared", True)  # noqa: B010
 
 
 def mtp_of(chunk: nn.Module) -> MtpBlock | None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -46,18 +49,30 @@ def imbalance(counted: list[Tensor], scored: list[Tensor], topk: int) -> Tensor:
 
 def router_scores(model: PreTrainedModel, sequence: list[int]) -> list[Tensor]:
     """Scores [tokens, experts] of each layer with experts, which sum to one over the experts."""
-    logits = [hidden @ gate.get_parameter("weight").T for gate, hidden in router_inputs(model, sequence)]
+    return [scores_of(model, gate, hidden) for gate, hidden in router_inputs(model, sequence)]
+
+
+def scores_of(model: PreTrainedModel, gate: nn.Module, hidden: Tensor) -> Tensor:
+    """The router's scores [tokens, experts] of hidden states, which sum to one over the experts."""
+    logits = hidden @ gate.get_parameter("weight").T
     if model.config.model_type != "nemotron_h":
-        return [scores.softmax(dim=-1) for scores in logits]
-    return [scores.sigmoid() / scores.sigmoid().sum(dim=-1, keepdim=True) for scores in logits]
+        return logits.softmax(dim=-1)
+    return logits.sigmoid() / logits.sigmoid().sum(dim=-1, keepdim=True)
 
 
 def router_inputs(model: PreTrainedModel, sequence: list[int]) -> list[tuple[nn.Module, Tensor]]:
     """Each router and the hidden states [tokens, hidden] that it scores, in order of layer."""
+    with recorded_router_inputs(model) as inputs:
+        model(torch.tensor([sequence]))
+    return inputs
+
+
+@contextmanager
+def recorded_router_inputs(*models: PreTrainedModel) -> Iterator[list[tuple[nn.Module, Tensor]]]:
+    """Inside, each call of a router adds the router and the hidden states [tokens, hidden] that it scores to the list."""
     inputs: list[tuple[nn.Module, Tensor]] = []
-    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    gates = [module for model in models for name, module in model.named_modules() if name.endswith(".gate")]
     hooks = [gate.register_forward_pre_hook(lambda gate, args: inputs.append((gate, args[0].flatten(0, -2)))) for gate in gates]
-    model(torch.tensor([sequence]))
+    yield inputs
     for hook in hooks:
         hook.remove()
-    return inputs

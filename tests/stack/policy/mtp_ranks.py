@@ -12,6 +12,7 @@ import torch
 
 from conversion.boxes import Slot
 from conversion.families.registry import family
+from mrl.algo.balance import balance_metrics
 from mrl.config.schema.run import RunConfig
 from tests.stack.policy import policy_ranks
 from tests.stack.policy.layout_ranks import canonical_values
@@ -45,6 +46,7 @@ def run_config(folder: Path, layout: str, case: MtpCase, *overrides: str) -> Run
 
 def gradients(rank: Rank, config: RunConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Metrics and whole gradients of a batch, by canonical name. For one rank."""
+    from mrl.policy.moe import take_routing
     from mrl.policy.objectives import objective_of
     from mrl.policy.optimizer import main_gradient
     from mrl.policy.step import forward_backward
@@ -58,6 +60,8 @@ def gradients(rank: Rank, config: RunConfig) -> tuple[dict[str, float], dict[str
         objective = objective_of(config, policy._distribution, batch)
         rows = forward_backward(policy._chunks, batch.train_rows(), size=batch.size, objective=objective)
         metrics = {name: sum(float(row[name]) for row in rows) for name in rows[0]}
+        routing = take_routing(policy._chunks, loss_type=config.policy.megatron_cfg.moe_router_load_balancing_type)
+        metrics |= balance_metrics(routing, per_layer=False)
         found: dict[Slot, torch.Tensor] = {
             slot: main_gradient(tensor)
             for slot, tensor in policy._tensors.items()

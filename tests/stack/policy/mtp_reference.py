@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests.stack.policy import policy_ranks
+from tests.stack.policy.balancing import imbalance, recorded_router_inputs, scores_of
 from tests.stack.policy.layouts import transformers_model
 from tests.stack.policy.mtp_ranks import FACTOR, MtpCase
 
@@ -68,18 +70,25 @@ class Reference:
         num_steps = json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"]
         self.steps = [Step(folder, index, scratch / f"step{index}") for index in range(num_steps)]
 
-    def learn(self, case: MtpCase) -> dict[str, float]:
-        """Mean losses and rates of the random rollouts; gradients are left in the parameters."""
+    def learn(self, case: MtpCase, *, balance: float = 0.0) -> dict[str, float]:
+        """Mean losses and rates of the random rollouts; gradients are left in the parameters.
+
+        `balance` is the coefficient of the balancing loss of each sequence. A layer's loss is the mean over its passes.
+        """
         sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(()))
         counts = [0] * (case.num_steps + 1)
+        imbalances: defaultdict[nn.Module, list[torch.Tensor]] = defaultdict(list)
         for _, rollout, _, is_valid in policy_ranks.rollouts():
             prompt, tokens = len(rollout.request.token_ids), torch.tensor([*rollout.request.token_ids, *rollout.token_ids.tolist()])
-            hidden_TD = self.model.model(tokens[None]).last_hidden_state[0]
-            for ahead in range(case.num_steps + 1):
+            with recorded_router_inputs(self.model, *(step.model for step in self.steps)) as routed:
+                hidden_KTD = self._hidden_states(tokens, case)
+            for gate, routed_TD in routed if balance else ():
+                scores_TE = list(scores_of(self.model, gate, routed_TD))
+                imbalances[gate].append(imbalance(scores_TE, scores_TE, int(self.model.config.num_experts_per_tok)))
+            for ahead, hidden_TD in enumerate(hidden_KTD):
                 output_VD = self.model.lm_head.weight
                 if ahead > 0:
                     output_VD = output_VD.detach() if case.detaches else output_VD
-                    hidden_TD = self._hidden(ahead, tokens, hidden_TD, case)
                 # Position t says of token t + 1 + ahead, if that is of the answer.
                 said = range(max(prompt - 1 - ahead, 0), len(tokens) - 1 - ahead) if is_valid else range(0)
                 counts[ahead] += len(said)
@@ -91,15 +100,23 @@ class Reference:
                         sums[f"mtp_{ahead}_acceptance_rate"] += (logits_V.argmax() == label).float()
         means = {name: value / counts[int(name.split("_")[1]) if name != "loss" else 0] for name, value in sums.items()}
         further = [means[f"mtp_{ahead}_loss"] for ahead in range(1, case.num_steps + 1)]
-        (means["loss"] + FACTOR * torch.stack(further).mean()).backward()
+        total = means["loss"] + FACTOR * torch.stack(further).mean()
+        if balance:
+            by_layer = torch.stack([torch.stack(values).mean() for values in imbalances.values()])
+            total, means["moe/seq_load_balancing_loss"] = total + balance * by_layer.sum(), by_layer.mean()
+        total.backward()
         return {name: float(value) for name, value in means.items()}
 
-    def _hidden(self, ahead: int, tokens: torch.Tensor, hidden_TD: torch.Tensor, case: MtpCase) -> torch.Tensor:
-        # Behind the end of a sequence Megatron has token 0.
-        embedded_TD = self.model.model.embeddings(F.pad(tokens[ahead:], (0, min(ahead, len(tokens)))))
-        if case.detaches:
-            embedded_TD, hidden_TD = embedded_TD.detach(), hidden_TD.detach() if ahead == 1 else hidden_TD
-        return self.steps[(ahead - 1) % len(self.steps)](embedded_TD, hidden_TD)
+    def _hidden_states(self, tokens: torch.Tensor, case: MtpCase) -> list[torch.Tensor]:
+        """Those of the model and of each step, [T, D]."""
+        found = [self.model.model(tokens[None]).last_hidden_state[0]]
+        for ahead in range(1, case.num_steps + 1):
+            # Behind the end of a sequence Megatron has token 0.
+            embedded_TD, hidden_TD = self.model.model.embeddings(F.pad(tokens[ahead:], (0, min(ahead, len(tokens))))), found[-1]
+            if case.detaches:
+                embedded_TD, hidden_TD = embedded_TD.detach(), hidden_TD.detach() if ahead == 1 else hidden_TD
+            found.append(self.steps[(ahead - 1) % len(self.steps)](embedded_TD, hidden_TD))
+        return found
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """By canonical name."""

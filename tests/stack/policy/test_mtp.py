@@ -41,10 +41,13 @@ def test_losses_and_gradients_are_those_of_a_loop_over_transformers(
 ):
     folder = folders[case.repeats]
     config = mtp_ranks.run_config(folder, "one", case)
-    ((metrics, found),) = ranks.run(mtp_ranks.gradients, config, world_size=1)
-    reference = Reference(folder, tmp_path)
-    wanted = reference.learn(case)
-    assert metrics.keys() >= wanted.keys() and len(wanted) == 1 + 2 * case.num_steps
+    assert_as_reference(ranks.run(mtp_ranks.gradients, config, world_size=1), Reference(folder, tmp_path), case)
+
+
+def assert_as_reference(results: list, reference: Reference, case: MtpCase, *, balance: float = 0.0) -> None:
+    ((metrics, found),) = results
+    wanted = reference.learn(case, balance=balance)
+    assert metrics.keys() >= wanted.keys() and len(wanted) == 1 + 2 * case.num_steps + (balance > 0)
     for name, value in wanted.items():
         assert metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
     gradients = reference.gradients()
@@ -52,6 +55,16 @@ def test_losses_and_gradients_are_those_of_a_loop_over_transformers(
     for name, gradient in gradients.items():
         error = np.linalg.norm(found[name] - gradient.numpy()) / max(float(gradient.norm()), 1e-6)
         assert error <= 1e-4, (name, error)
+
+
+@pytest.mark.parametrize("case", [MtpCase(2), MtpCase(3, True, True)], ids=str)
+def test_the_balancing_loss_of_a_layer_is_the_mean_over_its_passes(
+    ranks: RankPool, folders: dict[bool, Path], tmp_path: Path, case: MtpCase
+):
+    folder, balance = folders[case.repeats], 5.0
+    settings = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=balance)
+    config = mtp_ranks.run_config(folder, "one", case, *(f"policy.megatron_cfg.{key}={value}" for key, value in settings.items()))
+    assert_as_reference(ranks.run(mtp_ranks.gradients, config, world_size=1), Reference(folder, tmp_path), case, balance=balance)
 
 
 LAYOUTS = {
