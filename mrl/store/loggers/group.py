@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ NEMO_RL_NAMES = {
     "time/checkpoint": "timing/train/checkpointing",
     "time/validation": "timing/validation/total_validation_time",
     "val/mean_length": "validation/avg_length",
+    "train/mtp_grad_norm": "train/mtp/grad_norm",
     "train/teacher_gap/mean": "train/on_policy_distillation/teacher_student_logprob_gap_mean",
     "rollout/mean_length": "train/mean_gen_tokens_per_sample",
     "rollout/max_length": "train/max_gen_tokens_per_sample",
@@ -49,16 +51,20 @@ NEMO_RL_NAMES = {
 }
 """`time/train` holds the logprob passes too, which NeMo RL times apart."""
 
-PREFIXES = {"time/": "timing/train/", "val/": "validation/"}
+PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "train/mtp/mtp_"}
 """For metrics that the table above does not name."""
+
+PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
+"""What NeMo RL logs in percent, by its names; ours are shares."""
 
 
 def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under NeMo RL's names, so that its dashboards go on working; other metrics keep ours."""
+    """The metrics under NeMo RL's names and in its units, so that its dashboards go on working; other metrics keep ours."""
     named = {}
     for name, value in metrics.items():
         prefix = next((ours for ours in PREFIXES if name.startswith(ours)), "")
-        named[NEMO_RL_NAMES.get(name, PREFIXES.get(prefix, "") + name.removeprefix(prefix))] = value
+        theirs = NEMO_RL_NAMES.get(name, PREFIXES.get(prefix, "") + name.removeprefix(prefix))
+        named[theirs] = value * 100 if PERCENTAGES.fullmatch(theirs) else value
     return named
 
 

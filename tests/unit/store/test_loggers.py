@@ -50,6 +50,10 @@ def test_loggers_get_the_names_that_users_of_nemo_rl_look_for():
         "val/mean_length": 4.0,
         "train/reward": 5.0,
         "refit/seconds": 6.0,
+        "train/mtp_1_loss": 7.0,
+        "train/mtp_12_acceptance_rate": 0.25,
+        "train/mtp_grad_norm": 9.0,
+        "rollout/spec_acceptance_rate": 0.5,
     }
     assert nemo_rl_names(ours) == {
         "timing/train/total_step_time": 1.0,
@@ -58,6 +62,10 @@ def test_loggers_get_the_names_that_users_of_nemo_rl_look_for():
         "validation/avg_length": 4.0,
         "train/reward": 5.0,
         "refit/seconds": 6.0,
+        "train/mtp/mtp_1_loss": 7.0,
+        "train/mtp/mtp_12_acceptance_rate": 25.0,
+        "train/mtp/grad_norm": 9.0,
+        "train/vllm/spec_acceptance_rate": 0.5,
     }
     assert len(set(NEMO_RL_NAMES.values())) == len(NEMO_RL_NAMES)
 
