@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from conversion.boxes import DTYPE_BYTES, Layout, Piece, Slot, SlotLayout, full, lengths
-from conversion.families.common import MegatronParallel
+from conversion.families.common import HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.durable import IO_TIMEOUT_S, built_aside
@@ -73,11 +73,8 @@ def convert_hf_to_mcore(
     hf_config = read_config(hf / "config.json")
     model = family(hf_config)
     with SafetensorsFolder(hf) as source:
-        canonical, head = dict(model.canonical(hf_config)), Layout()
-        if REWARD_HEAD in source.names:
-            canonical[REWARD_HEAD] = (1, int(str(hf_config["hidden_size"])))
-            head = _head_layout(canonical[REWARD_HEAD])
-        source.check(canonical)
+        canonical = _checked_shapes(source, hf_config)
+        head = _head_layout(canonical[REWARD_HEAD]) if REWARD_HEAD in canonical else Layout()
         if dtype is not None and (hf / MANIFEST).exists():
             # The checksums of tensors say nothing of what they are cast to.
             check_files(hf, [path.name for path in source.files])
@@ -115,6 +112,12 @@ def convert_hf_to_mcore(
             copy_companions(hf, folder / "tokenizer")
             (folder / LATEST_FILE).write_text("0", encoding="utf-8")
             seal(folder, origin, tensors, {f"{ITERATION_FOLDER}/{name}": record for name, record in data.items()})
+
+
+def check_hf(hf: Path) -> None:
+    """Returns if the tensors of a Hugging Face folder are those of its config.json, and perhaps a reward head. Reads the files' headers."""
+    with SafetensorsFolder(hf) as source:
+        _checked_shapes(source, read_config(hf / "config.json"))
 
 
 def convert_mcore_to_hf(
@@ -194,6 +197,15 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
         return OpenCheckpoint(paths, folder, tensors, tensors, None)
     factors = CanonicalTensors(folder, layout | adapters.layout)
     return OpenCheckpoint(paths, folder, MergedTensors(factors, adapters), factors, adapters)
+
+
+def _checked_shapes(source: SafetensorsFolder, hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a Hugging Face folder, by name. ValueError: some are missing, or have no rule."""
+    shapes = dict(family(hf_config).canonical(hf_config))
+    if REWARD_HEAD in source.names:
+        shapes[REWARD_HEAD] = (1, int(str(hf_config["hidden_size"])))
+    source.check(shapes)
+    return shapes
 
 
 def _head_layout(shape: tuple[int, ...]) -> Layout:

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def has_reward_head(hf: Path) -> bool:
         return REWARD_HEAD in weights_by_file(hf)
     with open(hf / SINGLE_FILE, "rb") as file:
         return REWARD_HEAD in read_header(file.fileno(), hf / SINGLE_FILE)
+
+
+def without_mtp(missing: Collection[str]) -> str:
+    """How to go on without these tensors, as the end of a message; "" if they are not all of MTP layers."""
+    if not missing or not all(name.startswith("mtp.") for name in missing):
+        return ""
+    return (
+        "; to go on without layers of multi-token prediction, set num_nextn_predict_layers to 0 in config.json of the model's folder "
+        "(of a checkpoint that is converted, in its hf_config.json)"
+    )
 
 
 def read_config(path: Path) -> dict[str, object]:

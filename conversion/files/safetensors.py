@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot, lengths
-from conversion.files.hf_folder import DTYPES, INDEX_FILE, SINGLE_FILE, HeaderTensor, read_header, weights_by_file, write_json
+from conversion.files.hf_folder import (
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    HeaderTensor,
+    read_header,
+    weights_by_file,
+    without_mtp,
+    write_json,
+)
 from conversion.files.manifest import Checksums, FileRecord, FinishedFiles, HashedFile, TensorRecord
 from conversion.files.reading import open_file
 from conversion.progress import Report, counter
@@ -83,7 +92,7 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
         if missing or unknown:
             raise ValueError(
                 f"{self._folder}: the weights do not fit config.json; missing: {_listed(missing)}; "
-                f"unknown to this model_type: {_listed(unknown)}"
+                f"unknown to this model_type: {_listed(unknown)}{without_mtp(missing)}"
             )
         for name, shape in canonical.items():
             if self.shape(name) != shape:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from conversion.boxes import Box, Layout, Piece, Slot, counted_from, intersect, lengths, place, tiling_fault
 from conversion.files.checkpoint_metadata import METADATA_FILE, CheckpointMetadata, StoredChunk
-from conversion.files.hf_folder import read_config
+from conversion.files.hf_folder import read_config, without_mtp
 from conversion.files.reading import open_file, read_file
 from conversion.tensors import StoredTensor, box_view, read_stored
 
@@ -97,7 +97,7 @@ class TorchDistFolder:
 
     def _known(self, key: str) -> str:
         if key not in self.keys:
-            raise ValueError(f"{self.folder}: the checkpoint has no tensor {key}; it does not fit the model's config")
+            raise ValueError(f"{self.folder}: the checkpoint has no tensor {key}; it does not fit the model's config{without_mtp([key])}")
         return key
 
     def read_into(self, key: str, box: Box, target: Tensor) -> None:

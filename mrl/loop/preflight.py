@@ -43,7 +43,12 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     beside = Path(config.checkpointing.checkpoint_dir)
     for given, found in sections:
         found.model_name = str(overridden_folder(Path(found.model_name), given.hf_config_overrides, beside=beside))
-    root = env.cache_root()
-    if root is not None:
+    if (root := env.cache_root()) is not None:
         open_cache(root)
+    elif trains:
+        # The conversion into a cache would find what does not fit; it costs the import of torch.
+        from conversion.convert import check_hf
+
+        for model in ("policy", *local.models_beside):
+            check_hf(Path(local.of_model(model).policy.model_name))
     return local

@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
@@ -13,6 +15,7 @@ from mrl.config.model import with_local_folders
 from mrl.data.prompts import load_prompts
 from mrl.loop.preflight import check_start
 from mrl.recipes.tokenizer import byte_tokenizer
+from tests.unit.conversion.hf_folders import tiny_config, write_folder
 
 REVISION = "0" * 40
 
@@ -62,3 +65,28 @@ def test_a_config_is_refused_before_the_hub_is_asked(snapshot: Path):
     told = str(caught.value)
     assert "policy.generation.max_new_tokens=9999: must be at most" in told
     assert "policy.model_name=no/model: not in the local Hugging Face cache" in told
+
+
+@pytest.mark.parametrize("is_critic", [False, True], ids=["policy", "critic"])
+@pytest.mark.parametrize(
+    ("model_type", "unknown"), [("nemotron_h", "mtp.layers.0.enorm.weight"), ("qwen3", "model.layers.0.self_attn.q_proj.bias")]
+)
+def test_without_a_cache_a_tensor_without_a_rule_is_found_before_anything_starts(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, unknown: str, is_critic: bool
+):
+    monkeypatch.setenv("MRL_CACHE", "off")
+    folder, other = (write_folder(workplace / name, tiny_config(model_type)) for name in ("model", "other"))
+    for name in (folder, other):
+        byte_tokenizer(4096).save_pretrained(name)
+    models = [f"policy.model_name={folder}", f"value.model_name={other}"] if is_critic else [f"policy.model_name={other}"]
+    config = load_config("ppo_tiny.yaml" if is_critic else "grpo_tiny.yaml", [*models, "policy.megatron_cfg.expert_model_parallel_size=1"])
+    tensors = load_file(other / "model.safetensors")
+    if is_critic:
+        # It may start from a reward model.
+        save_file(tensors | {"score.weight": torch.ones(1, 64)}, other / "model.safetensors")
+    check_start(config)
+    save_file(tensors | {unknown: torch.ones(64)}, other / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=f"other: the weights do not fit config.json; missing: none; unknown to this model_type: {unknown}"
+    ):
+        check_start(config)
