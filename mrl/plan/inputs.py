@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -88,8 +88,8 @@ class Model:
         self.mtp_pattern = str(self.family.megatron_arguments(hf_config).get("mtp", {}).get("pattern", ""))
         """A letter for each layer of a step of multi-token prediction."""
         self.elements = ModelElements(self.family.model(hf_config, None))
-        self.cost = cost_of_model(hf_config)
-        """Of a forward pass that computes the model alone."""
+        self.cost = cache(partial(cost_of_model, hf_config))
+        """Cost of a sequence, given how many steps of multi-token prediction learn with the model; none unless told."""
         self.num_parameters = sum(math.prod(shape) for shape in self.family.canonical(hf_config).values())
         self.engine_bytes = cache(self._engine_bytes)
 

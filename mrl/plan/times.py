@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config.schema.run import RunConfig
-from mrl.data.planning import SequenceCost, cost_of_model
+from mrl.data.planning import SequenceCost
 from mrl.phases import role_of
 from mrl.plan.activations import BF16, Shape
 from mrl.plan.engine import token_bytes
@@ -178,7 +178,7 @@ def step_times(
     Colocated, phases follow each other. Beside dedicated engines a step lasts as long as the longer of sampling and training; the shorter
     is left out.
     """
-    shape, cost = model.shape, model.cost
+    shape, cost = model.shape, model.cost()
     megatron, gpus = config.policy.megatron_cfg, config.num_policy_ranks
     rollouts = config.rollouts.num_rollouts_per_step if config.has_engines else config.policy.train_global_batch_size
     tokens = rollouts * mean_tokens
@@ -187,14 +187,14 @@ def step_times(
     passes = 1 + (1 if megatron.peft.enabled else BACKWARD) + recomputed
     rows = max(1, num_microbatches(config)) * (megatron.virtual_pipeline_model_parallel_size or 1)
     bubble = 1 + (megatron.pipeline_model_parallel_size - 1) / rows
-    learned = cost_of_model(model.hf_config, config.mtp_steps)
+    learned = model.cost(config.mtp_steps)
     phases = {"train": train_seconds(shape, learned, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=passes).times(bubble)}
     if forward := config.needs_old_logprobs + config.keeps_reference:
         phases["logprobs"] = train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward).times(bubble)
     for name, other in model.beside.items():
         # A pass without gradients, over a teacher's share of the rows; of a trained model two over all of them, and a backward pass.
         parts = 1.0 / len(config.teachers) if role_of(name) == "teacher" else 2.0 + BACKWARD
-        phases[name] = train_seconds(other.shape, other.cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts)
+        phases[name] = train_seconds(other.shape, other.cost(), gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts)
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
     vllm, per_engine = config.policy.generation.vllm_cfg, rollouts / config.num_engines

@@ -199,9 +199,9 @@ def test_bad_words_end_with_two(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 def test_published_train_steps_lie_inside_the_range(name: str, tokens_per_s: float):
     model = Model(hf_config(name))
     length = 8192 if tokens_per_s == 8192 / 0.657 else 4096
-    found = train_seconds(model.shape, model.cost, H100, tokens=tokens_per_s, length=length, gpus=1, passes=3)
+    found = train_seconds(model.shape, model.cost(), H100, tokens=tokens_per_s, length=length, gpus=1, passes=3)
     assert found.low <= 1.0 <= found.high <= 2 * found.low
-    assert found.high == pytest.approx(3 * forward_operations(model.cost, tokens_per_s, length) / H100.peak / EXPERT_PRODUCTS[1])
+    assert found.high == pytest.approx(3 * forward_operations(model.cost(), tokens_per_s, length) / H100.peak / EXPERT_PRODUCTS[1])
 
 
 def test_the_published_step_of_nemo_rl_lies_inside_the_range(folders: dict[str, str]):
