@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is resident where in each phase of a run: the one table that policy ranks and colocated engines obey.
 
-Dedicated engines share their memory with nobody: they keep weights and KV cache in all phases, and the policy gradients and optimizer.
+Dedicated engines share their memory with nobody: they keep weights and KV cache in all phases; and a policy without other models beside it
+keeps gradients and optimizer.
 """
 
 from __future__ import annotations

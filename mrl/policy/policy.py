@@ -154,7 +154,7 @@ class Policy:
         return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
-        """Moves gradients and optimizer state to where `mrl.phases` wants them, if an engine shares the device. Not collective.
+        """Moves gradients and optimizer state to where `mrl.phases` wants them, if others share the device. Not collective.
 
         Of a model beside the policy all moves, its weights too, and it may skip phases in which it does nothing.
         """

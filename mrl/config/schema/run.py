@@ -273,8 +273,9 @@ class RunConfig:
 
     @property
     def frees_training_memory(self) -> bool:
-        """Whether gradients and optimizer leave the devices outside of train steps: always where engines share them."""
-        return self.has_engines and (self.policy.generation.colocated.enabled or self.policy.offload_optimizer_for_logprob)
+        """Whether the policy's gradients and optimizer leave the devices outside of train steps: always where others share them."""
+        shares = self.policy.generation.colocated.enabled or bool(self.models_beside)
+        return self.has_engines and (shares or self.policy.offload_optimizer_for_logprob)
 
     @property
     def mtp_steps(self) -> int:

@@ -125,6 +125,7 @@ def test_rows_fit_sequence_parallelism_whatever_the_multiple(load: Callable[...,
         ([], True),
         (["policy.generation.colocated.enabled=false"], False),
         (["policy.generation.colocated.enabled=false", "policy.offload_optimizer_for_logprob=true"], True),
+        (["policy.generation.colocated.enabled=false", "algorithm=ppo"], True),
         (["algorithm=sft", "policy.offload_optimizer_for_logprob=true"], False),
     ],
 )
