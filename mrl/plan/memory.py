@@ -11,7 +11,7 @@ from mrl.config.rules.checks import num_kept_at_most
 from mrl.config.schema.run import RunConfig
 from mrl.phases import PHASES, WORKERS, ModelName, Phase, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes
-from mrl.plan.engine import CacheLayout, cache_layout, profiled_bytes
+from mrl.plan.engine import CacheLayout, cache_layout, forward_bytes, sampler_bytes
 from mrl.plan.hardware import GIB, Gpu
 from mrl.plan.inputs import IMBALANCE, Model, num_microbatches, row_of, state_rules
 from mrl.plan.peaks import Stage, logits_bytes, microbatches_in_flight, persistent_bytes, train_peak
@@ -39,6 +39,9 @@ class EngineMemory:
 
     weights: float
     activations: float
+    """As vLLM measures them at its start, to give the cache the rest."""
+    unmeasured: float
+    """Logits that checking all proposed tokens takes beyond that."""
     graphs: float
     cache: float
     layout: CacheLayout
@@ -66,19 +69,28 @@ class RankMemory:
 
 def engine_memory(config: RunConfig, model: Model, gpu: Gpu) -> EngineMemory:
     """What `gpu_memory_utilization` leaves an engine worker for its cache; the cache is negative if that is too little."""
-    vllm, shape = config.policy.generation.vllm_cfg, model.shape
+    generation, shape = config.policy.generation, model.shape
+    vllm, num_proposed = generation.vllm_cfg, generation.num_proposed_tokens
     tp, has_mamba = vllm.tensor_parallel_size, shape.mamba_heads > 0
     element = BF16 if vllm.precision == "bfloat16" else FP32
-    ssm = FP32 if config.policy.generation.vllm_kwargs.get("mamba_ssm_cache_dtype") == "float32" else element
-    cached = element if vllm.kv_cache_dtype == "auto" else BF16
+    ssm = generation.vllm_kwargs.get("mamba_ssm_cache_dtype", "auto")
+    ssm = model.hf_config.get("mamba_ssm_cache_dtype", "float32") if ssm == "auto" else ssm
     layout = cache_layout(
-        shape, tp, element_bytes=cached, ssm_bytes=ssm, shares_prefixes=has_mamba and vllm.enable_prefix_caching is not False
+        shape,
+        tp,
+        element_bytes=element if vllm.kv_cache_dtype == "auto" else BF16,
+        ssm_bytes=FP32 if ssm == "float32" else BF16,
+        shares_prefixes=has_mamba and vllm.enable_prefix_caching is not False,
+        num_proposed=num_proposed,
+        drafter=model.mtp_pattern if generation.parallel.has_drafter else "",
     )
-    weights = model.engine_bytes(config.policy.generation.parallel, vllm.precision)
-    activations = profiled_bytes(shape, tp, batched_tokens=vllm.max_num_batched_tokens, num_seqs=vllm.max_num_seqs)
+    weights = model.engine_bytes(generation.parallel, vllm.precision)
+    # It measures with one proposal for each sequence (`GPUModelRunner._dummy_sampler_run`), however many there will be.
+    measured, all_rows = (vllm.max_num_seqs * (1 + number) for number in (min(num_proposed, 1), num_proposed))
+    activations = forward_bytes(shape, tp, batched_tokens=vllm.max_num_batched_tokens) + sampler_bytes(shape, measured)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
     cache = vllm.gpu_memory_utilization * gpu.memory - weights - activations - graphs - ENGINE_CONTEXT
-    return EngineMemory(weights, activations, graphs, cache, layout)
+    return EngineMemory(weights, activations, sampler_bytes(shape, all_rows - measured), graphs, cache, layout)
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMem
         if engine and sleeping and residency.engine_weights == "device":
             parts["engine weights"] = engine.weights
         if engine and sleeping and residency.kv_cache == "device":
-            parts |= {"engine activations": engine.activations, "KV cache": max(0.0, engine.cache)}
+            parts |= {"engine activations": engine.activations + engine.unmeasured, "KV cache": max(0.0, engine.cache)}
         if phase == "refit":
             # Rounds arrive in one, and are packed in another that holds one round.
             parts["exchange buffer"] = (1 + 1 / NUM_BUFFERS) * config.policy.refit_buffer_size_gb * 1e9
