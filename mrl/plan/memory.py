@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from conversion.schedule import NUM_BUFFERS
 from mrl.config.rules.checks import num_kept_at_most
 from mrl.config.schema.run import RunConfig
-from mrl.phases import PHASES, WORKERS, ModelName, Phase, role_of
+from mrl.phases import PHASES, WORKERS, ModelName, Phase, Role, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes
 from mrl.plan.engine import CacheLayout, cache_layout, forward_bytes, sampler_bytes
 from mrl.plan.hardware import GIB, Gpu
@@ -104,22 +104,19 @@ class Work:
     train: Parts
 
 
-def work_of(
-    config: RunConfig, model: Model, pp_rank: int, *, imbalance: float = IMBALANCE, is_trained: bool = True, has_head: bool = False
-) -> Work:
-    """The same for a rank of a pipeline stage of the policy of `config`; with a head, a critic's, it makes no logits."""
+def work_of(config: RunConfig, model: Model, pp_rank: int, role: Role = "policy", *, imbalance: float = IMBALANCE) -> Work:
+    """The same for a rank of a pipeline stage of a model of this role, as whose `policy` the config sees it (`RunConfig.of_model`)."""
     megatron, shape = config.policy.megatron_cfg, model.shape
     parallel, is_last, chunk_tokens = megatron.parallel, pp_rank == megatron.parallel.pp - 1, config.policy.output_chunk_tokens
-    trains_mtp = is_trained and not has_head and config.mtp_steps > 0
-    states = stage_states(config, model, pp_rank, is_trained=is_trained, trains_mtp=trains_mtp)
+    states = stage_states(config, model, pp_rank, role)
     counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config))
     chunks = [[shape.layers[i] for i in parallel.layers_of(pp_rank, len(shape.layers), chunk)] for chunk in range(parallel.vpp)]
-    steps = config.mtp_steps if trains_mtp and is_last else 0
+    steps = config.mtp_steps if is_last else 0
     chunks[-1] = chunks[-1] + [*model.mtp_pattern] * steps
     stage = Stage(list(zip(chunks, counts, strict=True)), is_last, extra_outputs=steps)
     row, forward_row = (row_of(config, is_training=is_training, imbalance=imbalance) for is_training in (True, False))
     persistent = persistent_bytes(shape, stage, row, pp=parallel.pp, workspaces=(7 if shape.experts else 3) * _WORKSPACE)
-    has_logits = is_last and config.algorithm != "rm" and not has_head
+    has_logits = is_last and not _has_head(config, role)
     logits = logits_bytes(shape, stage, row, chunk_tokens=chunk_tokens) if has_logits else 0.0
     train = train_peak(states, shape, stage, row, logits=logits, persistent=persistent)
     widest = max(sum(part_bytes(shape, letter, forward_row).values()) for layer in set(shape.layers) for letter in layer)
@@ -142,15 +139,22 @@ def work_of(
 
 
 def works_beside(config: RunConfig, model: Model, *, imbalance: float = IMBALANCE) -> dict[ModelName, Work]:
-    """Of each model beside the policy the work of its largest stage: a rank may have any stage of it."""
+    """Of each model beside the policy the work of the stage that needs most: a rank may have any stage of it."""
     found: dict[ModelName, Work] = {}
     for name, other in model.beside.items():
         seen = config.of_model(name)
         stages = range(seen.policy.megatron_cfg.pipeline_model_parallel_size)
-        kind = {"is_trained": role_of(name) != "teacher", "has_head": role_of(name) == "critic"}
-        works = [work_of(seen, other, stage, imbalance=imbalance, **kind) for stage in stages]
-        found[name] = max(works, key=lambda work: work.states.allocated + max(sum(work.forward.values()), sum(work.train.values())))
+        works = [work_of(seen, other, stage, role_of(name), imbalance=imbalance) for stage in stages]
+        found[name] = max(works, key=_needed_by_teachers if role_of(name) == "teacher" else _needed_in_training)
     return found
+
+
+def _needed_by_teachers(work: Work) -> float:
+    return work.states.weights + work.persistent + sum(work.forward.values())
+
+
+def _needed_in_training(work: Work) -> float:
+    return work.states.allocated + work.persistent + max(sum(work.forward.values()), sum(work.train.values()))
 
 
 def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMemory | None, *, imbalance: float = IMBALANCE) -> RankMemory:
@@ -165,7 +169,7 @@ def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMem
         if not workers or (not config.has_engines and phase in ("generate", "refit")):
             continue
         # Teachers work one after another.
-        worker = max(workers, key=lambda name: works[name].states.weights + sum(works[name].forward.values()))
+        worker = max(workers, key=lambda name: _needed_by_teachers(works[name]))
         parts = {"weights": states.weights, "buffers": mine.persistent, "outside torch": POLICY_CONTEXT + sleeping}
         if residency.gradients == "device" or stays:
             parts["gradients"] = states.gradients
@@ -208,11 +212,17 @@ def all_ranks(config: RunConfig, model: Model, gpu: Gpu, *, imbalance: float = I
     return [rank_memory(config, model, stage, engine, imbalance=imbalance) for stage in stages.values()], engine
 
 
-def stage_states(config: RunConfig, model: Model, pp_rank: int, *, is_trained: bool = True, trains_mtp: bool = False) -> States:
-    """States of a rank of a pipeline stage."""
+def stage_states(config: RunConfig, model: Model, pp_rank: int, role: Role = "policy") -> States:
+    """States of a rank of a pipeline stage; for other roles than the policy's as for `work_of`."""
     rules = state_rules(config)
-    rules = rules if is_trained else replace(rules, is_trained=False)
-    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank, trains_mtp=trains_mtp), rules)
+    rules = replace(rules, is_trained=False) if role == "teacher" else rules
+    what = {"trains_mtp": config.mtp_steps > 0, "has_head": _has_head(config, role)}
+    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank, **what), rules)
+
+
+def _has_head(config: RunConfig, role: Role) -> bool:
+    """Whether the model gives one number at each token, and no logits."""
+    return config.algorithm == "rm" or role == "critic"
 
 
 def least_peak(rank: RankMemory) -> float:

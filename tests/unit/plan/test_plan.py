@@ -217,6 +217,34 @@ def test_a_plan_imports_no_heavy_library():
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
+def test_a_teacher_needs_most_on_the_stage_that_makes_logits(folders: dict[str, str]):
+    # Were it trained, the first stage would need most: it keeps the activations of all microbatches on their way.
+    words = ["pipeline_model_parallel_size=4", "activation_checkpointing=false"]
+    alone = load_config("grpo_nanov3.yaml", [folders["nano"]])
+    teacher = load_config(
+        "grpo_nanov3.yaml", [folders["qwen"], "policy.logprob_chunk_size=null", *(f"policy.megatron_cfg.{word}" for word in words)]
+    ).policy
+    config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
+    parts = rank_memory(config, read_model(config), 0, None).phases["teacher"]
+    # Five bytes of each logit of a row of 49,152 tokens on four context-parallel ranks, of two that share the vocabulary.
+    assert parts["logits or one layer"] == 5 * 49152 / 4 * 151936 / 2
+    stages = [work_of(config.of_model("teacher"), Model(hf_config("qwen")), stage) for stage in (0, 3)]
+    assert sum(stages[0].train.values()) > sum(stages[1].train.values())
+
+
+def test_a_critic_does_not_train_the_output_layer_that_it_does_not_use(folders: dict[str, str]):
+    words = [folders["qwen"], "cluster.gpus_per_node=8", "policy.precision=bfloat16", "value.megatron_cfg.pipeline_model_parallel_size=2"]
+    config = load_config("ppo_tiny.yaml", [*words, "value.megatron_cfg.num_layers_in_first_pipeline_stage=null"])
+    model = read_model(config)
+    assert model.hf_config["tie_word_embeddings"] is False
+    seen, critic = config.of_model("critic"), model.beside["critic"]
+    plain, mine = (work_of(seen, critic, 1, role).states for role in ("policy", "critic"))
+    # The layer stays in memory. Gradients are float32, the optimizer has 12 bytes of each element on one of four ranks.
+    assert mine.weights == plain.weights
+    assert plain.gradients - mine.gradients == 4 * 151936 * 2048
+    assert plain.optimizer - mine.optimizer == 12 * 151936 * 2048 / 4
+
+
 def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):
     alone = load_config("grpo_nanov3.yaml", [folders["nano"]])
     teacher = load_config("grpo_nanov3.yaml", [folders["qwen"], "policy.megatron_cfg.pipeline_model_parallel_size=4"]).policy
