@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 
 from conversion.schedule import NUM_BUFFERS
+from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.rules.checks import num_kept_at_most
 from mrl.config.schema.run import RunConfig
 from mrl.phases import PHASES, WORKERS, ModelName, Phase, Role, role_of
@@ -238,26 +240,27 @@ def host_memory(config: RunConfig, model: Model, states: States) -> Parts:
     """
     ranks = config.cluster.slots_per_node
     away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer
-    files = sum(each.num_parameters for each in (model, *model.beside.values())) * float(BF16)
-    parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": files}
+    files = {each.folder: each.num_parameters for each in model.by_name.values()}
+    parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": float(sum(files.values()) * BF16)}
     for name, work in works_beside(config, model).items():
         parts[f"weights of the {name}"] = work.states.weights * ranks
         if role_of(name) != "teacher":
             parts[f"optimizer of the {name}"] = (work.states.optimizer + work.states.host_optimizer) * ranks
     if config.keeps_reference:
         parts["weights of the reference"] = states.weights * ranks
-    if config.checkpointing.enabled and config.policy.megatron_cfg.checkpoint.async_save:
-        parts["checkpoint being written"] = checkpoint_bytes(config, model) / config.num_policy_ranks * ranks
+    saved = {
+        name: size for name, size in saved_bytes(config, model).items() if config.of_model(name).policy.megatron_cfg.checkpoint.async_save
+    }
+    if config.checkpointing.enabled and saved:
+        parts["checkpoint being written"] = sum(saved.values()) / config.num_policy_ranks * ranks
     if config.has_engines:
         parts["rollouts in Ray's object store"] = rollout_bytes(config)
     return parts
 
 
-def checkpoint_bytes(config: RunConfig, model: Model) -> float:
-    """Of one checkpoint: weights, and with the optimizer its main parameters and moments in float32."""
-    rules = state_rules(config)
-    has_optimizer = config.checkpointing.save_optimizer and rules.is_trained
-    return float(model.num_parameters * (rules.weight_bytes + (3 * FP32 if has_optimizer else 0)))
+def saved_bytes(config: RunConfig, model: Model) -> dict[ModelName, int]:
+    """Of one checkpoint, by model."""
+    return checkpoint_bytes(config, {name: model.by_name[name].num_parameters for name in config.trained_models})
 
 
 def disk_bytes(config: RunConfig, model: Model) -> tuple[float, int | None]:
@@ -265,12 +268,13 @@ def disk_bytes(config: RunConfig, model: Model) -> tuple[float, int | None]:
     if not config.checkpointing.enabled:
         return 0.0, 0
     kept = num_kept_at_most(config)
-    return checkpoint_bytes(config, model) * ((kept or 1) + 1), kept
+    return float(sum(saved_bytes(config, model).values()) * ((kept or 1) + 1)), kept
 
 
 def cache_bytes(model: Model) -> float:
-    """Of the run's models in the cache of converted models."""
-    return float(sum(each.num_parameters for each in (model, *model.beside.values())) * BF16)
+    """Of the run's models in the cache of converted models, which knows each by its files and config.json."""
+    entries = {(each.folder, json.dumps(each.hf_config, sort_keys=True)): each.num_parameters for each in model.by_name.values()}
+    return float(sum(entries.values()) * BF16)
 
 
 def rollout_bytes(config: RunConfig) -> float:

@@ -14,13 +14,15 @@ import pytest
 from conversion.boxes import volume
 from conversion.families.common import MegatronParallel
 from conversion.families.registry import family
+from mrl.cluster.deadlines import checkpoint_deadline
 from mrl.config.load import load_config
 from mrl.config.model import with_value
+from mrl.config.rules.checks import checkpoint_demand, num_kept_at_most
 from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
 from mrl.plan.hardware import GIB, GPUS
 from mrl.plan.inputs import Model, read_model
-from mrl.plan.memory import engine_memory, host_memory, rank_memory, stage_states, work_of
+from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
 from mrl.plan.plan import as_data, make_plan, prediction
 from mrl.plan.times import EXPERT_PRODUCTS, forward_operations, train_seconds
 from mrl.store.run_folder import RunFolder
@@ -232,9 +234,39 @@ def test_a_teacher_needs_most_on_the_stage_that_makes_logits(folders: dict[str, 
     assert sum(stages[0].train.values()) > sum(stages[1].train.values())
 
 
+def ppo_words(folder: str, critic: str) -> list[str]:
+    words = [folder, critic.replace("policy.", "value."), "cluster.gpus_per_node=8", "policy.precision=bfloat16"]
+    return [*words, "value.megatron_cfg.num_layers_in_first_pipeline_stage=null"]
+
+
+def test_checkpoints_hold_policy_and_critic(folders: dict[str, str]):
+    both, without, adapters = (
+        load_config("ppo_tiny.yaml", [*ppo_words(folders["nano"], folders["qwen"]), *more])
+        for more in ([], ["checkpointing.save_optimizer=false"], ["policy.megatron_cfg.peft.enabled=true"])
+    )
+    # Weights in bfloat16, main parameters and two moments in float32; of a policy with adapters its weights.
+    nano, qwen = 31_577_940_288, 30_532_122_624
+    for config, expected in ((both, 14 * (nano + qwen)), (without, 2 * (nano + qwen)), (adapters, 2 * nano + 14 * qwen)):
+        model, kept = read_model(config), num_kept_at_most(config)
+        assert sum(saved_bytes(config, model).values()) == expected
+        assert disk_bytes(config, model) == ((kept or 1) * expected + expected, kept)
+        assert checkpoint_demand(config, nano).checkpoint_bytes == expected
+        assert checkpoint_deadline(config).seconds == pytest.approx(600 + expected / 200e6)
+        assert host_memory(config, model, stage_states(config, model, 0))["checkpoint being written"] == expected
+    both.value.megatron_cfg.checkpoint.async_save = False
+    assert host_memory(both, model, stage_states(both, model, 0))["checkpoint being written"] == 14 * nano
+
+
+def test_a_folder_that_two_models_share_is_counted_once(folders: dict[str, str]):
+    for critic, num_parameters in (("nano", 31_577_940_288), ("qwen", 31_577_940_288 + 30_532_122_624)):
+        config = load_config("ppo_tiny.yaml", ppo_words(folders["nano"], folders[critic]))
+        model = read_model(config)
+        assert host_memory(config, model, stage_states(config, model, 0))["model files in the page cache"] == 2 * num_parameters
+        assert cache_bytes(model) == 2 * num_parameters
+
+
 def test_a_critic_does_not_train_the_output_layer_that_it_does_not_use(folders: dict[str, str]):
-    words = [folders["qwen"], "cluster.gpus_per_node=8", "policy.precision=bfloat16", "value.megatron_cfg.pipeline_model_parallel_size=2"]
-    config = load_config("ppo_tiny.yaml", [*words, "value.megatron_cfg.num_layers_in_first_pipeline_stage=null"])
+    config = load_config("ppo_tiny.yaml", ppo_words(folders["qwen"], folders["qwen"]))
     model = read_model(config)
     assert model.hf_config["tie_word_embeddings"] is False
     seen, critic = config.of_model("critic"), model.beside["critic"]
