@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.files.hf_folder import weight_files
+from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.model import read_model
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
@@ -32,8 +33,8 @@ GPU_FLOPS = {"bfloat16": 30e12, "float32": 2e12}
 CPU_FLOPS = 1e9
 # In forward passes: a backward pass is two, and activations may be computed again.
 TRAIN_PASSES = 4
-# bfloat16, in which large models are published; and an optimizer's main parameter and two moments in float32.
-BYTES_PER_PARAMETER, OPTIMIZER_BYTES = 2, 12
+# bfloat16, in which large models are published.
+BYTES_PER_PARAMETER = 2
 
 
 @dataclass(frozen=True)
@@ -100,22 +101,20 @@ def _train_deadline(config: RunConfig) -> Deadline:
 def checkpoint_deadline(config: RunConfig) -> Deadline:
     """The deadline to save, to check and to load a checkpoint: deadlines.checkpoint_s, or by its bytes and the nodes that share them.
 
-    Models are saved one after the other, each within it.
+    Its models are written at once, so that each of them may take the time of all.
     """
-    trained: list[ModelName] = ["policy", *(model for model in config.models_beside if model == "critic")]
-    return max((_checkpoint_deadline(config.of_model(model)) for model in trained), key=lambda found: found.seconds)
-
-
-def _checkpoint_deadline(config: RunConfig) -> Deadline:
-    parts, rest = {f"{BUSY_S:g} s for a busy file system": BUSY_S}, ""
+    parts, missing = {f"{BUSY_S:g} s for a busy file system": BUSY_S}, list[str]()
     rate = min(config.cluster.num_nodes * NODE_BYTES_PER_S, SHARED_BYTES_PER_S)
-    try:
-        num_parameters = read_model(Path(config.policy.model_name)).num_parameters
-        width = BYTES_PER_PARAMETER * (1 if config.policy.precision == "bfloat16" else 2)
-        num_bytes = num_parameters * (width + (OPTIMIZER_BYTES if config.checkpointing.save_optimizer else 0))
+    num_parameters: dict[ModelName, int] = {}
+    for model in config.trained_models:
+        name = config.of_model(model).policy.model_name
+        try:
+            num_parameters[model] = read_model(Path(name)).num_parameters
+        except ValueError:
+            missing.append(name)
+    if num_bytes := sum(checkpoint_bytes(config, num_parameters).values()):
         parts[f"{num_bytes / rate:,.0f} s for {num_bytes / 1e9:,.1f} GB at {rate / 1e9:g} GB/s"] = num_bytes / rate
-    except ValueError:
-        rest = f"; the time to write is added once {config.policy.model_name} is here"
+    rest = f"; the time to write is added once {' and '.join(missing)} is here" if missing else ""
     return _deadline("checkpoint", config.deadlines.checkpoint_s, parts, rest)
 
 

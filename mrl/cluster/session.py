@@ -70,7 +70,8 @@ class RolloutSession:
     @property
     def trained_models(self) -> Mapping[ModelName, PolicyGroup]:
         """What a checkpoint holds."""
-        return {"policy": self.policies, **{model: group for model, group in self.models_beside.items() if model == "critic"}}
+        groups = {"policy": self.policies, **self.models_beside}
+        return {model: groups[model] for model in self.config.trained_models}
 
     def enter(self, phase: Phase, worker: ModelName | None = None) -> None:
         """Brings all models into a phase in which one works, and colocated engines, which yield their memory. Dedicated ones go on.

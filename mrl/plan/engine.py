@@ -22,8 +22,14 @@ class CacheLayout:
     block_bytes: int
     """Of one block, over the layers of a group, on one worker."""
     attention_groups: int
-    state_blocks: int
-    """Blocks of Mamba states of each sequence, however long it is."""
+    state_groups: int
+    states: int
+    """Blocks of Mamba states of each sequence in each group of such layers, however long the sequence is."""
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of Mamba states of each sequence."""
+        return self.state_groups * self.states
 
     def blocks_of(self, tokens: int) -> int:
         """Blocks of a sequence."""
@@ -39,13 +45,13 @@ def token_bytes(shape: Shape, tp: int, element_bytes: int = BF16) -> int:
     return 2 * max(1, shape.kv_heads // tp) * shape.head_dim * element_bytes
 
 
-def state_bytes(shape: Shape, tp: int, element_bytes: int = BF16, ssm_bytes: int = BF16) -> int:
-    """State of one sequence in one Mamba layer on a worker: the end of the convolution's input, and the scan's."""
+def state_bytes(shape: Shape, tp: int, element_bytes: int = BF16, ssm_bytes: int = BF16, num_proposed: int = 0) -> int:
+    """State of one sequence in one Mamba layer on a worker: the end of the convolution's input, with proposed tokens', and the scan's."""
     # A single group is copied to every worker.
     groups = shape.mamba_groups if shape.mamba_groups == 1 else shape.mamba_groups // tp
     channels = shape.mamba_inner // tp + 2 * groups * shape.mamba_state
     scan = shape.mamba_heads // tp * shape.mamba_head_dim * shape.mamba_state
-    return (_CONVOLUTION - 1) * channels * element_bytes + scan * ssm_bytes
+    return (_CONVOLUTION - 1 + num_proposed) * channels * element_bytes + scan * ssm_bytes
 
 
 def cache_layout(
@@ -56,30 +62,39 @@ def cache_layout(
     ssm_bytes: int = BF16,
     shares_prefixes: bool = True,
     kernel_block: int = KERNEL_BLOCK,
+    num_proposed: int = 0,
+    drafter: str = "",
 ) -> CacheLayout:
-    """The layout of a model's cache on a worker. With prefixes shared, a sequence has a second Mamba state, of its last whole block."""
-    letters = "".join(shape.layers)
+    """The layout of a model's cache on a worker, beside a drafter with layers of these letters.
+
+    A sequence has a Mamba state, and one after each proposed token; with prefixes shared two more, of its last whole block and of the end
+    of its prompt (`MambaSpec.max_memory_usage_bytes` of vllm/v1/kv_cache_interface.py).
+    """
+    letters = "".join(shape.layers) + drafter
     attention, mamba = letters.count("*"), letters.count("M")
     per_token = token_bytes(shape, tp, element_bytes)
     if not mamba:
-        return CacheLayout(kernel_block, kernel_block * per_token * attention, 1, 0)
-    page = state_bytes(shape, tp, element_bytes, ssm_bytes)
+        return CacheLayout(kernel_block, kernel_block * per_token * attention, 1, 0, 0)
+    page, states = state_bytes(shape, tp, element_bytes, ssm_bytes, num_proposed), 1 + num_proposed + (2 if shares_prefixes else 0)
     if not attention:
-        return CacheLayout(1, page * mamba, 0, 1)
+        return CacheLayout(1, page * mamba, 0, 1, states)
     # Blocks of both kinds have one size: attention blocks grow to that of a state, and states are padded to them.
     block = kernel_block * math.ceil(page / (kernel_block * per_token))
     fewest, most = sorted((attention, mamba))
     group = most if most < 1.5 * fewest else fewest
-    states = math.ceil(mamba / group) * (2 if shares_prefixes else 1)
-    return CacheLayout(block, block * per_token * group, math.ceil(attention / group), states)
+    return CacheLayout(block, block * per_token * group, math.ceil(attention / group), math.ceil(mamba / group), states)
 
 
-def profiled_bytes(shape: Shape, tp: int, *, batched_tokens: int, num_seqs: int) -> float:
-    """What vLLM measures beside the weights at its start: a forward pass of `batched_tokens`, and the sampler's logits."""
+def forward_bytes(shape: Shape, tp: int, *, batched_tokens: int) -> float:
+    """What a forward pass of `batched_tokens` takes beside weights and cache."""
     widths = [shape.ffn * (shape.fc1_factor + 1) / tp]
     if shape.experts:
         widths.append(shape.topk * ((shape.latent or shape.hidden) + shape.expert_ffn * (shape.fc1_factor + 1) / tp))
     if shape.mamba_heads:
         widths.append((shape.mamba_projection + 2 * shape.mamba_inner) / tp)
-    # Logits, their copy in float32, and the sorted one of the sampler.
-    return BF16 * batched_tokens * (4 * shape.hidden + max(widths)) + 3 * FP32 * num_seqs * shape.vocabulary
+    return BF16 * batched_tokens * (4 * shape.hidden + max(widths))
+
+
+def sampler_bytes(shape: Shape, num_rows: int) -> float:
+    """Logits of tokens that are drawn or checked at once, their copy in float32, and the sorted one of the sampler."""
+    return 3.0 * FP32 * num_rows * shape.vocabulary

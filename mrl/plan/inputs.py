@@ -80,8 +80,12 @@ def shape_of(hf_config: Mapping[str, object]) -> Shape:
 class Model:
     """A model of config.json, with what is computed of it once, and the models that policy ranks hold beside it."""
 
-    def __init__(self, hf_config: Mapping[str, object], beside: Mapping[ModelName, Model] = MappingProxyType({})) -> None:
+    def __init__(
+        self, hf_config: Mapping[str, object], beside: Mapping[ModelName, Model] = MappingProxyType({}), folder: Path | None = None
+    ) -> None:
         self.hf_config = hf_config
+        self.folder = folder
+        """That holds its weights; None if that is not known."""
         self.beside = beside
         self.family = family(hf_config)
         self.shape = shape_of(hf_config)
@@ -93,6 +97,11 @@ class Model:
         self.num_parameters = sum(math.prod(shape) for shape in self.family.canonical(hf_config).values())
         self.engine_bytes = cache(self._engine_bytes)
 
+    @property
+    def by_name(self) -> dict[ModelName, Model]:
+        """The policy and the models beside it."""
+        return {"policy": self, **self.beside}
+
     def _engine_bytes(self, parallel: VllmParallel, dtype: str) -> int:
         """Weights of the first worker of an engine, which has as many experts as any."""
         layout = self.family.vllm_layout(self.hf_config, parallel, 0, dtype)
@@ -101,19 +110,20 @@ class Model:
 
 def read_model(config: RunConfig) -> Model:
     """The policy of a run and the models beside it, with the config's overrides; ValueError if a config.json cannot be read."""
-    beside: dict[ModelName, Model] = {name: Model(_read_config(name, config.of_model(name))) for name in config.models_beside}
-    return Model(_read_config("policy", config), beside)
+    return _read(config, "policy", {name: _read(config, name) for name in config.models_beside})
 
 
-def _read_config(model: ModelName, config: RunConfig) -> dict[str, object]:
-    name = config.policy.model_name
+def _read(config: RunConfig, model: ModelName, beside: Mapping[ModelName, Model] = MappingProxyType({})) -> Model:
+    section = config.of_model(model).policy
+    name = section.model_name
     try:
-        found = read_json(hub_folder(name) / "config.json")
+        folder = hub_folder(name).resolve()
+        found = read_json(folder / "config.json")
     except OSError as error:
         raise ValueError(f"{model}.model_name={name}: no readable config.json; give a folder that has one, or an id of the Hub") from error
     if not isinstance(found, dict):
         raise ValueError(f"{model}.model_name={name}: config.json is not a mapping; give the folder of a Hugging Face model")
-    return overridden_config(found, config.policy.hf_config_overrides)
+    return Model(overridden_config(found, section.hf_config_overrides), beside, folder)
 
 
 def row_of(config: RunConfig, *, is_training: bool, imbalance: float = IMBALANCE) -> Row:

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 
 from conversion.schedule import NUM_BUFFERS
+from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.rules.checks import num_kept_at_most
 from mrl.config.schema.run import RunConfig
-from mrl.phases import PHASES, WORKERS, ModelName, Phase, role_of
+from mrl.phases import PHASES, WORKERS, ModelName, Phase, Role, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes
-from mrl.plan.engine import CacheLayout, cache_layout, profiled_bytes
+from mrl.plan.engine import CacheLayout, cache_layout, forward_bytes, sampler_bytes
 from mrl.plan.hardware import GIB, Gpu
 from mrl.plan.inputs import IMBALANCE, Model, num_microbatches, row_of, state_rules
 from mrl.plan.peaks import Stage, logits_bytes, microbatches_in_flight, persistent_bytes, train_peak
@@ -39,6 +41,9 @@ class EngineMemory:
 
     weights: float
     activations: float
+    """As vLLM measures them at its start, to give the cache the rest."""
+    unmeasured: float
+    """Logits that checking all proposed tokens takes beyond that."""
     graphs: float
     cache: float
     layout: CacheLayout
@@ -66,19 +71,28 @@ class RankMemory:
 
 def engine_memory(config: RunConfig, model: Model, gpu: Gpu) -> EngineMemory:
     """What `gpu_memory_utilization` leaves an engine worker for its cache; the cache is negative if that is too little."""
-    vllm, shape = config.policy.generation.vllm_cfg, model.shape
+    generation, shape = config.policy.generation, model.shape
+    vllm, num_proposed = generation.vllm_cfg, generation.num_proposed_tokens
     tp, has_mamba = vllm.tensor_parallel_size, shape.mamba_heads > 0
     element = BF16 if vllm.precision == "bfloat16" else FP32
-    ssm = FP32 if config.policy.generation.vllm_kwargs.get("mamba_ssm_cache_dtype") == "float32" else element
-    cached = element if vllm.kv_cache_dtype == "auto" else BF16
+    ssm = generation.vllm_kwargs.get("mamba_ssm_cache_dtype", "auto")
+    ssm = model.hf_config.get("mamba_ssm_cache_dtype", "float32") if ssm == "auto" else ssm
     layout = cache_layout(
-        shape, tp, element_bytes=cached, ssm_bytes=ssm, shares_prefixes=has_mamba and vllm.enable_prefix_caching is not False
+        shape,
+        tp,
+        element_bytes=element if vllm.kv_cache_dtype == "auto" else BF16,
+        ssm_bytes=FP32 if ssm == "float32" else BF16,
+        shares_prefixes=has_mamba and vllm.enable_prefix_caching is not False,
+        num_proposed=num_proposed,
+        drafter=model.mtp_pattern if generation.parallel.has_drafter else "",
     )
-    weights = model.engine_bytes(config.policy.generation.parallel, vllm.precision)
-    activations = profiled_bytes(shape, tp, batched_tokens=vllm.max_num_batched_tokens, num_seqs=vllm.max_num_seqs)
+    weights = model.engine_bytes(generation.parallel, vllm.precision)
+    # It measures with one proposal for each sequence (`GPUModelRunner._dummy_sampler_run`), however many there will be.
+    measured, all_rows = (vllm.max_num_seqs * (1 + number) for number in (min(num_proposed, 1), num_proposed))
+    activations = forward_bytes(shape, tp, batched_tokens=vllm.max_num_batched_tokens) + sampler_bytes(shape, measured)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
     cache = vllm.gpu_memory_utilization * gpu.memory - weights - activations - graphs - ENGINE_CONTEXT
-    return EngineMemory(weights, activations, graphs, cache, layout)
+    return EngineMemory(weights, activations, sampler_bytes(shape, all_rows - measured), graphs, cache, layout)
 
 
 @dataclass(frozen=True)
@@ -92,22 +106,19 @@ class Work:
     train: Parts
 
 
-def work_of(
-    config: RunConfig, model: Model, pp_rank: int, *, imbalance: float = IMBALANCE, is_trained: bool = True, has_head: bool = False
-) -> Work:
-    """The same for a rank of a pipeline stage of the policy of `config`; with a head, a critic's, it makes no logits."""
+def work_of(config: RunConfig, model: Model, pp_rank: int, role: Role = "policy", *, imbalance: float = IMBALANCE) -> Work:
+    """The same for a rank of a pipeline stage of a model of this role, as whose `policy` the config sees it (`RunConfig.of_model`)."""
     megatron, shape = config.policy.megatron_cfg, model.shape
     parallel, is_last, chunk_tokens = megatron.parallel, pp_rank == megatron.parallel.pp - 1, config.policy.output_chunk_tokens
-    trains_mtp = is_trained and not has_head and config.mtp_steps > 0
-    states = stage_states(config, model, pp_rank, is_trained=is_trained, trains_mtp=trains_mtp)
+    states = stage_states(config, model, pp_rank, role)
     counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config))
     chunks = [[shape.layers[i] for i in parallel.layers_of(pp_rank, len(shape.layers), chunk)] for chunk in range(parallel.vpp)]
-    steps = config.mtp_steps if trains_mtp and is_last else 0
+    steps = config.mtp_steps if is_last else 0
     chunks[-1] = chunks[-1] + [*model.mtp_pattern] * steps
     stage = Stage(list(zip(chunks, counts, strict=True)), is_last, extra_outputs=steps)
     row, forward_row = (row_of(config, is_training=is_training, imbalance=imbalance) for is_training in (True, False))
     persistent = persistent_bytes(shape, stage, row, pp=parallel.pp, workspaces=(7 if shape.experts else 3) * _WORKSPACE)
-    has_logits = is_last and config.algorithm != "rm" and not has_head
+    has_logits = is_last and not _has_head(config, role)
     logits = logits_bytes(shape, stage, row, chunk_tokens=chunk_tokens) if has_logits else 0.0
     train = train_peak(states, shape, stage, row, logits=logits, persistent=persistent)
     widest = max(sum(part_bytes(shape, letter, forward_row).values()) for layer in set(shape.layers) for letter in layer)
@@ -130,15 +141,22 @@ def work_of(
 
 
 def works_beside(config: RunConfig, model: Model, *, imbalance: float = IMBALANCE) -> dict[ModelName, Work]:
-    """Of each model beside the policy the work of its largest stage: a rank may have any stage of it."""
+    """Of each model beside the policy the work of the stage that needs most: a rank may have any stage of it."""
     found: dict[ModelName, Work] = {}
     for name, other in model.beside.items():
         seen = config.of_model(name)
         stages = range(seen.policy.megatron_cfg.pipeline_model_parallel_size)
-        kind = {"is_trained": role_of(name) != "teacher", "has_head": role_of(name) == "critic"}
-        works = [work_of(seen, other, stage, imbalance=imbalance, **kind) for stage in stages]
-        found[name] = max(works, key=lambda work: work.states.allocated + max(sum(work.forward.values()), sum(work.train.values())))
+        works = [work_of(seen, other, stage, role_of(name), imbalance=imbalance) for stage in stages]
+        found[name] = max(works, key=_needed_by_teachers if role_of(name) == "teacher" else _needed_in_training)
     return found
+
+
+def _needed_by_teachers(work: Work) -> float:
+    return work.states.weights + work.persistent + sum(work.forward.values())
+
+
+def _needed_in_training(work: Work) -> float:
+    return work.states.allocated + work.persistent + max(sum(work.forward.values()), sum(work.train.values()))
 
 
 def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMemory | None, *, imbalance: float = IMBALANCE) -> RankMemory:
@@ -153,7 +171,7 @@ def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMem
         if not workers or (not config.has_engines and phase in ("generate", "refit")):
             continue
         # Teachers work one after another.
-        worker = max(workers, key=lambda name: works[name].states.weights + sum(works[name].forward.values()))
+        worker = max(workers, key=lambda name: _needed_by_teachers(works[name]))
         parts = {"weights": states.weights, "buffers": mine.persistent, "outside torch": POLICY_CONTEXT + sleeping}
         if residency.gradients == "device" or stays:
             parts["gradients"] = states.gradients
@@ -175,7 +193,7 @@ def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMem
         if engine and sleeping and residency.engine_weights == "device":
             parts["engine weights"] = engine.weights
         if engine and sleeping and residency.kv_cache == "device":
-            parts |= {"engine activations": engine.activations, "KV cache": max(0.0, engine.cache)}
+            parts |= {"engine activations": engine.activations + engine.unmeasured, "KV cache": max(0.0, engine.cache)}
         if phase == "refit":
             # Rounds arrive in one, and are packed in another that holds one round.
             parts["exchange buffer"] = (1 + 1 / NUM_BUFFERS) * config.policy.refit_buffer_size_gb * 1e9
@@ -196,11 +214,17 @@ def all_ranks(config: RunConfig, model: Model, gpu: Gpu, *, imbalance: float = I
     return [rank_memory(config, model, stage, engine, imbalance=imbalance) for stage in stages.values()], engine
 
 
-def stage_states(config: RunConfig, model: Model, pp_rank: int, *, is_trained: bool = True, trains_mtp: bool = False) -> States:
-    """States of a rank of a pipeline stage."""
+def stage_states(config: RunConfig, model: Model, pp_rank: int, role: Role = "policy") -> States:
+    """States of a rank of a pipeline stage; for other roles than the policy's as for `work_of`."""
     rules = state_rules(config)
-    rules = rules if is_trained else replace(rules, is_trained=False)
-    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank, trains_mtp=trains_mtp), rules)
+    rules = replace(rules, is_trained=False) if role == "teacher" else rules
+    what = {"trains_mtp": config.mtp_steps > 0, "has_head": _has_head(config, role)}
+    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank, **what), rules)
+
+
+def _has_head(config: RunConfig, role: Role) -> bool:
+    """Whether the model gives one number at each token, and no logits."""
+    return config.algorithm == "rm" or role == "critic"
 
 
 def least_peak(rank: RankMemory) -> float:
@@ -216,26 +240,27 @@ def host_memory(config: RunConfig, model: Model, states: States) -> Parts:
     """
     ranks = config.cluster.slots_per_node
     away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer
-    files = sum(each.num_parameters for each in (model, *model.beside.values())) * float(BF16)
-    parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": files}
+    files = {each.folder: each.num_parameters for each in model.by_name.values()}
+    parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": float(sum(files.values()) * BF16)}
     for name, work in works_beside(config, model).items():
         parts[f"weights of the {name}"] = work.states.weights * ranks
         if role_of(name) != "teacher":
             parts[f"optimizer of the {name}"] = (work.states.optimizer + work.states.host_optimizer) * ranks
     if config.keeps_reference:
         parts["weights of the reference"] = states.weights * ranks
-    if config.checkpointing.enabled and config.policy.megatron_cfg.checkpoint.async_save:
-        parts["checkpoint being written"] = checkpoint_bytes(config, model) / config.num_policy_ranks * ranks
+    saved = {
+        name: size for name, size in saved_bytes(config, model).items() if config.of_model(name).policy.megatron_cfg.checkpoint.async_save
+    }
+    if config.checkpointing.enabled and saved:
+        parts["checkpoint being written"] = sum(saved.values()) / config.num_policy_ranks * ranks
     if config.has_engines:
         parts["rollouts in Ray's object store"] = rollout_bytes(config)
     return parts
 
 
-def checkpoint_bytes(config: RunConfig, model: Model) -> float:
-    """Of one checkpoint: weights, and with the optimizer its main parameters and moments in float32."""
-    rules = state_rules(config)
-    has_optimizer = config.checkpointing.save_optimizer and rules.is_trained
-    return float(model.num_parameters * (rules.weight_bytes + (3 * FP32 if has_optimizer else 0)))
+def saved_bytes(config: RunConfig, model: Model) -> dict[ModelName, int]:
+    """Of one checkpoint, by model."""
+    return checkpoint_bytes(config, {name: model.by_name[name].num_parameters for name in config.trained_models})
 
 
 def disk_bytes(config: RunConfig, model: Model) -> tuple[float, int | None]:
@@ -243,12 +268,13 @@ def disk_bytes(config: RunConfig, model: Model) -> tuple[float, int | None]:
     if not config.checkpointing.enabled:
         return 0.0, 0
     kept = num_kept_at_most(config)
-    return checkpoint_bytes(config, model) * ((kept or 1) + 1), kept
+    return float(sum(saved_bytes(config, model).values()) * ((kept or 1) + 1)), kept
 
 
 def cache_bytes(model: Model) -> float:
-    """Of the run's models in the cache of converted models."""
-    return float(sum(each.num_parameters for each in (model, *model.beside.values())) * BF16)
+    """Of the run's models in the cache of converted models, which knows each by its files and config.json."""
+    entries = {(each.folder, json.dumps(each.hf_config, sort_keys=True)): each.num_parameters for each in model.by_name.values()}
+    return float(sum(entries.values()) * BF16)
 
 
 def rollout_bytes(config: RunConfig) -> float:

@@ -22,12 +22,12 @@ from mrl.plan.memory import (
     RankMemory,
     all_ranks,
     cache_bytes,
-    checkpoint_bytes,
     disk_bytes,
     engine_memory,
     host_memory,
     least_peak,
     rollout_bytes,
+    saved_bytes,
     stage_states,
 )
 from mrl.plan.search import Candidate, Found, search, worst_rank
@@ -140,10 +140,10 @@ def describe(plan: Plan) -> list[str]:
         lines += _engine_lines(plan, plan.engine)
     held = ", ".join(f"{name} {size / GB:.0f}" for name, size in plan.host.items())
     lines.append(f"Host memory of the first node, GB: {sum(plan.host.values()) / GB:.0f} ({held})")
-    disk, kept = disk_bytes(config, plan.model)
+    saved, (disk, kept) = sum(saved_bytes(config, plan.model).values()), disk_bytes(config, plan.model)
     number = "not bounded, one counted" if kept is None else f"{kept} kept"
     lines.append(
-        f"Checkpoint: {checkpoint_bytes(config, plan.model) / GB:.0f} GB; disk {disk / GB:.0f} GB ({number}, one being written), and "
+        f"Checkpoint: {saved / GB:.0f} GB; disk {disk / GB:.0f} GB ({number}, one being written), and "
         f"{cache_bytes(plan.model) / GB:.0f} GB in the cache of converted models"
     )
     if plan.refit:
@@ -205,7 +205,7 @@ def as_data(plan: Plan, found: Found | None = None) -> dict[str, object]:
         "misfit": plan.misfit,
         "engine": dataclasses.asdict(plan.engine) if plan.engine else None,
         "host": plan.host,
-        "checkpoint_bytes": checkpoint_bytes(plan.config, plan.model),
+        "checkpoint_bytes": sum(saved_bytes(plan.config, plan.model).values()),
         "disk_bytes": disk_bytes(plan.config, plan.model)[0],
         "cache_bytes": cache_bytes(plan.model),
         "refit": dataclasses.asdict(plan.refit) if plan.refit else None,

@@ -13,6 +13,8 @@ from conversion.cuts import AxisRank, Experts
 from conversion.families.common import MegatronParallel, Model, Rule
 from mrl.plan.activations import BF16, FP32
 
+# The rule's name of the layer that a model with a head keeps and does not use (`mrl.policy.output.attach_reward_head`).
+_OUTPUT = "output_layer.weight"
 # torch rounds pinned memory up to a power of two, tensor by tensor: for sizes spread evenly between two powers, by 1 / ln 2 in the mean.
 PINNED_ROUNDING = 1 / math.log(2)
 
@@ -26,7 +28,7 @@ class Elements(NamedTuple):
     buffers: int = 0
     """Persistent buffers in float32, which no optimizer changes."""
     frozen: int = 0
-    """Of weights without gradient, such as MTP layers that are not trained."""
+    """Of weights without gradient, such as MTP layers that are not trained, and the output layer of a model with a head."""
 
     def plus(self, other: Elements) -> Elements:
         return Elements(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -94,8 +96,8 @@ class ModelElements:
         self._model = model
         self._of_layer = cache(self._layer)
 
-    def stage(self, parallel: MegatronParallel, pp_rank: int, *, trains_mtp: bool = False) -> Elements:
-        """Elements of a pipeline stage on any of its ranks; all hold the same number."""
+    def stage(self, parallel: MegatronParallel, pp_rank: int, *, trains_mtp: bool = False, has_head: bool = False) -> Elements:
+        """Elements of a pipeline stage on any of its ranks; all hold the same number. That of a head is not counted."""
         sizes = (parallel.tp, parallel.ep, parallel.etp)
         total = Elements()
         for chunk in range(parallel.vpp):
@@ -104,14 +106,20 @@ class ModelElements:
         if pp_rank == 0:
             total = total.plus(_count(self._model.first, *sizes))
         if pp_rank == parallel.pp - 1:
-            tied = self._model.tied_output
-            total = total.plus(_count((*self._model.last, *((tied,) if tied and parallel.pp > 1 else ())), *sizes))
+            tied = (self._model.tied_output,) if self._model.tied_output and parallel.pp > 1 else ()
+            unused = [rule for rule in self._model.last if has_head and rule.megatron == _OUTPUT]
+            used = [rule for rule in (*self._model.last, *tied) if rule not in unused]
+            total = total.plus(_count(used, *sizes)).plus(_frozen(_count(unused, *sizes)))
             mtp = _count(self._model.mtp, *sizes)
-            total = total.plus(mtp if trains_mtp else Elements(buffers=mtp.buffers, frozen=mtp.dense + mtp.experts))
+            total = total.plus(mtp if trains_mtp else _frozen(mtp))
         return total
 
     def _layer(self, index: int, tp: int, ep: int, etp: int) -> Elements:
         return _count(self._model.layers[index], tp, ep, etp)
+
+
+def _frozen(elements: Elements) -> Elements:
+    return Elements(buffers=elements.buffers, frozen=elements.dense + elements.experts)
 
 
 def _count(rules: Iterable[Rule], tp: int, ep: int, etp: int) -> Elements:

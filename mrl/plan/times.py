@@ -100,7 +100,8 @@ def decode_seconds(
     # Experts that no token chooses are not read.
     idle = (1 - shape.topk / shape.experts) ** at_once if shape.experts else 0.0
     experts = letters.count("E") * shape.experts * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn * BF16 / tp
-    per_rollout = letters.count("*") * token_bytes(shape, tp) * mean / 2 + engine.layout.state_blocks * engine.layout.block_bytes
+    # Of its states a step reads one and writes one.
+    per_rollout = letters.count("*") * token_bytes(shape, tp) * mean / 2 + 2 * engine.layout.state_groups * engine.layout.block_bytes
     num_bytes = engine.weights - idle * experts + at_once * per_rollout
     step = seconds(num_bytes, gpu.bandwidth, DECODING).plus(LAYER_LATENCY.times(len(shape.layers)))
     return step.times(max(1.0, rollouts / at_once) * mean + longest - mean)

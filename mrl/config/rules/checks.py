@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.errors import ConfigError, NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
@@ -110,20 +111,15 @@ class CheckpointDemand:
 
 def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDemand:
     """Where the run keeps all checkpoints, their number is not known before the end: then one has to fit."""
-    section = config.checkpointing
-    weights = 2 if config.policy.precision == "bfloat16" else 4
-    # Main parameter and both moments, in float32; those of adapters are next to nothing.
-    optimizer = 12 if section.save_optimizer and not config.policy.megatron_cfg.peft.enabled else 0
-    checkpoint_bytes = num_parameters * (weights + optimizer)
+    section, sizes = config.checkpointing, {"policy": num_parameters}
     if config.has_critic:
-        critic = config.of_model("critic")
         with suppress(ValueError):  # its rules say that it cannot be read
-            own = read_model(Path(critic.policy.model_name)).num_parameters
-            checkpoint_bytes += own * ((2 if critic.policy.precision == "bfloat16" else 4) + (12 if section.save_optimizer else 0))
+            sizes["critic"] = read_model(Path(config.value.model_name)).num_parameters
+    each = sum(checkpoint_bytes(config, sizes).values())
     num_present = sum(1 for path in Path(section.checkpoint_dir).glob("step_*") if path.is_dir())
     num_kept = num_kept_at_most(config) or 1
-    needed = checkpoint_bytes * (max(0, num_kept - num_present) + 1)
-    return CheckpointDemand(num_kept, checkpoint_bytes, needed, shutil.disk_usage(existing_parent(section.checkpoint_dir)).free)
+    needed = each * (max(0, num_kept - num_present) + 1)
+    return CheckpointDemand(num_kept, each, needed, shutil.disk_usage(existing_parent(section.checkpoint_dir)).free)
 
 
 def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> None:

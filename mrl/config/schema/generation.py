@@ -133,6 +133,12 @@ class GenerationConfig:
         return str(speculative.get("method") or "") if isinstance(speculative, dict) else None
 
     @property
+    def num_proposed_tokens(self) -> int:
+        """Tokens that are proposed at once; 0 = none."""
+        speculative = self.vllm_kwargs.get("speculative_config")
+        return int(speculative.get("num_speculative_tokens") or 0) if isinstance(speculative, dict) else 0
+
+    @property
     def parallel(self) -> VllmParallel:
         """What of the model each worker of an engine holds."""
         return VllmParallel(

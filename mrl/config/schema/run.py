@@ -184,7 +184,12 @@ class RunConfig:
     @property
     def models_beside(self) -> tuple[ModelName, ...]:
         """The models that policy ranks hold beside the policy."""
-        return (*self.teachers, *(("critic",) if self.has_critic else ()))
+        return (*self.teachers, *(model for model in self.trained_models if model != "policy"))
+
+    @property
+    def trained_models(self) -> tuple[ModelName, ...]:
+        """The models that checkpoints hold."""
+        return ("policy", *(("critic",) if self.has_critic else ()))
 
     @property
     def teachers(self) -> dict[ModelName, PolicyConfig]:

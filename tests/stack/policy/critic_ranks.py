@@ -107,6 +107,18 @@ def steps(rank: Rank, config: RunConfig, num_steps: int) -> Steps:
     return found
 
 
+def trained_bytes(rank: Rank, config: RunConfig) -> tuple[int, int, int]:
+    """Bytes of weights, gradient buffers and optimizer state of the critic after a step."""
+    from mrl.policy.optimizer import optimizer_tensors
+
+    with open_models(rank, [("critic", config), ("policy", config)]) as (critic, policy):
+        step(policy, critic, Steps(), trains_policy=False)
+        weights = sum(tensor.nbytes for tensor in critic._tensors.values())
+        buffers = [buffer.grad_data for chunk in critic._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+        storages = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}
+        return weights, sum(storages.values()), sum(tensor.nbytes for tensor in optimizer_tensors(critic._state))
+
+
 def step_after_save(rank: Rank, config: RunConfig, folder: Path, num_before: int) -> Steps:
     """The step after `num_before` in which the critic learns alone; both models are saved in between."""
     found = Steps()

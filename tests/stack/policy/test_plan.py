@@ -13,11 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.plan.activations import FP32, RECOMPUTED, Row, Shape, part_bytes
 from mrl.plan.inputs import Model, read_model, state_rules
-from mrl.plan.plan import stage_states
+from mrl.plan.memory import stage_states
 from mrl.policy.mamba_torch import MAX_CHUNK
 from tests import models
 from tests.sources import ROOT
-from tests.stack.policy import phase_ranks, policy_ranks
+from tests.stack.policy import critic_ranks, phase_ranks, policy_ranks
+from tests.stack.policy.critic_ranks import ppo_config
 from tests.stack.ranks import RankPool
 
 BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true")
@@ -70,6 +71,23 @@ def test_states_of_ranks_are_as_planned(ranks: RankPool, tmp_path: Path, layout:
         planned = stage_states(config, model, rank // per_stage)
         for name, size in zip(("weights", "gradients", "optimizer"), measured, strict=True):
             assert size == pytest.approx(getattr(planned, name), rel=0.02), (name, rank, state_rules(config))
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2 sp", "pp2 dp2 ep2"])
+def test_states_of_a_critic_are_as_planned(ranks: RankPool, tmp_path: Path, layout: str):
+    # Enough tokens for the output layer, which does not learn, to weigh.
+    folder = models.save_nemotron_h(tmp_path, **WIDER, vocab_size=2048)
+    words = ["value.precision=bfloat16", "value.megatron_cfg.optimizer.bf16=true"]
+    world = policy_ranks.LAYOUTS[layout][0]
+    config = ppo_config(folder, "one" if world == 1 else "dp2", layout, *words)
+    config.cluster.cpu_units_per_node = world
+    found = ranks.run(critic_ranks.trained_bytes, config, world_size=world)
+    seen, critic = config.of_model("critic"), read_model(config).beside["critic"]
+    per_stage = world // seen.policy.megatron_cfg.pipeline_model_parallel_size
+    for rank, measured in enumerate(found):
+        planned = stage_states(seen, critic, rank // per_stage, "critic")
+        for name, size in zip(("weights", "gradients", "optimizer"), measured, strict=True):
+            assert size == pytest.approx(getattr(planned, name), rel=0.02), (name, rank)
 
 
 TOKENS = 4096

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines that speculate hold beside their cache. tests/stack/rollout/test_plan.py compares the cache itself with vLLM's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.plan.engine import CacheLayout
+from mrl.plan.hardware import GPUS
+from mrl.plan.inputs import Model, read_model
+from mrl.plan.memory import EngineMemory, engine_memory, rank_memory
+from mrl.plan.times import decode_seconds
+from tests.sources import ROOT
+
+H100 = GPUS["h100-80g"]
+NANO = json.loads((ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json").read_text())
+
+
+def engine_of(folder: Path, speculation: str | None, **changes: object) -> tuple[EngineMemory, float]:
+    """The engine of the packaged run, and its activations while a rank samples."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(NANO | changes))
+    words = [f"policy.model_name={folder}"]
+    words += [f"++policy.generation.vllm_kwargs.speculative_config={{{speculation}}}"] if speculation else []
+    config = load_config("grpo_nanov3.yaml", words)
+    engine = engine_memory(config, model := read_model(config), H100)
+    return engine, rank_memory(config, model, 0, engine).phases["generate"]["engine activations"]
+
+
+def test_proposed_tokens_have_logits(tmp_path: Path):
+    plain, sampling = engine_of(tmp_path / "plain", None)
+    assert sampling == plain.activations and plain.unmeasured == 0
+    # Of 128 sequences, three float32 copies of a row of 131,072 logits: vLLM measures two rows of each, and six are checked.
+    rows = 3 * 4 * 128 * 131072
+    speculating, sampling = engine_of(tmp_path / "ngram", "method: ngram, num_speculative_tokens: 5")
+    assert speculating.activations - plain.activations == pytest.approx(rows)
+    assert sampling - plain.activations == pytest.approx(5 * rows)
+    assert plain.cache - speculating.cache == pytest.approx(rows)
+
+
+def test_states_have_the_type_of_the_model_where_the_run_names_none(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(NANO | {"mamba_ssm_cache_dtype": "bfloat16"}))
+    words = [f"policy.model_name={tmp_path}", "~policy.generation.vllm_kwargs.mamba_ssm_cache_dtype"]
+    given, own = (load_config("grpo_nanov3.yaml", words[:count]) for count in (1, 2))
+    blocks = [engine_memory(config, read_model(config), H100).layout.block_tokens for config in (given, own)]
+    # 16 heads of 64 x 128 in float32 or bfloat16, and 3 x 1536 inputs of the convolution: 533,504 or 271,360 bytes, in 16 tokens of 512.
+    assert blocks == [1056, 544]
+
+
+def test_a_decode_step_reads_and_writes_one_state_whatever_is_kept():
+    model = Model(NANO)
+
+    def seconds(states: int) -> float:
+        engine = EngineMemory(1e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, states))
+        return decode_seconds(model.shape, H100, engine, tp=4, rollouts=64, at_once=64, mean=1000, longest=1000).low
+
+    assert seconds(1) == seconds(9)
