@@ -7,16 +7,33 @@ size.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.phases import ModelName, role_of
+
 if TYPE_CHECKING:
     from mrl.config.schema.policy import PolicyConfig
+    from mrl.config.schema.run import RunConfig
+
+
+def vocab_size_of(config: RunConfig, model: ModelName) -> int:
+    """Tokens among which a model chooses: those of its config.json, but a teacher only among the student's.
+
+    Models of one tokenizer may differ in the rows of their embeddings, which are rounded up: 151,936 and 152,064 in Qwen 2.5.
+    """
+    names = [config.of_model(model).policy.model_name]
+    if role_of(model) == "teacher":
+        names.append(config.policy.model_name)
+    return min(int(json.loads((Path(name) / "config.json").read_text())["vocab_size"]) for name in names)
+
 
 # fp32 copies of given logits live for this many rows at a time: 4 bytes x 1024 x V/tp, 0.27 GB for 131,072 columns at tp 2.
 CHUNK_TOKENS = 1024

@@ -31,7 +31,7 @@ from mrl.policy import checkpoint, parallel
 from mrl.policy.batch import RankBatch, answers_for_rows, check_equal_counts, finish_batches, global_batch_size, sequences_of
 from mrl.policy.checkpoint import CheckpointWrite
 from mrl.policy.host_block import HostBlock, HostStorages, host_copies, swap
-from mrl.policy.logprobs import TokenDistribution
+from mrl.policy.logprobs import TokenDistribution, vocab_size_of
 from mrl.policy.lora import attach_adapters
 from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
 from mrl.policy.moe import RouterReplay
@@ -71,6 +71,7 @@ class Policy:
         Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank. A model
         beside the policy has no arena, because no engine maps it, and a teacher nothing to train with.
         """
+        vocab_size = vocab_size_of(config, model)
         self._config = config = config.of_model(model)
         self._name: ModelName = model
         self._timeout_s = timeout_s
@@ -111,7 +112,6 @@ class Policy:
         )
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
 
-        vocab_size = int(str(self._hf_config["vocab_size"]))
         self._distribution = TokenDistribution.of(config.policy, vocab_size, is_sampled=config.has_engines)
         self._is_settled = False
         self._reference: dict[Slot, Tensor] | None = None

@@ -120,6 +120,21 @@ def test_several_teachers_judge_the_tokens_that_the_student_drew(ranks: RankPool
     check_equal(results, alone, ("train/loss", "train/teacher_gap/mean", "train/advantages/min", "train/advantages/max", "train/grad_norm"))
 
 
+@pytest.mark.timeout(300)
+def test_a_teacher_with_more_rows_of_the_embedding_chooses_among_the_students_tokens(ranks: RankPool, tmp_path: Path):
+    student = models.save_nemotron_h(tmp_path / "student", vocab_size=264)
+    teacher = models.save_model(tmp_path / "teacher", "qwen3_moe", seed=3, vocab_size=330)
+    top = run_configs(student, teacher, "tp2 sp dp2 ep2", "tp2 sp pp2")
+    results = ranks.run(distillation_ranks.distilled, top, 1, world_size=4, timeout_s=200)
+    check_taught(results[0].taught, teacher, top.distillation.topk_logits_k, vocab_size=264)
+    drawn = judging_config(student, {"math": (teacher, "tp2 sp dp2 ep2")}, "tp2 sp dp2 ep2", REWARD_WEIGHT)
+    results = ranks.run(distillation_ranks.distilled, drawn, 1, world_size=4, timeout_s=200)
+    model = transformers_model(teacher)
+    for index, rollout, _, _ in policy_ranks.rollouts():
+        said = drawn_logprobs(model, rollout, vocab_size=264)
+        np.testing.assert_allclose(results[0].taught[index].scores[:, 0], said, atol=1e-4, rtol=1e-4)
+
+
 def check_judged(alone: Distilled, student: Path, teachers: list[Path]) -> list[float]:
     """Compares every advantage with logprobs of transformers; returns the gaps of all tokens that count."""
     models, policy, gaps = [transformers_model(folder) for folder in teachers], transformers_model(student), list[float]()
@@ -135,22 +150,22 @@ def check_judged(alone: Distilled, student: Path, teachers: list[Path]) -> list[
     return gaps
 
 
-def drawn_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarray:
-    """Of the generated tokens, by transformers."""
+def drawn_logprobs(model: torch.nn.Module, rollout: Rollout, vocab_size: int | None = None) -> np.ndarray:
+    """Of the generated tokens, by transformers; with `vocab_size` among the first tokens alone."""
     token_ids, start = torch.tensor([[*rollout.request.token_ids, *rollout.token_ids.tolist()]]), len(rollout.request.token_ids)
     with torch.no_grad():
-        logprobs = torch.log_softmax(model(token_ids).logits[0, start - 1 : -1].float(), dim=-1)
+        logprobs = torch.log_softmax(model(token_ids).logits[0, start - 1 : -1, :vocab_size].float(), dim=-1)
     return logprobs.gather(1, token_ids[0, start:, None])[:, 0].numpy()
 
 
-def check_taught(taught: dict[int, TeacherTokens], folder: Path, k: int) -> None:
-    """Compares every generated token with transformers, sequence by sequence."""
+def check_taught(taught: dict[int, TeacherTokens], folder: Path, k: int, vocab_size: int | None = None) -> None:
+    """Compares every generated token with transformers, sequence by sequence; with `vocab_size` among the first tokens alone."""
     model = transformers_model(folder)
     assert sorted(taught) == list(range(policy_ranks.NUM_SEQUENCES))
     for index, rollout, _, _ in policy_ranks.rollouts():
         token_ids = torch.tensor([[*rollout.request.token_ids, *rollout.token_ids.tolist()]])
         with torch.no_grad():
-            logits = model(token_ids).logits[0, len(rollout.request.token_ids) - 1 : -1]
+            logits = model(token_ids).logits[0, len(rollout.request.token_ids) - 1 : -1, :vocab_size]
         best = torch.topk(logits, k, dim=-1)
         np.testing.assert_allclose(taught[index].scores, best.values.numpy(), atol=1e-4, rtol=1e-4)
         # Near ties may change places.
