@@ -30,6 +30,7 @@ from mrl.plan.plan import (
     search_layouts,
     with_config_json,
 )
+from mrl.plan.rows import describe_longest
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
     found = search_layouts(config, gpu, plan.refit, mean_tokens=options.mean_tokens) if options.search or plan.misfit else None
     lines = describe(plan)
     if plan.misfit:
-        lines.append(f"Does not fit: {plan.misfit}")
+        rows = describe_longest(config, plan.model, gpu)
+        lines.append(f"Does not fit: {plan.misfit}" + (f"; {rows}" if rows else ""))
     if found and plan.misfit:
         lines += describe_candidates("Nearest layouts that fit:" if found.best else "No layout fits on these GPUs", nearest(found))
     if found and options.search:

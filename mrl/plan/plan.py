@@ -30,6 +30,7 @@ from mrl.plan.memory import (
     saved_bytes,
     stage_states,
 )
+from mrl.plan.rows import describe_longest, section_at_work, with_least_rows
 from mrl.plan.search import Candidate, Found, search, worst_rank
 from mrl.plan.times import StepTimes, step_times
 from mrl.plan.traffic import Refit, plan_refit
@@ -93,21 +94,25 @@ def prediction(config: RunConfig, gpu: Gpu | None) -> str:
     """One line for the start of a run. `gpu` is None where it is not known; then the largest of `GPUS` is asked whether all fits.
 
     Raises:
-        ValueError: a phase does not fit by a clear margin: without slack, and with balanced experts.
+        ValueError: a phase does not fit by a clear margin: without slack, with balanced experts, and with rows of one sequence where they
+            are padded: those of several are the longest only if the longest sequences come.
     """
     asked, model = gpu or LARGEST, read_model(config)
-    least = max(all_ranks(config, model, asked, imbalance=1.0)[0], key=least_peak)
+    least = max(all_ranks(with_least_rows(config), model, asked, imbalance=1.0)[0], key=least_peak)
+    rows = describe_longest(config, model, asked)
     if least_peak(least) > asked.memory:
-        parts = {name: size for name, size in least.phases[least.peak_phase].items() if name != "slack"}
+        phase = least.peak_phase
+        parts = {name: size for name, size in least.phases[phase].items() if name != "slack"}
         found = nearest(search_layouts(with_config_json(config), asked, None))
         fits = "; it fits with: " + "; or ".join(" ".join(one.overrides) for one in found) if found else "; no layout fits on these GPUs"
         raise ValueError(
-            f"policy.megatron_cfg: phase {least.peak_phase} needs at least {least_peak(least) / GIB:.1f} GiB of a GPU on pipeline stage "
-            f"{least.stage}, and {asked.name} has {asked.memory_gib} GiB: {spell_parts(parts)}{fits}"
+            f"{section_at_work(config, phase)}.megatron_cfg: phase {phase} needs at least {least_peak(least) / GIB:.1f} GiB of a GPU on "
+            f"pipeline stage {least.stage}, and {asked.name} has {asked.memory_gib} GiB: {spell_parts(parts)}{fits}"
+            + (f"; {rows}" if rows else "")
         )
     worst, _ = worst_rank(config, model, asked)
     known = f"{gpu.name}: {gpu.memory_gib} GiB" if gpu else "this host has none to compare with; `python -m mrl.plan` takes --gpu"
-    return f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({known})"
+    return f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({known})" + (f"; {rows}" if rows else "")
 
 
 def predicted_bytes(config: RunConfig, gpu: Gpu | None) -> dict[Phase, float]:

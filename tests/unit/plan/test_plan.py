@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -155,6 +156,48 @@ def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monk
     monkeypatch.setattr("mrl.loop.preflight.local_gpu", lambda: H100)
     with pytest.raises(ValueError, match="it fits with: policy.megatron_cfg.context_parallel_size=8; or "):
         check_start(over)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Sizes of Qwen2.5-1.5B."""
+    sizes = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2)
+    folder = tmp_path_factory.mktemp("small")
+    config = dict(model_type="qwen2", vocab_size=151936, max_position_embeddings=131072, rms_norm_eps=1e-6, tie_word_embeddings=True)
+    (folder / "config.json").write_text(json.dumps(config | sizes | {"hidden_act": "silu", "rope_theta": 1e6}))
+    return f"policy.model_name={folder}"
+
+
+# As in NeMo RL's ppo_math_1B.yaml.
+FOUR_LONG = ["cluster.gpus_per_node=1", "policy.precision=bfloat16", "policy.max_total_sequence_length=16384"]
+FOUR_LONG += ["policy.train_micro_batch_size=4", "policy.logprob_batch_size=4", "policy.megatron_cfg.tensor_model_parallel_size=1"]
+FOUR_LONG += ["policy.megatron_cfg.expert_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"]
+
+
+@pytest.mark.parametrize("filling", ["", "sequence_packing", "dynamic_batching"])
+def test_rows_that_get_too_long_are_refused_only_if_they_surely_come(small: str, filling: str):
+    tokens = [f"policy.{filling}.{kind}_mb_tokens=65536" for kind in ("train", "logprob") if filling]
+    switches = [f"policy.{name}.enabled={str(name == filling).lower()}" for name in ("sequence_packing", "dynamic_batching")]
+    config = load_config("grpo_tiny.yaml", [small, *FOUR_LONG, *switches, *tokens])
+    assert make_plan(config, H100).misfit == "phase train does not fit"
+    if filling:
+        with pytest.raises(ValueError, match="^policy.megatron_cfg: phase train needs at least") as error:
+            prediction(config, H100)
+        said, key = str(error.value), f"policy.{filling}.train_mb_tokens"
+    else:
+        said, key = prediction(config, H100), "policy.train_micro_batch_size"
+    rule = rf"rows of up to about ([\d,]+) tokens fit, the longest do not \(train\): lower {key}( if sequences get that long)?$"
+    found = re.search(rule, said)
+    assert found and bool(found[2]) == (not filling)
+    longest = int(found[1].replace(",", ""))
+    assert 16384 <= longest < 65536
+    for length, fits in ((longest, True), (longest + 512, False)):
+        key = f"policy.{filling}.train_mb_tokens" if filling else "policy.max_total_sequence_length"
+        of_one = with_value(with_value(config, "policy.train_micro_batch_size", 1), "policy.logprob_batch_size", 1)
+        assert (make_plan(with_value(of_one, key, length), H100).misfit is None) == fits
+    # Not even one sequence of full length fits.
+    with pytest.raises(ValueError, match="phase train needs at least"):
+        prediction(config, GPUS["a100-40g"])
 
 
 def test_a_run_on_gpus_keeps_its_prediction_for_the_page(folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the rows of a run may get before they outgrow its GPUs, and which key makes them shorter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.ppo import ValueConfig
+from mrl.config.schema.run import RunConfig
+from mrl.phases import WORKERS, Phase
+from mrl.plan.hardware import Gpu
+from mrl.plan.inputs import Model
+from mrl.plan.memory import all_ranks
+from mrl.plan.search import worst_rank
+
+Section = TypeVar("Section", PolicyConfig, ValueConfig)
+
+_STEP_TOKENS = 256
+
+
+def section_at_work(config: RunConfig, phase: Phase) -> str:
+    """The section of the model that computes in a phase."""
+    # Several teachers have the policy's values.
+    return {"critic": "value", "teacher": "policy" if config.teacher is None else "teacher"}.get(WORKERS.get(phase, "policy"), "policy")
+
+
+def with_least_rows(config: RunConfig) -> RunConfig:
+    """The config with rows of one sequence where they are padded. Those that are filled up to a number of tokens stay: they get full."""
+
+    def least(section: Section) -> Section:
+        return section if _filling(section) else replace(section, train_micro_batch_size=1, logprob_batch_size=1)
+
+    return _in_each_section(config, least, least)
+
+
+def describe_longest(config: RunConfig, model: Model, gpu: Gpu) -> str | None:
+    """How long rows may get where the longest do not fit, and which keys decide; None if any fit, or none does."""
+    ranks, _ = all_ranks(config, model, gpu)
+    phases: dict[Phase, float] = {phase: max(sum(rank.phases[phase].values()) for rank in ranks) for phase in ranks[0].phases}
+    too_large: list[Phase] = [phase for phase, size in phases.items() if size > gpu.memory]
+    longest = _longest(config, model, gpu) if too_large else 0
+    if not longest:
+        return None
+    keys = list(dict.fromkeys(_key(config, phase) for phase in too_large))
+    is_full = any(key.endswith("_tokens") for key in keys)
+    way_out = f"lower {', '.join(keys)}" + ("" if is_full else " if sequences get that long")
+    return f"rows of up to about {longest:,} tokens fit, the longest do not ({', '.join(too_large)}): {way_out}"
+
+
+def _key(config: RunConfig, phase: Phase) -> str:
+    name = section_at_work(config, phase)
+    section = {"value": config.value, "teacher": config.teacher}.get(name) or config.policy
+    kind = "train" if phase in ("train", "train_value") else "logprob"
+    if filling := _filling(section):
+        return f"{name}.{filling}.{kind}_mb_tokens"
+    return f"{name}.train_micro_batch_size" if kind == "train" else f"{name}.logprob_batch_size"
+
+
+def _filling(section: PolicyConfig | ValueConfig) -> str:
+    """What fills rows up to a number of tokens; "" where they are padded to the longest of their sequences."""
+    return "sequence_packing" if section.sequence_packing.enabled else "dynamic_batching" if section.dynamic_batching.enabled else ""
+
+
+def _in_each_section(
+    config: RunConfig, of_model: Callable[[PolicyConfig], PolicyConfig], of_critic: Callable[[ValueConfig], ValueConfig]
+) -> RunConfig:
+    changed = copy.copy(config)
+    changed.policy, changed.value = of_model(config.policy), of_critic(config.value)
+    changed.teacher = None if config.teacher is None else of_model(config.teacher)
+    changed.further_teachers = {name: of_model(section) for name, section in config.further_teachers.items()}
+    return changed
+
+
+def _with_rows_of(config: RunConfig, tokens: int) -> RunConfig:
+    """The config with rows of at most as many tokens."""
+
+    def cut(section: Section) -> Section:
+        if name := _filling(section):
+            filling = getattr(section, name)
+            train, logprob = min(tokens, filling.train_mb_tokens), min(tokens, filling.logprob_mb_tokens)
+            return replace(section, **{name: replace(filling, train_mb_tokens=train, logprob_mb_tokens=logprob)})
+        return replace(section, train_micro_batch_size=1, logprob_batch_size=1, max_total_sequence_length=tokens)
+
+    return _in_each_section(config, cut, cut)
+
+
+def _longest(config: RunConfig, model: Model, gpu: Gpu) -> int:
+    """Tokens of the longest row with which every phase fits, rounded down; 0 if none does."""
+
+    def length(section: PolicyConfig | ValueConfig) -> int:
+        if name := _filling(section):
+            filling = getattr(section, name)
+            return max(filling.train_mb_tokens, filling.logprob_mb_tokens)
+        return section.max_total_sequence_length * max(section.train_micro_batch_size, section.logprob_batch_size)
+
+    sections = [config.policy, *config.teachers.values(), *([config.value] if config.has_critic else [])]
+    low, high = 0, max(map(length, sections)) // _STEP_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = worst_rank(_with_rows_of(config, middle * _STEP_TOKENS), model, gpu)[0].peak <= gpu.memory
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * _STEP_TOKENS
