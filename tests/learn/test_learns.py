@@ -93,7 +93,7 @@ def test_other_data_are_refused_until_allowed(quickstart: Quickstart):
     shutil.copytree(quickstart.run_folder, folder)
     rows = (quickstart.folder / "prepared/tiny/data/train.jsonl").read_text().splitlines()
     other.write_text("\n".join(rows[: len(rows) // 8]))
-    last = quickstart.last_step + 2
+    last = quickstart.last_step + 1
     overrides = [f"checkpointing.checkpoint_dir={folder}", f"data.train.data_path={other}", f"grpo.max_num_steps={last}"]
     with Attempt(folder, overrides, quickstart.folder / "refused.log", working_folder=quickstart.folder) as refused:
         assert refused.finish() == 2
