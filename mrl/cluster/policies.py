@@ -8,7 +8,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -53,9 +53,12 @@ class PolicyActor:
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
         self.models: dict[ModelName, Policy] = {}
+        self.listener: socket.socket | None = None
 
     def address(self, ports: range) -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), free_port(ports)
+        """Where all ranks meet, at this one; keeps the port until then."""
+        self.listener = hold_port(ports)
+        return ray.util.get_node_ip_address(), self.listener.getsockname()[1]
 
     def build(
         self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: ModelName = "policy"
@@ -66,17 +69,17 @@ class PolicyActor:
             from mrl.policy.megatron_import import import_megatron
 
             import_megatron()
+            from mrl.policy.parallel import Meeting
             from mrl.policy.policy import Policy
 
         self.config = config
         self.pad_token_id = pad_token_id
         self.part = (rank, world_size)
         self.timeout_s = train_deadline(config).seconds
-        address, port = master
         with spans.span("build"):
-            self.models[model] = Policy(
-                config, rank=rank, world_size=world_size, master_address=address, master_port=port, timeout_s=self.timeout_s, model=model
-            )
+            meeting = Meeting(*master, self.listener)
+            self.listener = None
+            self.models[model] = Policy(config, rank=rank, world_size=world_size, meeting=meeting, timeout_s=self.timeout_s, model=model)
         return self.models[model].dp_rank
 
     def answer_canary(self, canary: Path, answer: str, patience_s: float) -> tuple[str, bool]:
@@ -137,13 +140,16 @@ class PolicyActor:
         return function(self.models[model], *arguments)
 
 
-def free_port(ports: range) -> int:
-    """A free port of this host, one of `ports`, or any if that is empty. RuntimeError: all of them are taken."""
+def hold_port(ports: range) -> socket.socket:
+    """A socket that is bound to a free port of this host, one of `ports`, or any if that is empty. RuntimeError: all of them are taken."""
     # Runs that start at the same time would all try the first one.
     for port in random.sample(ports, len(ports)) or [0]:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return probe.getsockname()[1]
+        held = socket.socket()
+        try:
+            held.bind(("", port))
+            return held
+        except OSError:
+            held.close()
     raise RuntimeError(f"no free port from {ports.start} to {ports.stop - 1} (cluster.master_port_range_low and _high); widen the range")
 
 

@@ -7,10 +7,12 @@ import copy
 import functools
 import os
 import random
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,13 +104,30 @@ def in_turn(kind: type[T]) -> type[T]:
     return kind
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks meet: at rank 0."""
+
+    address: str
+    port: int
+    listener: socket.socket | None = None
+    """Of rank 0: bound to the port since it was chosen, so that nobody else has taken it by now. It is used up."""
+
+    def place(self, world_size: int, timeout: timedelta) -> dict[str, Any]:
+        """Arguments of `init_process_group`."""
+        if self.listener is None:
+            return {"init_method": f"tcp://{self.address}:{self.port}"}
+        store = dist.TCPStore(self.address, self.port, world_size, True, timeout, master_listen_fd=self.listener.detach())
+        # As the other ranks' rendezvous names it.
+        return {"store": dist.PrefixStore("default_pg", store)}
+
+
 def initialize(
     config: MegatronConfig,
     *,
     rank: int,
     world_size: int,
-    master_address: str,
-    master_port: int,
+    meeting: Meeting,
     timeout_s: float,
     seed: int,
     device_index: int = 0,
@@ -128,13 +147,8 @@ def initialize(
         backend = "gloo"
     cpu.install()
     if not dist.is_initialized():
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{master_address}:{master_port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **meeting.place(world_size, timeout))
     state = MegatronState()
     parallel_state.initialize_model_parallel(
         config.tensor_model_parallel_size,

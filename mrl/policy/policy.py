@@ -38,6 +38,7 @@ from mrl.policy.moe import RouterReplay
 from mrl.policy.objectives import objective_of
 from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, build_scheduler
 from mrl.policy.output import attach_reward_head
+from mrl.policy.parallel import Meeting
 from mrl.policy.profile import RankProfiler
 from mrl.policy.reports import WriteReport
 from mrl.policy.step import compute_drawn_logprobs, compute_logprobs, compute_top_logits, compute_values, evaluate, train_step
@@ -61,8 +62,7 @@ class Policy:
         *,
         rank: int,
         world_size: int,
-        master_address: str,
-        master_port: int,
+        meeting: Meeting,
         timeout_s: float,
         model: ModelName = "policy",
     ) -> None:
@@ -80,8 +80,7 @@ class Policy:
             config.policy.megatron_cfg,
             rank=rank,
             world_size=world_size,
-            master_address=master_address,
-            master_port=master_port,
+            meeting=meeting,
             timeout_s=timeout_s,
             seed=config.training.seed,
             # Ranks are placed node by node, in the order of the devices.

@@ -141,7 +141,7 @@ def as_rank(config: PolicyConfig, rank: int, world_size: int) -> Iterator[None]:
     """Megatron's groups of one rank of `world_size`, inside the `with` block."""
     from mrl.policy import parallel
 
-    parallel.initialize(config.megatron_cfg, rank=rank, world_size=world_size, master_address="", master_port=0, timeout_s=60, seed=1)
+    parallel.initialize(config.megatron_cfg, rank=rank, world_size=world_size, meeting=parallel.Meeting("", 0), timeout_s=60, seed=1)
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import ray
 
 from mrl.cluster import session
 from mrl.cluster.engines import EngineGroup
-from mrl.cluster.policies import PolicyGroup, Ranks
+from mrl.cluster.policies import PolicyGroup, Ranks, hold_port
 from mrl.cluster.runtime import Placement, placed_slots
 from mrl.cluster.session import start_models
 from mrl.config.load import load_config
@@ -118,3 +119,15 @@ def enter_slowly(engine) -> int:
 def entered(engines: EngineGroup, index: int) -> tuple[float, float, Phase]:
     """When the engine began to enter its last phase and when it was there, and which one it was."""
     return ray.get(engines.handles[index].apply.remote(lambda engine: engine.entered), timeout=DEADLINE_S)
+
+
+def test_the_port_where_ranks_meet_is_theirs_until_they_do():
+    with hold_port(range(0)) as held:
+        port = held.getsockname()[1]
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(("", port))
+        with pytest.raises(RuntimeError, match=f"no free port from {port} to {port} "):
+            hold_port(range(port, port + 1))
+    hold_port(range(port, port + 1)).close()

@@ -28,8 +28,7 @@ def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[in
         megatron,
         rank=rank.rank,
         world_size=rank.world_size,
-        master_address=rank.master_address,
-        master_port=rank.master_port,
+        meeting=parallel.Meeting(rank.master_address, rank.master_port),
         timeout_s=60,
         seed=1,
     )

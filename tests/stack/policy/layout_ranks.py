@@ -241,8 +241,7 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):
         megatron,
         rank=rank.rank,
         world_size=rank.world_size,
-        master_address=rank.master_address,
-        master_port=rank.master_port,
+        meeting=parallel.Meeting(rank.master_address, rank.master_port),
         timeout_s=60,
         seed=1,
     )

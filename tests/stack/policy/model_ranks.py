@@ -32,6 +32,7 @@ class Numbers:
 @contextmanager
 def open_models(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]]) -> Iterator[list[Policy]]:
     """The models of these configs in this process, built in this order."""
+    from mrl.policy.parallel import Meeting
     from mrl.policy.policy import Policy
 
     torch.set_num_threads(1)
@@ -43,8 +44,7 @@ def open_models(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]]) -> I
                     config,
                     rank=rank.rank,
                     world_size=rank.world_size,
-                    master_address=rank.master_address,
-                    master_port=rank.master_port,
+                    meeting=Meeting(rank.master_address, rank.master_port),
                     timeout_s=60,
                     model=name,
                 )

@@ -127,6 +127,7 @@ def packed_rows(config: PolicyConfig, dp_rank: int, dp_size: int) -> list[Packed
 @contextmanager
 def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
     """The rank's policy with its model folder's weights and its rows as the batch."""
+    from mrl.policy.parallel import Meeting
     from mrl.policy.policy import Policy
 
     torch.set_num_threads(1)
@@ -134,8 +135,7 @@ def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
         config,
         rank=rank.rank,
         world_size=rank.world_size,
-        master_address=rank.master_address,
-        master_port=rank.master_port,
+        meeting=Meeting(rank.master_address, rank.master_port),
         timeout_s=60,
     )
     try:
