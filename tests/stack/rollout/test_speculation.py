@@ -21,7 +21,8 @@ from tests.stack.rollout.trainer import Trainer, refit
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-METHODS = [pytest.param(MTP, id="mtp"), pytest.param(NGRAM, id="ngram")]
+LONG = pytest.mark.long("speculation")
+METHODS = [pytest.param(MTP, id="mtp"), pytest.param(NGRAM, id="ngram", marks=LONG)]
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,15 @@ def plain_rollouts(engine_of: StartEngine, folder: Path, requests: Sequence[Roll
     return PLAIN[refits]
 
 
-@pytest.mark.parametrize("chunk", [2048, 24], ids=["whole prompts", "prompts in parts"])
-@pytest.mark.parametrize("speculation", METHODS)
+@pytest.mark.parametrize(
+    ("speculation", "chunk"),
+    [
+        pytest.param(MTP, 2048, id="mtp-whole prompts", marks=LONG),
+        pytest.param(MTP, 24, id="mtp-prompts in parts"),
+        pytest.param(NGRAM, 2048, id="ngram-whole prompts"),
+        pytest.param(NGRAM, 24, id="ngram-prompts in parts", marks=LONG),
+    ],
+)
 def test_proposals_change_no_bit(start_engine: StartEngine, folder: Path, speculation: dict[str, object], chunk: int):
     requests = requests_of_all_kinds()
     plain = plain_rollouts(start_engine, folder, requests)
@@ -94,8 +102,15 @@ def test_proposals_change_no_bit(start_engine: StartEngine, folder: Path, specul
     assert found.num_accepted < sum(len(rollout.token_ids) for rollout in speculated.values())
 
 
-@pytest.mark.parametrize("chunk", [2048, 18], ids=["at once", "in parts"])
-@pytest.mark.parametrize("speculation", METHODS)
+@pytest.mark.parametrize(
+    ("speculation", "chunk"),
+    [
+        pytest.param(MTP, 2048, id="mtp-at once", marks=LONG),
+        pytest.param(MTP, 18, id="mtp-in parts"),
+        pytest.param(NGRAM, 2048, id="ngram-at once"),
+        pytest.param(NGRAM, 18, id="ngram-in parts", marks=LONG),
+    ],
+)
 def test_rollouts_that_are_computed_anew_keep_their_bits(
     start_engine: StartEngine, folder: Path, speculation: dict[str, object], chunk: int
 ):

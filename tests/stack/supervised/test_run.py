@@ -8,6 +8,8 @@ import math
 import re
 from pathlib import Path
 
+import pytest
+
 from mrl.recipes import tokenizer
 from mrl.recipes.tiny import split_additions, write_splits
 from mrl.store.checkpoints import find_damage
@@ -46,6 +48,7 @@ def test_two_steps_of_dpo(tmp_path: Path):
     assert "Number of actors online: 2/2" in printed
 
 
+@pytest.mark.long("supervised")
 def test_damaged_checkpoints_are_passed_over_and_the_steps_after_the_whole_one_repeat_bit_for_bit(tmp_path: Path):
     prepared = tmp_path / "prepared" / "tiny"
     model = models.save_nemotron_h(prepared / "model")
