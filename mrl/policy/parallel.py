@@ -117,7 +117,7 @@ class Meeting:
         """Arguments of `init_process_group`."""
         if self.listener is None:
             return {"init_method": f"tcp://{self.address}:{self.port}"}
-        store = dist.TCPStore(self.address, self.port, world_size, True, timeout, master_listen_fd=self.listener.detach())
+        store = dist.TCPStore(self.address, self.port, world_size, True, timeout=timeout, master_listen_fd=self.listener.detach())
         # As the other ranks' rendezvous names it.
         return {"store": dist.PrefixStore("default_pg", store)}
 
