@@ -64,6 +64,12 @@ DOUBTS: tuple[Doubt, ...] = (
         "it is below ppo.max_num_steps, except where a critic is made for a later run",
     ),
     (
+        "distillation.topk_logits_k",
+        lambda config: config.num_taught_logits == 1 and not config.loss_fn.zero_outside_topk,
+        "of one token both distributions are 1, so that the loss is 0 and nothing is learned",
+        "raise it, 64 is usual, or set loss_fn.zero_outside_topk=true",
+    ),
+    (
         "cluster.gpus_per_node",
         lambda config: config.cluster.gpus_per_node > MAX_GPUS_PER_NODE,
         f"hosts have at most {MAX_GPUS_PER_NODE} GPUs",

@@ -22,6 +22,7 @@ DOUBTFUL = [
     ("policy.generation.max_new_tokens=2", "hardly an answer"),
     ("cluster.gpus_per_node=256", "hosts have at most 16 GPUs"),
 ]
+OF_DISTILLATION = ("distillation.topk_logits_k=1", "the loss is 0 and nothing is learned")
 OF_PPO = ("ppo.policy_training_start_step=100", "only the critic learns")
 
 
@@ -36,7 +37,7 @@ def test_a_slip_is_a_warning_and_no_refusal(workplace: Path, override: str, reas
 
 
 def test_every_doubt_is_tried():
-    assert {key for key, *_ in DOUBTS} == {override.partition("=")[0] for override, _ in (*DOUBTFUL, OF_PPO)}
+    assert {key for key, *_ in DOUBTS} == {override.partition("=")[0] for override, _ in (*DOUBTFUL, OF_PPO, OF_DISTILLATION)}
 
 
 def test_a_critic_may_learn_alone(workplace: Path):
@@ -45,6 +46,14 @@ def test_a_critic_may_learn_alone(workplace: Path):
     (doubt,) = find_doubts(config)
     assert doubt.startswith(override) and reason in doubt
     check_config(config)
+
+
+def test_one_token_of_a_teacher_says_something_only_of_the_whole_vocabulary(workplace: Path):
+    override, reason = OF_DISTILLATION
+    (doubt,) = find_doubts(load_config("distillation_tiny.yaml", [override]))
+    assert doubt.startswith(override) and reason in doubt
+    assert find_doubts(load_config("distillation_tiny.yaml", [override, "loss_fn.zero_outside_topk=true"])) == []
+    assert find_doubts(load_config("distillation_tiny.yaml", ["distillation.topk_logits_k=2"])) == []
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in packaged_configs().glob("*.yaml")))
