@@ -19,7 +19,7 @@ from pathlib import Path
 from conversion.files.durable import sync_file, write_atomic
 from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
-from mrl.config.schema.run import CheckpointingConfig
+from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.phases import ModelName
 from mrl.store.ownership import unowned
 from mrl.types import RunState
@@ -164,6 +164,20 @@ def newest_step(folder: Path) -> int:
     """Step of the newest checkpoint with a completion marker, whose bytes nobody looks at; 0 if there is none."""
     found = (STEP_FOLDER.fullmatch(marker.parent.name) for marker in folder.glob(f"step_*/{MARKER}"))
     return max((int(match[1]) for match in found if match), default=0)
+
+
+def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """ValueError if a checkpoint from which a run would resume lacks a model that the run trains, because another algorithm wrote it.
+
+    One that is damaged is passed over later.
+    """
+    missing = [model for model in config.trained_models if not checkpoint.weights_of(model).is_dir()]
+    if missing and find_damage(checkpoint.folder, with_shards=False) is None:
+        raise ValueError(
+            f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir}: {checkpoint.folder} holds no {' and no '.join(missing)}, "
+            f"and a run of algorithm={config.algorithm} resumes with all models that it trains; choose another folder, or the algorithm "
+            "that wrote this one (`python -m mrl.convert mcore-to-hf` makes a folder for policy.model_name of its policy)"
+        )
 
 
 def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:

@@ -24,7 +24,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
 from mrl.phases import ModelName
 from mrl.store.about import about_this_attempt
-from mrl.store.checkpoints import RUN_CONFIG, Checkpoint, CheckpointStore, newest_step
+from mrl.store.checkpoints import RUN_CONFIG, Checkpoint, CheckpointStore, check_models, newest_step
 from mrl.store.console import step_header, step_lines, story, supervised_lines
 from mrl.store.identity import Identity, check_identity
 from mrl.store.ledger import Ledger
@@ -83,7 +83,7 @@ class RunFolder:
 
         Raises:
             ValueError: a living process owns the folder, it cannot be written, its ledger is damaged, a logger's package is missing, or
-                the run would resume with another model, tokenizer or data.
+                the run would resume with another model, tokenizer or data, or with a model that the checkpoint lacks.
         """
         check_loggers(self.config.logger)
         try:
@@ -123,6 +123,8 @@ class RunFolder:
             return
         try:
             allowed, resumes_at = self.config.checkpointing.allow_changes, newest_step(self.path)
+            if resumes_at:
+                check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
             check_identity(self.path / IDENTITY, self._identity, allowed=allowed, resumes_at=resumes_at)
         except ValueError:
             self._ownership.give_back()

@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ import pytest
 from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
+from mrl.store.checkpoints import CheckpointStore
 from mrl.store.ledger import replay
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
+from mrl.types import RunState
 from mrl.view.page import read_page
 from tests.sources import ROOT
 
@@ -49,6 +52,23 @@ def test_a_folder_has_one_owner_at_a_time(tmp_path: Path):
         other.kill()
         other.wait(timeout=10)
     RunFolder(config(tmp_path)).open()
+
+
+def test_a_run_does_not_resume_from_checkpoints_that_lack_one_of_its_models(tmp_path: Path):
+    step, identity = tmp_path / "run/step_20", {"model": {}, "tokenizer": {}, "data": {}}
+    saved = CheckpointStore(tmp_path / "run", CheckpointingConfig(checkpoint_dir=str(tmp_path / "run")))
+    saved.commit(saved.begin(RunState(step=20)), {})
+    ppo = replace(config(tmp_path), algorithm="ppo")
+    ppo.checkpointing.allow_changes = ["critic"]
+    with pytest.raises(ValueError, match=f"checkpoint_dir={tmp_path}/run: {step} holds no critic, and a run of algorithm=ppo") as caught:
+        RunFolder(ppo, {**identity, "critic": {"config.json": "1"}}).open()
+    assert "choose another folder" in str(caught.value)
+    # It has been given back, and of GRPO the same folder has all.
+    folder = RunFolder(config(tmp_path), identity)
+    folder.open()
+    with folder:
+        saved.commit(saved.begin(RunState(step=20), ppo.trained_models), {})
+    RunFolder(ppo, {**identity, "critic": {"config.json": "1"}}).open()
 
 
 def test_files_that_cannot_be_written_are_counted_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
