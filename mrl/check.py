@@ -12,6 +12,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
 from mrl.config.files import find_config
 from mrl.config.load import changes_since, read_run
-from mrl.config.model import read_model, with_cached_folders
+from mrl.config.model import find_missing_weights, read_model, with_cached_folders
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
@@ -131,6 +132,8 @@ def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: boo
     except ConfigError as error:
         return Checked(None, Migration(), list(error.problems))
     if config is not None:
+        with suppress(NotKnown):
+            problems = [*problems, *find_missing_weights(config)]
         config = with_cached_folders(config)
         problems = [*problems, *find_problems(config, to_evaluate=to_evaluate)]
     checked = Checked(config, migration, problems, path, [] if config is None else find_doubts(config))

@@ -263,7 +263,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
 def convert_if_new(config: RunConfig) -> None:
     """Converts the run's models into the cache, if there is one without them: here while engines start, later at once in `PolicyGroup`."""
     if (root := env.cache_root()) is not None:
-        for section in (config.of_model(model).policy for model in ("policy", *config.models_beside)):
+        for section in (config.of_model(model).policy for model in config.sections):
             cached_mcore(Path(section.model_name), root, parallel=section.megatron_cfg.parallel)
 
 

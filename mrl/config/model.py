@@ -17,19 +17,23 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from conversion.families.registry import FAMILIES, family
-from conversion.files.hf_folder import weight_files
+from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, weight_files
 from conversion.files.reading import read_json
-from mrl.config.errors import NotKnown, spell, value_at
-from mrl.config.schema.policy import PolicyConfig
+from mrl.config.errors import NotKnown, Unprovided, spell, value_at
+from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
+from mrl.config.sections import prefix_of, with_section
+from mrl.phases import ModelName
 
 logger = logging.getLogger(__name__)
+
+Section = TypeVar("Section")
 
 # Configuration and tokenizer.
 _COMPANIONS = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -110,39 +114,66 @@ def with_cached_folders(config: RunConfig) -> RunConfig:
 
 
 def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) -> RunConfig:
-    teacher = ("teacher.model_name", "teacher.tokenizer.name") if config.teacher is not None else ()
-    critic = ("value.model_name",) if config.has_critic else ()
-    for key in ("policy.model_name", "policy.tokenizer.name", *teacher, *critic):
-        with suppress(NotKnown):
-            model = str(value_at(config, key))
-            try:
-                folder = folder_of(model)
-            except ValueError as error:
-                raise ValueError(f"{key}={error}") from error
-            config = with_value(config, key, str(folder or model))
+    models: list[ModelName] = ["policy"]
     with suppress(NotKnown):
-        found = {name: _with_folder(name, section, folder_of) for name, section in config.further_teachers.items()}
-        config = copy.copy(config)
-        config.further_teachers = found
+        models += config.models_beside
+    for model in models:
+        section = config.policy if model == "policy" else config.sections[model]
+        for key in ("model_name",) if isinstance(section, ValueConfig) else ("model_name", "tokenizer.name"):
+            with suppress(NotKnown):
+                name = str(value_at(section, key))
+                try:
+                    section = with_value(section, key, str(folder_of(name) or name))
+                except ValueError as error:
+                    raise ValueError(f"{prefix_of(model)}{key}={error}") from error
+        config = with_section(config, model, section)
     return config
 
 
-def _with_folder(name: str, section: PolicyConfig, folder_of: Callable[[str], Path | None]) -> PolicyConfig:
-    try:
-        folder = str(folder_of(section.model_name) or section.model_name)
-    except ValueError as error:
-        raise ValueError(f"on_policy_distillation.teacher_model_by_agent_name.{name}={error}") from error
-    return replace(section, model_name=folder, tokenizer=replace(section.tokenizer, name=folder))
+def download_weights(config: RunConfig) -> None:
+    """Downloads the weights of the models that are ids of the Hub, as far as the local cache lacks them. ValueError names the key."""
+    for model, section in config.sections.items():
+        try:
+            model_folder(section.model_name)
+        except ValueError as error:
+            raise ValueError(f"{prefix_of(model)}model_name={error}") from error
 
 
-def with_value(config: RunConfig, key: str, value: object) -> RunConfig:
-    """A copy of the config with another value at a dotted key; the config itself stays as it is."""
-    changed = section = copy.copy(config)
-    *sections, name = key.split(".")
-    for inner in sections:
-        setattr(section, inner, copy.copy(getattr(section, inner)))
-        section = getattr(section, inner)
-    setattr(section, name, value)
+def find_missing_weights(config: RunConfig) -> list[str]:
+    """A problem for each model whose config.json is here, and whose weights are not, or not all of them. Without it, rules say so.
+
+    `config` has the names as they were given: `is_downloaded` tells which problems a start of the run solves.
+    """
+    found: dict[Path, str] = {}
+    for model, section in config.sections.items():
+        name = section.model_name
+        folder, reason = Path(name), "give a folder that has them"
+        if is_hub_id(name):
+            folder, reason = cached_folder(name, with_weights=False) or folder, "they are downloaded at the start of the run"
+        if folder in found or not (folder / "config.json").is_file():
+            continue
+        try:
+            missing = [path.name for path in weight_files(folder) if not path.exists()]
+        except ValueError:
+            missing = [f"{INDEX_FILE} or {SINGLE_FILE}"]
+        if missing:
+            found[folder] = Unprovided(f"{prefix_of(model)}model_name={name}: the weights are not all here (no {missing[0]}); {reason}")
+    return list(found.values())
+
+
+def is_downloaded(problem: str) -> bool:
+    """Whether a problem is that a model of the Hub is not here, which the start of a run solves."""
+    return is_hub_id(problem.partition("=")[2].partition(": ")[0])
+
+
+def with_value(section: Section, key: str, value: object) -> Section:
+    """A copy of a config, or of a section, with another value at a dotted key; the original stays as it is."""
+    changed = inner = copy.copy(section)
+    *parents, name = key.split(".")
+    for parent in parents:
+        setattr(inner, parent, copy.copy(getattr(inner, parent)))
+        inner = getattr(inner, parent)
+    setattr(inner, name, value)
     return changed
 
 

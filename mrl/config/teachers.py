@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING
 
 from omegaconf.errors import MissingMandatoryValue
 
-from mrl.config.errors import NotKnown
-from mrl.config.files import Key, Setting, Settings, describe, flatten
+from mrl.config.errors import COMMAND_LINE, NotKnown
+from mrl.config.files import Key, Setting, Settings, describe, flatten, split_key
 from mrl.config.schema.run import RunConfig
+from mrl.config.sections import in_section, prefix_of
 from mrl.config.values import Tree, Unresolved
+from mrl.phases import ModelName
 
 if TYPE_CHECKING:
     from mrl.config.dialect.translate import Migration
     from mrl.config.schema.algo import OnPolicyDistillationConfig
     from mrl.config.schema.policy import PolicyConfig
 
-TEACHER, STUDENT, SEVERAL = "teacher", "policy", "on_policy_distillation"
+TEACHER, STUDENT, SEVERAL = "teacher", "policy", "on_policy_distillation."
 Interpret = Callable[[Settings, set[str]], "tuple[RunConfig | None, Migration, list[str]]"]
 
 SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
@@ -39,8 +41,9 @@ class Own:
 
     settings: Settings
     """As keys of `policy`."""
-    name: str
-    """What messages call its section."""
+    model: ModelName
+    origin: str = ""
+    """Where it is set, if these have no origins of their own."""
 
 
 def read_teachers(config: RunConfig, settings: Settings, secrets: set[str], *, known: list[str], interpret: Interpret) -> list[str]:
@@ -48,12 +51,15 @@ def read_teachers(config: RunConfig, settings: Settings, secrets: set[str], *, k
     problems: list[str] = []
     if any(key[0] == TEACHER and (key[1:] or setting.value is not None) for key, setting in settings.items()):
         written = _written(settings, secrets, problems)
-        config.teacher = None if problems else _read(Own(written, TEACHER), settings, secrets, known, interpret, problems)
+        config.teacher = None if problems else _read(config, Own(written, TEACHER), settings, secrets, known, interpret, problems)
+        if config.teacher is None:
+            config.origins |= {".".join(key): setting.origin for key, setting in settings.items() if key[0] == TEACHER and key[1:]}
     with suppress(NotKnown):
         if config.teaching is not None:
             config.further_teachers = {}
-            for name, own in _described(config.teaching, config.policy.megatron_cfg.sequence_parallel).items():
-                if (section := _read(own, settings, secrets, known, interpret, problems)) is not None:
+            *_, origin = ("", *(origin for key, origin in config.origins.items() if key.startswith(SEVERAL)))
+            for name, own in _described(config.teaching, config.policy.megatron_cfg.sequence_parallel, origin).items():
+                if (section := _read(config, own, settings, secrets, known, interpret, problems)) is not None:
                     config.further_teachers[name] = section
     return problems
 
@@ -72,8 +78,8 @@ def _written(settings: Settings, secrets: set[str], problems: list[str]) -> Sett
     return own
 
 
-def _described(given: OnPolicyDistillationConfig, splits_sequences: bool) -> dict[str, Own]:
-    """What each teacher of `on_policy_distillation` has of its own, by the name under which it is held."""
+def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin: str) -> dict[str, Own]:
+    """What each teacher of `on_policy_distillation`, which is set at `origin`, has of its own, by the name under which it is held."""
     places, found = given.non_colocated_teachers, dict[str, Own]()
     for name, model in given.teacher_model_by_agent_name.items():
         if given.teacher_of(name) != name:
@@ -91,16 +97,19 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool) -> dic
         settings: Settings = {}
         for key, value in own.items():
             settings |= flatten(value, (STUDENT, *key.split(".")), "")
-        found[name] = Own(settings, f"{SEVERAL}, teacher {name}")
+        found[name] = Own(settings, f"{TEACHER}:{name}", origin)
     return found
 
 
 def _read(
-    own: Own, settings: Settings, secrets: set[str], known: list[str], interpret: Interpret, problems: list[str]
+    config: RunConfig, own: Own, settings: Settings, secrets: set[str], known: list[str], interpret: Interpret, problems: list[str]
 ) -> PolicyConfig | None:
-    """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known."""
+    """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known.
+
+    `config.origins` gets those of the keys that the section sets itself.
+    """
     tree, never_shared = Tree(settings, secrets), [("model_name",), ("tokenizer",)]
-    if own.name == TEACHER:
+    if own.model == TEACHER:
         never_shared.append(("hf_config_overrides",))
 
     def is_own(key: Key) -> bool:
@@ -110,7 +119,7 @@ def _read(
     def shared_value(key: Key, setting: Setting) -> Setting:
         """What the key says of the policy: the same expression might say something else of the teacher."""
         with suppress(MissingMandatoryValue, Unresolved):
-            if key[0] == STUDENT and own.name != TEACHER:
+            if key[0] == STUDENT and own.model != TEACHER:
                 return replace(setting, value=tree.value(".".join(key)), written_as="")
         return setting
 
@@ -119,11 +128,17 @@ def _read(
         for key, setting in settings.items()
         if key[0] != TEACHER and not (key[0] == STUDENT and is_own(key))
     }
-    config, _, found = interpret(shared | own.settings, secrets)
+    inner, _, found = interpret(shared | own.settings, secrets)
     found = [problem for problem in found if problem not in known and problem.startswith(f"{STUDENT}.")]
-    # A section of the user's has keys of its own; one that was made names the keys that it was made of.
-    problems += [problem.replace(f"{STUDENT}.", f"{TEACHER}." if own.name == TEACHER else f"{own.name}: ") for problem in found]
-    return None if config is None or found else config.policy
+    problems += [in_section(problem, own.model) for problem in found]
+    if inner is None or found:
+        return None
+    for key, origin in inner.origins.items():
+        is_set, origin = split_key(key) in own.settings or origin != config.origins.get(key), origin or own.origin
+        # What a YAML alias repeats of another section has a file, and no line.
+        if key.startswith(f"{STUDENT}.") and is_set and (":" in origin or origin == COMMAND_LINE):
+            config.origins[prefix_of(own.model) + key.removeprefix(f"{STUDENT}.")] = origin
+    return inner.policy
 
 
 def _mapping(value: object) -> dict[str, object]:

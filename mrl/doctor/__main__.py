@@ -33,10 +33,8 @@ def diagnose(config: RunConfig | None) -> list[Finding]:
     folders = {} if root is None else {"the cache": root}
     inputs: list[Finding] = []
     if config is not None:
-        from mrl.config.model import with_cached_folders
         from mrl.doctor.inputs import check_inputs
 
-        config = with_cached_folders(config)
         inputs = check_inputs(config)
         if config.checkpointing.enabled:
             # Every rank saves its part of a checkpoint.

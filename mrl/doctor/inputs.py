@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what a run of a config needs from this machine: model folder, data, disk, GPUs."""
+"""Checks what a run of a config needs from this machine: model folders, data, disks, GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from conversion.files.hf_folder import weight_files
 from mrl import env
 from mrl.config.errors import ConfigError, Unprovided
-from mrl.config.model import is_hub_id, read_model, with_cached_folders
+from mrl.config.model import is_downloaded, read_model, with_cached_folders
 from mrl.config.rules.checks import checkpoint_demand, existing_parent, find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.doctor.findings import Finding, has_problem
@@ -17,20 +17,20 @@ from mrl.recipes.verify import check_model
 
 
 def check_inputs(config: RunConfig) -> list[Finding]:
-    """Findings about model, data and disk on this machine; raises ConfigError if the config itself is wrong."""
+    """Findings about models, data and disks on this machine; raises ConfigError if the config itself is wrong."""
     config = with_cached_folders(config)
     problems = find_problems(config)
     if refused := [problem for problem in problems if not isinstance(problem, Unprovided)]:
         raise ConfigError(refused)
-    findings = []
-    for problem in problems:
-        # The start of a run downloads models of the Hub.
-        is_downloaded = is_hub_id(problem.partition("=")[2].partition(": ")[0])
-        findings.append(Finding("to be provided", "note" if is_downloaded else "problem", problem))
-    has_model = not any(problem.startswith(("policy.model_name=", "policy.tokenizer.name=")) for problem in problems)
-    if has_model:
-        findings += _model(config)
-    if has_model and not any(problem.startswith("data.") for problem in problems):
+    # The start of a run downloads models of the Hub.
+    findings = [Finding("to be provided", "note" if is_downloaded(problem) else "problem", problem) for problem in problems]
+    folders = {Path(section.model_name): None for section in config.sections.values()}
+    present = [folder for folder in folders if (folder / "config.json").is_file()]
+    of_models = [finding for folder in present for finding in check_model(folder)]
+    findings += of_models
+    if len(present) == len(folders) and not has_problem(of_models):
+        findings += _disks(config, present)
+    if not any(problem.startswith(("policy.model_name=", "policy.tokenizer.name=", "data.")) for problem in problems):
         # Both import transformers, which may be the broken library.
         from mrl.data.prompts import load_prompts
         from mrl.data.supervised import load_examples
@@ -57,20 +57,18 @@ def judge_gpus(config: RunConfig, facts: HostFacts) -> list[Finding]:
     return [Finding("GPUs of the run", "note" if found > wanted else "problem", text, remedy)]
 
 
-def _model(config: RunConfig) -> list[Finding]:
-    folder = Path(config.policy.model_name)
-    findings = check_model(folder)
-    if has_problem(findings):
-        return findings
+def _disks(config: RunConfig, folders: list[Path]) -> list[Finding]:
+    """Room for checkpoints, and for all models in the cache."""
+    findings = []
     if config.checkpointing.enabled:
-        demand = checkpoint_demand(config, read_model(folder).num_parameters)
+        demand = checkpoint_demand(config, read_model(Path(config.policy.model_name)).num_parameters)
         # Checkpoints that do not fit are already among the findings "to be provided".
         if demand.needed_bytes <= demand.free_bytes:
             text = f"{demand.needed_bytes / 1e9:,.2f} GB are needed, {demand.free_bytes / 1e9:,.1f} GB free"
             findings.append(Finding("checkpoints to come", "ok", f"{existing_parent(config.checkpointing.checkpoint_dir)}: {text}"))
-    root, num_bytes = env.cache_root(), sum(path.stat().st_size for path in weight_files(folder))
+    root, num_bytes = env.cache_root(), sum(path.stat().st_size for folder in folders for path in weight_files(folder))
     if root is not None and (free := read_disk(root).free_bytes) < num_bytes:
-        text = f"{root}: {free / 1e9:,.1f} GB are free; the first run of a model writes it there, {num_bytes / 1e9:,.1f} GB"
-        remedy = f"unless it is there (python -m mrl.convert cache list), set {env.MRL_CACHE.name} to another disk"
+        text = f"{root}: {free / 1e9:,.1f} GB are free; the first run of these models writes them there, {num_bytes / 1e9:,.1f} GB"
+        remedy = f"unless they are there (python -m mrl.convert cache list), set {env.MRL_CACHE.name} to another disk"
         findings.append(Finding("disk for the cache", "note", text, remedy))
     return findings

@@ -9,10 +9,19 @@ from pathlib import Path
 from conversion.cache import open_cache
 from mrl import env
 from mrl.config.errors import ConfigError, Unprovided
-from mrl.config.model import model_folder, overridden_folder, with_cached_folders, with_local_folders
+from mrl.config.model import (
+    download_weights,
+    find_missing_weights,
+    is_downloaded,
+    overridden_folder,
+    with_cached_folders,
+    with_local_folders,
+    with_value,
+)
 from mrl.config.rules.checks import check_config, find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
+from mrl.config.sections import with_section
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import prediction
 
@@ -32,23 +41,22 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     check_config(local)
     if trains and local.cluster.gpus_per_node:
         logger.info("%s", prediction(local, local_gpu()))
-    # Downloads a model of the Hub once nothing else is wrong.
-    sections = [(config.policy, local.policy), *((config.teachers[name], found) for name, found in local.teachers.items())]
-    for given, _ in sections:
-        model_folder(given.model_name)
-    if config.has_critic:
-        model_folder(config.value.model_name)
+    # Downloads models of the Hub once nothing else is wrong.
+    if missing := [problem for problem in find_missing_weights(config) if not is_downloaded(problem)]:
+        raise ConfigError(missing)
+    download_weights(config)
     for doubt in find_doubts(local):
         logger.warning("%s", doubt)
     beside = Path(config.checkpointing.checkpoint_dir)
-    for given, found in sections:
-        found.model_name = str(overridden_folder(Path(found.model_name), given.hf_config_overrides, beside=beside))
+    for model, section in local.sections.items():
+        folder = overridden_folder(Path(section.model_name), local.of_model(model).policy.hf_config_overrides, beside=beside)
+        local = with_section(local, model, with_value(section, "model_name", str(folder)))
     if (root := env.cache_root()) is not None:
         open_cache(root)
     elif trains:
         # The conversion into a cache would find what does not fit; it costs the import of torch.
         from conversion.convert import check_hf
 
-        for model in ("policy", *local.models_beside):
-            check_hf(Path(local.of_model(model).policy.model_name))
+        for section in local.sections.values():
+            check_hf(Path(section.model_name))
     return local

@@ -15,6 +15,7 @@ from conversion.families.registry import family
 from conversion.files.reading import read_json
 from mrl.config.model import cached_folder, is_hub_id, overridden_config
 from mrl.config.schema.run import RunConfig
+from mrl.config.sections import prefix_of
 from mrl.data.planning import cost_of_model
 from mrl.phases import ModelName
 from mrl.plan.activations import BF16, FP32, LatentAttention, Row, Shape
@@ -120,9 +121,11 @@ def _read(config: RunConfig, model: ModelName, beside: Mapping[ModelName, Model]
         folder = hub_folder(name).resolve()
         found = read_json(folder / "config.json")
     except OSError as error:
-        raise ValueError(f"{model}.model_name={name}: no readable config.json; give a folder that has one, or an id of the Hub") from error
+        raise ValueError(
+            f"{prefix_of(model)}model_name={name}: no readable config.json; give a folder that has one, or an id of the Hub"
+        ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{model}.model_name={name}: config.json is not a mapping; give the folder of a Hugging Face model")
+        raise ValueError(f"{prefix_of(model)}model_name={name}: config.json is not a mapping; give the folder of a Hugging Face model")
     return Model(overridden_config(found, section.hf_config_overrides), beside, folder)
 
 

@@ -43,6 +43,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model.mkdir(parents=True)
     data.mkdir()
     (model / "config.json").write_text(json.dumps(TINY_CONFIG))
+    (model / "model.safetensors").touch()
     for name in ("train.jsonl", "validation.jsonl", "train_preferences.jsonl", "validation_preferences.jsonl"):
         (data / name).write_text('{"question": "1+1=", "answer": "2"}\n')
     monkeypatch.chdir(tmp_path)

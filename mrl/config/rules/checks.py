@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +13,11 @@ from pathlib import Path
 
 from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.errors import ConfigError, NotKnown, Problems, Unchecked, Unprovided
-from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, read_model
+from mrl.config.model import ModelSizes, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
 from mrl.config.rules import algorithms, data, layout, models, own, speculation, teacher, training
+from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
-
-_NOT_CACHED = "not in the local Hugging Face cache; it is downloaded at the start of the run, or give a folder"
 
 
 def check_config(config: RunConfig) -> None:
@@ -33,10 +31,11 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
     problems, skipped = Problems(config, config.origins), dict[str, list[str]]()
     rules = RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
     try:
-        model = _read_model(config, problems)
+        model = models.read_sizes(config, problems, ", ".join(MODEL_RULES))
         rules |= {} if model is None else {name: partial(_check_model, check, model) for name, check in MODEL_RULES.items()}
     except NotKnown as error:
         skipped[error.key] = list(MODEL_RULES)
+    rules |= {"models beside the policy": models.check_sections}
     for name, check in rules.items():
         try:
             check(config, problems)
@@ -46,31 +45,12 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
     return problems.texts
 
 
-def _read_model(config: RunConfig, problems: Problems) -> ModelSizes | None:
-    """Sizes of the model with the config's overrides; None, and a problem, if they cannot be read."""
-    name, overrides = config.policy.model_name, config.policy.hf_config_overrides
-    try:
-        model = read_model(Path(name))
-        if not overrides:
-            return model
-        wrong = find_override_problems(Path(name), overrides)
-        problems.extend(wrong)
-        return model if wrong else read_model(Path(name), overrides)
-    except ValueError as error:
-        if os.path.exists(os.path.join(name, "config.json")):
-            problems.extend([f"policy.model_name={name}: {error}"])
-        else:
-            reason = _NOT_CACHED if is_hub_id(name) else str(error)
-            problems.add("policy.model_name", reason, f"cannot be checked without its config.json: {', '.join(MODEL_RULES)}", Unchecked)
-        return None
-
-
 def check_folders(config: RunConfig, problems: Problems) -> None:
     """The tokenizer is there, and the run may write its folders."""
     tokenizer = config.policy.tokenizer.name
     if not os.path.isdir(tokenizer):
         if is_hub_id(tokenizer):
-            problems.extend([Unprovided(f"policy.tokenizer.name={tokenizer}: {_NOT_CACHED}")])
+            problems.extend([Unprovided(f"policy.tokenizer.name={tokenizer}: {models.NOT_CACHED}")])
         else:
             problems.add("policy.tokenizer.name", f"no such folder in {Path.cwd()}", "give the folder of the model's tokenizer", Unprovided)
     for key, folder in (("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir), ("logger.log_dir", config.logger.log_dir)):
@@ -150,10 +130,6 @@ def existing_parent(folder: str) -> Path:
     return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
 
 
-Check = Callable[[RunConfig, Problems], None]
-ModelCheck = Callable[[RunConfig, ModelSizes, Problems], None]
-
-
 def _check_model(check: ModelCheck, model: ModelSizes, config: RunConfig, problems: Problems) -> None:
     check(config, model, problems)
 
@@ -192,9 +168,9 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "what is trained": lambda config, model, problems: training.check_trained(config, problems),
     "recomputing": training.check_recomputing,
     "routing": training.check_routing,
+    "dispatch to experts": training.check_dispatch,
     "multi-token prediction": training.check_mtp,
     "reward heads": lambda config, model, problems: models.check_heads(config, problems),
-    "teacher's model": lambda config, model, problems: teacher.check_teacher_model(config, problems),
     "speculation": speculation.check_speculation,
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }

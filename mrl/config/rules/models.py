@@ -1,30 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the models beside the policy: those of the policy's own section, and what each needs besides."""
+"""Rules of the models beside the policy: those of the policy's own section, and what a critic needs besides."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from conversion.files.hf_folder import has_reward_head
 from mrl.config.errors import Problems, Unchecked
-from mrl.config.model import is_hub_id, read_model
+from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, read_model
 from mrl.config.rules import algorithms, layout, training
-from mrl.config.rules.teacher import num_tokens, section_of, token_difference, vocabulary_size
-from mrl.config.schema.ppo import ValueConfig
+from mrl.config.rules.tokens import check_tokens
 from mrl.config.schema.run import RunConfig
+from mrl.config.sections import in_section, prefix_of
 from mrl.phases import ModelName
 
-SECTIONS: dict[ModelName, str] = {"critic": "value"}
-"""Models whose section has rules here, and its name."""
+Check = Callable[[RunConfig, Problems], None]
+ModelCheck = Callable[[RunConfig, ModelSizes, Problems], None]
 
-_OWN = tuple(f"policy.{field.name}" for field in dataclasses.fields(ValueConfig))
+NOT_CACHED = "not in the local Hugging Face cache; it is downloaded at the start of the run, or give a folder"
+RULES: tuple[Check, ...] = (layout.check_cluster, training.check_rows, training.check_logprobs)
+"""Rules of section `policy` that the section of every model keeps."""
+TRAINED_RULES: tuple[Check, ...] = (algorithms.check_batch, algorithms.check_head, training.check_optimizer)
+"""Those that the section of a model beside the policy keeps besides, if it is trained."""
+MODEL_RULES: tuple[ModelCheck, ...] = (layout.check_trainer, training.check_dispatch)
+TRAINED_MODEL_RULES: tuple[ModelCheck, ...] = (
+    training.check_recomputing,
+    training.check_routing,
+    lambda config, model, problems: training.check_trained(config, problems),
+)
+"""As `RULES` and `TRAINED_RULES`, with the model's config.json."""
+# Keys that are the policy's alone, whatever stands in another section.
+_OF_ENGINES = ("policy.generation.", "policy.router_replay.")
 
 
 def check_critic(config: RunConfig, problems: Problems) -> None:
-    """What PPO needs of its sections, and the rules of `policy` for `value`."""
+    """What PPO needs of its sections, beside the rules of `policy` for `value`."""
     if not config.has_critic:
         return
     ppo, loss = config.ppo, config.loss_fn
@@ -34,22 +47,17 @@ def check_critic(config: RunConfig, problems: Problems) -> None:
     if config.grpo.adv_estimator.name != "grpo":
         rule = "algorithm=ppo compares tokens with the critic's values, as ppo.adv_estimator says"
         problems.add("grpo.adv_estimator.name", rule, "leave it out")
-    if config.value.max_total_sequence_length < config.policy.max_total_sequence_length:
-        rule = f"the critic reads sequences of policy.max_total_sequence_length={config.policy.max_total_sequence_length}"
-        problems.add("value.max_total_sequence_length", rule, "leave it out, and it follows")
     if config.value.megatron_cfg.env_vars not in (None, config.policy.megatron_cfg.env_vars):
         rule = "policy and critic share processes, which have policy.megatron_cfg.env_vars"
         problems.add("value.megatron_cfg.env_vars", rule, "set it there")
     if config.value.megatron_cfg.trains_mtp:
         problems.add("value.megatron_cfg.mtp_num_layers", "a critic predicts no tokens", "set it to 0")
-    _check_tokens(config, problems)
-    check_section(config, "critic", problems)
 
 
 def check_heads(config: RunConfig, problems: Problems) -> None:
     """No model that is used without a head has one. As far as the weights are here."""
     used = {"policy.model_name": config.policy.model_name} if config.algorithm != "rm" else {}
-    used |= {f"{section_of(model)}model_name": section.model_name for model, section in config.teachers.items()}
+    used |= {f"{prefix_of(model)}model_name": section.model_name for model, section in config.teachers.items()}
     for key, name in used.items():
         with suppress(OSError, ValueError):
             if has_reward_head(Path(name)):
@@ -57,48 +65,60 @@ def check_heads(config: RunConfig, problems: Problems) -> None:
                 problems.extend([f"{key}={name}: {rule}; take a language model: heads are of value.model_name, and of algorithm=rm"])
 
 
-def check_section(config: RunConfig, model: ModelName, problems: Problems) -> None:
-    """Applies the rules of `policy` to the section of a model beside it; problems name the keys of that section."""
-    section, seen = SECTIONS[model], config.of_model(model)
-    inner_origins = {_as_policy(key, section): origin for key, origin in config.origins.items() if not key.startswith("policy.")}
-    inner = Problems(seen, inner_origins)
-    checks = [algorithms.check_batch, algorithms.check_head, layout.check_cluster, training.check_rows, training.check_optimizer]
-    for check in checks:
-        check(seen, inner)
-    name = seen.policy.model_name
+def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSizes | None:
+    """Sizes of the policy's model with its overrides; None, and a problem that names what is `unchecked`, if they cannot be read."""
+    name, overrides = config.policy.model_name, config.policy.hf_config_overrides
     try:
-        sizes = read_model(Path(name))
+        model = read_model(Path(name))
+        if not overrides:
+            return model
+        wrong = find_override_problems(Path(name), overrides)
+        problems.extend(wrong)
+        return model if wrong else read_model(Path(name), overrides)
     except ValueError as error:
         if os.path.exists(os.path.join(name, "config.json")):
-            inner.extend([f"policy.model_name={name}: {error}"])
+            problems.extend([f"policy.model_name={name}: {error}"])
         else:
-            reason = "not in the local Hugging Face cache" if is_hub_id(name) else str(error)
-            inner.add("policy.model_name", reason, "cannot be checked without its config.json: whether the layout divides it", Unchecked)
-    else:
-        layout.check_layout(seen, sizes, inner)
-        training.check_recomputing(seen, sizes, inner)
-        training.check_routing(seen, sizes, inner)
-        training.check_trained(seen, inner)
-    known = "\n".join(problems.texts)
+            reason = NOT_CACHED if is_hub_id(name) else str(error)
+            problems.add("policy.model_name", reason, f"cannot be checked without its config.json: {unchecked}", Unchecked)
+        return None
+
+
+def check_sections(config: RunConfig, problems: Problems) -> None:
+    """The section of each model beside the policy keeps the rules of `policy`, and its model reads what the policy does.
+
+    Comes last: what a rule says of the policy is not said again of a value that a section has from there.
+    """
+    said = problems.texts
+    for model, section in config.sections.items():
+        if model == "policy":
+            continue
+        needed, length = config.policy.max_total_sequence_length, section.max_total_sequence_length
+        if length < needed:
+            rule = f"the {model.partition(':')[0]} reads sequences of policy.max_total_sequence_length={needed}"
+            problems.extend([f"{prefix_of(model)}max_total_sequence_length={length}: {rule}; raise it, or leave it out, and it follows"])
+        check_tokens(config, model, problems)
+        _check_section(config, model, said, problems)
+
+
+def _check_section(config: RunConfig, model: ModelName, said: list[str], problems: Problems) -> None:
+    """Applies rules of `policy` to the section of a model, and adds what is not `said` yet; problems name keys of that section."""
+    seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
+    # The keys that the section sets itself, as those of the policy.
+    own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in config.origins.items() if key.startswith(prefix)}
+    inner = Problems(seen, {key: origin for key, origin in config.origins.items() if key not in own} | own)
+    for check in RULES + (TRAINED_RULES if is_trained else ()):
+        check(seen, inner)
+    sizes = read_sizes(seen, inner, "whether the layout divides it")
+    if sizes is not None:
+        for check in MODEL_RULES + (TRAINED_MODEL_RULES if is_trained else ()):
+            check(seen, sizes, inner)
+    values, rules = {text.partition(": ")[0] for text in said}, "\n".join(said)
     for text in inner.texts:
-        # What the rules say of engines, and of values that follow the policy's, they have said for the policy.
-        key = text.partition("=")[0]
-        is_own = key.startswith("policy.") and key in inner_origins
-        is_said = text.partition(": ")[2] in known and not is_own
-        if text.startswith((*_OWN, "cluster.", "grpo.")) and not is_said:
-            problems.extend([type(text)(text.replace("policy.", f"{section}."))])
-
-
-def _check_tokens(config: RunConfig, problems: Problems) -> None:
-    """The critic has an embedding of each of the policy's tokens, and of the same ones. As far as the files are here."""
-    folder, tokenizer = Path(config.value.model_name), Path(config.policy.tokenizer.name)
-    if difference := token_difference(tokenizer, folder):
-        rule = f"its tokens are not those of policy.tokenizer.name={tokenizer}, which it reads: {difference}"
-        problems.add("value.model_name", rule, "give a model of the policy's tokenizer")
-    elif (folder / "config.json").is_file() and (found := vocabulary_size(folder)) < (needed := num_tokens(tokenizer)):
-        rule = f"it has {found:,} tokens, and policy.tokenizer.name={tokenizer}, which it reads, {needed:,}"
-        problems.add("value.model_name", rule, "give a model of the policy's tokenizer")
-
-
-def _as_policy(key: str, section: str) -> str:
-    return f"policy.{key.removeprefix(f'{section}.')}" if key.startswith(f"{section}.") else key
+        value, _, rule = text.partition(": ")
+        # A value that the section has from the policy is at fault once, and so is a setting of the whole run.
+        is_said = value.partition("=")[0] not in own and (value in values or rule in rules)
+        if is_said or value.startswith(_OF_ENGINES):
+            continue
+        whose = text if value.startswith("policy.") else type(text)(f"{value}: for the {model}, {rule}")
+        problems.extend([in_section(whose, model)])

@@ -30,7 +30,7 @@ from mrl.config.schema.env import GYM_TURNS, EnvConfig
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.ppo import PpoConfig, ValueConfig, ValueLossConfig
-from mrl.phases import ModelName
+from mrl.phases import ModelName, role_of
 
 LIKE_POLICY = ("value",)
 """Sections of other models, with keys of `policy`: what a shared class takes from `policy` by default, it takes here from the section."""
@@ -182,14 +182,19 @@ class RunConfig:
         return seen
 
     @property
+    def sections(self) -> dict[ModelName, PolicyConfig | ValueConfig]:
+        """The section of each model that policy ranks hold: of the policy first, then of those beside it."""
+        return {"policy": self.policy, **self.teachers, **({"critic": self.value} if self.has_critic else {})}
+
+    @property
     def models_beside(self) -> tuple[ModelName, ...]:
         """The models that policy ranks hold beside the policy."""
-        return (*self.teachers, *(model for model in self.trained_models if model != "policy"))
+        return tuple(model for model in self.sections if model != "policy")
 
     @property
     def trained_models(self) -> tuple[ModelName, ...]:
-        """The models that checkpoints hold."""
-        return ("policy", *(("critic",) if self.has_critic else ()))
+        """The models that the run trains, and its checkpoints hold."""
+        return tuple(model for model in self.sections if role_of(model) != "teacher")
 
     @property
     def teachers(self) -> dict[ModelName, PolicyConfig]:

@@ -12,7 +12,7 @@ import pytest
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config, load_run, read_run, resolved_yaml
 from mrl.config.rules.checks import find_problems
-from mrl.config.rules.teacher import token_difference
+from mrl.config.rules.tokens import token_difference
 from mrl.config.schema.run import RunConfig
 from tests.sources import ROOT
 
@@ -105,17 +105,33 @@ def problems(tmp_path: Path, *overrides: str, texts: tuple[str, ...] = (STUDENT,
 
 
 def test_rules_of_distillation(tmp_path: Path):
-    assert "teacher." not in problems(tmp_path)
+    (missing,) = (text for text in problems(tmp_path).splitlines() if "teacher." in text)
+    assert missing.startswith("teacher.model_name=teacher: no readable config.json in this folder")
     assert "give teacher.model_name" in problems(tmp_path, texts=(STUDENT,))
     assert "teacher.megatron_cfg.peft.enabled=true: a teacher is not trained" in problems(
         tmp_path, "teacher.dtensor_cfg.lora_cfg.enabled=true", "teacher.dtensor_cfg.lora_cfg.dim=4"
     )
     assert "loss_fn.ratio_clip_min=0.3: it belongs to GRPO's loss" in problems(tmp_path, "loss_fn.ratio_clip_min=0.3")
+    short = problems(tmp_path, "teacher.max_total_sequence_length=64")
+    assert "teacher.max_total_sequence_length=64: the teacher reads sequences of policy.max_total_sequence_length=128" in short
+    rows = problems(tmp_path, "teacher.sequence_packing={enabled: true, train_mb_tokens: 64}")
+    assert "teacher.sequence_packing.train_mb_tokens=64: a row of teacher.sequence_packing.train_mb_tokens=64 must hold" in rows
     # To evaluate, nobody teaches.
     assert "teacher." not in problems(tmp_path, "algorithm=grpo") and "kl_type" not in problems(tmp_path, "algorithm=grpo")
     # Three ranks to a replica, of four.
     found = problems(tmp_path, "teacher.dtensor_cfg.tensor_parallel_size=3")
     assert "teacher.megatron_cfg.tensor_model_parallel_size=3" in found and "no multiple of tensor 3" in found
+    # Enough for the student, and not for four ranks to a replica of the teacher.
+    assert "cluster.cpu_units_per_node=2: for the teacher, the 2 slots" in problems(tmp_path, "cluster.cpu_units_per_node=2")
+
+
+@pytest.mark.parametrize("override", ["teacher.precison=float32", "teacher.precision=int8"])
+def test_a_teacher_whose_section_has_a_fault_is_not_missing(tmp_path: Path, override: str):
+    config, _, found = read_run(write(tmp_path, STUDENT, TEACHER), [override])
+    assert config is not None and len(found) == 1 and found[0].startswith(override)
+    assert not any("nobody to learn from" in text for text in find_problems(config))
+    config, _, found = read_run(write(tmp_path, STUDENT, TEACHER), ["teacher=null", "logger.wandb.name=x"])
+    assert config is not None and any("nobody to learn from" in text for text in find_problems(config)), found
 
 
 def model(folder: Path, **changes: object) -> Path:
@@ -143,12 +159,30 @@ def test_models_must_have_the_same_tokens(tmp_path: Path):
     assert "teacher.megatron_cfg.tensor_model_parallel_size=64" in with_models(
         tmp_path, student, teacher, "teacher.dtensor_cfg.tensor_parallel_size=64", "cluster.cpu_units_per_node=64"
     )
-    other = model(tmp_path / "three", vocab_size=size + 8)
-    assert f"teacher.model_name={other}: its vocab_size is {size + 8:,}" in with_models(tmp_path, student, other)
     (teacher / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 1, "b": 0}}, "added_tokens": []}))
     found = with_models(tmp_path, student, teacher)
     assert f"teacher.tokenizer.name={teacher}: its tokens are not those of policy.tokenizer.name={student}" in found
     assert '3 of 3 have other ids, such as "a" is 0 and 1' in found
+
+
+def test_a_teachers_embedding_may_have_more_rows_than_the_students_and_not_fewer(tmp_path: Path):
+    """As the models of Qwen 2.5, padded to 151,936 and 152,064."""
+    small, large = model(tmp_path / "small", vocab_size=151936), model(tmp_path / "large", vocab_size=152064)
+    assert "teacher." not in with_models(tmp_path, small, large)
+    refused = f"teacher.model_name={small}: its vocab_size is 151,936, and the student's 152,064: the student may draw tokens of which"
+    assert refused in with_models(tmp_path, large, small)
+    # What is taught is among the student's tokens.
+    too_many = with_models(tmp_path, small, large, "distillation.topk_logits_k=152000")
+    assert "distillation.topk_logits_k=152000: the vocabulary has 151,936 tokens" in too_many
+    (large / "tokenizer.json").unlink()
+    assert f"teacher.model_name={large}: its vocab_size is 152,064, and the student's 151,936; cannot be checked without" in with_models(
+        tmp_path, small, large
+    )
+    # The tokenizer's tokens are 0 to 2.
+    tiny = model(tmp_path / "tiny", vocab_size=2)
+    assert f"teacher.model_name={tiny}: its vocab_size is 2, and policy.tokenizer.name={small} has 3 tokens" in with_models(
+        tmp_path, small, tiny
+    )
 
 
 def test_tokens_are_compared_whatever_the_files_order(tmp_path: Path):
@@ -157,7 +191,7 @@ def test_tokens_are_compared_whatever_the_files_order(tmp_path: Path):
         folder.mkdir()
         (folder / "tokenizer.json").write_text(json.dumps(text))
     assert token_difference(one, two) == ""
-    assert token_difference(one, tmp_path / "nowhere") == ""
+    assert token_difference(one, tmp_path / "nowhere") is None
     for folder, content in ((one, b"1"), (two, b"2")):
         (folder / "tokenizer.json").unlink()
         (folder / "tokenizer.model").write_bytes(content)

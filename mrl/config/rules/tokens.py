@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the tokens that several models of a run read: they are one tokenizer's, and each model's embedding has all of them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from conversion.files.reading import read_json
+from mrl.config.errors import Problems, Unchecked
+from mrl.config.schema.run import RunConfig
+from mrl.config.sections import prefix_of
+from mrl.phases import ModelName, role_of
+
+SHOWN = 3
+"""Tokens that a message names."""
+
+
+def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> None:
+    """A model beside the policy reads the policy's tokens, and has an embedding of each. As far as the files are here.
+
+    Of its embedding's rows, a teacher may have more than the student: it chooses among the student's.
+    """
+    given, is_teacher = config.of_model(model).policy, role_of(model) == "teacher"
+    folder, tokenizer = Path(given.model_name), Path(config.policy.tokenizer.name)
+    # A critic has no tokenizer of its own.
+    own = Path(given.tokenizer.name) if is_teacher else folder
+    difference, needed = token_difference(tokenizer, own), num_tokens(tokenizer)
+    columns, student = vocabulary_size(folder), vocabulary_size(Path(config.policy.model_name))
+    key, size = f"{prefix_of(model)}model_name={folder}", f"its vocab_size is {columns:,}"
+    read, way_out = f"policy.tokenizer.name={tokenizer}", "take a model of that tokenizer"
+    if difference:
+        key = f"{prefix_of(model)}tokenizer.name={own}" if is_teacher else key
+        problems.extend([f"{key}: its tokens are not those of {read}: {difference}; {way_out}"])
+    elif 0 < columns < needed:
+        problems.extend([f"{key}: {size}, and {read} has {needed:,} tokens; {way_out}"])
+    elif is_teacher and 0 < columns < student:
+        rule = f"{size}, and the student's {student:,}: the student may draw tokens of which the teacher has no embedding"
+        problems.extend([f"{key}: {rule}; take a teacher of that size or more, or a smaller student"])
+    elif is_teacher and 0 < student < columns and difference is None:
+        missing = "cannot be checked without tokenizer.json of both: whether their tokens are the same"
+        problems.extend([Unchecked(f"{key}: {size}, and the student's {student:,}; {missing}")])
+    # The teacher's logits are of the student's tokens.
+    if is_teacher and 0 < (student or columns) < config.num_taught_logits:
+        problems.add("distillation.topk_logits_k", f"the vocabulary has {student or columns:,} tokens", "use that number or less")
+
+
+def token_difference(student: Path, teacher: Path) -> str | None:
+    """How the tokens of two tokenizers differ, by their files; "" if they do not, None if no file of one kind is here of both."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    for name in names:
+        ours, theirs = student / name, teacher / name
+        if not (ours.is_file() and theirs.is_file()):
+            continue
+        if ours.read_bytes() == theirs.read_bytes():
+            return ""
+        if name == "tokenizer.model":
+            return "the files tokenizer.model differ"
+        mine, other = _ids(read_json(ours)), _ids(read_json(theirs))
+        different = [token for token in mine | other if mine.get(token) != other.get(token)]
+        shown = ", ".join(f"{json.dumps(token)} is {mine.get(token, 'none')} and {other.get(token, 'none')}" for token in different[:SHOWN])
+        return f"{len(different):,} of {len(mine | other):,} have other ids, such as {shown}" if different else ""
+    return None
+
+
+def num_tokens(tokenizer: Path) -> int:
+    """One more than the largest id of a tokenizer, by its files; 0 if none of those that can be read is here."""
+    for name in ("tokenizer.json", "vocab.json"):
+        if (tokenizer / name).is_file():
+            return 1 + max(_ids(read_json(tokenizer / name)).values(), default=-1)
+    return 0
+
+
+def _ids(tokenizer: object) -> dict[str, int]:
+    """Tokens and their ids, of the contents of tokenizer.json or vocab.json."""
+    if not isinstance(tokenizer, dict):
+        return {}
+    model = tokenizer.get("model", {"vocab": tokenizer})
+    vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
+    if isinstance(vocabulary, list):  # with scores, in the order of ids
+        vocabulary = {str(entry[0]): index for index, entry in enumerate(vocabulary)}
+    added = tokenizer.get("added_tokens", [])
+    return vocabulary | {str(token["content"]): int(token["id"]) for token in added if isinstance(token, dict)}
+
+
+def vocabulary_size(folder: Path) -> int:
+    """The vocab_size of a folder's config.json; 0 if it says none, or is not here."""
+    with suppress(OSError, ValueError):
+        found = read_json(folder / "config.json")
+        return int(str(found.get("vocab_size", 0))) if isinstance(found, dict) else 0
+    return 0
