@@ -55,16 +55,21 @@ def all_deadlines(config: RunConfig) -> list[Deadline]:
 
 
 def start_deadline(config: RunConfig) -> Deadline:
-    """The deadline of each wait at the start, for slots, engines, policy ranks and rewards: deadlines.start_s, or by the weights' size."""
+    """The deadline of each wait at the start, for slots, engines, policy ranks and rewards: deadlines.start_s, or by the weights' size.
+
+    Policy ranks load one model after the other, each within it.
+    """
     parts = {f"{PROCESSES_S:g} s for processes": PROCESSES_S}
     if config.cluster.gpus_per_node:
         parts[f"{KERNELS_S:g} s for kernels of GPUs"] = KERNELS_S
-    num_bytes, rest = weight_bytes(Path(config.policy.model_name)), ""
-    if num_bytes is None:
-        rest = f"; the time to read the weights of {config.policy.model_name} is added once they are here"
-    else:
+    sizes = {section.model_name: weight_bytes(Path(section.model_name)) for section in config.sections.values()}
+    num_bytes = max((size for size in sizes.values() if size is not None), default=None)
+    if num_bytes is not None:
         read_s = num_bytes / READ_BYTES_PER_S
-        parts[f"{read_s:,.0f} s for {num_bytes / 1e9:,.1f} GB of weights at {READ_BYTES_PER_S / 1e6:g} MB/s"] = read_s
+        what = "of weights" if len(sizes) == 1 else "of weights of the largest model"
+        parts[f"{read_s:,.0f} s for {num_bytes / 1e9:,.1f} GB {what} at {READ_BYTES_PER_S / 1e6:g} MB/s"] = read_s
+    missing = [name for name, size in sizes.items() if size is None]
+    rest = f"; the time to read the weights of {' and '.join(missing)} is added once they are here" if missing else ""
     return _deadline("start", config.deadlines.start_s, parts, rest)
 
 
@@ -73,7 +78,7 @@ def train_deadline(config: RunConfig) -> Deadline:
 
     Of several models, the slowest one decides.
     """
-    return max((_train_deadline(config.of_model(model)) for model in ("policy", *config.models_beside)), key=lambda found: found.seconds)
+    return max((_train_deadline(config.of_model(model)) for model in config.sections), key=lambda found: found.seconds)
 
 
 def _train_deadline(config: RunConfig) -> Deadline:

@@ -39,6 +39,19 @@ def test_sixty_gigabytes_have_half_an_hour_on_gpus(tmp_path: Path):
     assert str(deadline).startswith("start deadline 1,800 s: ")
 
 
+def test_the_largest_model_decides_how_long_a_start_takes(tmp_path: Path):
+    for name in ("small", "large"):
+        (tmp_path / name).mkdir()
+    small, large = shards(tmp_path / "small", 1_000_000_000), shards(tmp_path / "large", 60_000_000_000)
+    for config, beside in (("ppo_tiny.yaml", "value"), ("distillation_tiny.yaml", "teacher")):
+        for one, other in ((small, large), (large, small)):
+            deadline = start_deadline(load_config(config, [f"policy.model_name={one}", f"{beside}.model_name={other}"]))
+            assert deadline.seconds == 300 + 60_000 / 50
+            assert str(deadline).endswith("60.0 GB of weights of the largest model at 50 MB/s")
+        gone = start_deadline(load_config(config, [f"policy.model_name={small}", f"{beside}.model_name={tmp_path / 'nowhere'}"]))
+        assert gone.seconds == 320 and str(gone).endswith("nowhere is added once they are here")
+
+
 def test_a_folder_without_weights_is_judged_by_its_config(tmp_path: Path):
     (tmp_path / "config.json").write_bytes(NANO3.read_bytes())
     num_bytes = weight_bytes(tmp_path)
