@@ -94,11 +94,11 @@ def prediction(config: RunConfig, gpu: Gpu | None) -> str:
     """One line for the start of a run. `gpu` is None where it is not known; then the largest of `GPUS` is asked whether all fits.
 
     Raises:
-        ValueError: a phase does not fit by a clear margin: without slack, with balanced experts, and with rows of one sequence where they
-            are padded: those of several are the longest only if the longest sequences come.
+        ValueError: a phase does not fit by a clear margin: without slack, with balanced experts, and with the rows that are sure to come:
+            of one sequence where rows are padded, full ones where they are filled and the GPU is known.
     """
     asked, model = gpu or LARGEST, read_model(config)
-    least = max(all_ranks(with_least_rows(config), model, asked, imbalance=1.0)[0], key=least_peak)
+    least = max(all_ranks(with_least_rows(config, keeps_full=gpu is not None), model, asked, imbalance=1.0)[0], key=least_peak)
     rows = describe_longest(config, model, asked)
     if least_peak(least) > asked.memory:
         phase = least.peak_phase

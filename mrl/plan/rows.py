@@ -28,11 +28,13 @@ def section_at_work(config: RunConfig, phase: Phase) -> str:
     return {"critic": "value", "teacher": "policy" if config.teacher is None else "teacher"}.get(WORKERS.get(phase, "policy"), "policy")
 
 
-def with_least_rows(config: RunConfig) -> RunConfig:
-    """The config with rows of one sequence where they are padded. Those that are filled up to a number of tokens stay: they get full."""
+def with_least_rows(config: RunConfig, *, keeps_full: bool) -> RunConfig:
+    """The config with rows of one sequence; with `keeps_full`, those that are filled up to a number of tokens stay as long as they are."""
 
     def least(section: Section) -> Section:
-        return section if _filling(section) else replace(section, train_micro_batch_size=1, logprob_batch_size=1)
+        if not _filling(section):
+            return replace(section, train_micro_batch_size=1, logprob_batch_size=1)
+        return section if keeps_full else _cut(section, section.max_total_sequence_length)
 
     return _in_each_section(config, least, least)
 
@@ -75,17 +77,13 @@ def _in_each_section(
     return changed
 
 
-def _with_rows_of(config: RunConfig, tokens: int) -> RunConfig:
-    """The config with rows of at most as many tokens."""
-
-    def cut(section: Section) -> Section:
-        if name := _filling(section):
-            filling = getattr(section, name)
-            train, logprob = min(tokens, filling.train_mb_tokens), min(tokens, filling.logprob_mb_tokens)
-            return replace(section, **{name: replace(filling, train_mb_tokens=train, logprob_mb_tokens=logprob)})
-        return replace(section, train_micro_batch_size=1, logprob_batch_size=1, max_total_sequence_length=tokens)
-
-    return _in_each_section(config, cut, cut)
+def _cut(section: Section, tokens: int) -> Section:
+    """The section with rows of at most as many tokens."""
+    if name := _filling(section):
+        filling = getattr(section, name)
+        train, logprob = min(tokens, filling.train_mb_tokens), min(tokens, filling.logprob_mb_tokens)
+        return replace(section, **{name: replace(filling, train_mb_tokens=train, logprob_mb_tokens=logprob)})
+    return replace(section, train_micro_batch_size=1, logprob_batch_size=1, max_total_sequence_length=tokens)
 
 
 def _longest(config: RunConfig, model: Model, gpu: Gpu) -> int:
@@ -97,10 +95,15 @@ def _longest(config: RunConfig, model: Model, gpu: Gpu) -> int:
             return max(filling.train_mb_tokens, filling.logprob_mb_tokens)
         return section.max_total_sequence_length * max(section.train_micro_batch_size, section.logprob_batch_size)
 
+    def fits(tokens: int) -> bool:
+        def cut(section: Section) -> Section:
+            return _cut(section, tokens)
+
+        return worst_rank(_in_each_section(config, cut, cut), model, gpu)[0].peak <= gpu.memory
+
     sections = [config.policy, *config.teachers.values(), *([config.value] if config.has_critic else [])]
     low, high = 0, max(map(length, sections)) // _STEP_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
-        fits = worst_rank(_with_rows_of(config, middle * _STEP_TOKENS), model, gpu)[0].peak <= gpu.memory
-        low, high = (middle, high) if fits else (low, middle - 1)
+        low, high = (middle, high) if fits(middle * _STEP_TOKENS) else (low, middle - 1)
     return low * _STEP_TOKENS

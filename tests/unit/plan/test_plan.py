@@ -195,6 +195,8 @@ def test_rows_that_get_too_long_are_refused_only_if_they_surely_come(small: str,
         key = f"policy.{filling}.train_mb_tokens" if filling else "policy.max_total_sequence_length"
         of_one = with_value(with_value(config, "policy.train_micro_batch_size", 1), "policy.logprob_batch_size", 1)
         assert (make_plan(with_value(of_one, key, length), H100).misfit is None) == fits
+    # Where the GPU is not known, not even full rows are too long.
+    assert "this host has none" in prediction(config, None)
     # Not even one sequence of full length fits.
     with pytest.raises(ValueError, match="phase train needs at least"):
         prediction(config, GPUS["a100-40g"])
