@@ -46,7 +46,8 @@ def is_hub_id(model: str) -> bool:
 
 def is_prepared(path: str) -> bool:
     """Whether a path leads into what `python -m mrl.prepare tiny` makes."""
-    return "prepared/tiny/" in f"{Path(path).as_posix()}/"
+    folder = f"{Path(path).as_posix()}/"
+    return "prepared/tiny/model/" in folder or "prepared/tiny/data/" in folder
 
 
 def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:

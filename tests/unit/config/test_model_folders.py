@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
-from mrl.config.model import with_local_folders
+from mrl.config.model import read_model, with_local_folders
 from mrl.data.prompts import load_prompts
 from mrl.loop.preflight import check_start
 from mrl.recipes.tokenizer import byte_tokenizer
@@ -90,3 +90,9 @@ def test_without_a_cache_a_tensor_without_a_rule_is_found_before_anything_starts
         ValueError, match=f"other: the weights do not fit config.json; missing: none; unknown to this model_type: {unknown}"
     ):
         check_start(config)
+
+
+def test_only_what_is_prepared_is_promised_to_be():
+    for name, way_out in (("model", "`python -m mrl.prepare tiny` makes it"), ("teacher", "give the folder of a Hugging Face model")):
+        with pytest.raises(ValueError, match=f"no readable config.json .*; {way_out}"):
+            read_model(Path("nowhere/prepared/tiny") / name)
