@@ -58,6 +58,7 @@ def there_and_back(room: Path, num_bytes: int) -> list[Row]:
     return rows
 
 
+@pytest.mark.long("conversion")
 def test_memory_does_not_grow_with_the_model(room: Path):
     there_and_back(room, 1500 * MB)
 

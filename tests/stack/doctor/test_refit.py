@@ -47,6 +47,7 @@ def log_folder_of(printed: str) -> Path:
     return Path(folder)
 
 
+@pytest.mark.long("async")
 def test_two_engines_at_another_tp_than_the_policy_are_well_with_router_replay_too(tmp_path: Path):
     layout = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=1", "policy.generation.num_cpu_engines=2"]
     command = [sys.executable, "-m", "mrl.doctor", "grpo_tiny.yaml", "--refit", *write_inputs(tmp_path), *layout, REPLAY]

@@ -146,6 +146,7 @@ def test_routes_are_those_of_the_drawn_tokens(start_engine: StartEngine, folder:
     routes.assert_own_routes(transformers_model(folder), speculated)
 
 
+@LONG
 def test_a_request_samples_the_same_with_any_number_of_proposals(start_engine: StartEngine, folder: Path):
     requests = requests_of_all_kinds()
     first, second = (sampled(start_engine, folder, requests, speculation=MTP | dict(num_speculative_tokens=n)) for n in (1, 4))
@@ -174,6 +175,7 @@ def test_a_refit_writes_and_verifies_the_drafter(start_engine: StartEngine, fold
     assert differences(run(engine, requests), wanted) == []
 
 
+@LONG
 def test_layers_that_predict_well_are_accepted(start_engine: StartEngine, folder: Path, tmp_path: Path):
     blind = models.save_nemotron_h(tmp_path / "blind", 0, num_nextn_predict_layers=1)
     requests = random_requests(8, max_new_tokens=30)
