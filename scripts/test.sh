@@ -104,7 +104,7 @@ proof() { run proof 150 tests/proof; }
 smoke() { run smoke 240 -m smoke tests/smoke tests/stack/policy/test_layouts.py tests/stack/rollout/test_engine.py; }
 hostile() { run hostile 150 tests/hostile; }
 rehearsal() { run rehearsal 240 tests/rehearsal; }
-policy() { run policy 780 tests/stack/policy; }
+policy() { run policy 980 tests/stack/policy; }
 stack() { run stack 1500 tests/stack --ignore=tests/stack/policy; }
 learn() { run learn 650 tests/learn; }
 browser() { run browser 90 tests/browser; }
