@@ -25,6 +25,18 @@ LONG = pytest.mark.long("speculation")
 METHODS = [pytest.param(MTP, id="mtp"), pytest.param(NGRAM, id="ngram", marks=LONG)]
 
 
+def crossed(whole: str, parts: tuple[str, int]) -> pytest.MarkDecorator:
+    """Each method with steps that are large and small, under these names; half of the pairs in the long part."""
+    small, tokens = parts
+    pairs = [
+        pytest.param(MTP, 2048, id=f"mtp-{whole}", marks=LONG),
+        pytest.param(MTP, tokens, id=f"mtp-{small}"),
+        pytest.param(NGRAM, 2048, id=f"ngram-{whole}"),
+        pytest.param(NGRAM, tokens, id=f"ngram-{small}", marks=LONG),
+    ]
+    return pytest.mark.parametrize(("speculation", "chunk"), pairs)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.save_foreseeing(tmp_path_factory.mktemp("mtp"))
@@ -81,15 +93,7 @@ def plain_rollouts(engine_of: StartEngine, folder: Path, requests: Sequence[Roll
     return PLAIN[refits]
 
 
-@pytest.mark.parametrize(
-    ("speculation", "chunk"),
-    [
-        pytest.param(MTP, 2048, id="mtp-whole prompts", marks=LONG),
-        pytest.param(MTP, 24, id="mtp-prompts in parts"),
-        pytest.param(NGRAM, 2048, id="ngram-whole prompts"),
-        pytest.param(NGRAM, 24, id="ngram-prompts in parts", marks=LONG),
-    ],
-)
+@crossed("whole prompts", ("prompts in parts", 24))
 def test_proposals_change_no_bit(start_engine: StartEngine, folder: Path, speculation: dict[str, object], chunk: int):
     requests = requests_of_all_kinds()
     plain = plain_rollouts(start_engine, folder, requests)
@@ -102,15 +106,7 @@ def test_proposals_change_no_bit(start_engine: StartEngine, folder: Path, specul
     assert found.num_accepted < sum(len(rollout.token_ids) for rollout in speculated.values())
 
 
-@pytest.mark.parametrize(
-    ("speculation", "chunk"),
-    [
-        pytest.param(MTP, 2048, id="mtp-at once", marks=LONG),
-        pytest.param(MTP, 18, id="mtp-in parts"),
-        pytest.param(NGRAM, 2048, id="ngram-at once"),
-        pytest.param(NGRAM, 18, id="ngram-in parts", marks=LONG),
-    ],
-)
+@crossed("at once", ("in parts", 18))
 def test_rollouts_that_are_computed_anew_keep_their_bits(
     start_engine: StartEngine, folder: Path, speculation: dict[str, object], chunk: int
 ):
