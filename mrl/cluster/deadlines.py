@@ -112,7 +112,7 @@ def checkpoint_deadline(config: RunConfig) -> Deadline:
     rate = min(config.cluster.num_nodes * NODE_BYTES_PER_S, SHARED_BYTES_PER_S)
     num_parameters: dict[ModelName, int] = {}
     for model in config.trained_models:
-        name = config.of_model(model).policy.model_name
+        name = config.sections[model].model_name
         try:
             num_parameters[model] = read_model(Path(name)).num_parameters
         except ValueError:

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
+from mrl.config.sections import with_section
 from mrl.phases import WORKERS, Phase
 from mrl.plan.hardware import Gpu
 from mrl.plan.inputs import Model
 from mrl.plan.memory import all_ranks
 from mrl.plan.search import worst_rank
 
-Section = TypeVar("Section", PolicyConfig, ValueConfig)
+Section = PolicyConfig | ValueConfig
 
 _STEP_TOKENS = 256
 
@@ -36,7 +35,7 @@ def with_least_rows(config: RunConfig, *, keeps_full: bool) -> RunConfig:
             return replace(section, train_micro_batch_size=1, logprob_batch_size=1)
         return section if keeps_full else _cut(section, section.max_total_sequence_length)
 
-    return _in_each_section(config, least, least)
+    return _in_each_section(config, least)
 
 
 def describe_longest(config: RunConfig, model: Model, gpu: Gpu) -> str | None:
@@ -62,19 +61,15 @@ def _key(config: RunConfig, phase: Phase) -> str:
     return f"{name}.train_micro_batch_size" if kind == "train" else f"{name}.logprob_batch_size"
 
 
-def _filling(section: PolicyConfig | ValueConfig) -> str:
+def _filling(section: Section) -> str:
     """What fills rows up to a number of tokens; "" where they are padded to the longest of their sequences."""
     return "sequence_packing" if section.sequence_packing.enabled else "dynamic_batching" if section.dynamic_batching.enabled else ""
 
 
-def _in_each_section(
-    config: RunConfig, of_model: Callable[[PolicyConfig], PolicyConfig], of_critic: Callable[[ValueConfig], ValueConfig]
-) -> RunConfig:
-    changed = copy.copy(config)
-    changed.policy, changed.value = of_model(config.policy), of_critic(config.value)
-    changed.teacher = None if config.teacher is None else of_model(config.teacher)
-    changed.further_teachers = {name: of_model(section) for name, section in config.further_teachers.items()}
-    return changed
+def _in_each_section(config: RunConfig, change: Callable[[Section], Section]) -> RunConfig:
+    for model, section in config.sections.items():
+        config = with_section(config, model, change(section))
+    return config
 
 
 def _cut(section: Section, tokens: int) -> Section:
@@ -89,20 +84,17 @@ def _cut(section: Section, tokens: int) -> Section:
 def _longest(config: RunConfig, model: Model, gpu: Gpu) -> int:
     """Tokens of the longest row with which every phase fits, rounded down; 0 if none does."""
 
-    def length(section: PolicyConfig | ValueConfig) -> int:
+    def length(section: Section) -> int:
         if name := _filling(section):
             filling = getattr(section, name)
             return max(filling.train_mb_tokens, filling.logprob_mb_tokens)
         return section.max_total_sequence_length * max(section.train_micro_batch_size, section.logprob_batch_size)
 
     def fits(tokens: int) -> bool:
-        def cut(section: Section) -> Section:
-            return _cut(section, tokens)
+        cut = _in_each_section(config, lambda section: _cut(section, tokens))
+        return worst_rank(cut, model, gpu)[0].peak <= gpu.memory
 
-        return worst_rank(_in_each_section(config, cut, cut), model, gpu)[0].peak <= gpu.memory
-
-    sections = [config.policy, *config.teachers.values(), *([config.value] if config.has_critic else [])]
-    low, high = 0, max(map(length, sections)) // _STEP_TOKENS
+    low, high = 0, max(map(length, config.sections.values())) // _STEP_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle * _STEP_TOKENS) else (low, middle - 1)
