@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.cluster.slurm import run, wait_until
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 SUBNET = "10.79.0"
 BRIDGE = "mrlbr2"
@@ -112,7 +113,7 @@ class Nodes:
         """Ends everything."""
         for process in self.processes.values():
             process.kill()
-            process.wait(timeout=30)
+            process.wait(timeout=HANG_S)
         self.stop_network()
 
 

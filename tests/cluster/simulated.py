@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.slurm import wait_until
 from tests.sources import ROOT
+from tests.waiting import HANG_S, wait_until
 
 JOB_ID = 77
 # Of the loopback network, so that all nodes have the same ports.
 SUBNET = "127.77.0"
-END_TIMEOUT_S = 60.0
 
 SRUN = r"""#!/usr/bin/env bash
 if [[ $1 == --help ]]; then echo "${SRUN_HELP:-}"; exit; fi
@@ -119,11 +118,11 @@ class Simulation:
         return {node: json.loads(options["resources"])["worker_units"] for node, options in self.ray_starts().items()}
 
     def wait_for(self, text: str) -> None:
-        wait_until(lambda: text in self.output, repr(text), timeout_s=END_TIMEOUT_S, explain=lambda: self.output)
+        wait_until(lambda: text in self.output, repr(text), explain=lambda: self.output)
 
     def end(self) -> int:
         """The exit code of the batch script."""
-        return self.process.wait(timeout=END_TIMEOUT_S)
+        return self.process.wait(timeout=HANG_S)
 
 
 @contextmanager
@@ -142,7 +141,7 @@ def simulation(folder: Path, nodes: list[str], **variables: str) -> Iterator[Sim
         running.logs.mkdir(exist_ok=True)
         (running.logs / "ENDED").touch()
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=END_TIMEOUT_S)
+        process.wait(timeout=HANG_S)
 
 
 def write_commands(folder: Path, nodes: list[str]) -> dict[str, str]:

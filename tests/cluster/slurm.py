@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.waiting import HANG_S
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "iproute2")
 START_TIMEOUT_S = 60.0
 POLL_S = 0.1
@@ -168,7 +170,7 @@ class SlurmBox:
         """Ends everything, jobs included."""
         for process in reversed(self.processes.values()):
             process.kill()
-            process.wait(timeout=30)
+            process.wait(timeout=HANG_S)
         self._stop_network()
 
     def power_on(self, name: str) -> None:
@@ -184,7 +186,7 @@ class SlurmBox:
         """All processes of a node are gone at once."""
         process = self.processes.pop(name)
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=HANG_S)
 
     def link(self, name: str, state: str) -> None:
         """Takes a node's network "down", or "up" again."""

@@ -17,6 +17,7 @@ from tests.cluster.nodes import missing, nodes_of
 from tests.cluster.slurm import wait_until
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL, write_inputs
+from tests.waiting import HANG_S
 
 pytestmark = [
     pytest.mark.long("nodes"),
@@ -101,8 +102,8 @@ def test_a_node_that_does_not_join_is_named_and_a_stranger_is_kept_out(tmp_path:
         nodes.start(0, variables(0))
         nodes.start(1, variables(1))
         nodes.start(2, variables(2) | {"RAY_TOKEN_FILE": str(stranger)})
-        assert nodes.end(0, timeout_s=180) == 1, nodes.explain()
-        assert nodes.end(2, timeout_s=180) != 0, nodes.explain()
+        assert nodes.end(0, timeout_s=HANG_S) == 1, nodes.explain()
+        assert nodes.end(2, timeout_s=HANG_S) != 0, nodes.explain()
         assert nodes.end(1) == 0, nodes.explain()
         head = nodes.log(0)
     assert "2 of 8" not in head and "4 of 8 slots are online after 60 s" in head
@@ -116,7 +117,7 @@ def test_a_signal_lets_the_command_save_while_the_other_nodes_stay(tmp_path: Pat
     with nodes_of(tmp_path, "run", "run", num_nodes=2) as nodes:
         for rank in range(2):
             nodes.start(rank, variables(rank))
-        wait_until(lambda: "training" in nodes.log(0).splitlines(), "training", timeout_s=180, explain=nodes.explain)
+        wait_until(lambda: "training" in nodes.log(0).splitlines(), "training", timeout_s=HANG_S, explain=nodes.explain)
         for rank in range(2):
             nodes.signal(rank, signal.SIGTERM, "^bash /.*/scripts/ray_node.sh$")
         assert nodes.end(0) == 75, nodes.explain()
@@ -129,7 +130,7 @@ def test_a_node_whose_ray_dies_fails(tmp_path: Path):
     with nodes_of(tmp_path, "run", "run", num_nodes=2) as nodes:
         for rank in range(2):
             nodes.start(rank, variables(rank))
-        wait_until(lambda: "training" in nodes.log(0).splitlines(), "training", timeout_s=180, explain=nodes.explain)
+        wait_until(lambda: "training" in nodes.log(0).splitlines(), "training", timeout_s=HANG_S, explain=nodes.explain)
         nodes.signal(1, signal.SIGKILL, "raylet/raylet")
         assert nodes.end(1) == 1, nodes.explain()
         assert "while the head goes on" in nodes.log(1).splitlines()[-1]
@@ -157,7 +158,7 @@ def test_a_lepton_job_runs_its_script(tmp_path: Path):
     with nodes_of(tmp_path, "grpo", "grpo-job-svc", num_nodes=3) as nodes:
         for rank in range(3):
             nodes.start(rank, variables(rank))
-        assert nodes.end(0, timeout_s=240) == 0, nodes.explain()
+        assert nodes.end(0, timeout_s=HANG_S) == 0, nodes.explain()
         assert [nodes.end(rank) for rank in (1, 2)] == [0, 0], nodes.explain()
         head = nodes.log(0)
     assert "counted 3 3.0 3.0" in head

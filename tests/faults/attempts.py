@@ -9,18 +9,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.sources import ROOT
+from tests.waiting import HANG_S, wait_until
 
-ATTEMPT_TIMEOUT_S = 300.0
-# Tiny checkpoints are written in milliseconds.
-POLL_S = 0.002
-# How long the processes of a killed run may take to notice.
-LEAVE_TIMEOUT_S = 30.0
+ATTEMPT_TIMEOUT_S = 3 * HANG_S
 
 
 @dataclass
@@ -45,7 +41,7 @@ class Attempt:
     def __exit__(self, *_: object) -> None:
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
-        self.process.wait(timeout=LEAVE_TIMEOUT_S)
+        self.process.wait(timeout=HANG_S)
 
     @property
     def mark(self) -> str:
@@ -55,11 +51,13 @@ class Attempt:
         return self.log.read_text(errors="replace")
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + ATTEMPT_TIMEOUT_S
-        while not condition():
-            assert self.process.poll() is None, f"the attempt ended before {what}:\n{self.text()[-4000:]}"
-            assert time.monotonic() < end, f"no {what} within {ATTEMPT_TIMEOUT_S} s:\n{self.text()[-4000:]}"
-            time.sleep(POLL_S)
+        def is_over() -> bool:
+            holds = condition()
+            assert holds or self.process.poll() is None, f"the attempt ended before {what}:\n{self.text()[-4000:]}"
+            return holds
+
+        # Tiny checkpoints are written in milliseconds.
+        wait_until(is_over, what, ATTEMPT_TIMEOUT_S, explain=lambda: self.text()[-4000:], longest_pause_s=0.002)
 
     def finish(self) -> int:
         return self.process.wait(timeout=ATTEMPT_TIMEOUT_S)
@@ -86,11 +84,11 @@ class Attempt:
         return alive
 
     def assert_nothing_survives(self) -> None:
-        end = time.monotonic() + LEAVE_TIMEOUT_S
-        while self.processes() and time.monotonic() < end:
-            time.sleep(0.2)
-        leftovers = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:120] for pid in self.processes()}
-        assert not leftovers, f"{leftovers}\n{self.text()[-4000:]}"
+        def leftovers() -> str:
+            found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:120] for pid in self.processes()}
+            return f"{found}\n{self.text()[-4000:]}"
+
+        wait_until(lambda: not self.processes(), f"end of all processes of {self.mark}", explain=leftovers)
         assert not [path for path in Path("/dev/shm").iterdir() if "mrl" in path.name]
 
 

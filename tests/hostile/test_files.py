@@ -28,6 +28,7 @@ from mrl.data.files import find_data_files
 from mrl.data.records import records
 from mrl.recipes.verify import check_model, check_rows
 from tests import models
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.timeout(60)
 NOT_AS_NAMED = pytest.mark.attack("a file is not what its name says")
@@ -272,7 +273,7 @@ def limited(program: str, path: Path, message: str) -> None:
         [sys.executable, "-c", wrapped, str(path)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=HANG_S,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES)),
     )

@@ -16,6 +16,7 @@ from mrl.envs.math_value import TOO_COSTLY, score
 from mrl.envs.mcqa import score as score_choice
 from mrl.envs.structured_outputs import score as score_json
 from mrl.envs.task import RowFault, Task
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -208,5 +209,5 @@ def test_schemas_never_fetch(tmp_path: Path, keyword: str, scheme: str):
         else:
             with pytest.raises(RowFault, match="Unresolvable"):
                 score_json(Task(("1",), row=row))
-        listener.join(5.0)
+        listener.join(HANG_S)
     assert not knocked.is_set()

@@ -17,6 +17,7 @@ import pytest
 
 from mrl.launch import main
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.attack("a launcher is given more than it shows")
 
@@ -53,7 +54,7 @@ def node(tmp_path: Path, **variables: str) -> str:
         (tmp_path / name).chmod(0o755)
     given = {"NODE_RANK": "0", "NUM_NODES": "1", "GPUS_PER_NODE": "0", "HEAD_HOST": "run-0.run", "COMMAND": "true"}
     environment = {"PATH": f"{tmp_path}:{os.defpath}"} | given | variables
-    done = subprocess.run(["bash", ROOT / "scripts/ray_node.sh"], env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", ROOT / "scripts/ray_node.sh"], env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 1
     return done.stdout + done.stderr
 
@@ -97,7 +98,7 @@ def test_a_wheel_that_was_exchanged_is_not_installed(tmp_path: Path):
     python.chmod(0o755)
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull, "PYTHON": str(python)}
     command = ["bash", tmp_path / "scripts/install_gpu.sh", "base"]
-    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=HANG_S)
     assert "DO NOT MATCH THE HASHES" in done.stderr and not (tmp_path / "site/parcel.py").exists(), done.stderr
 
 
@@ -113,19 +114,19 @@ def efa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
 
     def gpg(*words: str) -> str:
         command = ["gpg", "--batch", "--quiet", "--passphrase", "", *words]
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=HANG_S).stdout
 
     installer = folder / "aws-efa-installer/efa_installer.sh"
     installer.parent.mkdir()
     installer.write_text('#!/bin/sh\ntouch "$MARK"\n')
     installer.chmod(0o755)
-    subprocess.run(["tar", "-czf", folder / ARCHIVE, "-C", folder, "aws-efa-installer"], check=True, timeout=60)
+    subprocess.run(["tar", "-czf", folder / ARCHIVE, "-C", folder, "aws-efa-installer"], check=True, timeout=HANG_S)
     gpg("--quick-generate-key", "Publisher <publisher@example.com>", "ed25519", "sign", "never")
     gpg("--armor", "--output", str(folder / "aws-efa-installer.key"), "--export")
     gpg("--detach-sign", str(folder / ARCHIVE))
     (fingerprint,) = re.findall(r"^fpr:+(\w+):", gpg("--with-colons", "--list-keys"), re.MULTILINE)
     yield folder, fingerprint
-    subprocess.run(["gpgconf", "--kill", "all"], env=environment, check=True, timeout=60)
+    subprocess.run(["gpgconf", "--kill", "all"], env=environment, check=True, timeout=HANG_S)
 
 
 @pytest.mark.skipif(shutil.which("gpg") is None, reason="needs gpg")
@@ -155,8 +156,8 @@ def test_an_efa_installer_that_aws_did_not_sign_is_not_run(efa: tuple[Path, str]
     mark = tmp_path / "mark"
     variables = {"EFA_INSTALLER": version, "EFA_KEY": key if attack == "another key" else fingerprint, "MARK": str(mark)}
     environment = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, timeout=HANG_S)
     if (tmp_path / "efa").exists():
         # A build that fails leaves its agent behind.
-        subprocess.run(["gpgconf", "--homedir", str(tmp_path / "efa"), "--kill", "all"], check=True, timeout=60)
+        subprocess.run(["gpgconf", "--homedir", str(tmp_path / "efa"), "--kill", "all"], check=True, timeout=HANG_S)
     assert (mark.exists(), done.returncode == 0) == (is_run, is_run), done.stderr

@@ -16,6 +16,7 @@ import pytest
 from tests.hostile.attacks import GROUPS, programs
 from tests.hostile.run_attacks import HONEST, SLOW
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 IDENTITIES = ("self", "plain user", "container")
 
@@ -112,7 +113,7 @@ print(json.dumps(said))
 
 
 def test_a_program_starts_although_the_threads_of_another_fill_the_limit():
-    done = subprocess.run([sys.executable, "-c", BESIDE_A_BOMB], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", BESIDE_A_BOMB], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout)
     assert said["reward"] == 1.0 and said["was_waiting"] and said["num_threads"] > 100, said

@@ -21,6 +21,7 @@ from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 from tests.hostile.attacks import SHARE
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 WORKERS = "a reward worker is taken over"
 HOSTS = "a host that cannot confine programs"
@@ -152,7 +153,7 @@ print(json.dumps(said))
 @pytest.mark.parametrize(("call", "lack"), [("landlock_create_ruleset", "Landlock: "), ("seccomp", "seccomp: "), ("capset", "capset: ")])
 def test_a_host_that_cannot_confine_programs_refuses_them(call: str, lack: str, allow: bool):
     command = [sys.executable, "-c", ON_SUCH_A_HOST, call, str(allow)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     said = json.loads(done.stdout)
     assert lack in said["program"]
     if not allow:

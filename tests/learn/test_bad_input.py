@@ -14,6 +14,7 @@ import pytest
 
 from tests.sources import ROOT
 from tests.stack.loop.conftest import write_inputs
+from tests.waiting import HANG_S
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def test_bad_input_ends_with_one_message_before_anything_starts(inputs: tuple[Pa
         env=os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert result.returncode == 2, result.stdout + result.stderr
     for part in case.message:

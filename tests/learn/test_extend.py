@@ -18,6 +18,7 @@ from mrl.recipes.tiny import prepare_tiny
 from tests import models
 from tests.learn.quickstart import PREPARE_TIMEOUT_S, TRAIN_TIMEOUT_S, call
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -50,7 +51,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = str(EXAMPLES / "own_family")
     assert commands("family")[0] == ["pip", "install", "--no-deps", "./own_family"]
     call(folder, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", ".", package, timeout_s=PREPARE_TIMEOUT_S)
-    (folder / "terms.jsonl").write_text(call(folder, *commands("processor")[0][1:3], timeout_s=60.0))
+    (folder / "terms.jsonl").write_text(call(folder, *commands("processor")[0][1:3], timeout_s=HANG_S))
     letters = ",".join("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     overrides = [
         f"policy.model_name={model}",

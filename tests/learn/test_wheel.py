@@ -13,6 +13,7 @@ import pytest
 
 from tests.learn.quickstart import PREPARE_TIMEOUT_S, TRAIN_TIMEOUT_S
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -21,10 +22,10 @@ pytestmark = pytest.mark.timeout(900)
 def site(tmp_path: Path) -> Path:
     """The folder that the wheel is installed into."""
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, timeout=60, capture_output=True)
+    subprocess.run(build, cwd=ROOT, check=True, timeout=HANG_S, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel)]
-    subprocess.run(install, check=True, timeout=120, capture_output=True)
+    subprocess.run(install, check=True, timeout=HANG_S, capture_output=True)
     return tmp_path / "site"
 
 
@@ -38,7 +39,7 @@ def test_the_wheel_trains_in_an_empty_folder(site: Path, tmp_path: Path):
         return done.returncode, done.stdout + done.stderr
 
     train = ("train", "grpo_tiny.yaml", "grpo.max_num_steps=1", "cluster.cpu_units_per_node=2")
-    code, printed = mrl(*train, timeout_s=120)
+    code, printed = mrl(*train, timeout_s=HANG_S)
     assert code == 2 and "`python -m mrl.prepare tiny` makes it" in printed and list(empty.iterdir()) == []
     assert mrl("prepare", "tiny", timeout_s=PREPARE_TIMEOUT_S)[0] == 0
     code, printed = mrl(*train, timeout_s=TRAIN_TIMEOUT_S)

@@ -10,8 +10,9 @@ import sys
 from typing import Any
 
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
-TIMEOUT_S = 600
+TIMEOUT_S = 3 * HANG_S
 
 
 def rows_of(module: str, *arguments: object) -> list[dict[str, Any]]:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.waiting import HANG_S
+
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
@@ -141,7 +143,7 @@ def as_rank(config: PolicyConfig, rank: int, world_size: int) -> Iterator[None]:
     """Megatron's groups of one rank of `world_size`, inside the `with` block."""
     from mrl.policy import parallel
 
-    parallel.initialize(config.megatron_cfg, rank=rank, world_size=world_size, meeting=parallel.Meeting("", 0), timeout_s=60, seed=1)
+    parallel.initialize(config.megatron_cfg, rank=rank, world_size=world_size, meeting=parallel.Meeting("", 0), timeout_s=HANG_S, seed=1)
     try:
         yield
     finally:

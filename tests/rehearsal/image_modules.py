@@ -23,6 +23,7 @@ from typing import TypedDict
 from mrl.doctor.software import read_pins
 from tests.index import download
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 RECORD = Path(__file__).with_suffix(".json")
 PACKAGES = ("causal-conv1d", "mamba-ssm", "transformer-engine", "transformer-engine-torch")
@@ -73,7 +74,7 @@ def apex_modules(clone: Path, commit: str) -> Modules:
     """Those of Apex at a commit of a clone, whose files need not be checked out."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", clone, *words], check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(["git", "-C", clone, *words], check=True, capture_output=True, text=True, timeout=HANG_S).stdout
 
     files = git("ls-tree", "-r", "--name-only", commit, "apex").splitlines()
     return {"version": commit, "python": python_modules(files), "extensions": extensions(git("show", f"{commit}:setup.py"))}

@@ -20,6 +20,7 @@ from mrl import train
 from mrl.cluster.calls import wait_all
 from mrl.types import RunState
 from tests.rehearsal.stand_ins import Shape, hosts, rehearsal
+from tests.waiting import HANG_S
 
 NUM_ROLLOUTS = 512
 
@@ -84,5 +85,5 @@ def test_a_wait_looks_at_the_calls_under_way_a_few_times_not_once_for_each(proce
         return wait(references, **options)  # pyright: ignore[reportArgumentType]
 
     with patch.object(ray, "wait", counted):
-        assert wait_all(references, deadline_s=60.0, what="nothing") == {index: index for index in range(500)}
+        assert wait_all(references, deadline_s=HANG_S, what="nothing") == {index: index for index in range(500)}
     assert looked_at <= 3 * 500

@@ -15,6 +15,7 @@ import uv
 from mrl.doctor.software import normalise, read_pins
 from tests.index import index_url
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 CONSTRAINTS = ROOT / "constraints-gpu.txt"
 EXTRAS = ("gpu", "cluster", "loggers")
@@ -29,7 +30,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """uv's environment: this host's index, and a cache for these tests."""
     index = index_url()
     try:
-        urllib.request.urlopen(f"{index}/wheel/", timeout=20).close()
+        urllib.request.urlopen(f"{index}/wheel/", timeout=HANG_S).close()
     except OSError as error:
         pytest.skip(f"no package index answers: {error}")
     return {**os.environ, "UV_DEFAULT_INDEX": index, "UV_CACHE_DIR": str(tmp_path_factory.mktemp("uv"))}
@@ -50,7 +51,7 @@ def resolve(python: str, constraints: Path, environment: dict[str, str]) -> subp
     ]
     words += [word for extra in EXTRAS for word in ("--extra", extra)]
     return subprocess.run(
-        [*words, ROOT / "pyproject.toml", "-"], input=tools.replace(" ", "\n"), env=environment, capture_output=True, text=True, timeout=240
+        [*words, ROOT / "pyproject.toml", "-"], input=tools.replace(" ", "\n"), env=environment, capture_output=True, text=True, timeout=HANG_S
     )
 
 

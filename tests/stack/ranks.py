@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
+from tests.waiting import HANG_S
+
 # Each policy leaves some 50 threads of gloo behind: hooks of Megatron's DDP keep it alive, in a circle that Python's collector cannot see.
 # A run has one policy a process; here, hundreds of them would slow each other down.
 MAX_RUNS = 6
@@ -35,7 +37,7 @@ class RankPool:
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_runs = 0
 
-    def run(self, function: Callable[..., object], *args: object, world_size: int, timeout_s: float = 120) -> list:
+    def run(self, function: Callable[..., object], *args: object, world_size: int, timeout_s: float = 3 * HANG_S) -> list:
         """`function(rank, *args)` on ranks 0 to world_size - 1, and what each returned, in order of rank.
 
         Function, arguments and results are pickled: module-level functions, numpy arrays instead of tensors.
@@ -66,7 +68,7 @@ class RankPool:
             connection.close()
             process.kill()
         for process, _ in self._members:
-            process.join(timeout=10)
+            process.join(timeout=HANG_S)
         self._members = []
         self._num_runs = 0
 

@@ -11,6 +11,7 @@ import pytest
 
 import mrl
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 # Each prints whether the library would report.
 LIBRARIES = {
@@ -31,7 +32,7 @@ def test_a_library_reports_to_nobody(name: str, tmp_path: os.PathLike[str]):
 
     def reports(first: str) -> str:
         command = [sys.executable, "-c", first + LIBRARIES[name]]
-        done = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()[-1]
 

@@ -12,6 +12,7 @@ from mrl import check, evaluate
 from mrl.config.load import load_config, resolved_yaml
 from mrl.loop.main import main
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"
 
@@ -222,5 +223,5 @@ def test_a_check_imports_nothing_heavy(entry: str):
     script = f"import sys, runpy; sys.argv = ['{entry}', 'grpo_tiny.yaml', '--check']\n"
     script += f"try:\n    runpy.run_module('mrl.{entry}', run_name='__main__')\nexcept SystemExit:\n    pass\n"
     script += "print(sorted({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
-    finished = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    finished = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert finished.stdout.splitlines()[-1] == "[]"

@@ -11,12 +11,13 @@ import pytest
 
 import mrl
 from mrl.__main__ import COMMANDS, main, summary
+from tests.waiting import HANG_S
 
 GOOD = ["check", "grpo_tiny.yaml", "grpo.max_num_steps=3"]
 
 
 def run(*words: str, folder: Path) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=HANG_S)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -54,7 +55,7 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
 def test_help_imports_no_command(tmp_path: Path):
     code = "import sys; from mrl.__main__ import COMMANDS, summary; [summary(name) for name in COMMANDS]; "
     code += "print([name for name in sys.modules if name.split('.')[0] in ('mrl', 'conversion', 'yaml', 'torch', 'ray')])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout.strip() == "['mrl', 'mrl.__main__']", done.stderr
 
 

@@ -12,6 +12,7 @@ import pytest
 import mrl
 from mrl.env import HF_TOKEN, VARIABLES, cache_root, job_age_s, secret_values
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 
 def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch):
@@ -68,7 +69,7 @@ def test_usage_statistics_are_off_unless_the_shell_says_otherwise(chosen: str | 
     bare = {name: value for name, value in os.environ.items() if name not in mrl.NO_USAGE_STATISTICS}
     given = {} if chosen is None else dict.fromkeys(mrl.NO_USAGE_STATISTICS, chosen)
     code = "import json, os, mrl; print(json.dumps({name: os.environ[name] for name in mrl.NO_USAGE_STATISTICS}))"
-    done = subprocess.run([sys.executable, "-c", code], env=bare | given, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=bare | given, capture_output=True, text=True, timeout=HANG_S)
     assert json.loads(done.stdout) == (given or mrl.NO_USAGE_STATISTICS)
 
 

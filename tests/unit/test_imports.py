@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sources import PRODUCT_FOLDERS, ROOT, module_name, python_files
+from tests.waiting import HANG_S
 
 LAYERS = {
     "conversion": 0,
@@ -172,11 +173,11 @@ def test_planning_imports_no_heavy_library():
     modules = [module_name(path) for path in python_files(("mrl", "conversion"))]
     light = [name for name in modules if part_of(name) in parts and name not in BYTE_MODULES]
     code = f"import sys, importlib\nfor name in {light}: importlib.import_module(name)\nprint(*({HEAVY_LIBRARIES} & sys.modules.keys()))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "", "")
 
 
 def test_reward_actors_import_no_torch():
     code = "import sys, mrl.cluster.rewards, mrl.data.chat\nprint('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (result.returncode, result.stdout.strip()) == (0, "False"), result.stderr

@@ -17,6 +17,7 @@ import pytest
 import mrl
 from tests.sources import ROOT, python_files
 from tests.unit.test_imports import imported_names
+from tests.waiting import HANG_S
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Import names that differ from the name of their distribution.
@@ -37,7 +38,7 @@ def pins(file_name: str) -> dict[str, str]:
 
 def test_the_wheel_holds_packages_configs_licence_and_command(tmp_path: Path):
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=HANG_S, capture_output=True)
     wheel, information = zipfile.ZipFile(next(tmp_path.glob("*.whl"))), f"mrl-{mrl.__version__}.dist-info"
     members = set(wheel.namelist())
     assert {"mrl/train.py", "conversion/boxes.py", "mrl/constraints-cpu.txt", "mrl/constraints-gpu.txt"} <= members

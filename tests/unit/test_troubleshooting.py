@@ -19,6 +19,7 @@ from mrl.doctor import __main__ as doctor
 from mrl.doctor import probe
 from mrl.launch import wait_for_nodes
 from tests.sources import ROOT, python_files
+from tests.waiting import HANG_S
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 GAP = "…"
@@ -93,7 +94,7 @@ def run_script(name: str, **variables: str) -> str:
     """What a script says with these variables, and no others of ours."""
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/"), **variables}
     command = ["bash", str(ROOT / "scripts" / name)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode != 0
     return done.stdout + done.stderr
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 SCRIPT = ROOT / "scripts" / "uv_settings.py"
 
@@ -24,7 +25,7 @@ def printed(tmp_path: Path, config: str, **environment: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     return done.stdout.splitlines()
 
@@ -47,6 +48,6 @@ def test_pips_variables_win_over_its_file_and_uvs_over_both(tmp_path: Path):
 def test_values_cannot_run_commands(tmp_path: Path):
     lines = printed(tmp_path, "", PIP_INDEX_URL="https://x.example/$(touch${IFS}mark)'\"; false")
     done = subprocess.run(
-        ["bash", "-c", "; ".join(lines) + '; printf %s "$UV_DEFAULT_INDEX"'], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["bash", "-c", "; ".join(lines) + '; printf %s "$UV_DEFAULT_INDEX"'], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.stdout == "https://x.example/$(touch${IFS}mark)'\"; false" and not (tmp_path / "mark").exists()

@@ -27,6 +27,7 @@ from mrl.types import Verdict
 from tests import models
 from tests.stack.ahead.conftest import running
 from tests.stack.loop.conftest import CoinToss
+from tests.waiting import HANG_S
 
 
 def assert_prompts_in_order(run: Run[RolloutSupplier], num_steps: int) -> None:
@@ -49,7 +50,7 @@ def kept_updates(run: Run[RolloutSupplier]) -> list[Update]:
 
     def call_and_keep(verb, *arguments, **options):
         if verb is PolicyVerbs.train_step:
-            kept.append(policies.apply(batch_of, deadline_s=60.0)[0])
+            kept.append(policies.apply(batch_of, deadline_s=HANG_S)[0])
         return call(verb, *arguments, **options)
 
     setattr(policies, "call", call_and_keep)  # noqa: B010  a plain assignment is a type error
@@ -115,12 +116,12 @@ def test_an_engine_that_dies_while_the_policy_trains_is_replaced_by_the_refit(tm
     with running(tmp_path, "grpo.async_grpo.max_generation_failures=1") as (run, state):
         engines = run.supplier.session.engines
         train_step(run, state)
-        (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
+        (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=HANG_S)
         kill_during(run, PolicyVerbs.train_step, int(str(pid)))
         train_step(run, state)
         assert engines.book.num_restarts == 1 and not engines.book.lost
         # While the next step waits for its rollouts, another one dies.
-        (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
+        (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=HANG_S)
         os.kill(int(str(pid)), signal.SIGKILL)
         train_step(run, state)
         assert engines.book.num_restarts == 2 and state.metrics["train/max_trajectory_age"] <= 1
@@ -152,7 +153,7 @@ def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(t
             asked = [(-2, run.supplier.data.train[index])]
             wanted = dataclasses.replace(sampling, max_new_tokens=max_new_tokens, stop_token_ids=())
             source.ask(asked, wanted, num_generations=4, weight_version=state.weight_version)
-        (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=60.0)
+        (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=HANG_S)
         source.wait(lambda: run.supplier.session.rewards.num_undecided >= 4, on_progress=lambda: None)
         os.kill(int(str(pid)), signal.SIGKILL)
         with pytest.raises(DeadlineExceeded, match="turns wait for their environment"):

@@ -21,8 +21,9 @@ from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from mrl.types import RolloutRequest, SamplingParams
 from tests.stack.loop.conftest import SMALL, write_inputs
+from tests.waiting import HANG_S
 
-DEADLINE_S = 120.0
+DEADLINE_S = HANG_S
 
 
 def scale_weights(policy) -> None:

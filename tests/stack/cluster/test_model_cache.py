@@ -18,6 +18,7 @@ from mrl.cluster.policies import check_shared, repair_unless
 from mrl.cluster.runtime import ray_runtime
 from mrl.config.load import load_config
 from tests import models
+from tests.waiting import HANG_S
 
 
 class Node:
@@ -44,8 +45,8 @@ def nodes() -> Iterator[list]:
 def test_nodes_that_share_the_cache_pass_and_leave_nothing(nodes: list, tmp_path: Path):
     root = tmp_path / "cache"
     for node in nodes:
-        ray.get(node.move.remote(root, root), timeout=60)
-    check_shared(root, nodes, deadline_s=60)
+        ray.get(node.move.remote(root, root), timeout=HANG_S)
+    check_shared(root, nodes, deadline_s=HANG_S)
     assert [path for path in root.rglob("*") if path.is_file()] == []
 
 
@@ -54,9 +55,9 @@ def test_nodes_that_share_the_cache_pass_and_leave_nothing(nodes: list, tmp_path
 )
 def test_a_node_that_does_not_share_the_cache_is_named(nodes: list, tmp_path: Path, is_mirror: bool, reason: str):
     root = tmp_path / "cache"
-    ray.get([nodes[0].move.remote(root, root), nodes[1].move.remote(root, tmp_path / "other", is_mirror=is_mirror)], timeout=60)
+    ray.get([nodes[0].move.remote(root, root), nodes[1].move.remote(root, tmp_path / "other", is_mirror=is_mirror)], timeout=HANG_S)
     with pytest.raises(RuntimeError, match=f"{root}: this cache is not shared: {reason}.*set MRL_CACHE to a folder that all nodes share"):
-        check_shared(root, nodes, deadline_s=60, patience_s=0.5)
+        check_shared(root, nodes, deadline_s=HANG_S, patience_s=0.5)
 
 
 def test_a_damaged_entry_is_converted_again_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):

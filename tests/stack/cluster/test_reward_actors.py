@@ -24,6 +24,7 @@ from mrl.types import Prompt, Rollout, RolloutInfo
 from tests.rollouts import request
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL, write_inputs
+from tests.waiting import HANG_S
 
 NUM_ROLLOUTS = 24
 # Slow, and far within the deadline of one. Of an actor the only child has 12 of them.
@@ -83,13 +84,13 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
         rewards.wait_until_built()
         assert "Rewards, on 2 nodes: an actor a node; workers on a node of" in caplog.text and "slow 1" in caplog.text
-        before = rewards.apply(node_and_pid, deadline_s=60.0)
+        before = rewards.apply(node_and_pid, deadline_s=HANG_S)
         assert len({node for node, _ in before}) == 2
         infos, prompts, expected = batch(10)
         rewards.submit(infos, prompts)
         # Each has half of them, and has begun.
         assert [sum(info.request_id in mine for info in infos) for mine in rewards.book._unfinished] == [12, 12]
-        rewards.apply(node_and_pid, deadline_s=60.0)
+        rewards.apply(node_and_pid, deadline_s=HANG_S)
         os.kill(before[1][1], signal.SIGKILL)
         verdicts, seconds = rewards.collect(list(expected))
         assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
@@ -100,7 +101,7 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         assert 0 < metrics["rollout/reward_wait_s"] < metrics["rollout/reward_wait_max_s"]
         assert (metrics["rollout/reward_queue_max"], metrics["rollout/reward_restarts"]) == (12, 1)
 
-        after = rewards.apply(node_and_pid, deadline_s=60.0)
+        after = rewards.apply(node_and_pid, deadline_s=HANG_S)
         assert [node for node, _ in after] == [node for node, _ in before] and after[0] == before[0] and after[1] != before[1]
         # Warns whenever it looks, also beside the last verdict.
         rewards.deadline_s = 0.0

@@ -17,8 +17,9 @@ import torch
 
 from mrl.doctor.gpus import probe_cuda
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
-TIMEOUT_S = 120
+TIMEOUT_S = 3 * HANG_S
 Findings = dict[str, dict[str, str]]
 
 

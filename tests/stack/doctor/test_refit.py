@@ -23,8 +23,9 @@ from tests.rollouts import request
 from tests.sources import ROOT
 from tests.stack.loop.conftest import write_inputs
 from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
+from tests.waiting import HANG_S
 
-TIMEOUT_S = 240
+TIMEOUT_S = 3 * HANG_S
 WRONG_EVERYWHERE = """
 from conversion.families.common import Family
 

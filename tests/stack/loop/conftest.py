@@ -24,8 +24,9 @@ from mrl.store.run_folder import RunFolder
 from mrl.train import resume
 from mrl.types import RunState, Verdict
 from tests import models
+from tests.waiting import HANG_S
 
-DEADLINE_S = 120.0
+DEADLINE_S = HANG_S
 
 
 def write_inputs(folder: Path, *, num_rows: int = 64) -> list[str]:

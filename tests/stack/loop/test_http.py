@@ -19,10 +19,11 @@ from mrl.store.summary import Clock
 from mrl.train import train_step
 from mrl.types import RolloutGroup, Verdict
 from tests.stack.loop.conftest import CoinToss, LiveRun, live_run
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.long("async"), pytest.mark.timeout(600)]
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = HANG_S
 
 
 def ask(endpoints: Endpoints, base_url: str, prompt: str, seed: int) -> dict:

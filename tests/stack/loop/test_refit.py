@@ -22,6 +22,7 @@ from mrl.phases import PHASES, Phase
 from mrl.train import train_step
 from tests.schedules import without_box
 from tests.stack.loop.conftest import DEADLINE_S, LiveRun
+from tests.waiting import HANG_S
 
 
 def expect_refused(live: LiveRun, pattern: str) -> str:
@@ -198,7 +199,7 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
         env=os.environ | engine_environment(has_gpu=False),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
     (line,) = [line for line in answer.stdout.splitlines() if line.startswith("DIGEST ")]

@@ -18,8 +18,9 @@ from mrl.store.checkpoints import find_damage
 from tests.learn.quickstart import PREFIX
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL
+from tests.waiting import HANG_S
 
-TIMEOUT_S = 240
+TIMEOUT_S = 3 * HANG_S
 LAYOUT = [
     f"policy.megatron_cfg.{setting}"
     for setting in (

@@ -16,6 +16,7 @@ from conversion.families.registry import family
 from conversion.tensors import box_view
 from mrl.config.schema.megatron import MegatronConfig
 from tests.stack.ranks import Rank
+from tests.waiting import HANG_S
 
 
 def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[int]) -> np.ndarray:
@@ -29,7 +30,7 @@ def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[in
         rank=rank.rank,
         world_size=rank.world_size,
         meeting=parallel.Meeting(rank.master_address, rank.master_port),
-        timeout_s=60,
+        timeout_s=HANG_S,
         seed=1,
     )
     from megatron.core.models.gpt import GPTModel

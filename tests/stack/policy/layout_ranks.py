@@ -21,6 +21,7 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.data.packing import PackedRow, pack_routes, padded_length
 from tests import routes
 from tests.stack.ranks import Rank
+from tests.waiting import HANG_S
 
 
 def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **megatron: object) -> PolicyConfig:
@@ -242,7 +243,7 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):
         rank=rank.rank,
         world_size=rank.world_size,
         meeting=parallel.Meeting(rank.master_address, rank.master_port),
-        timeout_s=60,
+        timeout_s=HANG_S,
         seed=1,
     )
 

@@ -15,6 +15,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
 from tests.stack.policy.policy_ranks import optimizer_checksum, packed_rows, raw_checksums, set_batch
 from tests.stack.ranks import Rank
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from mrl.policy.policy import Policy
@@ -45,7 +46,7 @@ def open_models(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]]) -> I
                     rank=rank.rank,
                     world_size=rank.world_size,
                     meeting=Meeting(rank.master_address, rank.master_port),
-                    timeout_s=60,
+                    timeout_s=HANG_S,
                     model=name,
                 )
             )

@@ -21,6 +21,7 @@ from mrl.data.packing import PackedRow, RowSequence, pack_row, padded_length
 from mrl.data.planning import RowPlan, SequenceCost, batch_in_order, pack, repack
 from mrl.types import Rollout, RolloutRequest, SamplingParams, TokenSample
 from tests.stack.ranks import Rank
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import DistributedOptimizer
@@ -136,7 +137,7 @@ def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
         rank=rank.rank,
         world_size=rank.world_size,
         meeting=Meeting(rank.master_address, rank.master_port),
-        timeout_s=60,
+        timeout_s=HANG_S,
     )
     try:
         policy.load_hf(config.policy.model_name)
@@ -483,7 +484,7 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
         puller = Puller(lambda: live, schedule, 0, handles) if is_host else None
         train(policy, 2)
         with ThreadPoolExecutor(1) as pool:
-            pulling = pool.submit(puller.run, 1, timeout_s=60.0) if puller else None
+            pulling = pool.submit(puller.run, 1, timeout_s=HANG_S) if puller else None
             policy.refit(1, [0], 60.0)
         if puller and pulling:
             pulling.result()

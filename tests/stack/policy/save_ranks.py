@@ -14,12 +14,13 @@ import torch
 from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import main_shards, open_policy, raw_checksums, train
 from tests.stack.ranks import Rank
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from mrl.policy.policy import Policy
 
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = HANG_S
 
 
 def save(policy: Policy, weights_dir: Path) -> None:
@@ -38,7 +39,7 @@ def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Pa
     may_write, write = threading.Event(), CheckpointWrite._write
 
     def write_later(writing: CheckpointWrite) -> object:
-        assert may_write.wait(60)
+        assert may_write.wait(HANG_S)
         return write(writing)
 
     with open_policy(rank, config) as policy, pytest.MonkeyPatch.context() as patch:

@@ -20,6 +20,7 @@ from tests import models
 from tests.sources import ROOT
 from tests.stack.policy import conversion_ranks, policy_ranks, save_ranks
 from tests.stack.ranks import RankPool
+from tests.waiting import HANG_S
 
 LAYOUTS = ["tp2 sp dp2 ep2", "pp2 dp2 ep2"]
 DENSE, MOE = ("llama", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
@@ -111,7 +112,7 @@ def test_a_trained_checkpoint_goes_to_another_layout_without_a_changed_bit(ranks
 
 def test_the_command_ends_with_exit_code_2_and_one_message(tmp_path: Path):
     command = [sys.executable, "-m", "mrl.convert", "mcore-to-hf", "--mcore", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (ended.returncode, ended.stderr) == (2, "")
     (message,) = ended.stdout.splitlines()
     assert "is not a folder; name a step_N folder" in message

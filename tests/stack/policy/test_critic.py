@@ -102,7 +102,7 @@ def judge(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_critic_starts_with_the_head_of_its_folder(ranks: RankPool, folder: Path, judge: Path):
     config = ppo_config(folder, "tp2 sp dp2 ep2", "pp2 dp2 ep2", f"value.model_name={judge}", *OVERRIDES)
-    found = ranks.run(critic_ranks.steps, config, 1, world_size=4, timeout_s=240)[0]
+    found = ranks.run(critic_ranks.steps, config, 1, world_size=4)[0]
     model = value_model(load_file(judge / "model.safetensors")["score.weight"])
     for index, rollout, _, _ in rollouts():
         values = values_of(model, [*rollout.request.token_ids, *rollout.token_ids.tolist()])
@@ -150,7 +150,7 @@ def test_the_last_stage_of_a_critic_has_a_copy_of_tied_embeddings_that_learns_as
 
 def assert_steps_of_one_rank(ranks: RankPool, of_one_rank: Steps, config: RunConfig, num_ranks: int) -> None:
     """Losses, gradients, values and returns of steps in another layout are those of one rank."""
-    results = ranks.run(critic_ranks.steps, config, NUM_STEPS, world_size=num_ranks, timeout_s=240)
+    results = ranks.run(critic_ranks.steps, config, NUM_STEPS, world_size=num_ranks)
     found = results[0]
     assert all(result.critic == found.critic and result.policy == found.policy for result in results)
     for mine, wanted in ((found.critic, of_one_rank.critic), (found.policy, of_one_rank.policy)):
@@ -166,8 +166,8 @@ def assert_steps_of_one_rank(ranks: RankPool, of_one_rank: Steps, config: RunCon
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_bit_for_bit_while_the_critic_learns_alone(ranks: RankPool, folder: Path, tmp_path: Path):
     config = ppo_config(folder, "tp2 sp dp2 ep2", "pp2 dp2 ep2", *OVERRIDES)
-    before = ranks.run(critic_ranks.step_after_save, config, tmp_path, 2, world_size=4, timeout_s=240)
-    after = ranks.run(critic_ranks.step_after_load, config, tmp_path, world_size=4, timeout_s=240)
+    before = ranks.run(critic_ranks.step_after_save, config, tmp_path, 2, world_size=4)
+    after = ranks.run(critic_ranks.step_after_load, config, tmp_path, world_size=4)
     for first, again in zip(before, after, strict=True):
         assert first.critic == again.critic
         assert first.policy == again.policy

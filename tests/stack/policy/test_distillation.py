@@ -87,7 +87,7 @@ def test_a_teacher_says_what_transformers_says_and_steps_are_those_of_one_rank(r
     assert steps[0]["train/loss"] > 0 and steps[2]["train/loss"] < steps[0]["train/loss"]
     for layout, teacher_layout in (("tp2 sp dp2 ep2", "tp2 sp pp2"), ("cp2 dp2 ep2", "pp2 dp2")):
         config = run_configs(*folders, layout, teacher_layout, zero)
-        results = ranks.run(distillation_ranks.distilled, config, 3, world_size=policy_ranks.world_size(layout), timeout_s=200)
+        results = ranks.run(distillation_ranks.distilled, config, 3, world_size=policy_ranks.world_size(layout))
         check_equal(results, alone, ("train/loss", "train/kl_forward", "train/kl_reverse", "train/grad_norm"))
 
 
@@ -116,7 +116,7 @@ def test_several_teachers_judge_the_tokens_that_the_student_drew(ranks: RankPool
     assert 0.3 < np.mean(np.array(gaps) != 0.0) < 0.7
     places = {"math": (other, "tp2 sp pp2"), "code": (student, "cp2 dp2 ep2")}
     config = judging_config(student, places, "tp2 sp dp2 ep2", REWARD_WEIGHT)
-    results = ranks.run(distillation_ranks.distilled, config, 2, world_size=4, timeout_s=200)
+    results = ranks.run(distillation_ranks.distilled, config, 2, world_size=4)
     check_equal(results, alone, ("train/loss", "train/teacher_gap/mean", "train/advantages/min", "train/advantages/max", "train/grad_norm"))
 
 
@@ -125,10 +125,10 @@ def test_a_teacher_with_more_rows_of_the_embedding_chooses_among_the_students_to
     student = models.save_nemotron_h(tmp_path / "student", vocab_size=264)
     teacher = models.save_model(tmp_path / "teacher", "qwen3_moe", seed=3, vocab_size=330)
     top = run_configs(student, teacher, "tp2 sp dp2 ep2", "tp2 sp pp2")
-    results = ranks.run(distillation_ranks.distilled, top, 1, world_size=4, timeout_s=200)
+    results = ranks.run(distillation_ranks.distilled, top, 1, world_size=4)
     check_taught(results[0].taught, teacher, top.distillation.topk_logits_k, vocab_size=264)
     drawn = judging_config(student, {"math": (teacher, "tp2 sp dp2 ep2")}, "tp2 sp dp2 ep2", REWARD_WEIGHT)
-    results = ranks.run(distillation_ranks.distilled, drawn, 1, world_size=4, timeout_s=200)
+    results = ranks.run(distillation_ranks.distilled, drawn, 1, world_size=4)
     model = transformers_model(teacher)
     for index, rollout, _, _ in policy_ranks.rollouts():
         said = drawn_logprobs(model, rollout, vocab_size=264)

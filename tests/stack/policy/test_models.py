@@ -42,9 +42,9 @@ def test_models_that_take_turns_compute_what_each_computes_alone(ranks: RankPool
         ("teacher", config_of(folders, "gpt", "tp2 sp pp2", "teacher")),
         ("policy", config_of(folders, "gpt", "pp2 dp2")),
     ]
-    together = ranks.run(model_ranks.numbers_together, configs, NUM_STEPS, world_size=WORLD, timeout_s=240)
+    together = ranks.run(model_ranks.numbers_together, configs, NUM_STEPS, world_size=WORLD)
     for index, (name, config) in enumerate(configs):
-        alone = ranks.run(model_ranks.numbers_alone, name, config, NUM_STEPS, world_size=WORLD, timeout_s=120)
+        alone = ranks.run(model_ranks.numbers_alone, name, config, NUM_STEPS, world_size=WORLD)
         for rank in range(WORLD):
             check_equal(together[rank][index], alone[rank])
         assert any(numbers.logprobs for numbers in alone)

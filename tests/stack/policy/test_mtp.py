@@ -82,7 +82,7 @@ def test_steps_of_many_ranks_are_those_of_one(ranks: RankPool, folders: dict[boo
     assert ("train/mtp_grad_norm" in alone[0]) == case.detaches
     for layout, overrides in LAYOUTS[case].items():
         config = mtp_ranks.run_config(folder, layout, case, *overrides)
-        results = ranks.run(mtp_ranks.steps, config, 3, world_size=policy_ranks.world_size(layout), timeout_s=200)
+        results = ranks.run(mtp_ranks.steps, config, 3, world_size=policy_ranks.world_size(layout))
         for metrics, _ in results:
             assert metrics == results[0][0]
         for found, wanted in zip(results[0][0], alone, strict=True):

@@ -25,9 +25,9 @@ from mrl.refit.copies import converted
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.pull import Puller, VerifyReport
+from tests.waiting import HANG_S
 
-# Starts of processes on a busy machine take most of it.
-DEADLINE_S = 120
+DEADLINE_S = HANG_S
 SPAWN = multiprocessing.get_context("spawn")
 
 

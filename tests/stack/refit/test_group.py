@@ -14,6 +14,7 @@ from mrl.refit import RefitError
 from mrl.refit.group import GroupAddress, Incoming, Outgoing
 from tests.stack.refit import children
 from tests.stack.refit.children import Child, State
+from tests.waiting import HANG_S
 
 NUM_BYTES = 1 << 16
 
@@ -59,14 +60,14 @@ def send_what_cannot_be_packed(state: State) -> None:
 def test_a_participant_that_never_comes_ends_the_meeting_in_time(three):
     start = time.monotonic()
     with pytest.raises(RefitError, match="participant 0 of 3 could not join 'group' at 127.0.0.1:.* within 2 s"):
-        join(three[:2], timeout_s=2.0)
+        join(three[:2], timeout_s=HANG_S)
     with pytest.raises(RefitError, match="participant 1 of 3 could not join"):
         three[1].result()
     assert time.monotonic() - start < children.DEADLINE_S / 2
 
 
 def test_a_dead_receiver_keeps_nothing_from_the_living(three):
-    join(three, timeout_s=30.0)
+    join(three, timeout_s=HANG_S)
     three[1].stop()
     three[2].send(receive)
     with pytest.raises(RefitError, match=r"did not finish round 7 .*sending to ranks \[1, 2\]"):
@@ -75,6 +76,6 @@ def test_a_dead_receiver_keeps_nothing_from_the_living(three):
 
 
 def test_only_errors_of_the_transport_are_called_so(three):
-    join(three, timeout_s=30.0)
+    join(three, timeout_s=HANG_S)
     with pytest.raises(RuntimeError, match="^no memory$"):
         three[0].call(send_what_cannot_be_packed)

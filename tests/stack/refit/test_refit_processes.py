@@ -32,6 +32,7 @@ from tests.models import save_nemotron_h
 from tests.schedules import drop_copies
 from tests.stack.refit import children
 from tests.stack.refit.children import Child, call_all, fill
+from tests.waiting import HANG_S
 
 WORLD_SIZE = 4
 PARALLEL = MegatronParallel(tp=2, ep=2)
@@ -130,7 +131,7 @@ def processes() -> Iterator[tuple[list[Child], list[Child]]]:
     every = [Child() for _ in range(WORLD_SIZE + 4)]
     try:
         every[0].call(children.open_store)
-        join_world(every[:WORLD_SIZE], timeout_s=30.0)
+        join_world(every[:WORLD_SIZE], timeout_s=HANG_S)
         yield every[:WORLD_SIZE], every[WORLD_SIZE:]
     finally:
         for child in every:
@@ -174,7 +175,7 @@ def prepare(
     for target, worker in enumerate(workers):
         worker.call(children.build_engine, targets[target])
     if first_gpu >= WORLD_SIZE:
-        join_world([*trainers, *workers], timeout_s=30.0)
+        join_world([*trainers, *workers], timeout_s=HANG_S)
     handles = {rank: trainer.call(children.prepare_exchange, schedule) for rank, trainer in enumerate(trainers)}
     for gpu, worker in enumerate(workers, first_gpu):
         if gpu >= WORLD_SIZE:
@@ -351,12 +352,12 @@ def test_a_rank_or_worker_that_hangs_in_a_later_round_is_named_and_all_others_le
     refit = prepare(processes, models, tp=2, buffer_bytes=32 << 10)
     victim = getattr(refit, kind)[1]
     victim.call(signal_in, 1, signal.SIGSTOP)
-    refit.start(timeout_s=5.0)
+    refit.start(timeout_s=HANG_S)
     messages = errors_of([child for child in refit.trainers + refit.workers if child is not victim])
     assert any(reason in message for message in messages), messages
     os.kill(victim.pid, signal.SIGCONT)
     assert errors_of([victim])
-    join_world(refit.trainers, timeout_s=30.0, join=children.join_again)
+    join_world(refit.trainers, timeout_s=HANG_S, join=children.join_again)
     refit.refit()
     refit.assert_equals(models.checkpoints[0])
 
@@ -365,7 +366,7 @@ def test_after_a_death_the_others_leave_when_they_are_told_and_the_next_attempt_
     trainers, workers = [Child() for _ in range(WORLD_SIZE)], [Child() for _ in range(3)]
     try:
         trainers[0].call(children.open_store)
-        address = join_world(trainers, timeout_s=30.0)
+        address = join_world(trainers, timeout_s=HANG_S)
         refit = prepare((trainers, workers), models, tp=2, buffer_bytes=32 << 10)
         workers[1].call(children.signal_in_pull, 1, signal.SIGKILL)
         refit.start(timeout_s=600.0)
@@ -376,7 +377,7 @@ def test_after_a_death_the_others_leave_when_they_are_told_and_the_next_attempt_
         refit.workers[1] = workers[2]
         workers[2].call(children.build_engine, refit.targets[1])
         refit.prepare_pulls()
-        join_world(trainers, timeout_s=30.0, join=children.join_again)
+        join_world(trainers, timeout_s=HANG_S, join=children.join_again)
         refit.refit()
         refit.assert_equals(models.checkpoints[0])
     finally:
@@ -406,7 +407,7 @@ def test_an_absent_and_a_dead_trainer_rank_end_the_refit(models):
     trainers, worker = [Child() for _ in range(WORLD_SIZE)], Child()
     try:
         trainers[0].call(children.open_store)
-        join_world(trainers, timeout_s=30.0)
+        join_world(trainers, timeout_s=HANG_S)
         refit = prepare((trainers, [worker]), models)
         with pytest.raises(RefitError, match=r"did not finish round 0.*sending to ranks \[0\]"):
             call_all(trainers[1:], children.exchange_first, 1, 3.0)

@@ -19,12 +19,13 @@ from mrl.types import Rollout
 from tests.rollouts import StartEngine, differences, random_requests, request, run
 from tests.stack.loop.conftest import write_inputs
 from tests.stack.rollout.tool_tokenizer import save_tool_tokenizer
+from tests.waiting import HANG_S, SOON_S
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
 
 KEY = "the-key-of-this-run"
-TIMEOUT_S = 60.0
+TIMEOUT_S = HANG_S
 Answer = TypeVar("Answer")
 TOOL = {
     "type": "function",
@@ -249,7 +250,7 @@ def test_several_answers_and_models(engine: Engine, client: openai.OpenAI, folde
 
 def test_whoever_hangs_up_is_forgotten(engine: Engine, client: openai.OpenAI):
     with ThreadPoolExecutor(1) as thread:
-        hasty = client.with_options(timeout=0.3)
+        hasty = client.with_options(timeout=SOON_S)
         future = thread.submit(completion, hasty, [40] * 9, max_tokens=100)
         while not engine.callers.are_waiting:
             pass

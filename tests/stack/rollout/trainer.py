@@ -20,12 +20,13 @@ from mrl.config.schema.generation import Precision
 from mrl.policy.weights import Arena
 from mrl.refit.exchange import Exchange
 from mrl.refit.inputs import RefitInputs, WorkerRefit
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
 
 SINGLE = VllmParallel()
-TIMEOUT_S = 60.0
+TIMEOUT_S = HANG_S
 
 
 class Trainer:

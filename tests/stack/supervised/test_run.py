@@ -15,6 +15,7 @@ from mrl.recipes.tiny import split_additions, write_splits
 from mrl.store.checkpoints import find_damage
 from tests import models
 from tests.learn.quickstart import call
+from tests.waiting import HANG_S
 
 # Two ranks are enough to have data parallelism, and start in half the time.
 LAYOUT = ["cluster.cpu_units_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"]
@@ -28,7 +29,7 @@ def test_two_steps_of_dpo(tmp_path: Path):
     write_splits(split_additions(seed=0), prepared / "data")
     # A warmup begins with a step of learning rate 0.
     overrides = [*LAYOUT, *RUN, "policy.megatron_cfg.scheduler.lr_warmup_iters=0"]
-    printed = call(tmp_path, "-m", "mrl.train", "dpo_tiny.yaml", *overrides, timeout_s=240)
+    printed = call(tmp_path, "-m", "mrl.train", "dpo_tiny.yaml", *overrides, timeout_s=HANG_S)
     run = tmp_path / "results" / "dpo_tiny"
     first, *steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     # Before the first update the policy is the reference: both answers are as likely to win.
@@ -55,7 +56,7 @@ def test_damaged_checkpoints_are_passed_over_and_the_steps_after_the_whole_one_r
     tokenizer.save(model, model_max_length=1280)
     write_splits(split_additions(seed=0), prepared / "data")
     command = ["-m", "mrl.train", "sft_tiny.yaml", *LAYOUT, "sft.max_num_steps=3", "sft.val_at_start=false", "checkpointing.save_period=1"]
-    call(tmp_path, *command, timeout_s=240)
+    call(tmp_path, *command, timeout_s=HANG_S)
     run = tmp_path / "results" / "sft_tiny"
     before = losses(run)
     assert [step for step, _ in before] == [1, 2, 3]
@@ -65,7 +66,7 @@ def test_damaged_checkpoints_are_passed_over_and_the_steps_after_the_whole_one_r
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
-    printed = call(tmp_path, *command, timeout_s=240)
+    printed = call(tmp_path, *command, timeout_s=HANG_S)
     for step, rank in ((3, 0), (2, 1)):
         assert re.search(rf"passing over \S+/step_{step}: \S+/__{rank}_0\.distcp does not have the manifest's sha256", printed)
     assert re.search(r"Resuming from \S+/step_1 \(step 1 of 3\)", printed)

@@ -14,6 +14,7 @@ from mrl.cluster.environment import FULL_FLOAT32, engine_variables, policy_varia
 from mrl.config.fields import Precision
 from mrl.config.schema.run import ClusterConfig, RunConfig
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -83,7 +84,7 @@ def test_triton_makes_three_products_of_one_in_float32():
     def count(variables: dict[str, str]) -> list[int]:
         shell = {name: value for name, value in os.environ.items() if name not in FULL_FLOAT32}
         command = [sys.executable, "-m", "tests.unit.cluster.dot_compile"]
-        done = subprocess.run(command, cwd=ROOT, env=shell | variables, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=ROOT, env=shell | variables, capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stderr
         return [int(line) for line in done.stdout.split()]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mrl.cluster.hosts import GIB, HostSampler, sample_until
+from tests.waiting import HANG_S
 
 
 def test_memory_is_what_the_kernel_says():
@@ -26,7 +27,7 @@ def test_the_memory_of_children_counts():
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         assert sampler.sample()["rss_gb"] - before > 0.9 * (200 << 20) / GIB
     finally:
-        child.communicate(timeout=10)
+        child.communicate(timeout=HANG_S)
 
 
 def test_processors_at_work_show():

@@ -16,6 +16,7 @@ from mrl.config.secrets import STORY, SecretsFormatter, redact, redact_text, run
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 
 def test_the_saved_config_loads_and_is_the_same(tmp_path: Path):
@@ -198,7 +199,7 @@ sys.exit(run_entry(main))
 @pytest.mark.parametrize("style", ["text", "json"])
 def test_the_reason_of_death_is_the_last_line_of_the_log(style: str):
     command = [sys.executable, "-c", DYING, style]
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG_S)
     lines = ended.stdout.splitlines()
     if style == "json":
         rows = [json.loads(line) for line in lines]

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext
@@ -23,8 +22,7 @@ from conversion.convert import convert_hf_to_mcore
 from conversion.families.registry import family
 from conversion.files.manifest import FinishedFiles, HashedFile
 from tests.unit.conversion.dense import TINY
-
-TIMEOUT_S = 30.0
+from tests.waiting import wait_until
 
 
 def save_model(folder: Path, *, seed: int = 0, **overrides: object) -> Path:
@@ -53,9 +51,7 @@ def fill(hf: Path, root: Path, log: Path, *, num_builders: int = 1) -> str:
     def build(out: Path) -> None:
         with log.open("a") as file:
             file.write(f"{os.getpid()}\n")
-        end = time.monotonic() + TIMEOUT_S
-        while len(log.read_text().splitlines()) < num_builders and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: len(log.read_text().splitlines()) >= num_builders, f"{num_builders} builders")
         convert_hf_to_mcore(hf, out)
 
     return str(cache.cached_mcore(hf, root, build=build))

@@ -21,6 +21,7 @@ from conversion.files import reading
 from conversion.files.manifest import file_faults
 from conversion.files.owners import owned, owned_name, removal_name
 from tests.unit.conversion.cached_models import fill_until, light_processes, save_model
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +224,7 @@ def test_a_model_that_changes_while_it_is_converted_is_refused(root: Path, tmp_p
 def test_an_interrupted_conversion_continues(hf: Path, root: Path, error: BaseException):
     child = light_processes().Process(target=fill_until, args=(hf, root, error))
     child.start()
-    child.join(timeout=60)
+    child.join(timeout=HANG_S)
     assert child.exitcode == 0 and os.listdir(root / "entries") == os.listdir(root / "leases") == []
     check_entry(cached_mcore(hf, root, build=never))
     assert os.listdir(root / "building") == []
@@ -271,7 +272,7 @@ def test_a_builder_at_work_is_waited_for(hf: Path, root: Path):
     assert waiter.is_alive()
     built = cached_mcore(hf, root.with_name("elsewhere"))
     built.parent.rename(other.parent.parent / "entries" / built.parent.name)
-    waiter.join(timeout=30)
+    waiter.join(timeout=HANG_S)
     assert found == [root / "entries" / built.parent.name / "mcore"]
     assert other.exists(), "somebody else's, and alive"
 

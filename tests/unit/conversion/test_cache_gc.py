@@ -18,6 +18,7 @@ from conversion.cache import DAY_S, MARKER, cache_items, cached_mcore, check_ent
 from conversion.convert import convert_hf_to_mcore
 from conversion.files.owners import ABANDONED_S, owned, owned_name
 from tests.unit.conversion.cached_models import save_model
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def names(root: Path) -> list[str]:
 
 def name_of_the_dead(what: str) -> str:
     code = f"from conversion.files.owners import owned_name; print(owned_name({what!r}))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S).stdout.strip()
 
 
 def test_items_tell_model_size_and_use(root: Path):

@@ -13,10 +13,10 @@ import pytest
 
 from conversion.cache import check_entry
 from tests.unit.conversion.cached_models import fill, fill_and_die, fill_in_files, fill_unseeing, fill_up_to, light_processes, save_model
+from tests.waiting import HANG_S
 
 NUM_PROCESSES = 8
 NUM_KILLS = 40
-TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_of_many_at_once_all_get_one_result(hf: Path, tmp_path: Path, function: 
     root, log = tmp_path / "cache", tmp_path / "log"
     with light_processes().Pool(NUM_PROCESSES) as pool:
         pending = [pool.apply_async(function, (hf, root, log)) for _ in range(NUM_PROCESSES)]
-        found = {result.get(timeout=TIMEOUT_S) for result in pending}
+        found = {result.get(timeout=HANG_S) for result in pending}
     (entry,) = (root / "entries").iterdir()
     assert found == {str(entry / "mcore")}
     check_entry(entry / "mcore")
@@ -76,6 +76,6 @@ def run(function: Callable[..., None], *arguments: object) -> bool:
     """Whether a process that fills the cache was killed by itself."""
     process = light_processes().Process(target=function, args=arguments)
     process.start()
-    process.join(timeout=TIMEOUT_S)
+    process.join(timeout=HANG_S)
     assert process.exitcode in (0, -signal.SIGKILL)
     return process.exitcode != 0

@@ -13,6 +13,7 @@ import torch
 from conversion import tensors
 from conversion.boxes import lengths
 from conversion.tensors import StoredTensor, blocks, box_view, byte_view, dtype_name, read_ahead, read_stored, torch_dtype, transformed
+from tests.waiting import HANG_S
 
 
 def test_a_box_is_a_view():
@@ -79,7 +80,7 @@ def test_a_tensor_stays_while_the_next_one_is_read():
         is_filled[index].set()
 
     for index, tensor in enumerate(read_ahead(range(4), lambda index: ((4 - index, 2), torch.float32), fill)):
-        assert index == 3 or is_filled[index + 1].wait(60)
+        assert index == 3 or is_filled[index + 1].wait(HANG_S)
         assert tensor.tolist() == [[index, index]] * (4 - index)
         # torch.save writes whole storages.
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

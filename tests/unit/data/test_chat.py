@@ -25,6 +25,7 @@ from mrl.data.chat import (
 from mrl.data.rows import Message, RowError
 from mrl.recipes.tokenizer import byte_tokenizer
 from tests.unit.data.test_rows import dataset
+from tests.waiting import HANG_S
 
 
 def ask(question: str, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat, tools: list[Message] | None = None) -> tuple[int, ...]:
@@ -194,5 +195,5 @@ def test_a_plain_tokenizer_is_the_one_that_transformers_chooses_and_needs_no_tor
     kept = [{key: value for key, value in tokenizer.init_kwargs.items() if key != "_from_auto"} for tokenizer in (ours, theirs)]
     assert kept[0] == kept[1] and ours.special_tokens_map == theirs.special_tokens_map
     script = "import sys; from mrl.data.chat import load_tokenizer; load_tokenizer(sys.argv[1]); print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert found.stdout == "False\n"

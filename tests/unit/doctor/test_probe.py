@@ -19,6 +19,7 @@ from mrl.doctor import probe
 from mrl.doctor.probe import Apex
 from mrl.doctor.software import is_in_range, read_wanted, split_requirement
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 
 def test_the_facts_of_this_host(tmp_path: Path):
@@ -154,7 +155,7 @@ print(sorted({"torch", "ray", "vllm", "omegaconf", "yaml"} & sys.modules.keys())
 
 def test_without_a_config_no_library_is_imported():
     # So that none that is broken can keep the doctor from saying so.
-    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment())
+    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, env=environment())
     assert done.stdout.splitlines()[-1] == "[]" and done.stderr == ""
 
 
@@ -166,7 +167,7 @@ def test_without_any_library_the_doctor_says_what_is_missing():
         # -S leaves site-packages out.
         command = [sys.executable, "-S", "-m", "mrl.doctor", *arguments]
         variables = environment() | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=variables)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, env=variables)
         assert done.returncode == 1 and found in done.stdout, done.stdout + done.stderr
 
 

@@ -17,6 +17,7 @@ from mrl.envs import pool as pool_module
 from mrl.envs.pool import Feed, RewardPool
 from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
+from tests.waiting import HANG_S
 
 HOSTILE = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"}, allowances=("processes",))
 ROOT = Path(__file__).resolve().parents[3]
@@ -229,7 +230,7 @@ def test_children_die_with_their_parent():
     orphans = children(parent.pid)
     assert len(orphans) == 2
     parent.kill()
-    parent.wait(10)
+    parent.wait(HANG_S)
     while any(is_alive(pid) for pid in orphans) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(is_alive(pid) for pid in orphans)
@@ -238,7 +239,7 @@ def test_children_die_with_their_parent():
 def test_a_child_is_small():
     heavy = {"torch", "ray", "vllm", "transformers", "pydantic", "mrl.config.schema"}
     code = f"import sys, mrl.envs.child, mrl.envs.math_value, mrl.envs.own; print(*sorted({heavy} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.strip() == ""
 
 

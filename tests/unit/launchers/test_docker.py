@@ -11,6 +11,7 @@ import pytest
 
 from mrl.launch import main
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 FOLDER = ROOT / "scripts" / "docker"
 FILES = [FOLDER / "Dockerfile", FOLDER / "Dockerfile.cpu"]
@@ -37,7 +38,7 @@ def test_every_step_is_one_to_docker_and_to_bash(path: Path):
     for name, words in steps:
         if name == "RUN":
             script = re.sub(r"--mount=\S+ ", "", words)
-            assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=30).stderr == ""
+            assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=HANG_S).stderr == ""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.sources import ROOT
 from tests.unit.launchers.test_docker import FILES
+from tests.waiting import HANG_S
 
 SCRIPT = ROOT / "scripts" / "install_gpu.sh"
 PINS = ROOT / "constraints-gpu.txt"
@@ -56,7 +57,7 @@ def host(tmp_path: Path) -> dict[str, str]:
 
 
 def install(host: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", SCRIPT, *words], env=host, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", SCRIPT, *words], env=host, capture_output=True, text=True, timeout=HANG_S)
 
 
 def pip_calls(host: dict[str, str]) -> list[str]:

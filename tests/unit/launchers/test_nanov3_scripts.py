@@ -21,6 +21,7 @@ from conversion.families.registry import family
 from conversion.files.hf_folder import INDEX_FILE
 from tests.sources import ROOT
 from tests.unit.conversion.families.test_nemotron_h import NANO_30B
+from tests.waiting import HANG_S
 
 CONFIG = NANO_30B | {"max_position_embeddings": 262144}
 SCRIPTS = ROOT / "scripts"
@@ -90,7 +91,7 @@ def add_program(folder: Path, name: str, more: str = "") -> None:
 
 def call(script: str, variables: dict[str, str], *words: str, folder: Path = Path("/tmp")) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPTS / script), *words]
-    return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
 
 
 def record(site: dict[str, str], program: str) -> tuple[list[str], dict[str, str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 NODE = {"NODE_RANK": "0", "NUM_NODES": "2", "GPUS_PER_NODE": "8", "HEAD_HOST": "run-0.run", "COMMAND": "true"}
 LEPTON = {
@@ -40,6 +41,6 @@ def test_a_node_that_lacks_something_says_what(tmp_path: Path, variables: dict[s
     smi.write_text("#!/bin/sh\nseq -f 'GPU %g: NVIDIA H200' 0 6\n")
     smi.chmod(0o755)
     command = ["bash", str(ROOT / "scripts" / "ray_node.sh")]
-    done = subprocess.run(command, env={"PATH": f"{tmp_path}:{os.defpath}"} | variables, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env={"PATH": f"{tmp_path}:{os.defpath}"} | variables, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 1
     assert f"ERROR: {message}" in done.stdout + done.stderr

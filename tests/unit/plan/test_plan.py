@@ -30,6 +30,7 @@ from mrl.store.run_folder import RunFolder
 from mrl.view.page import read_page
 from mrl.view.run_data import run_data
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 MODELS = {"nano": "nemotron3_nano_30b_a3b", "qwen": "qwen3_30b_a3b"}
 H100 = GPUS["h100-80g"]
@@ -260,7 +261,7 @@ def test_the_published_step_of_nemo_rl_lies_inside_the_range(folders: dict[str, 
 
 def test_a_plan_imports_no_heavy_library():
     code = "import sys, mrl.plan.__main__; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 

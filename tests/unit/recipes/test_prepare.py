@@ -13,6 +13,7 @@ import pytest
 from mrl import prepare
 from mrl.recipes import tiny
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -86,4 +87,4 @@ def test_finding_it_there_imports_nothing_heavy(tmp_path: Path):
     code = (
         f"import sys; from mrl.prepare import main; main(['tiny', '--out', {str(tmp_path / 'tiny')!r}]); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=HANG_S)

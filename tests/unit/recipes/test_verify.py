@@ -19,6 +19,7 @@ from conversion.files.hf_folder import INDEX_FILE
 from mrl import prepare
 from tests.sources import ROOT
 from tests.unit.conversion.hf_folders import tiny_config
+from tests.waiting import HANG_S
 
 NUM_FILES = 13
 
@@ -62,7 +63,7 @@ def test_whole_downloads_pass_with_no_library_installed(model: Path, data: Path,
     # -S: no site-packages, as on a login node.
     words = ["-S", "-m", "mrl.prepare", "verify", "--model", model, "--data", data, "--disk", tmp_path / "later", "--min-free-gb", "0.001"]
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=60, env={"PATH": os.defpath}
+        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, env={"PATH": os.defpath}
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{NUM_FILES} of {NUM_FILES} safetensors files" in done.stdout

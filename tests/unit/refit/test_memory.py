@@ -16,6 +16,7 @@ from conversion.boxes import align
 from mrl.env import with_expandable_segments
 from mrl.refit import RefitError
 from mrl.refit.memory import MappedMemory, SharedMemory
+from tests.waiting import HANG_S
 
 CPU = torch.device("cpu")
 SPAWN = multiprocessing.get_context("spawn")
@@ -26,7 +27,7 @@ def own(connection: Connection) -> None:
     memory = SharedMemory(1000, "test", CPU)
     memory.tensor.copy_(torch.arange(1000) % 251)
     connection.send(memory.handle())
-    while connection.poll(60) and connection.recv() == "bump":
+    while connection.poll(HANG_S) and connection.recv() == "bump":
         memory.bump_epoch()
         connection.send(memory.handle())
 
@@ -36,10 +37,10 @@ def owner():
     mine, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=own, args=(theirs,), daemon=True)
     process.start()
-    assert mine.poll(60)
+    assert mine.poll(HANG_S)
     yield process, mine, mine.recv()
     process.kill()
-    process.join(10)
+    process.join(HANG_S)
 
 
 def test_another_process_maps_the_bytes_and_its_epochs(owner):
@@ -49,7 +50,7 @@ def test_another_process_maps_the_bytes_and_its_epochs(owner):
     assert mapped.tensor.data_ptr() % 64 == 0
 
     connection.send("bump")
-    assert connection.poll(60)
+    assert connection.poll(HANG_S)
     new_handle = connection.recv()
     with pytest.raises(RefitError, match="stale handle.*is at epoch 2, the handle is of epoch 1"):
         mapped.check()
@@ -58,7 +59,7 @@ def test_another_process_maps_the_bytes_and_its_epochs(owner):
     MappedMemory(new_handle).check()
 
     process.kill()
-    process.join(10)
+    process.join(HANG_S)
     with pytest.raises(RefitError, match="owner.*gone"):
         MappedMemory(new_handle)
 
@@ -67,7 +68,7 @@ def test_a_mapping_notices_that_its_owner_died(owner):
     process, _, handle = owner
     mapped = MappedMemory(handle)
     process.kill()
-    process.join(10)
+    process.join(HANG_S)
     with pytest.raises(RefitError, match="owner.*gone"):
         mapped.check()
     # The bytes stay readable, so that a copy in flight cannot crash.

@@ -20,6 +20,7 @@ from mrl.refit.checksum import check_unchanged, digest
 from mrl.refit.exchange import Exchange
 from mrl.refit.pull import Puller
 from tests.schedules import drop_copies
+from tests.waiting import HANG_S
 
 W, STACK, DECAY, GATE = Slot("w"), Slot("experts"), Slot("A"), Slot("gate")
 SOURCE = {
@@ -83,8 +84,8 @@ def gpu() -> OneGpu:
 def refit(gpu: OneGpu, puller: Puller) -> None:
     assert gpu.schedule.num_rounds <= NUM_BUFFERS
     gpu.attempt += 1
-    gpu.exchange.run(gpu.attempt, [0], timeout_s=1.0)
-    puller.run(gpu.attempt, timeout_s=1.0)
+    gpu.exchange.run(gpu.attempt, [0], timeout_s=HANG_S)
+    puller.run(gpu.attempt, timeout_s=HANG_S)
 
 
 def test_every_live_byte_is_written_and_verified(gpu):

@@ -24,6 +24,7 @@ from mrl.store.loggers.group import NEMO_RL_NAMES, Loggers, check_loggers, nemo_
 from mrl.store.loggers.sink import SINKS, LoggedRun, Sample, command_has_secret, flat
 from mrl.store.loggers.thread import MAX_RECORDS, THREAD_PREFIX
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 EVERY = LoggerConfig(wandb_enabled=True, swanlab_enabled=True, tensorboard_enabled=True, mlflow_enabled=True, prometheus_port=9400)
 
@@ -157,7 +158,7 @@ def test_a_logger_that_hangs_costs_its_records_and_no_time(
     released.set()
     for left in threading.enumerate():
         if left.name.startswith(THREAD_PREFIX):
-            left.join(30)
+            left.join(HANG_S)
     assert caplog.text.count("TensorBoard fails, and the run goes on without it: it does not keep up") == 1
 
 
@@ -221,7 +222,7 @@ exit_with(main)
 @pytest.mark.parametrize(("arguments", "code", "error"), [([], 75, ""), (["fail"], 1, "OSError: no space")])
 def test_a_process_ends_while_a_logger_hangs(tmp_path: Path, arguments: list[str], code: int, error: str):
     command = [sys.executable, "-c", HANGING, str(tmp_path), *arguments]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (ended.returncode, ended.stdout) == (code, "the last line\n") and error in ended.stderr
 
 
@@ -233,7 +234,7 @@ def test_a_full_disk_takes_the_log_and_not_the_run():
         "exit_with(main)"
     )
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, timeout=60)
+        ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, timeout=HANG_S)
     assert ended.returncode == 75
 
 
@@ -269,7 +270,7 @@ def test_prometheus_reads_the_latest_metrics_from_this_host_alone(tmp_path: Path
 def scrape(port: int) -> dict[str, float]:
     """The samples of the page, as Prometheus' own parser reads them; empty if nobody listens."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as answer:
             text = answer.read().decode()
     except OSError:
         return {}

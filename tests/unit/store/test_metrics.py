@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from mrl.store.run_folder import JsonlLogger, drop_later_steps, last_step_in
+from tests.waiting import HANG_S
 
 
 def test_one_object_a_step_and_no_nan_in_json(tmp_path: Path):
@@ -52,6 +53,6 @@ def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path: Path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
         "sink.log({'a': 4.0}, 4)\n"
     )
-    ended = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True, timeout=HANG_S)
     assert ended.stdout == "full\nfull\n", ended.stderr
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": step, "a": float(step)} for step in (1, 2, 3, 4)]

@@ -12,6 +12,7 @@ from mrl.store.checkpoints import CheckpointStore
 from mrl.store.ledger import Ledger
 from mrl.store.ownership import FolderLost, Ownership
 from mrl.types import RunState
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_an_owner_elsewhere_that_shows_life_keeps_the_folder(file: Path):
             Ownership(file).take()
     finally:
         is_over.set()
-        thread.join(5)
+        thread.join(HANG_S)
     assert json.loads(file.read_text())["process"]["host"] == "far"
 
 

@@ -19,6 +19,7 @@ from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from mrl.view.page import read_page
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 
 def config(folder: Path) -> RunConfig:
@@ -50,7 +51,7 @@ def test_a_folder_has_one_owner_at_a_time(tmp_path: Path):
             RunFolder(config(tmp_path)).open()
     finally:
         other.kill()
-        other.wait(timeout=10)
+        other.wait(timeout=HANG_S)
     RunFolder(config(tmp_path)).open()
 
 
@@ -128,7 +129,7 @@ def test_a_step_does_not_wait_until_its_texts_are_written(tmp_path: Path, monkey
     written: list[int] = []
 
     def write(folder: Path, step: int, *_: object) -> None:
-        assert may_write.wait(60)
+        assert may_write.wait(HANG_S)
         written.append(step)
 
     monkeypatch.setattr("mrl.store.run_folder.write_step_data", write)
@@ -179,7 +180,7 @@ with folder:
 
 def test_a_full_disk_costs_texts_and_nothing_that_a_resume_needs(tmp_path: Path):
     """Python ignores SIGXFSZ, so that a write beyond the limit fails as on a full disk."""
-    ended = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert ended.returncode == 0, ended.stderr
     said = [line.split(" cannot be written")[0].removeprefix(f"{tmp_path}/run/") for line in ended.stdout.splitlines()]
     texts, spans = "the files *_data_stepN.jsonl.gz", "logs/exp_001/actors/driver.trace.json"

@@ -12,6 +12,7 @@ import pytest
 from mrl.view.__main__ import Runs, main, server_of
 from mrl.view.page import read_page
 from tests.unit.view.runs import make_run, row, write_metrics
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 def get(address: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(address, timeout=20) as answer:
+        with urllib.request.urlopen(address, timeout=HANG_S) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, b""

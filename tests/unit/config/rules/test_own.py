@@ -12,6 +12,7 @@ import pytest
 
 from tests.sources import ROOT
 from tests.unit.config.problems import problems_of
+from tests.waiting import HANG_S
 
 MODULE = """
 from mrl.api import Sink
@@ -87,5 +88,5 @@ def test_a_console_script_finds_modules_of_the_working_directory(tmp_path: Path)
     (tmp_path / "bin" / "script.py").write_text("from mrl.config.own import find; print(find('of_this_folder:f').__name__)")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "bin/script.py"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert result.stdout == "f\n", result.stderr

@@ -17,6 +17,7 @@ import pytest
 from conversion.files import owners
 from conversion.files.owners import ABANDONED_S, heartbeat, is_alive, owned, owned_name, owner_of, this_process
 from tests.unit.conversion.cached_models import light_processes
+from tests.waiting import HANG_S
 
 
 def test_a_name_tells_its_owner_and_no_other_name_does():
@@ -109,7 +110,7 @@ def test_the_heart_beats_on_while_the_file_server_is_away(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "utime", utime)
     with heartbeat(tmp_path):
-        assert all(beats.acquire(timeout=10) for _ in range(3))
+        assert all(beats.acquire(timeout=HANG_S) for _ in range(3))
 
 
 def test_a_forked_child_is_an_owner_of_its_own():
