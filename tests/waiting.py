@@ -13,7 +13,7 @@ from collections.abc import Callable
 PATIENCE = float(os.environ.get("MRL_TEST_PATIENCE", "1"))
 HANG_S = 300.0 * PATIENCE
 """Limit of a wait that ends by itself on a sound host, however slow; a test that reaches it hangs."""
-SOON_S = 0.5
+SOON_S = 0.2
 """Deadline that passes, because whoever has it does or awaits what never ends. Never for work that must make it."""
 NUM_TRIES = 5
 

@@ -14,12 +14,12 @@ def score(prompt, response, reference_answer):
     match text:
         case "hang":
             while True:
-                time.sleep(60)
+                time.sleep(6000)
         case "spin":
             while True:
                 pass
         case "nap":
-            time.sleep(0.5)
+            time.sleep(0.05)
         case "exit":
             os._exit(7)
         case "sys.exit":
@@ -42,17 +42,17 @@ def score(prompt, response, reference_answer):
             write_everywhere(b"\x00\x00\x00\x04junk")
         case "huge":
             write_everywhere(b"\xff" * 64)
-            time.sleep(60)
+            time.sleep(6000)
         case "no JSON" | "no object" | "no text":
             write_everywhere(
                 {"no JSON": b"\x00\x00\x00\x04junk", "no object": b"\x00\x00\x00\x02[]", "no text": b"\x00\x00\x00\x01\xff"}[text]
             )
-            time.sleep(60)
+            time.sleep(6000)
         case "forged reward" | "forged observation":
             forged = {"reward": 1.0, "components": {}, "extracted": "", "flags": [], "observation": []}
             body = json.dumps(forged | ({"reward": 10**400} if text == "forged reward" else {"observation": [7]})).encode()
             write_everywhere(len(body).to_bytes(4) + body)
-            time.sleep(60)
+            time.sleep(6000)
         case "nan":
             return float("nan")
         case "inf":
@@ -77,9 +77,9 @@ def score(prompt, response, reference_answer):
             return {"reward": 1.0, "observation": 7}
         case "fork":
             if os.fork() == 0:
-                time.sleep(300)
+                time.sleep(6000)
             while True:
-                time.sleep(60)
+                time.sleep(6000)
         case "null pointer":
             ctypes.string_at(0)
     return {"reward": 1.0 if text == expected else 0.0, "extracted": text}

@@ -2,20 +2,22 @@
 import json
 import random
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mrl.envs import code
 from mrl.envs.code import last_code_block, same_output, score
 from mrl.envs.task import Outcome, Task
+from tests.waiting import HANG_S, SOON_S, growth
 
 ADD = {"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34"]}
 CALL = {"inputs": ["[1, 2]\n3", "[]\n4"], "outputs": ["[4, 5]", "[]"], "fn_name": "shift"}
 
 
-def judge(program: str, tests: Mapping[str, object] = ADD, *, test_timeout_s: float = 5.0, timeout_s: float = 20.0) -> Outcome:
+def judge(program: str, tests: Mapping[str, object] = ADD, *, test_timeout_s: float = HANG_S, timeout_s: float = HANG_S) -> Outcome:
     row = json.dumps({"verifier_metadata": {"unit_tests": tests}})
     return score(Task((f"Here:\n```python\n{program}\n```\n",), row=row), test_timeout_s=test_timeout_s, timeout_s=timeout_s)
 
@@ -69,9 +71,9 @@ def test_programs_that_fail_say_why(program: str, reason: str):
     assert outcome.reward == 0.0 and reason in outcome.extracted
 
 
-@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(6000)"])
 def test_programs_that_hang_have_failed(program: str):
-    assert judge(program, test_timeout_s=0.3).extracted == "test 1 of 2: no answer within 0.3 s"
+    assert judge(program, test_timeout_s=SOON_S).extracted == f"test 1 of 2: no answer within {SOON_S:.3g} s"
 
 
 @pytest.mark.parametrize(
@@ -89,11 +91,17 @@ def test_functions_that_fail_say_why(program: str, reason: str):
     assert outcome.reward == 0.0 and reason in outcome.extracted
 
 
-def test_all_tests_of_a_program_share_a_limit():
-    tests = {"inputs": [""] * 50, "outputs": ["x"] * 50}
-    started = time.monotonic()
-    outcome = judge("import time; time.sleep(0.3); print('x')", tests, timeout_s=1.0)
-    assert outcome.reward == 0.0 and time.monotonic() - started < 10.0
+def test_all_tests_of_a_program_share_a_limit(monkeypatch: pytest.MonkeyPatch):
+    now, limits_s = [100.0], list[float]()
+
+    def pass_in_4_s(program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool) -> None:
+        limits_s.append(seconds)
+        now[0] += 4.0
+
+    monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(code, "run_test", pass_in_4_s)
+    outcome = judge("pass", {"inputs": [""] * 50, "outputs": ["x"] * 50}, test_timeout_s=5.0, timeout_s=12.0)
+    assert limits_s == [5.0, 5.0, 4.0] and outcome == Outcome(0.0, extracted="test 4 of 50: no time left")
 
 
 def test_nothing_of_the_parent_reaches_a_program(monkeypatch: pytest.MonkeyPatch):
@@ -108,7 +116,7 @@ def test_the_last_block_counts():
     text = "```py\na\n```\nthen\n```\nb\n```\nand ```c``` inline"
     assert last_code_block(text) == "b\n"
     assert last_code_block("print(1)") is None
-    assert score(Task(("none",), row=json.dumps({"unit_tests": ADD})), test_timeout_s=1, timeout_s=1).extracted == "no code block"
+    assert score(Task(("none",), row=json.dumps({"unit_tests": ADD})), test_timeout_s=HANG_S, timeout_s=HANG_S).extracted == "no code block"
 
 
 def test_blocks_are_those_of_a_regular_expression():
@@ -123,9 +131,7 @@ def test_blocks_are_those_of_a_regular_expression():
 
 
 def test_blocks_are_found_in_time_that_grows_with_the_text():
-    started = time.process_time()
-    last_code_block("```py\n" * 300_000 + "`" * 1_000_000)
-    assert time.process_time() - started < 5
+    assert growth(lambda num: last_code_block("```py\n" * num + "`" * 3 * num), 75_000) < 8
 
 
 @pytest.mark.parametrize(
@@ -151,4 +157,4 @@ def test_outputs(printed: str, expected: str, is_same: bool):
 )
 def test_a_row_without_tests_is_an_error(tests: object):
     with pytest.raises(ValueError):
-        score(Task(("```\n1\n```",), row=json.dumps({"unit_tests": tests})), test_timeout_s=1, timeout_s=1)
+        score(Task(("```\n1\n```",), row=json.dumps({"unit_tests": tests})), test_timeout_s=HANG_S, timeout_s=HANG_S)

@@ -2,6 +2,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ from mrl.envs import pool as pool_module
 from mrl.envs.pool import Feed, RewardPool
 from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
-from tests.waiting import HANG_S
+from tests.unit.envs.deadlines import culprits_miss_theirs
+from tests.waiting import HANG_S, SOON_S, wait_until
 
 HOSTILE = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"}, allowances=("processes",))
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,8 +31,9 @@ def tasks(pairs: Sequence[tuple[str, str]]) -> list[Task]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=2.0), memory_bytes=1 << 28) as pool:
-        yield pool
+    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S), memory_bytes=1 << 28) as pool:
+        with culprits_miss_theirs("hang", "spin", "fork"):
+            yield pool
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def pool() -> Iterator[RewardPool]:
 )
 def test_a_fault_costs_one_verdict(pool: RewardPool, fault: str, status: str):
     before = pool.counts[status]
-    good = [(f"{fault} {i}", f"{fault} {i % 2}") for i in range(4)]
+    good = [(f"beside {fault} {i}", f"beside {fault} {i % 2}") for i in range(4)]
     verdicts = pool.score(tasks([good[0], (fault, "x"), *good[1:]]))
     assert (verdicts[1].status, verdicts[1].is_valid, verdicts[1].text) == (status, False, fault)
     assert verdicts[1].reason
@@ -79,15 +82,14 @@ def test_a_fault_costs_one_verdict(pool: RewardPool, fault: str, status: str):
 
 @pytest.mark.parametrize("forged", ["forged reward", "forged observation"])
 def test_an_answer_that_no_reward_function_gives_is_refused(forged: str):
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=5.0)) as pool:
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool:
         (verdict,) = pool.score(tasks([(forged, "x")]))
     assert (verdict.status, verdict.is_valid) == ("error", False)
 
 
 def test_memory_taken_bit_by_bit_ends_at_the_limit():
-    # A host under load takes its time to hand out memory.
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=60.0), memory_bytes=1 << 28) as patient:
-        verdicts = patient.score(tasks([("grow", "x"), ("good", "good")]))
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S), memory_bytes=1 << 28) as pool:
+        verdicts = pool.score(tasks([("grow", "x"), ("good", "good")]))
     assert [verdict.status for verdict in verdicts] == ["error", "ok"]
 
 
@@ -133,7 +135,7 @@ def test_long_texts_are_not_remembered(pool: RewardPool):
 
 def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool_module, "MAX_CACHED_VERDICTS", 3)
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=5.0)) as pool:
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool:
         items = [(f"bounded {i}", "") for i in range(5)]
         pool.score(tasks(items))
         pool.score(tasks(items[2:]))
@@ -142,13 +144,13 @@ def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_deadline_starts_when_a_child_begins_and_not_when_the_text_comes():
-    # Half a second each: the last of them waits for longer than the deadline of one.
     items = [("nap", str(index)) for index in range(5)]
     told: list[tuple[str, bool]] = []
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=1.9)) as pool:
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool, culprits_miss_theirs() as deadlines_s:
         verdicts = pool.score(tasks(items), Feed(lambda task, verdict: told.append((task.expected, verdict is not None))))
     assert [verdict.status for verdict in verdicts] == ["ok"] * 5
-    assert told == [(name, is_judged) for _, name in items for is_judged in (False, True)]
+    # The last one has waited for all others, and has the whole time.
+    assert told == [(name, is_judged) for _, name in items for is_judged in (False, True)] and deadlines_s == [HANG_S] * 5
 
 
 def test_an_idle_child_begins_what_comes_while_another_is_slow():
@@ -157,7 +159,7 @@ def test_an_idle_child_begins_what_comes_while_another_is_slow():
     def tell(task: Task, verdict: Verdict | None) -> None:
         told.append((task.text, verdict is not None))
 
-    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=3.0)) as pool:
+    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S)) as pool, culprits_miss_theirs("hang", when=lambda: len(told) == 3):
         (verdict,) = pool.score([slow], Feed(tell, lambda: late.pop() if late else ()))
     assert verdict.status == "timeout"
     # The second `hang` is the same task, and gets the verdict of the first.
@@ -174,24 +176,25 @@ def loops(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_an_answer_in_time_counts_though_the_parent_is_held_up(loops: None):
-    pauses_s = iter([0.0, 0.0, 2.0])
+    async def answered_while_held_up(ours: socket.socket, theirs: socket.socket) -> bytes:
+        ours.setblocking(False)
+        answer = asyncio.ensure_future(pool_module._within(SOON_S, asyncio.get_running_loop().sock_recv(ours, 1)))
+        for _ in range(3):  # until it waits
+            await asyncio.sleep(0)
+        theirs.send(b"x")
+        time.sleep(2 * SOON_S)
+        return await answer
 
-    def hold_up(task: Task, verdict: Verdict | None) -> None:
-        if verdict is None:
-            time.sleep(next(pauses_s, 0.0))
-
-    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=1.5)) as pool:
-        verdicts = pool.score(tasks([("nap", "nap"), ("quick", "quick"), ("after the pause", "after the pause")]), Feed(hold_up))
-    assert [verdict.status for verdict in verdicts] == ["ok"] * 3
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert asyncio.run(answered_while_held_up(ours, theirs)) == b"x"
 
 
 def test_a_child_that_dies_idle_costs_nothing(pool: RewardPool):
     pool.score(tasks([("before", "before")]))
     for child in children(os.getpid()):
         os.kill(child, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while any(state(child) not in "Z" for child in children(os.getpid())) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_alive, children(os.getpid()))), "end of the children")
     assert pool.score(tasks([("after", "after")]))[0].status == "ok"
 
 
@@ -201,7 +204,7 @@ def test_children_that_cannot_start_are_an_error():
 
 
 def test_a_closed_pool_refuses():
-    pool = RewardPool(replace(HOSTILE, num_workers=1, timeout_s=1.0))
+    pool = RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S))
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.score(tasks([("a", "a")]))
@@ -209,31 +212,24 @@ def test_a_closed_pool_refuses():
 
 def test_the_grandchild_of_a_killed_child_is_gone():
     others = set(children(os.getpid()))
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=0.5)) as pool:
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=SOON_S)) as pool:
         (child,) = set(children(os.getpid())) - others
         pool.score(tasks([("fork", "")]))
-        deadline = time.monotonic() + 10
-        while members(child) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert members(child) == []
+        wait_until(lambda: members(child) == [], "end of the grandchild")
 
 
 def test_children_die_with_their_parent():
     code = (
         "from mrl.envs.pool import RewardPool; from mrl.envs.task import Environment, Task; "
-        f"RewardPool({replace(HOSTILE, num_workers=2, timeout_s=9)!r}).score([Task(('spin',))])"
+        f"RewardPool({replace(HOSTILE, num_workers=2, timeout_s=HANG_S)!r}).score([Task(('spin',))])"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while len(spinning(parent.pid)) < 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: spinning(parent.pid), "child that computes")
     orphans = children(parent.pid)
     assert len(orphans) == 2
     parent.kill()
     parent.wait(HANG_S)
-    while any(is_alive(pid) for pid in orphans) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(is_alive(pid) for pid in orphans)
+    wait_until(lambda: not any(map(is_alive, orphans)), "end of the orphans")
 
 
 def test_a_child_is_small():
@@ -244,7 +240,7 @@ def test_a_child_is_small():
 
 
 def test_mathematics_end_to_end():
-    mathematics = Environment("mrl.envs.math:make", {"impl": "hf_math_verify", "is_strict": False}, timeout_s=5.0)
+    mathematics = Environment("mrl.envs.math:make", {"impl": "hf_math_verify", "is_strict": False}, timeout_s=HANG_S)
     with RewardPool(mathematics) as pool:
         verdicts = pool.score(tasks([("046", "46"), ("47", "46"), ("9^9^9^9^9", "3"), ("46", ""), ("\\boxed{\\frac12}", "0.5")]))
     assert [(verdict.status, verdict.reward) for verdict in verdicts] == [
