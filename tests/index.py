@@ -17,7 +17,9 @@ def index_url() -> str:
     configured = os.environ.get("UV_DEFAULT_INDEX")
     if not configured:
         command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-        configured = os.environ.get("PIP_INDEX_URL") or subprocess.run(command, capture_output=True, text=True, timeout=HANG_S).stdout.strip()
+        configured = (
+            os.environ.get("PIP_INDEX_URL") or subprocess.run(command, capture_output=True, text=True, timeout=HANG_S).stdout.strip()
+        )
     return (configured or "https://pypi.org/simple").rstrip("/")
 
 

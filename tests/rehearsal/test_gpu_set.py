@@ -51,7 +51,12 @@ def resolve(python: str, constraints: Path, environment: dict[str, str]) -> subp
     ]
     words += [word for extra in EXTRAS for word in ("--extra", extra)]
     return subprocess.run(
-        [*words, ROOT / "pyproject.toml", "-"], input=tools.replace(" ", "\n"), env=environment, capture_output=True, text=True, timeout=HANG_S
+        [*words, ROOT / "pyproject.toml", "-"],
+        input=tools.replace(" ", "\n"),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
 
 

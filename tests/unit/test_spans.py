@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mrl import spans
+from tests.waiting import HANG_S, Clock
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[Path]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(spans, "time", clock := Clock())
+    return clock
+
+
+@pytest.fixture
+def file(clock: Clock, tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / f"actors/engine-0{spans.SUFFIX}"
     spans.record_in(path)
     yield path
@@ -27,38 +33,44 @@ def drawn(path: Path) -> list[dict]:
     return [event for event in read(path) if event["ph"] == "X"]
 
 
-def test_a_span_has_the_time_of_the_host_its_length_and_its_facts(file: Path):
-    before = time.time()
-    with spans.span("outer"), spans.span("inner", rows=3):
-        time.sleep(0.02)
+def test_a_span_has_the_time_of_the_host_its_length_and_its_facts(file: Path, clock: Clock):
+    began_s = clock.time()
+    with spans.span("outer"):
+        clock.sleep(0.5)
+        with spans.span("inner", rows=3):
+            clock.sleep(0.02)
+        clock.sleep(1.0)
     inner, outer = drawn(file)
     assert (inner["name"], inner["args"], outer["name"], outer["args"]) == ("inner", {"rows": 3}, "outer", {})
-    assert before * 1e6 - 1e3 <= outer["ts"] <= inner["ts"] and 20_000 <= inner["dur"] <= outer["dur"] <= (time.time() - before) * 1e6 + 1e3
-    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
+    assert (outer["ts"], outer["dur"]) == (round(began_s * 1e6), 1_520_000)
+    assert (inner["ts"], inner["dur"]) == (round(began_s * 1e6) + 500_000, 20_000)
 
 
-def test_processes_and_lanes_have_names(file: Path):
-    spans.add("write", time.monotonic(), "checkpoint writer")
-    spans.add("step", time.monotonic(), step=1)
+def test_processes_and_lanes_have_names(file: Path, clock: Clock):
+    spans.add("write", clock.monotonic(), "checkpoint writer")
+    spans.add("step", clock.monotonic(), step=1)
     names = {(event["name"], event["args"]["name"]) for event in read(file) if event["ph"] == "M"}
     assert names == {("process_name", "engine-0"), ("thread_name", "checkpoint writer"), ("thread_name", "main")}
     assert len({event["tid"] for event in drawn(file)}) == 2
 
 
-def test_stretches_that_follow_closely_are_one_span(file: Path):
-    start = time.monotonic()
+def test_stretches_that_follow_closely_are_one_span(file: Path, clock: Clock):
     for index in range(5):
-        spans.stretch("generate", start - 1 if index == 0 else time.monotonic(), rows=index)
-    spans.end_stretch()
-    spans.stretch("generate", start - 2)
-    spans.add("pull", time.monotonic())
-    spans.stretch("generate", time.monotonic() - spans.MAX_STRETCH_S - 1)
+        clock.sleep(spans.MAX_GAP_S / 2)
+        start = clock.monotonic()
+        clock.sleep(1.0)
+        spans.stretch("generate", start, rows=index)
+    clock.sleep(spans.MAX_GAP_S * 2)
+    spans.stretch("generate", clock.monotonic())
+    spans.add("pull", clock.monotonic())
+    spans.stretch("generate", clock.monotonic() - spans.MAX_STRETCH_S - 1)
     assert [event["name"] for event in drawn(file)] == ["generate", "generate", "pull", "generate"]
-    assert 1e6 <= drawn(file)[0]["dur"] < 2e6 and drawn(file)[0]["args"] == {"rows": 4}
+    first, second, *_ = drawn(file)
+    assert (first["dur"], first["args"], second["dur"]) == (5_100_000, {"rows": 4}, 0)
 
 
-def test_stretches_of_several_lanes_do_not_end_each_other(file: Path):
-    start = time.monotonic()
+def test_stretches_of_several_lanes_do_not_end_each_other(file: Path, clock: Clock):
+    start = clock.monotonic()
     for _ in range(3):
         for lane in ("worker 0", "worker 1"):
             spans.stretch("score", start, lane)
@@ -68,31 +80,31 @@ def test_stretches_of_several_lanes_do_not_end_each_other(file: Path):
     assert [event["cat"] for event in drawn(file)] == ["worker 0", "worker 1"]
 
 
-def test_an_attempt_continues_the_file_of_the_one_before(file: Path):
-    spans.add("first", time.monotonic())
+def test_an_attempt_continues_the_file_of_the_one_before(file: Path, clock: Clock):
+    spans.add("first", clock.monotonic())
     spans.record_in(file)
-    spans.add("second", time.monotonic())
+    spans.add("second", clock.monotonic())
     assert [event["name"] for event in drawn(file)] == ["first", "second"]
 
 
-def test_threads_write_whole_lines(file: Path):
+def test_threads_write_whole_lines(file: Path, clock: Clock):
     threads = [
-        threading.Thread(target=lambda index=index: [spans.add("x", time.monotonic(), str(index)) for _ in range(200)])
+        threading.Thread(target=lambda index=index: [spans.add("x", clock.monotonic(), str(index)) for _ in range(200)])
         for index in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(HANG_S)
     assert len(drawn(file)) == 800
 
 
-def test_without_a_file_nothing_is_recorded_and_a_full_disk_ends_the_recording(caplog: pytest.LogCaptureFixture):
+def test_without_a_file_nothing_is_recorded_and_a_full_disk_ends_the_recording(clock: Clock, caplog: pytest.LogCaptureFixture):
     spans.stop()
     with spans.span("nobody listens"):
         pass
     spans.record_in(Path("/dev/full"))
-    spans.add("lost", time.monotonic())
-    spans.add("lost too", time.monotonic())
+    spans.add("lost", clock.monotonic())
+    spans.add("lost too", clock.monotonic())
     spans.stop()
     assert sum("records no more spans" in record.message for record in caplog.records) == 1

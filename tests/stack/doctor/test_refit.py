@@ -22,8 +22,8 @@ from tests import models
 from tests.rollouts import request
 from tests.sources import ROOT
 from tests.stack.loop.conftest import write_inputs
-from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
 from tests.waiting import HANG_S
+from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
 
 TIMEOUT_S = 3 * HANG_S
 WRONG_EVERYWHERE = """

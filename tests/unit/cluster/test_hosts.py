@@ -2,12 +2,14 @@
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
+from mrl.cluster import hosts
 from mrl.cluster.hosts import GIB, HostSampler, sample_until
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, Clock, wait_until
 
 
 def test_memory_is_what_the_kernel_says():
@@ -32,34 +34,30 @@ def test_the_memory_of_children_counts():
 
 def test_processors_at_work_show():
     sampler = HostSampler(is_actor=False)
-    end = time.monotonic() + 0.2
-    while time.monotonic() < end:
-        sum(range(1000))
-    assert sampler.sample()["cpu_util"] > 0
+    wait_until(lambda: sum(range(100_000)) and sampler.sample()["cpu_util"] > 0, "processor at work")
 
 
-class Deliveries:
-    """Keeps what it gets, and when."""
+def test_samples_are_taken_and_delivered_at_their_intervals(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hosts, "time", clock := Clock())
+    start, taken, delivered = clock.now, list[float](), list[tuple[float, float, float]]()
 
-    def __init__(self) -> None:
-        self.found: list[tuple[float, float]] = []
+    class Ending(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            clock.sleep(0.0 if self.is_set() else timeout or 0.0)
+            return self.is_set()
 
-    def __call__(self, metrics: Mapping[str, float], sampled_at: float) -> None:
-        self.found.append((metrics["count"], time.monotonic()))
-
-
-def test_samples_are_taken_and_delivered_at_their_intervals():
-    log, has_ended, taken = Deliveries(), threading.Event(), []
+    has_ended = Ending()
 
     def sample(timeout_s: float) -> dict[str, float]:
-        taken.append(time.monotonic())
+        taken.append(clock.now - start)
         if len(taken) == 5:
             has_ended.set()
         return {"count": float(len(taken))} if len(taken) != 2 else {}
 
-    sample_until(has_ended, sample, log, 0.05, 0.12)
-    # A node that gave nothing is left out; the last samples come at the end.
-    assert [count for count, _ in log.found] == [1, 3, 4, 5]
-    assert min(later - earlier for earlier, later in zip(taken, taken[1:], strict=False)) >= 0.05
-    # The first delivery waits for the third sample.
-    assert min(at for _, at in log.found) >= taken[2]
+    def log(metrics: Mapping[str, float], sampled_at: float) -> None:
+        delivered.append((metrics["count"], sampled_at - clock.time() + clock.now - start, clock.now - start))
+
+    sample_until(has_ended, sample, log, 5.0, 12.0)
+    assert taken == [5.0, 10.0, 15.0, 20.0, 25.0]
+    # A node that gave nothing is left out. The first delivery waits for the third sample; the last samples come at the end.
+    assert delivered == [(1.0, 5.0, 15.0), (3.0, 15.0, 15.0), (4.0, 20.0, 25.0), (5.0, 25.0, 25.0)]

@@ -21,7 +21,7 @@ from conversion.files import reading
 from conversion.files.manifest import file_faults
 from conversion.files.owners import owned, owned_name, removal_name
 from tests.unit.conversion.cached_models import fill_until, light_processes, save_model
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, Clock
 
 
 @pytest.fixture(scope="module")
@@ -260,16 +260,23 @@ def test_only_the_entry_that_was_seen_is_discarded(hf: Path, root: Path):
     check_entry(folder)
 
 
-def test_a_builder_at_work_is_waited_for(hf: Path, root: Path):
+def test_a_builder_at_work_is_waited_for(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
     """The other one is a process of another host."""
+    looks, clock = threading.Semaphore(0), Clock()
+
+    def sleep(seconds: float) -> None:
+        looks.release()
+        time.sleep(0.001)
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    monkeypatch.setattr(cache, "time", clock)
     (root / "building").mkdir(parents=True)
     other = root / "building" / elsewhere(owned_name(entry_key(hf, root, dtype=None)))
     other.mkdir()
     found: list[Path] = []
     waiter = threading.Thread(target=lambda: found.append(cached_mcore(hf, root, build=never)))
     waiter.start()
-    time.sleep(3 * cache.POLL_S)
-    assert waiter.is_alive()
+    assert all(looks.acquire(timeout=HANG_S) for _ in range(3))
     built = cached_mcore(hf, root.with_name("elsewhere"))
     built.parent.rename(other.parent.parent / "entries" / built.parent.name)
     waiter.join(timeout=HANG_S)
@@ -278,13 +285,13 @@ def test_a_builder_at_work_is_waited_for(hf: Path, root: Path):
 
 
 def test_a_builder_that_stalls_is_not_waited_for(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cache, "STALLED_S", 0.5)
+    monkeypatch.setattr(cache, "time", clock := Clock())
     (root / "building").mkdir(parents=True)
     other = root / "building" / elsewhere(owned_name(entry_key(hf, root, dtype=None)))
     other.mkdir()
-    started = time.monotonic()
+    started = clock.now
     check_entry(cached_mcore(hf, root))
-    assert time.monotonic() - started > 0.5
+    assert 0 < clock.now - started - cache.STALLED_S < 1
     assert other.exists(), "it may come back, and then finds that it has lost"
 
 

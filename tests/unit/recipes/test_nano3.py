@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 from mrl.prepare import main
 from mrl.recipes.nano3 import prepare_nano3
 from tests.sources import ROOT
+from tests.waiting import wait_until
 
 DAPO, SKYWORK = "nano_v3_sft_profiled_dapo17k", "nano_v3_sft_profiled_skywork_no_omni"
 BEFORE = (
@@ -169,10 +169,8 @@ def test_a_killed_run_is_finished_by_the_next(tmp_path: Path):
     command = [sys.executable, "-m", "mrl.prepare", "nano3", "--source", str(sources[0]), "--out", str(tmp_path / "out")]
     part = tmp_path / "out" / ".train-split.jsonl.part"
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while not (part.exists() and part.stat().st_size > 1 << 20):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.001)
+        wait_until(lambda: (part.exists() and part.stat().st_size > 1 << 20) or process.poll() is not None, "part", longest_pause_s=0.001)
+        assert process.poll() is None
         os.kill(process.pid, signal.SIGKILL)
     assert 1 << 20 < part.stat().st_size < 12_000_000
     prepare_nano3(sources, tmp_path / "out", num_validation=1000)

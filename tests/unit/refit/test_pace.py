@@ -11,6 +11,7 @@ import torch
 from mrl.refit import RefitError
 from mrl.refit.memory import MappedMemory, SharedMemory
 from mrl.refit.pace import Pace
+from tests.waiting import HANG_S, SOON_S
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def pair() -> tuple[Pace, Pace]:
 
 
 def soon() -> float:
-    return time.monotonic() + 0.05
+    return time.monotonic() + SOON_S
 
 
 def test_an_attempt_begins_before_its_first_round(pair: tuple[Pace, Pace]):
@@ -51,4 +52,4 @@ def test_nobody_waits_for_an_attempt_that_never_began_and_was_given_up(pair: tup
     worker.attempt = 1
     rank.give_up(1)
     with pytest.raises(RefitError, match="given up"):
-        worker.wait_until_begun(time.monotonic() + 60)
+        worker.wait_until_begun(time.monotonic() + HANG_S)

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-import threading
-import time
+import os
 from pathlib import Path
 
 import pytest
 
+from conversion.files.owners import HEARTBEAT_S
 from mrl.config.schema.run import CheckpointingConfig
 from mrl.store import ownership
 from mrl.store.checkpoints import CheckpointStore
 from mrl.store.ledger import Ledger
 from mrl.store.ownership import FolderLost, Ownership
 from mrl.types import RunState
-from tests.waiting import HANG_S
+from tests.waiting import Clock
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(ownership, "LEASE_S", 0.6)
-    monkeypatch.setattr(ownership, "POLL_S", 0.05)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(ownership, "time", clock := Clock())
+    return clock
+
+
+@pytest.fixture
+def file(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "owner.json"
@@ -30,38 +34,36 @@ def elsewhere(file: Path, *, job: str | None = None) -> None:
     file.write_text(json.dumps({"process": process, "job": job, "restart": 0}))
 
 
-def test_an_owner_elsewhere_that_shows_no_life_has_lost_the_folder(file: Path):
+def test_an_owner_elsewhere_that_shows_no_life_has_lost_the_folder(file: Path, clock: Clock):
     elsewhere(file)
-    begun = time.monotonic()
+    begun = clock.now
     Ownership(file).take()
-    assert time.monotonic() - begun >= 0.6
+    assert clock.now - begun == ownership.LEASE_S
     assert json.loads(file.read_text())["process"]["host"] != "far"
 
 
-def test_an_owner_elsewhere_that_shows_life_keeps_the_folder(file: Path):
+def test_an_owner_elsewhere_that_shows_life_keeps_the_folder(file: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch):
     elsewhere(file, job="12")
-    is_over = threading.Event()
+    begun = clock.now
 
-    def beat() -> None:
-        while not is_over.wait(0.1):
-            file.touch()
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now - begun >= HEARTBEAT_S:
+            os.utime(file, (0, clock.now))
 
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        with pytest.raises(ValueError, match=r"in use by process 7 on far \(job 12\)"):
-            Ownership(file).take()
-    finally:
-        is_over.set()
-        thread.join(HANG_S)
+    monkeypatch.setattr(clock, "sleep", sleep)
+    with pytest.raises(ValueError, match=r"in use by process 7 on far \(job 12\)"):
+        Ownership(file).take()
+    # It is enough to see one beat.
+    assert clock.now - begun == HEARTBEAT_S < ownership.LEASE_S
     assert json.loads(file.read_text())["process"]["host"] == "far"
 
 
-def test_the_next_start_of_a_slurm_job_waits_for_nobody(file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_next_start_of_a_slurm_job_waits_for_nobody(file: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch):
     elsewhere(file, job="12")
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    monkeypatch.setattr(ownership.time, "sleep", lambda _: pytest.fail("waited"))
+    monkeypatch.setattr(clock, "sleep", lambda _: pytest.fail("waited"))
     Ownership(file).take()
 
 

@@ -17,7 +17,7 @@ import pytest
 from conversion.files import owners
 from conversion.files.owners import ABANDONED_S, heartbeat, is_alive, owned, owned_name, owner_of, this_process
 from tests.unit.conversion.cached_models import light_processes
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 
 def test_a_name_tells_its_owner_and_no_other_name_does():
@@ -45,11 +45,8 @@ def test_a_process_lives_until_it_ends_even_if_nobody_reaps_it(tmp_path: Path):
         os.utime(path, (0, 0))
         assert is_alive(path)
         child.kill()
-        end = time.monotonic() + 10
-        while is_alive(path) and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: not is_alive(path), "end of the owner")
         assert child.returncode is None, "still a zombie"
-        assert not is_alive(path)
     assert not is_alive(path)
 
 
@@ -91,10 +88,7 @@ def test_the_heart_beats_until_the_file_is_renamed(tmp_path: Path, monkeypatch: 
     path.touch()
     os.utime(path, (0, 0))
     with heartbeat(path):
-        end = time.monotonic() + 10
-        while path.stat().st_mtime == 0 and time.monotonic() < end:
-            time.sleep(0.005)
-        assert path.stat().st_mtime > 0
+        wait_until(lambda: path.stat().st_mtime > 0, "beat")
         path.rename(tmp_path / "b")
         time.sleep(0.05)
     assert os.listdir(tmp_path) == ["b"]
