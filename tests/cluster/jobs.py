@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.recipes.tiny import prepare_tiny
-from tests.cluster.slurm import SlurmBox, wait_until
+from tests.cluster.slurm import SlurmBox
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL
+from tests.waiting import HANG_S, wait_until
 
-JOB_TIMEOUT_S = 600.0
+JOB_TIMEOUT_S = 2 * HANG_S
 
 SETTINGS = [
     *SMALL,
@@ -26,7 +27,7 @@ SETTINGS = [
     "grpo.val_at_start=false",
     "logger.tensorboard_enabled=false",
     # A host under load must not turn a slow verdict into a masked rollout, which would change the run.
-    "env.math.timeout_s=60",
+    "env.math.timeout_s=600",
 ]
 
 
@@ -64,7 +65,7 @@ class Job:
 
     def wait_for(self, text: str, name: str = "ray-driver.log", restart: int = 0, *, timeout_s: float = JOB_TIMEOUT_S) -> None:
         """Waits until a log says this."""
-        wait_until(lambda: text in self.log(name, restart), f"{text!r} in {name}", timeout_s=timeout_s, explain=self.explain)
+        wait_until(lambda: text in self.log(name, restart), f"{text!r} in {name}", timeout_s, explain=self.explain)
 
     def wait_for_resumption(self, *, timeout_s: float = JOB_TIMEOUT_S) -> None:
         """Waits until a later start, whichever, goes on from a checkpoint."""
@@ -73,12 +74,12 @@ class Job:
             logs = self.folder.glob(f"{self.job_id}-*-logs/ray-driver.log")
             return any("Resuming from" in path.read_text(errors="replace") for path in logs)
 
-        wait_until(has_resumed, "resumption", timeout_s=timeout_s, explain=self.explain)
+        wait_until(has_resumed, "resumption", timeout_s, explain=self.explain)
 
     def end(self, *, timeout_s: float = JOB_TIMEOUT_S) -> str:
         """How it ended."""
         states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-        wait_until(lambda: self.box.job(self.job_id).get("JobState") in states, "end of the job", timeout_s=timeout_s, explain=self.explain)
+        wait_until(lambda: self.box.job(self.job_id).get("JobState") in states, "end of the job", timeout_s, explain=self.explain)
         return self.box.job(self.job_id)["JobState"]
 
 

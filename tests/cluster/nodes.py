@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.slurm import run, wait_until
+from tests.cluster.slurm import run
 from tests.sources import ROOT
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 SUBNET = "10.79.0"
 BRIDGE = "mrlbr2"
@@ -69,10 +69,10 @@ class Nodes:
     def explain(self) -> str:
         return "\n".join(f"--- node {rank}\n{self.log(rank)[-3000:]}" for rank in self.processes)
 
-    def end(self, rank: int, *, timeout_s: float = 120.0) -> int:
+    def end(self, rank: int, *, timeout_s: float = HANG_S) -> int:
         """The exit code of a node."""
         process = self.processes[rank]
-        wait_until(lambda: process.poll() is not None, f"end of node {rank}", timeout_s=timeout_s, explain=self.explain)
+        wait_until(lambda: process.poll() is not None, f"end of node {rank}", timeout_s, explain=self.explain)
         return process.returncode
 
     def signal(self, rank: int, number: signal.Signals, pattern: str) -> None:

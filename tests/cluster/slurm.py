@@ -12,17 +12,14 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "iproute2")
-START_TIMEOUT_S = 60.0
-POLL_S = 0.1
 SUBNET = "10.77.0"
 BRIDGE = "mrlbr0"
 CONTROLLER = f"{SUBNET}.254"
@@ -99,19 +96,11 @@ def can_install() -> bool:
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
-def run(*words: str, check: bool = True, timeout_s: float = 60.0) -> str:
+def run(*words: str, check: bool = True, timeout_s: float = HANG_S) -> str:
     """What a command prints."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
     assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
     return done.stdout
-
-
-def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float, explain: Callable[[], str] = str) -> None:
-    """Waits for `condition`."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within {timeout_s:g} s\n{explain()}"
-        time.sleep(POLL_S)
 
 
 @dataclass
@@ -137,7 +126,7 @@ class SlurmBox:
         self,
         *words: str,
         check: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float = HANG_S,
         variables: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> str:
@@ -160,11 +149,11 @@ class SlurmBox:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         self._spawn("munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--log-file={self.folder}/log/munged.log", *munge)
-        wait_until((self.folder / "run" / "munge.socket").exists, "munge", timeout_s=START_TIMEOUT_S)
+        wait_until((self.folder / "run" / "munge.socket").exists, "munge")
         self._spawn("slurmctld", "slurmctld", "-D", "-i")
         for name in self.names:
             self.power_on(name)
-        wait_until(lambda: self.idle_nodes() == set(self.names), "idle nodes", timeout_s=START_TIMEOUT_S, explain=self.explain)
+        wait_until(lambda: self.idle_nodes() == set(self.names), "idle nodes", explain=self.explain)
 
     def stop(self) -> None:
         """Ends everything, jobs included."""
@@ -207,7 +196,7 @@ class SlurmBox:
 
     def wait_for_state(self, job_id: int, *states: str, timeout_s: float) -> str:
         """The first of these states that the job comes to."""
-        wait_until(lambda: self.job(job_id).get("JobState") in states, f"state {states}", timeout_s=timeout_s, explain=self.explain)
+        wait_until(lambda: self.job(job_id).get("JobState") in states, f"state {states}", timeout_s, explain=self.explain)
         return self.job(job_id)["JobState"]
 
     def explain(self) -> str:

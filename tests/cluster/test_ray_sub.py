@@ -13,9 +13,6 @@ from tests.cluster.conftest import Scenario
 from tests.cluster.jobs import Job, submit, training
 from tests.cluster.slurm import SlurmBox
 from tests.learn.quickstart import PREFIX
-from tests.waiting import HANG_S
-
-pytestmark = pytest.mark.timeout(900)
 
 
 def metrics(job: Job) -> list[dict]:
@@ -61,14 +58,14 @@ def test_an_idle_cluster_is_entered_by_its_attach_script(box: SlurmBox, tmp_path
             count = "python -c 'import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))'"
             page = "python -c 'import urllib.request; print(urllib.request.urlopen(\"http://127.0.0.1:8265\", timeout=30).status)'"
             on_head = {"COMMAND": f"hostname; echo $CUDA_VISIBLE_DEVICES; {count}; {page}"}
-            assert box.slurm("bash", script, variables=on_head, timeout_s=HANG_S).split() == ["mrl-n1", "0,1", "4", "200"]
+            assert box.slurm("bash", script, variables=on_head).split() == ["mrl-n1", "0,1", "4", "200"]
             doctor = {"COMMAND": "python -m mrl.doctor --json"}
-            said = json.loads(box.slurm("bash", script, variables=doctor, timeout_s=HANG_S, check=False))
+            said = json.loads(box.slurm("bash", script, variables=doctor, check=False))
             found = {finding["check"]: finding for finding in said["findings"]}
             assert found["nodes"]["found"] == "4: mrl-n1, mrl-n2, mrl-n3, mrl-n4"
             whole = ("nodes", "mrl on the nodes", "packages on the nodes", "clocks", "shared folder")
             assert [found[check]["status"] for check in whole] == ["ok"] * 5
-            assert box.slurm("bash", script, "2", variables={"COMMAND": "hostname"}, timeout_s=HANG_S).split() == ["mrl-n3"]
+            assert box.slurm("bash", script, "2", variables={"COMMAND": "hostname"}).split() == ["mrl-n3"]
         finally:
             box.slurm("scancel", str(job.job_id))
         assert job.end() == "CANCELLED"

@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.simulated import JOB_ID, SUBNET, simulation
-from tests.cluster.slurm import wait_until
-from tests.waiting import HANG_S
-
-pytestmark = pytest.mark.timeout(120)
+from tests.waiting import HANG_S, SOON_S, wait_until
 
 NODES = [f"node-{k:03d}" for k in range(1, 33)]
 
@@ -76,9 +73,9 @@ def test_a_run_that_has_saved_is_requeued_on_sites_without_gres(tmp_path: Path):
 def test_a_job_that_slurm_has_requeued_already_waits_for_its_end(tmp_path: Path):
     with simulation(tmp_path / "pending", NODES[:1], COMMAND="exit 75", SIMULATED_STATE="COMPLETING") as job:
         job.wait_for("requeueing job")
-        wait_until(lambda: job.record("scontrol") != [], "requeue", timeout_s=HANG_S)
+        wait_until(lambda: job.record("scontrol") != [], "requeue")
         with pytest.raises(subprocess.TimeoutExpired):
-            job.process.wait(timeout=HANG_S)
+            job.process.wait(timeout=SOON_S)
     with simulation(tmp_path / "running", NODES[:1], COMMAND="exit 75", SIMULATED_STATE="RUNNING") as job:
         assert job.end() == 75
     assert job.output.splitlines()[-1].endswith("could not be requeued; submit the same command again")
@@ -87,7 +84,7 @@ def test_a_job_that_slurm_has_requeued_already_waits_for_its_end(tmp_path: Path)
 @pytest.mark.parametrize(("state", "calls"), [("RUNNING", []), ("COMPLETING", [f"update JobId={JOB_ID} StartTime=now+120"])])
 def test_a_job_that_slurm_ends_to_requeue_it_is_not_started_at_once(tmp_path: Path, state: str, calls: list[str]):
     with simulation(tmp_path, NODES[:1], COMMAND=f"touch {tmp_path}/begun; sleep 600", SIMULATED_STATE=state) as job:
-        wait_until((tmp_path / "begun").exists, "command", timeout_s=HANG_S)
+        wait_until((tmp_path / "begun").exists, "command")
         job.process.send_signal(signal.SIGTERM)
         assert job.end() == 128 + signal.SIGUSR1
         assert job.record("scontrol") == calls

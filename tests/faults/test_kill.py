@@ -27,7 +27,7 @@ SETTINGS = [
     "checkpointing.keep_top_k=10",
     "logger.tensorboard_enabled=false",
     # A host under load must not turn a slow verdict into a masked rollout, which would change the run.
-    "env.math.timeout_s=60",
+    "env.math.timeout_s=600",
     # Two ranks are enough to lose one, and start in half the time.
     "cluster.cpu_units_per_node=2",
     "policy.megatron_cfg.tensor_model_parallel_size=1",
@@ -106,7 +106,6 @@ MOMENTS: list[tuple[str, Moment]] = [
 DRIVER, RANK = "driver", "policy-rank-1"
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("victims", [(RANK, DRIVER, RANK), pytest.param((DRIVER, RANK, DRIVER), marks=pytest.mark.long("kills"))])
 def test_a_killed_driver_or_rank_costs_time_only(
     inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, victims: tuple[str, str, str]
@@ -128,7 +127,6 @@ def test_a_killed_driver_or_rank_costs_time_only(
     assert_same_run(last.run_folder, unbroken, tmp_path)
 
 
-@pytest.mark.timeout(1200)
 def test_a_killed_engine_is_replaced_within_the_run(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path):
     with attempt(inputs, "engine", "only") as current:
         for number, (name, has_come) in enumerate(MOMENTS):

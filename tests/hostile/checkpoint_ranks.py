@@ -13,8 +13,9 @@ from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import open_policy, raw_checksums, train
 from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
+from tests.waiting import HANG_S
 
-PATIENCE_S = 20
+PATIENCE_S = round(HANG_S)
 
 
 def save_one(rank: Rank, config: RunConfig, weights_dir: Path) -> None:

@@ -25,6 +25,7 @@ from mrl.envs import confine
 from mrl.envs.scorer import build_environment
 from mrl.envs.task import Task
 from tests.hostile.attacks import GRADING, GROUPS, PRELUDE, READS, SHARE, programs
+from tests.waiting import HANG_S, SOON_S
 
 NOBODY = 65534
 ANSWER_BEGINS = "answer-"
@@ -234,8 +235,8 @@ def run(folder: Path) -> dict[str, object]:
             text = text.replace("E = json.loads(input())", "E = {'begins': 'answer-'}")
         tasks[key] = Task((f"```python\n{text}\n```",), row=json.dumps({"unit_tests": tests}))
     verdicts = {}
-    for is_slow, seconds in ((False, 20.0), (True, 1.5)):
-        config = EnvConfig(code=CodeEnvConfig(num_workers=2, unit_test_timeout_s=seconds, timeout_s=30.0))
+    for is_slow, seconds in ((False, HANG_S), (True, SOON_S)):
+        config = EnvConfig(code=CodeEnvConfig(num_workers=2, unit_test_timeout_s=seconds, timeout_s=2 * HANG_S))
         keys = [key for key in tasks if (key.partition("/")[2] in SLOW and key.startswith(SHARE)) == is_slow]
         with build_environment("code", config) as pool:
             verdicts |= dict(zip(keys, pool.score([tasks[key] for key in keys]), strict=True))

@@ -15,7 +15,6 @@ from mrl.config.passthrough import check_arguments
 from mrl.data.chat import load_tokenizer
 from mrl.recipes.tokenizer import save
 
-pytestmark = pytest.mark.timeout(60)
 BOMB = pytest.mark.attack("a config that never ends")
 REMOTE_CODE = pytest.mark.attack("a model folder carries code")
 STEP = "grpo: {{num_prompts_per_step: '{}'}}\n"

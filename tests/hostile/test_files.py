@@ -30,7 +30,6 @@ from mrl.recipes.verify import check_model, check_rows
 from tests import models
 from tests.waiting import HANG_S
 
-pytestmark = pytest.mark.timeout(60)
 NOT_AS_NAMED = pytest.mark.attack("a file is not what its name says")
 BOMB = pytest.mark.attack("a file grows without end")
 MEMORY_BYTES = 6 << 30

@@ -46,7 +46,7 @@ def outcomes(identity: str) -> Outcomes:
         os.chmod(folder, 0o777)
         command = [sys.executable, "-m", "tests.hostile.run_attacks", identity, folder]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_TOKEN": f"answer-{os.urandom(8).hex()}"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3 * HANG_S)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout)
 

@@ -26,6 +26,7 @@ from mrl.view.page import read_page
 from tests.rollouts import request
 from tests.unit.data.test_prompts import configured, write
 from tests.unit.store.test_run_folder import config
+from tests.waiting import HANG_S
 
 HOSTILE = {
     "NUL": "a\0b",
@@ -105,7 +106,7 @@ def test_an_id_that_cannot_be_printed_is_a_bad_row(tmp_path: Path, row_id: str):
 def test_what_a_grader_says_again_is_safe():
     function = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:echo"})
     texts = [safe_text(text, 100_000) if len(text) > 100_000 else text for text in HOSTILE.values()]
-    with RewardPool(replace(function, num_workers=2, timeout_s=20.0)) as pool:
+    with RewardPool(replace(function, num_workers=2, timeout_s=HANG_S)) as pool:
         verdicts = pool.score([Task((text,)) for text in texts])
     for verdict in verdicts:
         assert verdict.status == "ok" and len(verdict.extracted) <= MAX_EXTRACTED_CHARACTERS

@@ -21,6 +21,7 @@ from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 from tests.hostile.attacks import SHARE
 from tests.sources import ROOT
+from tests.unit.envs.deadlines import culprits_miss_theirs
 from tests.waiting import HANG_S
 
 WORKERS = "a reward worker is taken over"
@@ -105,12 +106,17 @@ def test_a_worker_computes_reads_and_writes_its_own_folder(pools: dict[str, Rewa
 @pytest.mark.attack(SHARE)
 def test_a_program_that_outlives_its_grader_leaves_no_folder():
     name = f"left-{uuid.uuid4()}"
-    options = {"test_timeout_s": 60.0, "timeout_s": 60.0, "may_escape": False}
-    program = f"```\nimport time\nopen('{name}', 'w')\ntime.sleep(60)\n```"
+    options = {"test_timeout_s": HANG_S, "timeout_s": HANG_S, "may_escape": False}
+    program = f"```\nimport time\nopen('{name}', 'w')\ntime.sleep(6000)\n```"
     task = Task((program,), row=json.dumps({"unit_tests": {"inputs": [""], "outputs": [""]}}))
-    with RewardPool(Environment("mrl.envs.code:make", options, timeout_s=2.0, allowances=("processes",))) as pool:
+
+    def written() -> list[Path]:
+        return [*Path(tempfile.gettempdir()).glob(f"mrl-*/{name}"), *Path(tempfile.gettempdir()).glob(f"mrl-*/*/{name}")]
+
+    environment = Environment("mrl.envs.code:make", options, timeout_s=HANG_S, allowances=("processes",))
+    with RewardPool(environment) as pool, culprits_miss_theirs("```", when=lambda: written() != []):
         assert pool.score([task])[0].status == "timeout"
-    assert [*Path(tempfile.gettempdir()).glob(f"mrl-*/{name}"), *Path(tempfile.gettempdir()).glob(f"mrl-*/*/{name}")] == []
+    assert written() == []
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

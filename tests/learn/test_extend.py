@@ -20,8 +20,6 @@ from tests.learn.quickstart import PREPARE_TIMEOUT_S, TRAIN_TIMEOUT_S, call
 from tests.sources import ROOT
 from tests.waiting import HANG_S
 
-pytestmark = pytest.mark.timeout(900)
-
 EXAMPLES = ROOT / "examples"
 IN_ONE_RUN = ("reward", "environment", "estimator", "loss", "processor", "logger")
 NUM_STEPS, GROUP = 2, 8

@@ -15,8 +15,6 @@ from tests.learn.quickstart import PREPARE_TIMEOUT_S, TRAIN_TIMEOUT_S
 from tests.sources import ROOT
 from tests.waiting import HANG_S
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:

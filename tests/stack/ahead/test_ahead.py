@@ -81,7 +81,6 @@ def loss_by_hand(update: Update) -> float:
     return -gained / sum(float(row.loss_mask_T.sum()) for row, _ in update)
 
 
-@pytest.mark.timeout(280)
 def test_lag_one(tmp_path: Path):
     with running(tmp_path, "grpo.max_num_steps=3") as (run, state):
         source, updates = run.supplier.session.collector, kept_updates(run)
@@ -110,7 +109,6 @@ def test_lag_one(tmp_path: Path):
 
 
 @pytest.mark.long("async")
-@pytest.mark.timeout(600)
 def test_an_engine_that_dies_while_the_policy_trains_is_replaced_by_the_refit(tmp_path: Path):
     # The second death may come before the new engine has finished a rollout.
     with running(tmp_path, "grpo.async_grpo.max_generation_failures=1") as (run, state):
@@ -142,7 +140,6 @@ def fall_silent(actor) -> None:
 
 
 @pytest.mark.long("async")
-@pytest.mark.timeout(600)
 def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(tmp_path: Path):
     keys = ["grpo.max_rollout_turns=2", "deadlines.generate_s=20"]
     with running(tmp_path, *keys) as (run, state):
@@ -162,7 +159,6 @@ def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(t
 
 
 @pytest.mark.long("async")
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("recomputes", ["true", "false"])
 def test_rollouts_go_on_with_new_weights(tmp_path: Path, recomputes: str):
     keys = [

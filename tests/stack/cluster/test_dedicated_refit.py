@@ -57,7 +57,6 @@ def die_at_the_next_start(engines: EngineGroup, patch: pytest.MonkeyPatch) -> No
     patch.setattr(engines, "_start", start_and_die)
 
 
-@pytest.mark.timeout(280)
 def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     overrides = [
         *write_inputs(tmp_path, num_rows=8),

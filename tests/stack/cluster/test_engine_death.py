@@ -31,7 +31,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.timeout(180)
 def test_an_engine_ends_with_any_of_its_workers(tmp_path: Path):
     sizes = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])

@@ -75,7 +75,6 @@ def node_and_pid(actor) -> tuple[str, int]:
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
-@pytest.mark.timeout(240)
 def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
     two_nodes: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,7 @@ from mrl.cluster.session import start_models
 from mrl.config.load import load_config
 from mrl.phases import Phase
 from tests.stack.loop.conftest import SMALL, write_inputs
-
-DEADLINE_S = 60.0
-# Longer than it takes the driver to call all engines.
-SLEEP_S = 1.0
+from tests.waiting import HANG_S, wait_until
 
 
 class StandIn:
@@ -67,7 +63,6 @@ def test_engines_measure_a_shared_gpu_before_the_policy_is_there(overrides: list
     assert calls == order
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_path: Path):
     # To Ray a GPU is a number; the rank computes on the CPU.
     one_rank = ["tensor_model_parallel_size=1", "expert_model_parallel_size=1", "sequence_parallel=false"]
@@ -76,49 +71,47 @@ def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_pat
     cores = os.sched_getaffinity(0)
     with placed_slots(config) as placement:
         policies = PolicyGroup(config, Ranks(config, placement, log_folder=tmp_path / "logs"), pad_token_id=256)
-        assert policies.apply(num_threads, deadline_s=DEADLINE_S) == [str(len(cores))]
+        assert policies.apply(num_threads, deadline_s=HANG_S) == [str(len(cores))]
 
 
 def num_threads(policy) -> str:
     return os.environ["OMP_NUM_THREADS"]
 
 
-@pytest.mark.timeout(240)
 def test_engines_enter_a_phase_together_and_without_those_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     sizes = ["cluster.cpu_units_per_node=2", "policy.generation.num_cpu_engines=2"]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
     with placed_slots(config) as placement:
         engines = EngineGroup(config, placement, log_folder=tmp_path / "logs")
         engines.wait_until_built()
-        pids = engines.apply(enter_slowly, deadline_s=DEADLINE_S)
-        engines.enter("refit", deadline_s=DEADLINE_S)
-        times = [entered(engines, index) for index in range(2)]
-        # All on one host, and so by one clock.
-        assert max(begin for begin, _, _ in times) < min(end for _, end, _ in times)
+        (meeting := tmp_path / "meeting").mkdir()
+        pids = engines.apply(enter_together, meeting, deadline_s=HANG_S)
+        engines.enter("refit", deadline_s=2 * HANG_S)
+        assert [entered(engines, index) for index in range(2)] == ["refit"] * 2
         os.kill(pids[0], signal.SIGKILL)
         with caplog.at_level(logging.WARNING):
-            engines.enter("generate", deadline_s=DEADLINE_S)
-        assert entered(engines, 1)[2] == "generate"
+            engines.enter("generate", deadline_s=HANG_S)
+        assert entered(engines, 1) == "generate"
         assert [record.getMessage().partition(" during")[0] for record in caplog.records] == ["engine 0 died"]
 
 
-def enter_slowly(engine) -> int:
-    """From here on the engine takes its time to enter a phase, and remembers when it did."""
+def enter_together(engine, meeting: Path) -> int:
+    """From here on the engine enters a phase only once both have begun to, and remembers which one it was."""
     enter = engine.enter
 
-    def slowly(phase: Phase) -> None:
-        begin = time.monotonic()
-        time.sleep(SLEEP_S)
+    def meet(phase: Phase) -> None:
+        (meeting / str(os.getpid())).touch()
+        wait_until(lambda: len(list(meeting.iterdir())) == 2, "other engine")
         enter(phase)
-        engine.entered = (begin, time.monotonic(), phase)
+        engine.entered = phase
 
-    engine.enter = slowly
+    engine.enter = meet
     return os.getpid()
 
 
-def entered(engines: EngineGroup, index: int) -> tuple[float, float, Phase]:
-    """When the engine began to enter its last phase and when it was there, and which one it was."""
-    return ray.get(engines.handles[index].apply.remote(lambda engine: engine.entered), timeout=DEADLINE_S)
+def entered(engines: EngineGroup, index: int) -> Phase:
+    """The last phase that the engine has entered."""
+    return ray.get(engines.handles[index].apply.remote(lambda engine: engine.entered), timeout=HANG_S)
 
 
 def test_the_port_where_ranks_meet_is_theirs_until_they_do():

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 
 from mrl.doctor.gpus import probe_cuda
 from tests.sources import ROOT
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 TIMEOUT_S = 3 * HANG_S
 Findings = dict[str, dict[str, str]]
@@ -61,9 +60,8 @@ def test_every_node_of_a_cluster_is_asked(two_nodes: tuple[str, int], tmp_path: 
     assert code == 1 and findings["nodes"]["found"].startswith("2 of 3 have joined: ")
 
     os.kill(second, signal.SIGKILL)
-    deadline = time.monotonic() + TIMEOUT_S
-    while "lost: " not in findings["nodes"]["found"] and time.monotonic() < deadline:
-        code, findings = said(tmp_path / "cache", address)
+    wait_until(lambda: "lost: " in said(tmp_path / "cache", address)[1]["nodes"]["found"], "loss of a node")
+    code, findings = said(tmp_path / "cache", address)
     assert code == 1 and findings["nodes"]["status"] == "problem" and "lost: " in findings["nodes"]["found"]
 
 

@@ -21,7 +21,7 @@ from mrl.types import RolloutGroup, Verdict
 from tests.stack.loop.conftest import CoinToss, LiveRun, live_run
 from tests.waiting import HANG_S
 
-pytestmark = [pytest.mark.long("async"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long("async")
 
 TIMEOUT_S = HANG_S
 

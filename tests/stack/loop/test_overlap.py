@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,16 +15,13 @@ from mrl.store.checkpoints import find_damage
 from mrl.train import train_step
 from mrl.types import Verdict
 from tests.stack.loop.conftest import CoinToss, LiveRun
+from tests.waiting import wait_until
 
-LIMIT_S = 60.0
 TEST_EPOCH = -2
 
 
 def wait_for(path: Path) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path} within {LIMIT_S} s"
-        time.sleep(0.01)
+    wait_until(path.exists, str(path))
 
 
 class HeldBack(CoinToss):
@@ -101,10 +97,7 @@ def test_the_next_step_does_not_wait_for_the_checkpoint(live: LiveRun, tmp_path:
 def test_a_checkpoint_is_published_during_the_next_rollouts(live: LiveRun):
     step, folder = live.state.step, live.run.folder.path
     live.run.saver.begin(live.state)
-    end = time.monotonic() + LIMIT_S
-    while not all(live.on_ranks(lambda policy: policy.is_written())):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: all(live.on_ranks(lambda policy: policy.is_written())), "checkpoint on all ranks")
     assert not (folder / f"step_{step}").exists()
     train_step(live.run, live.state)
     assert find_damage(folder / f"step_{step}") is None

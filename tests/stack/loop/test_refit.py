@@ -257,7 +257,6 @@ def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
     recover(live)
 
 
-@pytest.mark.timeout(240)
 def test_an_engine_that_dies_before_refit_zero_has_looked_at_it_is_started_again(live: LiveRun):
     session = live.run.supplier.session
     session.policies.call(PolicyVerbs.load_hf, live.config.policy.model_name, deadline_s=DEADLINE_S)
@@ -270,7 +269,6 @@ def test_an_engine_that_dies_before_refit_zero_has_looked_at_it_is_started_again
     assert report.verified_bytes == live.run.supplier.refit(live.state)["refit/verified_bytes"] > 0
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.long("rehearsal")
 def test_an_engine_starts_while_the_policy_holds_nothing_but_weights(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
     engines, policies = live.run.supplier.session.engines, live.run.supplier.session.policies

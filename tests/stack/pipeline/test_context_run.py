@@ -21,7 +21,6 @@ QUICKSTART = [
 
 
 @pytest.mark.long("parity")
-@pytest.mark.timeout(600)
 def test_five_steps_with_context_parallelism_have_the_losses_of_those_without(tmp_path: Path):
     plain, context = (run(tmp_path / f"cp{size}", f"policy.megatron_cfg.context_parallel_size={size}") for size in (1, 2))
     assert len(plain) == len(context) == 5 and len({step["train/reward"] for step in plain}) > 1

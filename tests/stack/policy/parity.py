@@ -90,7 +90,7 @@ def measure(ranks: RankPool, config: RunConfig, *, num_steps: int, measured_step
     has_routes = config.policy.router_replay.enabled
     rollouts = rollouts_with_routes(Path(config.policy.model_name)) if has_routes else parity_ranks.rollouts()
     arguments = (config, rollouts, num_steps, measured_step)
-    parts = ranks.run(parity_ranks.measure, *arguments, world_size=config.num_policy_ranks, timeout_s=400)
+    parts = ranks.run(parity_ranks.measure, *arguments, world_size=config.num_policy_ranks)
     assert all(part.losses == parts[0].losses for part in parts)
     logprobs: dict[int, list[np.ndarray]] = {}
     for part in parts:

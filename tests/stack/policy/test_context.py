@@ -14,7 +14,7 @@ from tests.stack.ranks import RankPool
 
 PENALTY = "loss_fn.reference_policy_kl_penalty=0.05"
 LOSSES = {"every token": [PENALTY], "every sequence": [PENALTY, "loss_fn.token_level_loss=false"]}
-LONG = [pytest.mark.long("parity"), pytest.mark.timeout(300)]
+LONG = pytest.mark.long("parity")
 CASES = [
     pytest.param("tp2 sp cp2 ep2", "every sequence"),
     pytest.param("tp2 sp cp2 ep2", "every token", marks=LONG),

@@ -128,7 +128,6 @@ def test_a_head_that_nobody_would_use_is_refused(folder: Path, judge: Path):
     assert found(f"policy.model_name={folder}") == found(f"policy.model_name={judge}", "algorithm=rm") == []
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("layout", "critic_layout"), [("tp2 sp dp2 ep2", "pp2 dp2 ep2"), ("pp2 dp2 ep2", "tp2 sp cp2 ep2"), ("cp2 dp2 ep2", "tp2 sp dp2 ep2")]
 )
@@ -163,7 +162,6 @@ def assert_steps_of_one_rank(ranks: RankPool, of_one_rank: Steps, config: RunCon
                 np.testing.assert_allclose(batch[index], other[index], atol=1e-4)
 
 
-@pytest.mark.timeout(300)
 def test_a_run_goes_on_bit_for_bit_while_the_critic_learns_alone(ranks: RankPool, folder: Path, tmp_path: Path):
     config = ppo_config(folder, "tp2 sp dp2 ep2", "pp2 dp2 ep2", *OVERRIDES)
     before = ranks.run(critic_ranks.step_after_save, config, tmp_path, 2, world_size=4)

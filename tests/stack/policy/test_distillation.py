@@ -77,7 +77,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return student, models.save_model(tmp_path_factory.mktemp("teacher"), "qwen3_moe", seed=3)
 
 
-@pytest.mark.timeout(300)
 def test_a_teacher_says_what_transformers_says_and_steps_are_those_of_one_rank(ranks: RankPool, folders: tuple[Path, Path]):
     zero = "loss_fn.zero_outside_topk=true"
     one = run_configs(*folders, "one", "one", zero)
@@ -105,7 +104,6 @@ def check_equal(results: list[Distilled], alone: Distilled, names: tuple[str, ..
 REWARD_WEIGHT = 0.25
 
 
-@pytest.mark.timeout(300)
 def test_several_teachers_judge_the_tokens_that_the_student_drew(ranks: RankPool, folders: tuple[Path, Path]):
     student, other = folders
     one = judging_config(student, {"math": (other, "one"), "code": (student, "one")}, "one", REWARD_WEIGHT)
@@ -120,7 +118,6 @@ def test_several_teachers_judge_the_tokens_that_the_student_drew(ranks: RankPool
     check_equal(results, alone, ("train/loss", "train/teacher_gap/mean", "train/advantages/min", "train/advantages/max", "train/grad_norm"))
 
 
-@pytest.mark.timeout(300)
 def test_a_teacher_with_more_rows_of_the_embedding_chooses_among_the_students_tokens(ranks: RankPool, tmp_path: Path):
     student = models.save_nemotron_h(tmp_path / "student", vocab_size=264)
     teacher = models.save_model(tmp_path / "teacher", "qwen3_moe", seed=3, vocab_size=330)

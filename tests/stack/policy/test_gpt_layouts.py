@@ -59,7 +59,7 @@ CONTEXT_CASES = [
     *(("qwen3_moe", layout) for layout in ("cp4", "tp2 sp cp2 ep2", "tp2 sp pp2 cp2 ep4")),
 ]
 LAYOUTS = {"one": (1, {}), **DENSE_LAYOUTS, **MOE_LAYOUTS, **CONTEXT_LAYOUTS}
-LONG = [pytest.mark.long("parity"), pytest.mark.timeout(300)]
+LONG = pytest.mark.long("parity")
 CONTEXT_IN_CI = ("qwen3_moe", "tp2 sp cp2 ep2")
 CASES = [(name, layout) for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS)) for name in names for layout in layouts] + [
     pytest.param(*case, marks=[] if case == CONTEXT_IN_CI else LONG) for case in CONTEXT_CASES

@@ -50,7 +50,7 @@ LONG_LAYOUTS = {
     "tp2 sp cp4 ep2": (8, TP2_SP | CP4 | EP2),
     "tp2 sp pp2 cp2 ep4": (8, TP2_SP | PP2 | CP2 | dict(expert_model_parallel_size=4)),
 }
-LONG = [pytest.mark.long("parity"), pytest.mark.timeout(300)]
+LONG = pytest.mark.long("parity")
 
 
 @pytest.fixture(scope="module")

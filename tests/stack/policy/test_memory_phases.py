@@ -16,7 +16,7 @@ from tests.stack.ranks import RankPool
 KL = "loss_fn.reference_policy_kl_penalty=0.05"
 BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true")
 STAYING = "policy.generation.colocated.enabled=false"
-LONG = [pytest.mark.long("parity"), pytest.mark.timeout(300)]
+LONG = pytest.mark.long("parity")
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,6 @@ def config_of(folders: dict[str, Path], family: str, layout: str, name: ModelNam
     return config if name == "policy" else with_value(with_value(config, "teacher", config.policy), "algorithm", "distillation")
 
 
-@pytest.mark.timeout(300)
 def test_models_that_take_turns_compute_what_each_computes_alone(ranks: RankPool, folders: dict[str, Path]):
     # Both have random states, expert biases, two kinds of process groups; the teacher has other stages and no replicas.
     configs: list[tuple[ModelName, RunConfig]] = [

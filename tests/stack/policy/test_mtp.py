@@ -73,7 +73,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_steps_of_many_ranks_are_those_of_one(ranks: RankPool, folders: dict[bool, Path], case: MtpCase):
     folder = folders[case.repeats]

@@ -58,7 +58,7 @@ class Child:
     def send(self, function: Callable, *args: object) -> None:
         self._connection.send((function, args))
 
-    def result(self, timeout_s: float = DEADLINE_S) -> object:
+    def result(self, timeout_s: float = HANG_S) -> object:
         """What the function returned; its error is raised here."""
         if not self._connection.poll(timeout_s):
             raise TimeoutError(f"child {self._process.pid} gave no result in {timeout_s} s")
@@ -161,7 +161,7 @@ def exchange(state: State, attempt: int, readers: Collection[int], timeout_s: fl
     state.exchange.run(attempt, readers, timeout_s=timeout_s)
 
 
-def exchange_first(state: State, attempt: int, timeout_s: float = DEADLINE_S) -> None:
+def exchange_first(state: State, attempt: int, timeout_s: float = HANG_S) -> None:
     """Round 0 alone."""
     state.exchange.begin(attempt)
     state.exchange.fill(0, time.monotonic() + timeout_s)

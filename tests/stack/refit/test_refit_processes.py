@@ -86,7 +86,7 @@ class Refit:
         """Round 0 alone."""
         self.workers[worker].call(children.pull_first, self.attempt)
 
-    def start(self, timeout_s: float = 60.0) -> None:
+    def start(self, timeout_s: float = HANG_S) -> None:
         """Has all sides begin an attempt with all rounds."""
         self.attempt += 1
         for trainer in self.trainers:
@@ -352,7 +352,7 @@ def test_a_rank_or_worker_that_hangs_in_a_later_round_is_named_and_all_others_le
     refit = prepare(processes, models, tp=2, buffer_bytes=32 << 10)
     victim = getattr(refit, kind)[1]
     victim.call(signal_in, 1, signal.SIGSTOP)
-    refit.start(timeout_s=HANG_S)
+    refit.start(timeout_s=5.0)
     messages = errors_of([child for child in refit.trainers + refit.workers if child is not victim])
     assert any(reason in message for message in messages), messages
     os.kill(victim.pid, signal.SIGCONT)
@@ -369,7 +369,7 @@ def test_after_a_death_the_others_leave_when_they_are_told_and_the_next_attempt_
         address = join_world(trainers, timeout_s=HANG_S)
         refit = prepare((trainers, workers), models, tp=2, buffer_bytes=32 << 10)
         workers[1].call(children.signal_in_pull, 1, signal.SIGKILL)
-        refit.start(timeout_s=600.0)
+        refit.start(timeout_s=2 * HANG_S)
         workers[1].stop()
         address.give_up(refit.attempt)
         messages = errors_of([*trainers, workers[0]])

@@ -14,7 +14,7 @@ from tests.rollouts import StartEngine, random_requests, run
 from tests.stack.policy import policy_ranks, replay_ranks
 from tests.stack.ranks import RankPool
 
-pytestmark = [pytest.mark.long("parity"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long("parity")
 
 MAX_ERROR = {"replayed": 1.02, "unreplayed": 1.10}
 """token_mult_prob_error of a bfloat16 trainer against a bfloat16 engine (DESIGN 9)."""

@@ -30,6 +30,7 @@ child = subprocess.Popen(command, env={MARK: os.environ[MARK], **os.environ}, st
 child.stdout.readline()
 print(Path(f"/proc/{child.pid}/cmdline").read_text().strip("\\0"), child.pid in processes_of(sys.argv[1]))
 child.kill()
+reaper.kill()
 reaper.communicate(timeout=600)
 """
 

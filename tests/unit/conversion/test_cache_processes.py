@@ -16,7 +16,7 @@ from tests.unit.conversion.cached_models import fill, fill_and_die, fill_in_file
 from tests.waiting import HANG_S
 
 NUM_PROCESSES = 8
-NUM_KILLS = 40
+NUM_KILLS = 16
 
 
 @pytest.fixture(scope="module")
