@@ -74,13 +74,19 @@ server = socket.create_server(address)
 signal.pause()
 """
 # The command of the scripts, with the record of Ray's starts in the place of Ray.
-MRL = r"""import json, os, re, sys, types
-from mrl.launch import main
+# Where a node is absent, time passes once all others are there.
+MRL = r"""import itertools, json, os, re, sys, time, types
+from mrl import launch
 def joined():
     lines = open(os.environ["RECORD"] + "/ray").read().splitlines()
     return [(line.split()[0], json.loads(re.search(r"--resources=(\{.*?\})", line)[1])["worker_units"]) for line in lines]
 sys.modules["mrl.cluster.nodes"] = types.SimpleNamespace(connect=lambda: None, joined_nodes=joined)
-sys.exit(main(sys.argv[1:]))
+ticks = itertools.count(1e9, 60.0)
+def monotonic():
+    return 0.0 if len(joined()) + 1 < len(os.environ["SIMULATED_NODES"].split()) else next(ticks)
+if os.environ.get("SIMULATED_ABSENT"):
+    launch.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+sys.exit(launch.main(sys.argv[1:]))
 """
 PYTHON = r"""#!/usr/bin/env bash
 if [[ $1 == -m && $2 == mrl.launch ]]; then shift 2; exec "$PYTHON" "$RECORD/mrl_launch.py" "$@"; fi

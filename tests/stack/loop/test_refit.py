@@ -188,7 +188,7 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     script = (
         "import sys, json\nfrom mrl.config.schema.generation import GenerationConfig, VllmConfig\nfrom mrl.rollout.engine import Engine\n"
         "config = GenerationConfig(max_new_tokens=8, vllm_cfg=VllmConfig(precision='float32', enforce_eager=True, max_model_len=256))\n"
-        "engine = Engine(sys.argv[1], config, seed=0, worker_timeout_s=240.0)\n"
+        "engine = Engine(sys.argv[1], config, seed=0, worker_timeout_s=3000.0)\n"
         "print('DIGEST', json.dumps({str(slot): crc for slot, crc in engine.live_digest()[0].items()}))\n"
     )
     import json

@@ -16,7 +16,6 @@ from tests.stack.ranks import RankPool
 
 NUM_STEPS = 5
 MAX_LOSS_ERROR = 1e-5
-TIMEOUT = pytest.mark.timeout(600)
 
 Run = Callable[[str, Feature], Errors]
 
@@ -63,7 +62,6 @@ def rows() -> Iterator[list[Row]]:
         record("parity", measured)
 
 
-@TIMEOUT
 @pytest.mark.long("parity")
 @pytest.mark.parametrize(("model_type", "feature"), CELLS, ids=str)
 def test_every_feature_computes_what_one_plain_rank_does(compare: Run, rows: list[Row], model_type: str, feature: Feature):
@@ -106,7 +104,6 @@ def feature_off(tiny_losses: Callable[[str, Settings, int], list[float]]) -> Cal
     return cache(lambda model_type: tiny_losses(model_type, {}, 4))
 
 
-@TIMEOUT
 @pytest.mark.long("parity")
 @pytest.mark.parametrize(("model_type", "feature"), IN_TINY, ids=str)
 def test_a_feature_of_the_quickstart_changes_no_loss(

@@ -94,14 +94,14 @@ def test_functions_that_fail_say_why(program: str, reason: str):
 def test_all_tests_of_a_program_share_a_limit(monkeypatch: pytest.MonkeyPatch):
     now, limits_s = [100.0], list[float]()
 
-    def pass_in_4_s(program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool) -> None:
+    def pass_in_400_s(program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool) -> None:
         limits_s.append(seconds)
-        now[0] += 4.0
+        now[0] += 400.0
 
     monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(code, "run_test", pass_in_4_s)
-    outcome = judge("pass", {"inputs": [""] * 50, "outputs": ["x"] * 50}, test_timeout_s=5.0, timeout_s=12.0)
-    assert limits_s == [5.0, 5.0, 4.0] and outcome == Outcome(0.0, extracted="test 4 of 50: no time left")
+    monkeypatch.setattr(code, "run_test", pass_in_400_s)
+    outcome = judge("pass", {"inputs": [""] * 50, "outputs": ["x"] * 50}, test_timeout_s=500.0, timeout_s=1200.0)
+    assert limits_s == [500.0, 500.0, 400.0] and outcome == Outcome(0.0, extracted="test 4 of 50: no time left")
 
 
 def test_nothing_of_the_parent_reaches_a_program(monkeypatch: pytest.MonkeyPatch):

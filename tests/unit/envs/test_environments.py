@@ -8,15 +8,16 @@ from mrl.config.schema.env import BUILT_IN, EnvConfig, MathEnvConfig, OwnEnvConf
 from mrl.envs.scorer import ENVIRONMENTS, build_environment
 from mrl.envs.task import Task
 from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 
 def test_every_built_in_environment_starts():
-    config = EnvConfig(math=MathEnvConfig(num_workers=1, timeout_s=3.0))
+    config = EnvConfig(math=MathEnvConfig(num_workers=1, timeout_s=HANG_S))
     assert set(SERVERS.values()) == set(BUILT_IN) == set(ENVIRONMENTS)
     for name in BUILT_IN:
         with build_environment(name, config) as pool:
             if name == "math":
-                assert pool.environment.timeout_s == 3.0
+                assert pool.environment.timeout_s == HANG_S
                 assert pool.score([Task(("046",), "46")])[0].reward == 1.0
 
 
