@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.long.record import OUTCOMES, Row, record
+from tests.runner.progress import EventWriter
 
 EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
 
@@ -21,6 +22,8 @@ passed: list[tuple[str, float]] = []
 """Node id and seconds."""
 attacks: dict[str, str] = {}
 """Node id -> group of docs/security.md."""
+# Not for the runs of pytest that tests start.
+events = EventWriter(os.environ.pop("MRL_TEST_EVENTS", None))
 
 
 def unexpected_skips(node_ids: Iterable[str], expected: str) -> list[str]:
@@ -48,11 +51,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    events.write(collected=len(session.items))
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    events.write(test=nodeid)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         skipped.append(report.nodeid)
     if report.passed and report.when == "call":
         passed.append((report.nodeid, report.duration))
+    if report.when == "call" or not report.passed:
+        reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped and isinstance(report.longrepr, tuple) else ""
+        events.write(test=report.nodeid, outcome=report.outcome, reason=reason)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

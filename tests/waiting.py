@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 PATIENCE = float(os.environ.get("MRL_TEST_PATIENCE", "1"))
+"""Factor on every limit of the tests, for hosts that are very slow."""
 HANG_S = 300.0 * PATIENCE
 """Limit of a wait that ends by itself on a sound host, however slow; a test that reaches it hangs."""
 SOON_S = 0.2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No verdict of a test depends on how fast the host is: none compares with a clock, and no limit is shorter than a hang.
 
-`tests/waiting.py` has what to use instead. Tests of long parts may measure; tests of GPUs run elsewhere.
+`tests/waiting.py` has what to use instead. Tests of long parts may measure, and the runner does; tests of GPUs run elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.sources import ROOT
 
-NOT_READ = ("tests/long/", "tests/gpu/", "tests/waiting.py", "tests/unit/test_clocks.py")
+NOT_READ = ("tests/long/", "tests/gpu/", "tests/runner/", "tests/waiting.py", "tests/unit/test_clocks.py")
 AHEAD, RANKS = "tests/stack/ahead/test_ahead.py", "tests/stack/refit/test_refit_processes.py"
 EXCEPTIONS: Mapping[str, str] = {
     f"{AHEAD}::test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost": "the deadline expires: the environment hangs",

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests, part by part, two at a time: `python -m tests.runner [--full | --busy | --long] [PART...]`, which scripts/test.sh calls.
+
+Parts never end for being slow. The last screen says what ran, what was skipped and why, and where the time went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from pathlib import Path
+
+import psutil
+
+from tests.runner.part import Result
+from tests.runner.progress import Progress, read_progress
+from tests.sources import ROOT
+
+WORKERS = 2
+"""Most tests start processes and wait for them, and keep two cores busy only in pairs."""
+PROGRESS_S = 20.0
+"""Between two lines of progress; on a terminal one line is written over and over."""
+NUM_BUSY_LOOPS = 4
+REFERENCE_S = 0.33
+"""Processor seconds of `speed_loop` on the host whose minutes tests/README.md has."""
+
+PYTEST = [sys.executable, "-m", "pytest", "--durations=10", "-rs"]
+PARTS: dict[str, list[str]] = {
+    "stack": [*PYTEST, "tests/stack", "--ignore=tests/stack/policy"],
+    "learn": [*PYTEST, "tests/learn"],
+    "policy": [*PYTEST, "tests/stack/policy"],
+    "unit": [*PYTEST, "tests/unit"],
+    "smoke": [*PYTEST, "-m", "smoke", "tests/smoke", "tests/stack/policy/test_layouts.py", "tests/stack/rollout/test_engine.py"],
+    "faults": [*PYTEST, "tests/faults"],
+    "rehearsal": [*PYTEST, "tests/rehearsal"],
+    "cluster": [*PYTEST, "tests/cluster"],
+    "types": [sys.executable, "-m", "pyright", "--pythonpath", sys.executable],
+    "proof": [*PYTEST, "tests/proof"],
+    "hostile": [*PYTEST, "tests/hostile"],
+    "browser": [*PYTEST, "tests/browser"],
+    "style": ["bash", "-c", f'"{sys.executable}" -m ruff check . && "{sys.executable}" -m ruff format --check .'],
+}
+"""Part -> command. Long ones first, so that both workers end at about the same time."""
+QUICK = ("unit", "smoke", "types", "proof", "style")
+BUSY = ("stack", "unit", "smoke", "proof")
+NEWCOMER_ONLY = ("smoke",)
+"""Parts of which the full run has other tests for each claim."""
+
+
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    commands = choose(arguments)
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NUM_BUSY_LOOPS if arguments.busy else 0)]
+    try:
+        with tempfile.TemporaryDirectory(prefix="mrl-tests-") as folder:
+            return run_all(commands, Path(folder), show_all=arguments.full or arguments.long)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/test.sh", description="Tests on a CPU host; tests/README.md says what each part shows.")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--full", action="store_true", help="every suite; CI runs this")
+    which.add_argument("--busy", action="store_true", help=f"{', '.join(BUSY)} beside {NUM_BUSY_LOOPS} busy loops")
+    which.add_argument("--long", action="store_true", help='tests marked long("PART"), one part after the other')
+    parser.add_argument("--with-slurm", action="store_true", help="installs Slurm, a system package, if this may")
+    parser.add_argument("--with-chromium", action="store_true", help="installs Chromium in the same way")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="only these parts")
+    arguments = parser.parse_args(words)
+    known = long_parts() if arguments.long else list(PARTS)
+    if wrong := [name for name in arguments.parts if name not in known]:
+        parser.error(f"no part {', '.join(wrong)}; parts are {', '.join(known)}")
+    return arguments
+
+
+def long_parts() -> list[str]:
+    """The names in `mark.long(NAME)` of all tests, sorted."""
+    texts = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    return sorted({name for text in texts for name in re.findall(r'mark\.long\("([^"]+)"\)', text)})
+
+
+def choose(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """The commands of the parts that are asked for."""
+    slurm = ["--with-slurm"] if arguments.with_slurm else []
+    if arguments.long:
+        return {name: [*PYTEST, "tests", "--long", name, *slurm] for name in arguments.parts or long_parts()}
+    default = BUSY if arguments.busy else [name for name in PARTS if name not in NEWCOMER_ONLY] if arguments.full else QUICK
+    wanted = arguments.parts or default
+    return {name: [*command, *(slurm if name == "cluster" else [])] for name, command in PARTS.items() if name in wanted}
+
+
+def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> int:
+    """Runs every part, says how far it is, then what came of it; 1 if one failed. Long parts run alone, as they measure."""
+    started, cpu_before = time.monotonic(), psutil.cpu_times()
+    speed = speed_loop()
+    waiting, running, results = deque(commands), dict[str, subprocess.Popen[bytes]](), list[Result]()
+    workers = 1 if "--long" in next(iter(commands.values())) else WORKERS
+    said = started
+    while waiting or running:
+        while waiting and len(running) < workers:
+            name = waiting.popleft()
+            running[name] = subprocess.Popen([sys.executable, "-m", "tests.runner.part", name, str(folder), *commands[name]], cwd=ROOT)
+        time.sleep(0.2)
+        for name in [name for name, process in running.items() if process.poll() is not None]:
+            running.pop(name)
+            results.append(Result(**json.loads((folder / f"{name}.result").read_text(encoding="utf-8"))))
+            end_line(f"{clock(time.monotonic() - started)} {outcome(results[-1], read_progress(folder / f'{name}.events'))}")
+            if show_all or results[-1].code:
+                print((folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace"), flush=True)
+        if running and time.monotonic() - said > (1.0 if sys.stdout.isatty() else PROGRESS_S):
+            said = time.monotonic()
+            say_progress(f"{clock(said - started)} {', '.join(how_far(name, folder) for name in running)}; {len(waiting)} parts wait")
+    cpu_after = psutil.cpu_times()
+    busy = sum(getattr(cpu_after, kind) - getattr(cpu_before, kind) for kind in ("user", "nice", "system"))
+    report(results, folder, seconds=time.monotonic() - started, others_s=busy - sum(result.processor_s for result in results), speed=speed)
+    return any(result.code for result in results)
+
+
+def how_far(name: str, folder: Path) -> str:
+    progress = read_progress(folder / f"{name}.events")
+    return f"{name} {progress.num_done}/{progress.num_tests}" if progress.num_tests else name
+
+
+def say_progress(text: str) -> None:
+    """One line of progress, which the next one overwrites on a terminal."""
+    if sys.stdout.isatty():
+        print(f"\r\033[K{text[: os.get_terminal_size().columns - 1]}", end="", flush=True)
+    else:
+        print(text, flush=True)
+
+
+def end_line(text: str) -> None:
+    print(f"\r\033[K{text}" if sys.stdout.isatty() else text, flush=True)
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def outcome(result: Result, progress: Progress) -> str:
+    """One line on a part: what came of it, and where its time went."""
+    counts = ", ".join(f"{number:,} {what}" for what, number in sorted(progress.outcomes.items(), key=lambda item: -item[1]))
+    verdict = "ok" if not result.code else "FAILED"
+    slept = f", asleep {clock(result.asleep_s)}" if result.asleep_s >= 1 else ""
+    where = f" ({result.longest_sleep})" if slept and result.longest_sleep else ""
+    return f"{result.name:<10} {verdict:<6} {clock(result.seconds):>6}, processor {clock(result.processor_s)}{slept}{where}  {counts}"
+
+
+def report(results: list[Result], folder: Path, *, seconds: float, others_s: float, speed: float) -> None:
+    """The last screen: parts, skips, why anything failed, and what kind of host this is."""
+    progress = {result.name: read_progress(folder / f"{result.name}.events") for result in results}
+    print("\n=== What ran")
+    for result in results:
+        print(outcome(result, progress[result.name]))
+    skipped = sum((each.skipped for each in progress.values()), Counter[str]())
+    for reason, number in skipped.most_common():
+        print(f"skipped {number}: {reason}")
+    used = clock(sum(result.processor_s for result in results))
+    print(f"{clock(seconds)} in all, processor {used}. {host(speed, others_s / seconds / (os.cpu_count() or 1))}")
+    for result in results:
+        if result.code:
+            print(f"FAILED: {why(result, progress[result.name])}")
+    totals = sum((each.outcomes for each in progress.values()), Counter[str]())
+    print(f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
+
+
+def why(result: Result, progress: Progress) -> str:
+    """The reason why a part failed."""
+    if result.stalled_in:
+        return f"{result.name}: nothing moved any more in {result.stalled_in}; ended. Its output stands above"
+    if progress.failed:
+        return f"{result.name}: {', '.join(progress.failed[:3])}{' ...' if progress.failed[3:] else ''}"
+    return f"{result.name}: exited with {result.code}; its output stands above"
+
+
+def host(speed: float, others: float) -> str:
+    """A sentence on the speed of this host, where it is a reason for long times."""
+    reasons = [f"its cores are {speed / REFERENCE_S:.1f} times slower than those of tests/README.md"] if speed > 1.25 * REFERENCE_S else []
+    reasons += [f"other programs used {others:.0%} of its cores"] if others > 0.1 else []
+    return f"This host is slow: {', and '.join(reasons)}" if reasons else "This host is as fast as the one of tests/README.md"
+
+
+def speed_loop() -> float:
+    """Processor seconds of a fixed piece of Python."""
+    begun = time.process_time()
+    total = 0
+    for number in range(12_000_000):
+        total += number & 7
+    return time.process_time() - begun
+
+
+if __name__ == "__main__":
+    sys.exit(main())

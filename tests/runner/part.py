@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one part of the tests: `python -m tests.runner.part NAME FOLDER COMMAND...` writes output, progress and result to FOLDER.
+
+A part ends when its command ends, or when nothing in it moves any more: no test finishes, and its processes use next to no processor time.
+How fast the host is does not matter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.runner.progress import read_progress
+from tests.waiting import PATIENCE
+
+STALL_S = 600.0 * PATIENCE
+"""Seconds without movement after which a part hangs. Tests wait for less: pytest ends one at 1,200 s of its own."""
+STALL_LOAD = 0.05
+"""Share of a core below which processes do no work: those of an idle Ray use about half of it."""
+SAMPLE_S = 2.0
+REAP_S = 0.1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a part went."""
+
+    name: str
+    code: int
+    seconds: float
+    processor_s: float
+    asleep_s: float
+    """Seconds in which none of its processes could run: they waited for something else than a core."""
+    longest_sleep: str
+    """The test in which most of them passed, and how many; empty where there was none."""
+    stalled_in: str | None
+    """Where nothing moved any more, if the part was ended for that."""
+
+
+@dataclass
+class Movement:
+    """When a part last moved, judged by what it has done so far."""
+
+    num_done: int = 0
+    processor_s: float = 0.0
+    since_s: float = 0.0
+
+    def stalled(self, now_s: float, num_done: int, processor_s: float) -> bool:
+        """Tells whether nothing has moved for STALL_S, given the time, the tests done and the processor seconds used."""
+        if num_done != self.num_done or processor_s - self.processor_s > STALL_LOAD * STALL_S:
+            self.num_done, self.processor_s, self.since_s = num_done, processor_s, now_s
+        return now_s - self.since_s > STALL_S
+
+
+def run(name: str, folder: Path, command: list[str]) -> Result:
+    """Runs a command to its end, or until it stalls; leaves none of its processes behind."""
+    # Whatever loses its parent below becomes a child of this process, which counts its processor time and ends it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    events = folder / f"{name}.events"
+    started, movement, asleep, stalled_in, used = time.monotonic(), Movement(), Counter[str](), None, 0.0
+    with (folder / f"{name}.txt").open("wb") as output:
+        environment = os.environ | {"MRL_TEST_EVENTS": str(events)}
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
+        while stalled_in is None and (code := wait(process.pid, SAMPLE_S)) is None:
+            used, before = processor_s(), used
+            progress = read_progress(events)
+            if used - before < STALL_LOAD * SAMPLE_S:
+                asleep[progress.current] += SAMPLE_S
+            if movement.stalled(time.monotonic() - started, progress.num_done, used):
+                stalled_in = progress.current or "its start"
+        seconds, used = time.monotonic() - started, processor_s()
+        end_children()
+        process.returncode = -signal.SIGKILL if code is None else code
+    test, longest = asleep.most_common(1)[0] if asleep else ("", 0.0)
+    where = f"{longest:.0f} s of it in {test.rpartition('::')[2]}" if test else ""
+    return Result(name, process.returncode, seconds, used, asleep.total(), where, stalled_in)
+
+
+def wait(pid: int, seconds: float) -> int | None:
+    """Exit code of a child that ends within some seconds, else None. Takes every other child that has ended off the kernel's list."""
+    end = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
+        if not ended:
+            if time.monotonic() > end:
+                return None
+            time.sleep(REAP_S)
+
+
+def processor_s() -> float:
+    """Processor seconds that this process's children and theirs have used so far."""
+    times = os.times()
+    used = times.children_user + times.children_system
+    for child in psutil.Process().children(recursive=True):
+        try:
+            cpu = child.cpu_times()
+        except psutil.Error:
+            continue
+        used += cpu.user + cpu.system + cpu.children_user + cpu.children_system
+    return used
+
+
+def end_children() -> None:
+    """Kills all that is left below this process, and takes it off the kernel's list."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            try:
+                child.kill()
+            except psutil.Error:
+                continue
+        psutil.wait_procs(children, timeout=5)
+
+
+if __name__ == "__main__":
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    result = run(name, folder, sys.argv[3:])
+    (folder / f"{name}.result").write_text(json.dumps(asdict(result)), encoding="utf-8")
