@@ -30,7 +30,7 @@ from tests.waiting import HANG_S, SOON_S
 NOBODY = 65534
 ANSWER_BEGINS = "answer-"
 MARK = "untouched"
-SLOW = ("processor", "sleep", "stopping itself", "output")
+SLOW = ("processor", "sleep", "stopping itself")
 """Attacks that end with their deadline, which is a short one."""
 
 HONEST = {

@@ -65,7 +65,7 @@ def test_a_program_that_cheats_gets_nothing_and_changes_nothing(identity: str, a
     assert (outcome["reward"], outcome["status"], outcome["changed"]) == (0.0, "ok", []), outcome["said"]
     assert "canary" not in outcome["said"] and "answer-" not in outcome["said"] and outcome["said"].isprintable()
     # An attack that only ran out of time would prove nothing.
-    assert ("no answer within" in outcome["said"]) == (attack.partition("/")[2] in SLOW[:3]), outcome["said"]
+    assert ("no answer within" in outcome["said"]) == (attack.partition("/")[2] in SLOW), outcome["said"]
 
 
 @pytest.mark.parametrize("name", HONEST)
