@@ -2,6 +2,10 @@
 """GRPO post-training of mixture-of-experts language models on Megatron-Core, vLLM and Ray."""
 
 import os
+import time
+
+STARTED = time.monotonic()
+"""Seconds on the clock of time.monotonic. Commands import this first; a process that was a shell before is older than its command."""
 
 __version__ = "0.1.0"
 

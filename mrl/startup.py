@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the start of a run takes, phase by phase: one budget per process, from the moment when the process began. Standard library only."""
+"""What the start of a run takes, phase by phase: one budget per process, from the moment when its command began. Standard library only."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
+
+from mrl import STARTED
 
 PHASES = {
     "import": "Python and its libraries in the driver",
@@ -26,12 +26,12 @@ PHASES = {
 """Phase -> what happens in it. Each is what the driver waited for after the phase before; their sum is the time since the command."""
 
 _laps: dict[str, float] = {}
-_last: list[float] = []
+_last = [STARTED]
 """When the last phase ended; empty once the budget has been taken."""
 
 
 def lap(phase: str) -> None:
-    """Counts the time since the phase before, or since the process began, towards a phase of `PHASES`. Nothing after `take`."""
+    """Counts the time since the phase before, or since the command began, towards a phase of `PHASES`. Nothing after `take`."""
     assert phase in PHASES
     if _last:
         now = time.monotonic()
@@ -51,13 +51,3 @@ def lines(laps: Mapping[str, float]) -> list[str]:
     """The budget for people, one line a phase, and the sum."""
     rows = [f"Start: {seconds:7.1f} s  {phase:<15} {PHASES[phase]}" for phase, seconds in laps.items()]
     return [*rows, f"Start: {sum(laps.values()):7.1f} s  from the command to the first step's rollouts"]
-
-
-def _began() -> float:
-    """When this process began, on the clock of time.monotonic: field 22 of /proc/PID/stat, see proc(5)."""
-    ticks = int(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - age_s
-
-
-_last.append(_began())

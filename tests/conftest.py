@@ -14,7 +14,9 @@ import pytest
 
 from tests.long.record import OUTCOMES, Row, record
 from tests.runner.progress import EventWriter
+from tests.waiting import PATIENCE
 
+TEST_S = 1200.0 * PATIENCE
 EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
 
 skipped: list[str] = []
@@ -37,7 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--with-slurm", action="store_true", help="fail where Slurm is missing and could be installed")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # Before pytest-timeout looks. It ends tests that hang; marks give those of long parts more.
+    if config.option.timeout is None:
+        config.option.timeout = TEST_S
     # Also for the processes that tests start: none of them may write into the user's home.
     folder = os.environ["MRL_CACHE"] = tempfile.mkdtemp(prefix="mrl-test-cache-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

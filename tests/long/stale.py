@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.long.stale`: warns of measured tables whose product files have changed since. Never fails."""
+"""`python -m tests.long.stale`: lists measured tables whose product files have changed since. Never fails."""
 
 from __future__ import annotations
 

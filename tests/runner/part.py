@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ STALL_LOAD = 0.05
 """Share of a core below which processes do no work: those of an idle Ray use about half of it."""
 SAMPLE_S = 2.0
 REAP_S = 0.1
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def run(name: str, folder: Path, command: list[str]) -> Result:
     # Whatever loses its parent below becomes a child of this process, which counts its processor time and ends it.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     events = folder / f"{name}.events"
-    started, movement, asleep, stalled_in, used = time.monotonic(), Movement(), Counter[str](), None, 0.0
+    asleep: dict[str, float] = defaultdict(float)
+    started, movement, stalled_in, used = time.monotonic(), Movement(), None, 0.0
     with (folder / f"{name}.txt").open("wb") as output:
         environment = os.environ | {"MRL_TEST_EVENTS": str(events)}
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
@@ -80,11 +81,10 @@ def run(name: str, folder: Path, command: list[str]) -> Result:
             if movement.stalled(time.monotonic() - started, progress.num_done, used):
                 stalled_in = progress.current or "its start"
         seconds, used = time.monotonic() - started, processor_s()
-        end_children()
         process.returncode = -signal.SIGKILL if code is None else code
-    test, longest = asleep.most_common(1)[0] if asleep else ("", 0.0)
-    where = f"{longest:.0f} s of it in {test.rpartition('::')[2]}" if test else ""
-    return Result(name, process.returncode, seconds, used, asleep.total(), where, stalled_in)
+    test = max(asleep, key=lambda name: asleep[name], default="")
+    where = f"{asleep[test]:.0f} s of it in {test.rpartition('::')[2]}" if test else ""
+    return Result(name, process.returncode, seconds, used, sum(asleep.values()), where, stalled_in)
 
 
 def wait(pid: int, seconds: float) -> int | None:
@@ -126,5 +126,11 @@ def end_children() -> None:
 
 if __name__ == "__main__":
     name, folder = sys.argv[1], Path(sys.argv[2])
-    result = run(name, folder, sys.argv[3:])
+    # Whoever ends the runner ends the part, too.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        result = run(name, folder, sys.argv[3:])
+    finally:
+        end_children()
     (folder / f"{name}.result").write_text(json.dumps(asdict(result)), encoding="utf-8")

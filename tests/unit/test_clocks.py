@@ -24,7 +24,6 @@ EXCEPTIONS: Mapping[str, str] = {
     "tests/unit/cluster/test_deadlines.py::test_a_tiny_model_has_the_five_minutes_of_its_processes": "computed seconds, not waited for",
     "tests/unit/cluster/test_deadlines.py::test_a_folder_without_weights_is_judged_by_its_config": "computed seconds, not waited for",
     "tests/unit/cluster/test_deadlines.py::test_what_the_config_says_wins": "computed seconds, not waited for",
-    "tests/unit/test_startup.py::test_the_budget_begins_with_the_process": "two clocks on one moment, the start of this process",
 }
 """File::function -> why it may: its deadline is what is tested, and expires; or a lower bound, which a slower host only exceeds."""
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import time
+import subprocess
+import sys
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from mrl import startup
+from tests.sources import ROOT
 
 
 def test_phases_add_up_to_the_time_since_the_command_and_are_taken_once(monkeypatch: pytest.MonkeyPatch):
@@ -27,7 +28,14 @@ def test_phases_add_up_to_the_time_since_the_command_and_are_taken_once(monkeypa
     assert startup.take() == {}
 
 
-def test_the_budget_begins_with_the_process():
-    # psutil reads the boot time, too; the clock of the kernel has ticks of 10 ms.
-    began = time.time() - (time.monotonic() - startup._began())
-    assert began == pytest.approx(psutil.Process().create_time(), abs=2.0)
+BECOMES_A_COMMAND = """
+import os, sys, time
+print(time.monotonic(), flush=True)
+os.execv(sys.executable, [sys.executable, "-c", "from mrl import startup; import time; print(startup._last[0], time.monotonic())"])
+"""
+
+
+def test_the_budget_begins_with_the_command_and_not_with_the_shell_that_became_it():
+    printed = subprocess.run([sys.executable, "-c", BECOMES_A_COMMAND], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    moments = [float(word) for word in printed.split()]
+    assert len(moments) == 3 and moments == sorted(moments)

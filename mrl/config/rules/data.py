@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,9 +34,15 @@ SERVERS: Mapping[str, str] = {
 
 def environment_names(config: EnvConfig) -> tuple[str, ...]:
     """Names that a row may give: built-in environments, the user's own functions, and those of installed packages."""
-    installed = (entry_point.name for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+    installed = _installed(tuple(sys.path))
     built_in = tuple(SERVERS[server] for server in config.gym_servers if server in SERVERS) or BUILT_IN
     return tuple(dict.fromkeys((*built_in, *config.own.functions, *installed)))
+
+
+@functools.cache
+def _installed(_path: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the environments of installed packages, read once for a search path: each look reads the files of all packages."""
+    return tuple(entry_point.name for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
 
 
 def environment_of_agent(agent_name: str) -> str | None:

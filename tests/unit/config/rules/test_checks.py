@@ -294,7 +294,7 @@ def random_override(rng: random.Random) -> str:
     return rng.choice(["", "", "", "+", "++", "~"]) + key + rng.choice(["=", "=", "=", ""]) + rng.choice(VALUES)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long("config")) for seed in range(1, 6))])
 def test_broken_configs_give_nothing_but_config_errors(workplace: Path, seed: int):
     rng = random.Random(seed)
     num_bad = 0

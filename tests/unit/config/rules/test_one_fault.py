@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from scripts.config_page import markers
 from tests.sources import ROOT
 from tests.unit.config.problems import problems_of
 
+LONG = pytest.mark.long("config")
 CONFIGS = sorted(path.name for path in packaged_configs().glob("*.yaml"))
 MODELS = {"grpo_nanov3.yaml": "nemotron3_nano_30b_a3b", "grpo_qwen3_30ba3b.yaml": "qwen3_30b_a3b"}
 MARKERS = markers()
@@ -29,6 +30,8 @@ BREAKS += ["cluster.num_nodes=7", "grpo.num_generations_per_prompt=1", "policy.m
 BREAKS += ["loss_fn.use_kl_in_reward=true", "policy.generation.vllm_cfg.load_format=dummy", "policy.train_global_batch_size=7"]
 BREAKS += ["policy.dynamic_batching.enabled=true", "policy.megatron_cfg.freeze_config.modules=[nothing]", "checkpointing.metric_name=x"]
 BREAKS += ["policy.megatron_cfg.optimizer.clip_grad=-1"]
+# Each config has a third of them here, and each of them several configs; part "config" tries every pair.
+PAIRS = [(name, override, (position + index) % 3 > 0) for position, name in enumerate(CONFIGS) for index, override in enumerate(BREAKS)]
 
 
 def model_of(name: str, workplace: Path) -> list[str]:
@@ -44,14 +47,15 @@ def refused(name: str, *overrides: str) -> list[str]:
     return check.examine(name, overrides).refused
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_one_broken_key_is_one_problem_that_names_it(workplace: Path, name: str):
+@pytest.mark.parametrize(("name", "is_long"), [*product(CONFIGS, [False]), *(pytest.param(name, True, marks=LONG) for name in CONFIGS)])
+def test_one_broken_key_is_one_problem_that_names_it(workplace: Path, name: str, is_long: bool):
     base = model_of(name, workplace)
     assert refused(name, *base) == []
-    found = {override: refused(name, *base, override) for override in BREAKS}
+    overrides = [override for config, override, more in PAIRS if (config, more) == (name, is_long)]
+    found = {override: refused(name, *base, override) for override in overrides}
     assert {override: problems for override, problems in found.items() if len(problems) > 1} == {}
     assert {override: problems for override, problems in found.items() if problems and override.partition("=")[0] not in problems[0]} == {}
-    assert sum(map(len, found.values())) > len(BREAKS) / 2
+    assert sum(map(len, found.values())) >= len(overrides) / 3
 
 
 NUMBERS = sorted(key for key in KEYS if isinstance(MARKERS.get(key), Range))
@@ -63,7 +67,7 @@ def test_numbers_that_nobody_means_give_at_most_one_problem(workplace: Path, nam
     base = model_of(name, workplace)
     config = load_config(name, base)
     keys = [key for key in NUMBERS if type(value_at(config, key)) in (int, float)]
-    cases = random.Random(18).sample(list(itertools.product(keys, ("0", "-1", "1e12", "x"))), 40)
+    cases = random.Random(18).sample(list(product(keys, ("0", "-1", "1e12", "x"))), 14)
     for key, value in cases:
         problems = refused(name, *base, f"{key}={value}")
         assert len(problems) <= 1 and all(key in problem for problem in problems), (key, value, problems)
