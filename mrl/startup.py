@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from mrl import STARTED
+import mrl
 
 PHASES = {
     "import": "Python and its libraries in the driver",
@@ -26,7 +26,7 @@ PHASES = {
 """Phase -> what happens in it. Each is what the driver waited for after the phase before; their sum is the time since the command."""
 
 _laps: dict[str, float] = {}
-_last = [STARTED]
+_last = [mrl.STARTED]
 """When the last phase ended; empty once the budget has been taken."""
 
 
