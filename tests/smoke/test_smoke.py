@@ -14,13 +14,13 @@ from tests.learn.quickstart import PREPARE_TIMEOUT_S, RUN_FOLDER, Quickstart, ac
 
 pytestmark = pytest.mark.smoke
 
-STEPS = 60
-KILLED_IN_STEP = 25
+STEPS = 40
+KILLED_IN_STEP = 13
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    """Sixty steps of GRPO at TP2 x DP2 x EP2; the driver is killed in step 25, and the same command goes on from step 20."""
+    """Forty steps of GRPO at TP2 x DP2 x EP2; the driver is killed in step 13, and the same command goes on from step 10."""
     folder = tmp_path_factory.mktemp("smoke")
     call(folder, "-m", "mrl.prepare", "tiny", timeout_s=PREPARE_TIMEOUT_S)
     overrides = [f"grpo.max_num_steps={STEPS}", "checkpointing.save_period=10", "logger.tensorboard_enabled=false"]
@@ -38,7 +38,7 @@ def test_it_goes_on_from_its_checkpoint(run: Quickstart):
     assert [row["step"] for row in run.metrics] == list(range(STEPS + 1))
     trained = lineage(run.run_folder)
     assert sorted(trained) == list(range(1, STEPS + 1))
-    assert "step_20" in run.console
+    assert "step_10" in run.console
 
 
 def test_engines_hold_the_weights_that_are_trained(run: Quickstart):
@@ -51,7 +51,7 @@ def test_it_learns(run: Quickstart):
     (_, before), *_, (_, after) = run.accuracies
     print(f"held-out accuracy {before:.3f} -> {after:.3f} in {STEPS} steps")
     assert before <= 0.30
-    assert after >= before + 0.25
+    assert after >= before + 0.2
 
 
 def test_the_export_answers_as_the_run_reports(run: Quickstart):
