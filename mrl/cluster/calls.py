@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
 
 from mrl import spans
+from mrl.cluster import hangs
 from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded, way_out
 from mrl.refit import GivenUp
 
@@ -121,30 +122,33 @@ def wait_all(
     answers: dict[Key, T] = {}
     start = time.monotonic()
     end = start + deadline_s
-    while keys:
-        others = [] if beside is None else beside.references()
-        ready, _ = ray.wait([*keys, *others], num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        if beside is not None and ready and ready[0] not in keys and time.monotonic() < end:
-            beside.advance()
-            continue
-        if not ready or ready[0] not in keys:
-            missing = ", ".join(str(key) for key in keys.values())
-            raise DeadlineExceeded(f"{what}: no answer from {missing} within {deadline_s:g} s (the limits are set in section `deadlines`)")
-        ready, _ = ray.wait(list(keys), num_returns=len(keys), timeout=GATHER_S)
-        for reference in ready:
-            key = keys.pop(reference)
-            try:
-                answers[key] = fetch(reference, actor=key, what=what)
-            except (RuntimeError, ValueError) as error:
-                if lost is not None and isinstance(error, ActorLost):
-                    lost.append(error)
-                    continue
-                if on_failure is not None:
-                    on_failure()
-                cause = first_cause(keys, error, what=what)
-                if cause is error:
-                    raise
-                raise cause from error
+    with hangs.waiting(what, lambda: [str(key) for key in list(keys.values())], start):
+        while keys:
+            others = [] if beside is None else beside.references()
+            ready, _ = ray.wait([*keys, *others], num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if beside is not None and ready and ready[0] not in keys and time.monotonic() < end:
+                beside.advance()
+                continue
+            if not ready or ready[0] not in keys:
+                missing = [str(key) for key in keys.values()]
+                limit = f"{deadline_s:g} s (the limits are set in section `deadlines`)"
+                told = f"; {reason}" if (reason := hangs.explained(missing)) else ""
+                raise DeadlineExceeded(f"{what}: no answer from {', '.join(missing)} within {limit}{told}")
+            ready, _ = ray.wait(list(keys), num_returns=len(keys), timeout=GATHER_S)
+            for reference in ready:
+                key = keys.pop(reference)
+                try:
+                    answers[key] = fetch(reference, actor=key, what=what)
+                except (RuntimeError, ValueError) as error:
+                    if lost is not None and isinstance(error, ActorLost):
+                        lost.append(error)
+                        continue
+                    if on_failure is not None:
+                        on_failure()
+                    cause = first_cause(keys, error, what=what)
+                    if cause is error:
+                        raise
+                    raise cause from error
     spans.add(f"wait: {what}", start, calls=len(pending))
     return {key: answers[key] for key in pending if key in answers}
 
@@ -152,7 +156,8 @@ def wait_all(
 def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:
     """The error to report for `error`: a death among the `pending` actors, whose peers only lost their connection to it, else `error`.
 
-    In place of an aftermath it is the first of another kind, if one comes.
+    In place of an aftermath it is the first of another kind, if one comes; in place of a complaint of those that give no answer at all,
+    a DeadlineExceeded with their names.
     """
     if isinstance(error, ActorLost):
         return error
@@ -168,7 +173,8 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
             except (RuntimeError, ValueError) as other:
                 if isinstance(error, Aftermath):
                     error = other
-    return error
+    message = hangs.who_is_to_blame(error, [str(name) for name in waiting.values()], what=what)
+    return error if message is None else DeadlineExceeded(message)
 
 
 def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:

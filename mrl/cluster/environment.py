@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import env, spans
-from mrl.cluster.lifetime import die_with_parent
+from mrl.cluster.carrier import local_file
+from mrl.cluster.lifetime import die_with_parent, session_folder
 from mrl.config.secrets import start_logging
 from mrl.rollout.environment import engine_environment
 
@@ -37,17 +38,24 @@ FULL_FLOAT32 = {
 def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
     """First call of every actor: ties its life to its parent's, sends its stdout and stderr to `log_file`, and its spans beside that.
 
-    `secrets` become environment variables here, because Ray writes those of an actor's options to its own logs.
+    On the driver's node both go through the local disk, and the actor gives signs of life. `secrets` become environment variables here,
+    because Ray writes those of an actor's options to its own logs.
     """
     die_with_parent()
     os.environ.update(secrets or {})
+    folder, spans_file = session_folder(), log_file.with_suffix(spans.SUFFIX)
+    if folder is not None:
+        # Named as messages name the actor.
+        stem = "reward-actor-0" if log_file.stem == "rewards" else log_file.stem.replace("rewards", "reward-actor")
+        spans.show_in(folder, stem)
+        log_file, spans_file = local_file(folder, log_file), local_file(folder, spans_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     start_logging("actor", sys.stderr)
-    spans.record_in(log_file.with_suffix(spans.SUFFIX))
+    spans.record_in(spans_file, by_thread=folder is None)
     logger.info("process %d", os.getpid())
 
 

@@ -2,20 +2,21 @@
 """How processes of a run end: none survives its parent, and nothing of a run is left on its host.
 
 `python -m mrl.cluster.lifetime FOLDER` is the reaper: it waits for its driver to end, in whatever way, kills every process of the run and
-removes the run's session folder. Ray's own agents outlive a killed driver by up to a minute. This file imports the standard library only,
-because the reaper must start in milliseconds and lives as long as the run.
+removes the run's session folder, through its carrier. Ray's own agents outlive a killed driver by up to a minute. This file imports the
+standard library only, because the reaper must start in milliseconds and lives as long as the run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from mrl.cluster.carrier import end_carrier, start_carrier
 
 MARK = "MRL_RUN_FOLDER"
 """Environment variable that all processes of a run inherit from its driver."""
@@ -34,6 +35,12 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def session_folder() -> Path | None:
+    """The private folder of the run that this process belongs to; None on other nodes than the driver's."""
+    folder = os.environ.get(MARK)
+    return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
@@ -66,7 +73,7 @@ def processes_of(folder: str) -> list[int]:
 
 
 def reap(folder: str) -> None:
-    """Kills what is left of the run and removes its folder."""
+    """Kills what is left of the run."""
     time.sleep(GRACE_S)
     num_quiet = 0
     for _ in range(MAX_SWEEPS):
@@ -80,9 +87,10 @@ def reap(folder: str) -> None:
             except ProcessLookupError:
                 continue
         time.sleep(SWEEP_INTERVAL_S)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
+    carrier = start_carrier(Path(sys.argv[1]))
     sys.stdin.buffer.read()
     reap(sys.argv[1])
+    end_carrier(*carrier)

@@ -95,6 +95,7 @@ class PolicyActor:
     ) -> int:
         """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `Policy.set_batch`."""
         start = time.monotonic()
+        spans.begin("set_batch")
         payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.timeout_s)
         teachers = pull_teacher(list(sequences.values()), timeout_s=self.timeout_s)
         pulled = {
@@ -120,6 +121,7 @@ class PolicyActor:
     def teach(self, model: ModelName, k: int) -> tuple[list[int], Packed]:
         """Indices of the sequences that this rank answers for, and what the teacher says of each; see `Policy.teach`."""
         start = time.monotonic()
+        spans.begin("teacher", str(self.models[model].phase))
         found = self.models[model].teach(k)
         spans.add("teacher", start, phase=str(self.models[model].phase), **spans.memory_facts())
         return list(found), pack(found.values())
@@ -129,6 +131,7 @@ class PolicyActor:
 
         start = time.monotonic()
         verbs: PolicyVerbs = self.models[model]
+        spans.begin(spans.name_of(verb, *arguments), str(self.models[model].phase))
         with record_function(verb):
             answer = getattr(verbs, verb)(*arguments)
         facts = spans.memory_facts() if time.monotonic() - start > spans.MIN_MEASURED_S else {}

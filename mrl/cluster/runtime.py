@@ -29,6 +29,7 @@ from mrl.cluster.deadlines import all_deadlines
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import start_reaper
 from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
+from mrl.cluster.watchdog import start_watchdog
 from mrl.config.schema.run import RunConfig
 from mrl.envs.workers import usable_cores
 
@@ -48,13 +49,17 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 @contextmanager
-def ray_runtime(config: RunConfig) -> Iterator[None]:
-    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several."""
+def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[None]:
+    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several.
+
+    With `log_folder`, a watchdog looks at the run's processes, and writes there.
+    """
     reclaim_dead_owners()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     owner_file = folder / OWNER_FILE
     owner_file.write_text(json.dumps(asdict(this_process())))
     reaper = start_reaper(folder)
+    watchdog = start_watchdog(config, folder, log_folder)
     # The driver raises the first failure of a group call with its reason; Ray would print those of all other ranks on top.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     # Ray gives its workers niceness 15: beside any other work on the host, ranks would miss each other's deadlines.
@@ -81,6 +86,8 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
             yield
     finally:
         ray.shutdown()
+        if watchdog is not None:
+            watchdog.stop()
         reaper.communicate(timeout=REAPER_TIMEOUT_S)
 
 
@@ -140,9 +147,9 @@ def reclaim_dead_owners() -> None:
 
 
 @contextmanager
-def placed_slots(config: RunConfig) -> Iterator[Placement]:
-    """Ray, and a place for every slot, inside the `with` block."""
-    with ray_runtime(config):
+def placed_slots(config: RunConfig, log_folder: Path | None = None) -> Iterator[Placement]:
+    """Ray, and a place for every slot, inside the `with` block; see `ray_runtime`."""
+    with ray_runtime(config, log_folder):
         deadlines = all_deadlines(config)
         for deadline in deadlines:
             logger.info("%s", deadline)

@@ -13,7 +13,7 @@ from mrl import spans
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / f"actors/engine-0{spans.SUFFIX}"
-    spans.record_in(path)
+    spans.record_in(path, by_thread=False)
     yield path
     spans.stop()
 
@@ -70,7 +70,7 @@ def test_stretches_of_several_lanes_do_not_end_each_other(file: Path):
 
 def test_an_attempt_continues_the_file_of_the_one_before(file: Path):
     spans.add("first", time.monotonic())
-    spans.record_in(file)
+    spans.record_in(file, by_thread=False)
     spans.add("second", time.monotonic())
     assert [event["name"] for event in drawn(file)] == ["first", "second"]
 

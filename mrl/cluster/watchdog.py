@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's watchdog: a thread that names who hangs, keeps the stacks of all Python processes, and ends a run that cannot end itself.
+
+It reads what the kernel says of the processes of the driver's node, and their signs of life (`mrl.spans`); it waits for no process, for no
+call of Ray's, and for no file system but the local one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mrl import spans
+from mrl.cluster import hangs
+from mrl.cluster.carrier import local_file
+from mrl.cluster.deadlines import all_deadlines
+from mrl.cluster.hangs import DRIVER, STOPPED, Finding, Judge, Reading
+from mrl.cluster.lifetime import processes_of
+from mrl.config.schema.run import RunConfig
+
+logger = logging.getLogger(__name__)
+
+LOG = "watchdog.log"
+# At most: short limits of tests look more often. A look takes milliseconds.
+INTERVAL_S, LOOKS_A_NOTICE = 5.0, 10
+# Handlers answer at once, unless their process is stuck.
+STACKS_S, PY_SPY_TIMEOUT_S = 1.0, 10.0
+# For a terminal that does not answer.
+CONSOLE_TIMEOUT_S = 5.0
+ASKS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Processes of Ray that have no sign of life and without which a run cannot go on.
+RAY_PROCESSES = ("raylet", "gcs_server")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
+
+
+@dataclass(frozen=True)
+class Process:
+    """A line of the kernel's table."""
+
+    pid: int
+    parent: int
+    command: str
+    state: str
+    cpu_s: float
+
+
+def read_process(pid: int) -> Process | None:
+    """What /proc/PID/stat says, see proc(5); None if the process has ended."""
+    try:
+        head, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    except OSError:
+        return None
+    fields = rest.split()
+    return Process(pid, int(fields[1]), head.partition("(")[2], fields[0], (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
+
+
+def read_io(pid: int) -> int:
+    """Bytes that a process has read and written, sockets apart; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes")))
+
+
+def read_signs(folder: Path) -> dict[int, spans.Sign]:
+    """Signs of life of the processes of a run, by process id."""
+    signs: dict[int, spans.Sign] = {}
+    for path in (folder / spans.SIGNS).glob("*"):
+        try:
+            sign = spans.read_sign(path)
+        except (OSError, struct.error):  # it is being made
+            continue
+        signs[sign.pid] = sign
+    return signs
+
+
+def read_all(root: int, signs: dict[int, spans.Sign]) -> list[Reading]:
+    """Readings of process `root` and of its descendants that give signs, of Ray's own, and of any other that is stopped."""
+    table = {found.pid: found for entry in os.scandir("/proc") if entry.name.isdigit() and (found := read_process(int(entry.name)))}
+    children: dict[int, list[int]] = {}
+    for found in table.values():
+        children.setdefault(found.parent, []).append(found.pid)
+    node = socket.gethostname()
+    readings: list[Reading] = []
+
+    def name_of(found: Process) -> str:
+        return signs[found.pid].name if found.pid in signs else found.command if found.command in RAY_PROCESSES else ""
+
+    def visit(pid: int, owner: str) -> tuple[float, int]:
+        """Seconds and bytes of a process and its children without names."""
+        found = table[pid]
+        name = name_of(found)
+        spent = [visit(child, name or owner) for child in children.get(pid, [])]
+        # What Ray starts and nobody has named yet works for itself.
+        own = spent if found.command not in RAY_PROCESSES else []
+        cpu_s, io_bytes = found.cpu_s + sum(cpu for cpu, _ in own), read_io(pid) + sum(io for _, io in own)
+        if name or found.state in STOPPED:
+            reading = Reading(name or f"{found.command} of {owner}", pid, node, found.state, cpu_s, io_bytes)
+            if (sign := signs.get(pid)) is not None:
+                doing = sign.doing if sign.is_open else f"after {sign.doing}"
+                reading = replace(reading, num_done=sign.num_done, doing=doing, since=sign.since, phase=sign.phase)
+            readings.append(reading)
+        return (0.0, 0) if name else (cpu_s, io_bytes)
+
+    if root in table:
+        visit(root, DRIVER)
+    return readings
+
+
+class Watchdog:
+    """Looks at the run's processes from a thread of its own until `stop`."""
+
+    def __init__(self, folder: Path, log_folder: Path, *, notice_s: float, end_s: float) -> None:
+        """`folder` is the run's private one on the local disk, `log_folder` a part of the run folder.
+
+        A process that hangs is named after `notice_s`; a run in which nothing has finished for `end_s` is ended.
+        """
+        self._folder, self._log_folder = folder, log_folder
+        self._notice_s, self._end_s = notice_s, end_s
+        self._interval_s = min(INTERVAL_S, notice_s / LOOKS_A_NOTICE)
+        self._judge = Judge(notice_s)
+        self._answered_at = time.monotonic()
+        self._told: set[tuple] = set()
+        self._num_stacks = 0
+        self._asked: tuple[float, str] | None = None
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=target, name="watchdog", daemon=True) for target in (self._probe, self._watch)]
+        self._signals, end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old_fd: int | None = None
+        if threading.current_thread() is threading.main_thread():
+            # Python's own handlers run when the main thread comes back from the call that hangs.
+            self._old_fd = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+
+    def start(self) -> Watchdog:
+        spans.show_in(self._folder, DRIVER)
+        hangs.ask(self._judge)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Ends the watch; a thread that a file system holds is left behind."""
+        hangs.ask(None)
+        self._is_over.set()
+        if self._old_fd is not None:
+            signal.set_wakeup_fd(self._old_fd)
+        self._threads[1].join(CONSOLE_TIMEOUT_S)
+
+    def _probe(self) -> None:
+        """Asks the run folder's file system for a write, and again when it has answered."""
+        while not self._is_over.wait(self._interval_s):
+            try:
+                os.utime(self._log_folder)
+            except OSError as error:  # an answer too: who writes there says what it means
+                logger.debug("%s: %s", self._log_folder, error)
+            self._answered_at = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self._interval_s):
+            self.look(time.monotonic(), read_all(os.getpid(), read_signs(self._folder)))
+
+    def look(self, now: float, readings: Collection[Reading]) -> None:
+        """Takes the readings of a moment, and acts on what they say."""
+        finding = self._judge.see(now, list(readings), list(hangs.waits))
+        folder_silent_s = now - self._answered_at
+        is_frozen = folder_silent_s >= self._notice_s
+        self._take_signals(now)
+        if finding is None and not is_frozen:
+            if self._told:
+                self._say(logging.INFO, "The run goes on")
+            self._told.clear()
+            return
+        key = (finding.key if finding is not None else None, is_frozen)
+        frozen = f"{self._log_folder} has not answered a write for {folder_silent_s:.0f} s: its file system hangs"
+        if key not in self._told:
+            self._told.add(key)
+            self._tell(finding, frozen if is_frozen else "")
+        silent_s = now - (self._judge.moved_at or now)
+        if silent_s < self._notice_s or not (is_frozen or (finding is not None and finding.is_hang)):
+            return
+        reason = frozen if is_frozen else described(finding, {}) if finding is not None else ""
+        if silent_s >= self._end_s:
+            self._end(f"nothing has finished for {silent_s:.0f} s, longer than any deadline: {reason}")
+        elif self._asked is not None and now - self._asked[0] >= self._notice_s:
+            self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
+
+    def _take_signals(self, now: float) -> None:
+        try:
+            numbers = os.read(self._signals, 64)
+        except BlockingIOError:
+            return
+        for number in numbers:
+            if number in ASKS_TO_END and self._asked is None:
+                self._asked = now, signal.Signals(number).name
+
+    def _tell(self, finding: Finding | None, frozen: str) -> None:
+        if not frozen and finding is not None and not finding.is_hang:
+            self._say(logging.INFO, f"Nothing has finished for {finding.silent_s:.0f} s: {described(finding, {})}")
+            return
+        places, path = self._keep_stacks()
+        said = [frozen] if frozen else []
+        if finding is not None:
+            said.append(described(finding, places))
+        self._say(logging.WARNING, f"The run hangs: {'; '.join(said)}; stacks of the run's processes: {path}")
+
+    def _keep_stacks(self) -> tuple[dict[int, str], Path]:
+        """Where each process is, by its id, and the file with the stacks of all of them."""
+        signs = read_signs(self._folder)
+        before = {pid: self._stack_file(sign).stat().st_size for pid, sign in signs.items() if self._stack_file(sign).exists()}
+        states = {pid: found.state for pid in before if (found := read_process(pid))}
+        # Others would take the signal when they go on.
+        asked = [pid for pid, state in states.items() if state not in STOPPED]
+        for pid in asked:
+            os.kill(pid, spans.STACK_SIGNAL)
+        self._is_over.wait(STACKS_S)
+        self._num_stacks += 1
+        target = self._log_folder / f"stacks-{self._num_stacks}.txt"
+        places: dict[int, str] = {}
+        with local_file(self._folder, target).open("a", encoding="utf-8") as file:
+            for pid in states:
+                with self._stack_file(signs[pid]).open("rb") as stacks:
+                    stacks.seek(before[pid])
+                    text = stacks.read().decode(errors="replace")
+                text = text or by_py_spy(pid) or "no answer\n"
+                places[pid] = innermost(text)
+                file.write(f"=== {signs[pid].name} (process {pid}, state {states[pid]})\n{text}\n")
+        return places, target
+
+    def _stack_file(self, sign: spans.Sign) -> Path:
+        return self._folder / spans.STACKS / sign.name.replace(" ", "-")
+
+    def _say(self, level: int, text: str) -> None:
+        """Writes to the local disk first: whoever else logs may hold the terminal."""
+        with local_file(self._folder, self._log_folder / LOG).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        console = threading.Thread(target=logger.log, args=(level, "%s", text), daemon=True)
+        console.start()
+        console.join(CONSOLE_TIMEOUT_S)
+
+    def _end(self, reason: str) -> None:
+        """Kills the run's processes and ends this one, as a failed attempt."""
+        for pid in processes_of(str(self._folder)):
+            os.kill(pid, signal.SIGKILL)
+        self._say(logging.ERROR, f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.")
+        os._exit(1)
+
+
+def described(finding: Finding, places: dict[int, str]) -> str:
+    """A finding in words, with the place in its code where each suspect is, if that is known."""
+    parts = []
+    for reading, reason in finding.suspects:
+        more = [f"phase {reading.phase}"] if reading.phase else []
+        more += [f"call {reading.doing}"] if reading.doing else []
+        more += [f"in {place}"] if (place := places.get(reading.pid)) else []
+        parts.append(f"{reading} {reason}" + (f", {', '.join(more)}" if more else ""))
+    return "; ".join([*parts, *([f"the driver waits: {finding.wait}"] if finding.wait else [])])
+
+
+def innermost(stacks: str) -> str:
+    """The collective, or else the function, in which the main thread of a process is; "" if the text of its stacks does not say."""
+    # The handler runs in the main thread, wherever that is.
+    threads = stacks.split("\n\n")
+    main = next((text for text in threads if text.startswith(("Current thread", "Thread")) and "most recent call first" in text), "")
+    current = next((text for text in threads if text.startswith("Current thread")), main)
+    frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall(current)]
+    # Wrappers of torch stand around a collective.
+    collectives = [frame for frame in frames if "distributed_c10d" in frame and not frame.startswith("wrapper")]
+    return next(iter(collectives or frames), "")
+
+
+def by_py_spy(pid: int) -> str:
+    """The stacks of a process that cannot write them itself; "" without py-spy."""
+    if (program := shutil.which("py-spy")) is None:
+        return ""
+    try:
+        command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S, check=False).stdout
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+def start_watchdog(config: RunConfig, folder: Path, log_folder: Path | None) -> Watchdog | None:
+    """The watchdog of a run; None without a log folder."""
+    if log_folder is None:
+        return None
+    limits = config.deadlines
+    longest_s = max(limits.generate_s, limits.reward_s, limits.refit_s, *(deadline.seconds for deadline in all_deadlines(config)))
+    return Watchdog(folder, log_folder, notice_s=limits.notice_s, end_s=longest_s + limits.notice_s).start()
