@@ -112,9 +112,13 @@ class Judge:
             silent = self._silent(now, [DRIVER])
         if not silent:
             return None
+        silent_s = min(now - self._tracks[reading.pid].moved_at for reading in silent)
+        # A rank that is stopped keeps the others waiting.
+        if stuck := tuple(self.blame([reading.name for reading in silent])):
+            return Finding(stuck, text, silent_s, is_hang=True)
         idle = [reading for reading in silent if not self._is_busy(reading)]
         told = tuple((reading, "waits and uses no processor" if idle else "is at work") for reading in idle or silent)
-        return Finding(told, text, min(now - self._tracks[reading.pid].moved_at for reading in silent), is_hang=bool(idle))
+        return Finding(told, text, silent_s, is_hang=bool(idle))
 
     def blame(self, names: Collection[str]) -> list[tuple[Reading, str]]:
         """Those of `names` that cannot have answered by the last reading: stopped, or stuck in the kernel."""
@@ -148,9 +152,9 @@ class Judge:
         return [reading for reading in found if now - self._tracks[reading.pid].moved_at >= self._notice_s]
 
     def _stuck(self, now: float | None, reading: Reading) -> str:
-        """Why a process cannot go on; "" if it can, or has not been so for `notice_s` at the moment `now`."""
+        """Why a process cannot go on; "" if it can, or has not been so for `notice_s` at the moment `now`, or for two readings."""
         track = self._tracks[reading.pid]
-        if track.stuck_at is None or (now is not None and now - track.stuck_at < self._notice_s):
+        if track.stuck_at is None or (track.samples[-1][0] == track.stuck_at if now is None else now - track.stuck_at < self._notice_s):
             return ""
         if reading.state in STOPPED:
             return f"is stopped (state {reading.state}: SIGSTOP, or a debugger)"
@@ -194,7 +198,7 @@ def who_is_to_blame(error: Exception, silent: Collection[str], *, what: str) -> 
     reason = explained(silent)
     if silent and (reason or COLLECTIVE_TIMEOUT.search(str(error))):
         told = f" ({reason})" if reason else ""
-        return f"{what}: no answer at all from {_listed(silent)}{told}; another process only noticed: {error}"
+        return f"{what}: no answer at all from {_listed(silent)}{told}; {error}"
     return None
 
 

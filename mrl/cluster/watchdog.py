@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,20 +57,20 @@ class Process:
     cpu_s: float
 
 
-def read_process(pid: int) -> Process | None:
-    """What /proc/PID/stat says, see proc(5); None if the process has ended."""
+def read_process(pid: int, task: str = "") -> Process | None:
+    """What /proc/PID/stat says, or that of a task of the process, see proc(5); None if it has ended."""
     try:
-        head, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+        head, _, rest = Path(f"/proc/{pid}/{task}stat").read_text(errors="replace").rpartition(")")
     except OSError:
         return None
     fields = rest.split()
     return Process(pid, int(fields[1]), head.partition("(")[2], fields[0], (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
 
 
-def read_io(pid: int) -> int:
-    """Bytes that a process has read and written, sockets apart; 0 if it has ended."""
+def read_io(pid: int, task: str = "") -> int:
+    """Bytes that a process or a task of it has read and written, sockets apart; 0 if it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/{task}io").read_text().splitlines()
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes")))
@@ -104,13 +105,18 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[Reading]:
         found = table[pid]
         name = name_of(found)
         spent = [visit(child, name or owner) for child in children.get(pid, [])]
+        if pid == os.getpid():
+            # To look costs more than to hang.
+            task = f"task/{threading.get_native_id()}/"
+            mine = read_process(pid, task)
+            spent.append((-(mine.cpu_s if mine is not None else 0.0), -read_io(pid, task)))
         # What Ray starts and nobody has named yet works for itself.
         own = spent if found.command not in RAY_PROCESSES else []
         cpu_s, io_bytes = found.cpu_s + sum(cpu for cpu, _ in own), read_io(pid) + sum(io for _, io in own)
         if name or found.state in STOPPED:
             reading = Reading(name or f"{found.command} of {owner}", pid, node, found.state, cpu_s, io_bytes)
             if (sign := signs.get(pid)) is not None:
-                doing = sign.doing if sign.is_open else f"after {sign.doing}"
+                doing = f"{'call' if sign.is_open else 'after'} {sign.doing}"
                 reading = replace(reading, num_done=sign.num_done, doing=doing, since=sign.since, phase=sign.phase)
             readings.append(reading)
         return (0.0, 0) if name else (cpu_s, io_bytes)
@@ -157,7 +163,8 @@ class Watchdog:
         self._is_over.set()
         if self._old_fd is not None:
             signal.set_wakeup_fd(self._old_fd)
-        self._threads[1].join(CONSOLE_TIMEOUT_S)
+        if self._threads[1].is_alive():
+            self._threads[1].join(CONSOLE_TIMEOUT_S)
 
     def _probe(self) -> None:
         """Asks the run folder's file system for a write, and again when it has answered."""
@@ -223,8 +230,7 @@ class Watchdog:
         states = {pid: found.state for pid in before if (found := read_process(pid))}
         # Others would take the signal when they go on.
         asked = [pid for pid, state in states.items() if state not in STOPPED]
-        for pid in asked:
-            os.kill(pid, spans.STACK_SIGNAL)
+        send(spans.STACK_SIGNAL, asked)
         self._is_over.wait(STACKS_S)
         self._num_stacks += 1
         target = self._log_folder / f"stacks-{self._num_stacks}.txt"
@@ -252,10 +258,16 @@ class Watchdog:
 
     def _end(self, reason: str) -> None:
         """Kills the run's processes and ends this one, as a failed attempt."""
-        for pid in processes_of(str(self._folder)):
-            os.kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL, processes_of(str(self._folder)))
         self._say(logging.ERROR, f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.")
         os._exit(1)
+
+
+def send(number: int, pids: Collection[int]) -> None:
+    """Sends a signal to those of these processes that have not ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def described(finding: Finding, places: dict[int, str]) -> str:
@@ -263,7 +275,7 @@ def described(finding: Finding, places: dict[int, str]) -> str:
     parts = []
     for reading, reason in finding.suspects:
         more = [f"phase {reading.phase}"] if reading.phase else []
-        more += [f"call {reading.doing}"] if reading.doing else []
+        more += [reading.doing] if reading.doing else []
         more += [f"in {place}"] if (place := places.get(reading.pid)) else []
         parts.append(f"{reading} {reason}" + (f", {', '.join(more)}" if more else ""))
     return "; ".join([*parts, *([f"the driver waits: {finding.wait}"] if finding.wait else [])])
