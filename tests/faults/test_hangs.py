@@ -56,7 +56,7 @@ def said(current: Attempt, text: str) -> str:
     ],
 )
 def test_a_stopped_process_is_named_and_ends_the_run(tmp_path: Path, victim: str, notice_s: int):
-    limits = [f"deadlines.{name}_s={2 * notice_s}" for name in ("train", "generate", "reward", "checkpoint")]
+    limits = [f"deadlines.{name}_s={2 * notice_s}" for name in ("train", "generate", "reward", "refit", "checkpoint")]
     settings = [*limits, "deadlines.start_s=240", f"deadlines.notice_s={notice_s}"]
     with attempt(tmp_path, tmp_path / "run", *settings) as current:
         current.wait_until(lambda: is_trained(current.run_folder, 2), "step 2")
