@@ -32,6 +32,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "driver_memory": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/store"),
     "distillation": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),
     "environments": ("mrl/envs", "mrl/cluster/rewards.py"),
+    "hangs": ("mrl/spans.py", "mrl/cluster", "mrl/loop"),
     "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
     "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
@@ -61,7 +62,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 """What each part measures: the product files and folders whose changes make its table old."""
 
-OUTCOMES = ("async", "config", "environments", "hostile", "nodes")
+OUTCOMES = ("async", "config", "environments", "hangs", "hostile", "nodes")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 
