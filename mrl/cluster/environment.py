@@ -15,6 +15,7 @@ from mrl import env, spans
 from mrl.cluster.lifetime import die_with_parent
 from mrl.config.secrets import start_logging
 from mrl.rollout.environment import engine_environment
+from mrl.signals import shield_process
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
@@ -40,6 +41,7 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     `secrets` become environment variables here, because Ray writes those of an actor's options to its own logs.
     """
     die_with_parent()
+    shield_process(passes_on=True)
     os.environ.update(secrets or {})
     log_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
