@@ -70,7 +70,7 @@ class Listener:
         with self._lock:
             last, self._taken = self._taken, (time.monotonic(), sender)
             if not self._ending:
-                self._leave(f"{number.name} before the first step: there is nothing to save", ENDED_EARLY)
+                self._leave(f"{number.name}: ended at once, as there is nothing to save", ENDED_EARLY)
             if self.first is None:
                 self.first = number
                 again = "; a second Ctrl-C ends it at once" if number is signal.SIGINT else ""

@@ -7,15 +7,18 @@ Attempts of a walk share one run folder, so that each shows what the ones before
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from mrl.signals import BURST_S, ENDED_AT_ONCE, ENDED_EARLY
+from mrl.signals import BURST_S, ENDED_AT_ONCE, ENDED_EARLY, MARK
 from mrl.store.checkpoints import find_damage
 from tests.faults.attempts import Attempt, is_taken, is_trained, is_writing, ledger, lineage
 from tests.stack.loop.conftest import SMALL, write_inputs
@@ -150,3 +153,38 @@ def test_a_second_ctrl_c_ends_at_once(inputs: list[str], tmp_path: Path):
         attempt.assert_nothing_survives()
     assert not (run_folder / "owner.json").exists()
     disturb(inputs, run_folder, "end", signal.SIGTERM, "driver")
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Iterator[Path]:
+    """A frozen file system: whoever writes to it is in state D until it thaws."""
+    folder, image = tmp_path / "frozen", tmp_path / "image"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(2**25)
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)], ["fsfreeze", "-f", str(folder)]):
+        if os.geteuid() != 0 or shutil.which(command[0]) is None:
+            pytest.skip("needs root, and mkfs.ext4, mount and fsfreeze")
+        subprocess.run(command, check=True, timeout=60)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(folder)], check=True, timeout=60)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
+
+
+@pytest.mark.long("signals")
+@pytest.mark.timeout(1200)
+def test_a_process_that_cannot_be_killed_is_named_and_costs_nothing(inputs: list[str], tmp_path: Path, frozen: Path):
+    run_folder = tmp_path / "run"
+    with Attempt(run_folder, [*inputs, *SETTINGS, f"checkpointing.checkpoint_dir={run_folder}"], tmp_path / "log") as attempt:
+        attempt.wait_until(lambda: is_trained(run_folder, 1), "step 1")
+        environment = Path(f"/proc/{attempt.actor_pid('rewards')}/environ").read_bytes().split(b"\0")
+        mark = next(entry.decode() for entry in environment if entry.startswith(MARK.encode()))
+        program = "import sys; open(sys.argv[1], 'w').write('text')"
+        victim = subprocess.Popen([sys.executable, "-c", program, str(frozen / "file")], env=dict([mark.split("=", 1)]))
+        attempt.wait_until(lambda: " D " in Path(f"/proc/{victim.pid}/stat").read_text(), "state D")
+        attempt.send(signal.SIGTERM, "driver")
+        assert attempt.finish() == ENDED_EARLY, attempt.text()
+        assert f"process {victim.pid} ({sys.executable} -c {program}" in attempt.text() and "state D" in attempt.text()
+    assert newest(run_folder) == max(lineage(run_folder))

@@ -42,7 +42,7 @@ def run(program: str, *arguments: str, ignored: signal.Signals | None = None) ->
 def test_before_the_first_step_a_signal_ends_the_process_at_once_and_cleanly(number: signal.Signals, tmp_path: Path):
     program = "listener.listen(); listener.cleanups.append(Path(sys.argv[1]).touch); os.kill(own, int(sys.argv[2])); time.sleep(60)"
     code, lines = run(program, str(tmp_path / "cleaned"), str(int(number)))
-    assert (code, lines) == (ENDED_EARLY, [f"{number.name} before the first step: there is nothing to save; the same command goes on"])
+    assert (code, lines) == (ENDED_EARLY, [f"{number.name}: ended at once, as there is nothing to save; the same command goes on"])
     assert (tmp_path / "cleaned").exists()
 
 
