@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, TypeVarTuple, cast
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
 
+from conversion.files.limits import LimitedThread
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded, way_out
@@ -42,6 +44,20 @@ class Background(Protocol):
     def advance(self) -> object:
         """Takes what has arrived and starts what comes next. Never waits, and keeps the loss of an actor for later."""
         ...
+
+
+@cache
+def ray_thread() -> LimitedThread:
+    """The thread of calls to Ray that have no limit. It starts Ray, too: the kernel kills Ray's daemons when the thread that has ends."""
+    return LimitedThread("Ray")
+
+
+def put(value: T) -> ray.ObjectRef[T]:
+    """A reference to `value` in Ray's store; DeadlineExceeded: the store takes nothing."""
+    try:
+        return ray_thread().within(FETCH_TIMEOUT_S, "ray.put", ray.put, value)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{error}: Ray's daemon on the driver's node (raylet) hangs, or its host does") from error
 
 
 def start_actor(actor_class: Callable[[*Ts], A], options: Mapping[str, object], *arguments: *Ts) -> ActorHandle[A]:

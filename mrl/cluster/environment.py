@@ -16,6 +16,7 @@ from mrl.cluster.carrier import local_file
 from mrl.cluster.lifetime import die_with_parent, session_folder
 from mrl.config.secrets import start_logging
 from mrl.rollout.environment import engine_environment
+from mrl.signals import shield_process
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
@@ -42,6 +43,7 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     because Ray writes those of an actor's options to its own logs.
     """
     die_with_parent()
+    shield_process(passes_on=True)
     os.environ.update(secrets or {})
     folder, spans_file = session_folder(), log_file.with_suffix(spans.SUFFIX)
     if folder is not None:

@@ -2,24 +2,25 @@
 """How processes of a run end: none survives its parent, and nothing of a run is left on its host.
 
 `python -m mrl.cluster.lifetime FOLDER` is the reaper: it waits for its driver to end, in whatever way, kills every process of the run and
-removes the run's session folder, through its carrier. Ray's own agents outlive a killed driver by up to a minute. This file imports the
-standard library only, because the reaper must start in milliseconds and lives as long as the run.
+removes the run's session folder, through its carrier. Ray's own agents outlive a killed driver by up to a minute. Needs the standard
+library only, because the reaper must start in milliseconds and lives as long as the run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from conversion.files.limits import within
 from mrl.cluster.carrier import end_carrier, start_carrier
+from mrl.signals import MARK
 
-MARK = "MRL_RUN_FOLDER"
-"""Environment variable that all processes of a run inherit from its driver."""
 PR_SET_PDEATHSIG = 1
 # After a clean shutdown processes are about to leave by themselves.
 GRACE_S = 1.0
@@ -27,7 +28,10 @@ SWEEP_INTERVAL_S = 0.1
 # A process that is being killed may have started another one meanwhile, which cannot be read while it changes its program:
 # only after this many sweeps in a row that found nothing is nothing left.
 QUIET_SWEEPS = 3
-MAX_SWEEPS = 200
+# A process in state D, as on a file system that hangs, dies when that answers. Nobody waits for it longer.
+SWEEP_LIMIT_S = 20.0
+REAPER_TIMEOUT_S = 30.0
+LOOK_TIMEOUT_S = 5.0
 
 
 def die_with_parent() -> None:
@@ -49,7 +53,7 @@ def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
     os.environ[MARK] = str(folder)
     # Ray's agents rename themselves; setproctitle would write the new name over their environment, and with it over the mark.
     os.environ["SPT_NOENV"] = "1"
-    # A session of its own: Ctrl-C in the driver's terminal must not end it.
+    # A session of its own: no signal to the driver's group must end it.
     return subprocess.Popen(
         [sys.executable, "-m", "mrl.cluster.lifetime", str(folder)], stdin=subprocess.PIPE, env=environment, start_new_session=True
     )
@@ -72,20 +76,53 @@ def processes_of(folder: str) -> list[int]:
     return found
 
 
+def end_reaper(reaper: subprocess.Popen[bytes], folder: Path) -> list[str]:
+    """Waits for a reaper whose stdin is closed; describes the processes that are left."""
+    try:
+        reaper.wait(REAPER_TIMEOUT_S)
+        # Reading about a process that hangs may hang, too.
+        return within(LOOK_TIMEOUT_S, "/proc", lambda: [describe(pid) for pid in processes_of(str(folder))])
+    except (subprocess.TimeoutExpired, TimeoutError) as error:
+        return [f"process {reaper.pid}, which ends those of the run ({error})"]
+
+
+def describe_load() -> str:
+    """What a host is short of when nothing starts on it, for messages."""
+    free = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    memory = f"{int(free[1]) / 2**20:.1f} GiB of memory are free" if free else "its free memory is unknown"
+    return f"this host has {len(os.sched_getaffinity(0))} cores, a load of {os.getloadavg()[0]:.1f}, and {memory}"
+
+
+def describe(pid: int) -> str:
+    """A process in a message: its id, command and state."""
+    try:
+        name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:100]
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return f"process {pid}"
+    waits = ", it waits for a file system or a device that does not answer" if state == "D" else ""
+    return f"process {pid} ({name}; state {state}{waits})"
+
+
+def kill_processes(folder: str) -> int:
+    """Kills the processes that carry the mark of `folder`; returns how many there were."""
+    remaining = processes_of(folder)
+    for pid in remaining:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return len(remaining)
+
+
 def reap(folder: str) -> None:
     """Kills what is left of the run."""
     time.sleep(GRACE_S)
-    num_quiet = 0
-    for _ in range(MAX_SWEEPS):
-        remaining = processes_of(folder)
-        num_quiet = 0 if remaining else num_quiet + 1
+    num_quiet, end = 0, time.monotonic() + SWEEP_LIMIT_S
+    while time.monotonic() < end:
+        num_quiet = 0 if kill_processes(folder) else num_quiet + 1
         if num_quiet == QUIET_SWEEPS:
             break
-        for pid in remaining:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(SWEEP_INTERVAL_S)
 
 

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -27,8 +26,9 @@ from mrl.cluster import hangs
 from mrl.cluster.carrier import local_file
 from mrl.cluster.deadlines import all_deadlines
 from mrl.cluster.hangs import DRIVER, STOPPED, Finding, Judge, Reading
-from mrl.cluster.lifetime import processes_of
+from mrl.cluster.lifetime import kill_processes
 from mrl.config.schema.run import RunConfig
+from mrl.signals import LISTENER
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ INTERVAL_S, LOOKS_A_NOTICE = 5.0, 10
 STACKS_S, PY_SPY_TIMEOUT_S = 1.0, 10.0
 # For a terminal that does not answer.
 CONSOLE_TIMEOUT_S = 5.0
-ASKS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Processes of Ray that have no sign of life and without which a run cannot go on.
 RAY_PROCESSES = ("raylet", "gcs_server")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -144,11 +143,6 @@ class Watchdog:
         self._asked: tuple[float, str] | None = None
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=target, name="watchdog", daemon=True) for target in (self._probe, self._watch)]
-        self._signals, end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old_fd: int | None = None
-        if threading.current_thread() is threading.main_thread():
-            # Python's own handlers run when the main thread comes back from the call that hangs.
-            self._old_fd = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
 
     def start(self) -> Watchdog:
         spans.show_in(self._folder, DRIVER)
@@ -161,8 +155,6 @@ class Watchdog:
         """Ends the watch; a thread that a file system holds is left behind."""
         hangs.ask(None)
         self._is_over.set()
-        if self._old_fd is not None:
-            signal.set_wakeup_fd(self._old_fd)
         if self._threads[1].is_alive():
             self._threads[1].join(CONSOLE_TIMEOUT_S)
 
@@ -184,7 +176,8 @@ class Watchdog:
         finding = self._judge.see(now, list(readings), list(hangs.waits))
         folder_silent_s = now - self._answered_at
         is_frozen = folder_silent_s >= self._notice_s
-        self._take_signals(now)
+        if LISTENER.first is not None and self._asked is None:
+            self._asked = now, LISTENER.first.name
         if finding is None and not is_frozen:
             if self._told:
                 self._say(logging.INFO, "The run goes on")
@@ -204,15 +197,6 @@ class Watchdog:
         elif self._asked is not None and now - self._asked[0] >= self._notice_s:
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
-    def _take_signals(self, now: float) -> None:
-        try:
-            numbers = os.read(self._signals, 64)
-        except BlockingIOError:
-            return
-        for number in numbers:
-            if number in ASKS_TO_END and self._asked is None:
-                self._asked = now, signal.Signals(number).name
-
     def _tell(self, finding: Finding | None, frozen: str) -> None:
         if not frozen and finding is not None and not finding.is_hang:
             self._say(logging.INFO, f"Nothing has finished for {finding.silent_s:.0f} s: {described(finding, {})}")
@@ -230,7 +214,9 @@ class Watchdog:
         states = {pid: found.state for pid in before if (found := read_process(pid))}
         # Others would take the signal when they go on.
         asked = [pid for pid, state in states.items() if state not in STOPPED]
-        send(spans.STACK_SIGNAL, asked)
+        for pid in asked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, spans.STACK_SIGNAL)
         self._is_over.wait(STACKS_S)
         self._num_stacks += 1
         target = self._log_folder / f"stacks-{self._num_stacks}.txt"
@@ -258,16 +244,9 @@ class Watchdog:
 
     def _end(self, reason: str) -> None:
         """Kills the run's processes and ends this one, as a failed attempt."""
-        send(signal.SIGKILL, processes_of(str(self._folder)))
+        kill_processes(str(self._folder))
         self._say(logging.ERROR, f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.")
         os._exit(1)
-
-
-def send(number: int, pids: Collection[int]) -> None:
-    """Sends a signal to those of these processes that have not ended."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def described(finding: Finding, places: dict[int, str]) -> str:

@@ -116,6 +116,10 @@ class RunFolder:
             with self._may_fail(METRICS):
                 self._metrics.close()
         spans.stop()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Ends the hold on the folder. For a process that ends at once, too."""
         self._ownership.give_back()
 
     def _check_identity(self) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +40,16 @@ class Attempt:
         # A mark that every process of this attempt inherits, so that leftovers can be told from everything else.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MRL_TEST_ATTEMPT": self.mark}
         with self.log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=self.working_folder)
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self.working_folder,
+                process_group=0,
+                # A shell's background jobs, pytest perhaps among them, ignore Ctrl-C, and their children do.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,6 +70,14 @@ class Attempt:
             assert self.process.poll() is None, f"the attempt ended before {what}:\n{self.text()[-4000:]}"
             assert time.monotonic() < end, f"no {what} within {ATTEMPT_TIMEOUT_S} s:\n{self.text()[-4000:]}"
             time.sleep(POLL_S)
+
+    def send(self, number: signal.Signals, target: str) -> None:
+        """Sends a signal to the `driver`, to its process `group`, or to `every process`."""
+        if target == "group":
+            os.killpg(self.process.pid, number)
+        for pid in {"driver": [self.process.pid], "every process": self.processes()}.get(target, []):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def finish(self) -> int:
         return self.process.wait(timeout=ATTEMPT_TIMEOUT_S)

@@ -52,6 +52,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "refit_model": ("mrl/plan/times.py", "mrl/plan/traffic.py", "conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py"),
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py", "conversion/families"),
+    "signals": ("mrl/signals.py", "mrl/train.py", "mrl/loop", "mrl/cluster"),
     "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py", "mrl/store/run_folder.py"),
     "speculation": ("mrl/policy", "mrl/rollout", "mrl/refit", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "startup": ("mrl/cluster", "mrl/loop", "mrl/policy", "mrl/rollout", "mrl/train.py", "configs/grpo_tiny.yaml"),
@@ -62,7 +63,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 """What each part measures: the product files and folders whose changes make its table old."""
 
-OUTCOMES = ("async", "config", "environments", "hangs", "hostile", "nodes")
+OUTCOMES = ("async", "config", "environments", "hangs", "hostile", "nodes", "signals")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 

@@ -6,7 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from mrl.cluster.lifetime import processes_of
+import pytest
+
+from mrl.cluster import lifetime
+from mrl.cluster.lifetime import end_reaper, processes_of
+from mrl.signals import MARK
 
 DRIVER = """
 import os, signal, subprocess, sys
@@ -77,6 +81,19 @@ def test_a_process_that_renames_itself_is_still_found(tmp_path: Path):
     folder.mkdir()
     output = subprocess.run([sys.executable, "-c", RENAMED, str(folder)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert output.stdout.split() == ["renamed", "True"]
+
+
+def test_a_process_that_does_not_end_is_named_and_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    left = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: str(tmp_path)})
+    try:
+        done = subprocess.Popen(["true"])
+        assert end_reaper(done, tmp_path) == [f"process {left.pid} (sleep 60; state S)"]
+        monkeypatch.setattr(lifetime, "REAPER_TIMEOUT_S", 0.01)
+        (said,) = end_reaper(left, tmp_path)
+        assert said.startswith(f"process {left.pid}, which ends those of the run (")
+    finally:
+        left.kill()
+        left.wait(timeout=TIMEOUT_S)
 
 
 def test_processes_of_another_run_are_left_alone(tmp_path: Path):

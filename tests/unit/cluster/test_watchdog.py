@@ -26,7 +26,10 @@ LIMIT_S = 60.0
 
 # A main thread in a call that no signal ends, as a call of Ray's without a raylet.
 DRIVER = """
-import ctypes, logging, os, signal, subprocess, sys
+from mrl.signals import LISTENER
+LISTENER.listen()
+LISTENER.hold("the run saves a checkpoint and ends")
+import ctypes, logging, os, subprocess, sys
 from pathlib import Path
 from mrl.cluster.lifetime import MARK
 from mrl.cluster.watchdog import Watchdog
@@ -35,7 +38,6 @@ folder, end_s = Path(sys.argv[1]), float(sys.argv[2])
 os.environ[MARK] = str(folder)
 child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
-signal.signal(signal.SIGTERM, lambda *_: None)
 Watchdog(folder, folder / "run", notice_s=0.3, end_s=end_s).start()
 mutex = ctypes.create_string_buffer(64)
 def hold_twice():
