@@ -9,7 +9,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, TypeVarTuple, cast
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from conversion.files.limits import LimitedThread
 from mrl import spans
@@ -26,6 +35,10 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Key = TypeVar("Key")
 
+LOSSES = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
+"""All that Ray calls the death of a process."""
+# Reducing what a node holds is the way out, not Ray's threshold: beyond it the kernel kills, and not always the right process.
+SHORT_OF_MEMORY = "Ray's memory monitor killed it, as its node is short of memory (fewer slots or engines a node, or more memory, help)"
 # A reference that ray.wait calls ready is fetched from local memory; this only bounds a broken store.
 FETCH_TIMEOUT_S = 60.0
 # Answers that arrive within so long of each other are taken together: each wait looks at every call that is under way.
@@ -197,12 +210,15 @@ def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
     """The answer of a call that is ready. Raises ActorLost if the actor died, else its own error with its name and `what` in front."""
     try:
         return ray.get(reference, timeout=FETCH_TIMEOUT_S)
-    except (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError) as error:
+    except LOSSES as error:
         lines = str(error).strip().splitlines()
-        raise ActorLost(actor, what, lines[0] if lines else type(error).__name__) from error
+        reason = lines[0] if lines else type(error).__name__
+        raise ActorLost(actor, what, f"{SHORT_OF_MEMORY}: {reason}" if isinstance(error, OutOfMemoryError) else reason) from error
     except GetTimeoutError as error:
         raise DeadlineExceeded(f"{what}: the answer of {actor} could not be fetched within {FETCH_TIMEOUT_S:g} s") from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
         kind = ValueError if isinstance(cause, ValueError) else Aftermath if isinstance(cause, GivenUp) else RuntimeError
         raise kind(f"{actor} failed in {what}: {cause}{way_out(cause)}") from error
+    except RayError as error:
+        raise RuntimeError(f"the answer of {actor} to {what} is lost: {type(error).__name__}: {' '.join(str(error).split())}") from error

@@ -20,7 +20,7 @@ from conversion.cache import cached_mcore, check_entry, discard, mcore_in_use, r
 from conversion.families.common import MegatronParallel
 from conversion.files.owners import PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
 from mrl import env, spans, startup
-from mrl.cluster.calls import Actors, ask, start_actor, wait_all
+from mrl.cluster.calls import Actors, ask, put, start_actor, wait_all
 from mrl.cluster.deadlines import start_deadline, train_deadline
 from mrl.cluster.environment import policy_variables, start_actor_process
 from mrl.cluster.errors import ActorName
@@ -213,7 +213,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `Policy.set_batch`."""
         for position, batch in enumerate(batches):
             # Stored once for the ranks that train the same rows: Ray would serialise an argument once for each of them.
-            sequences = [ray.put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
+            sequences = [put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
             pending = {}
             for rank, dp_rank in enumerate(self.dp_ranks):
                 # Ray hands a rank what the reference stands for.

@@ -14,9 +14,12 @@ import pytest
 import ray
 
 from mrl.cluster import session
+from mrl.cluster.calls import ask, start_actor, wait_all
 from mrl.cluster.engines import EngineGroup
+from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.policies import PolicyGroup, Ranks, hold_port
 from mrl.cluster.runtime import Placement, placed_slots
+from mrl.cluster.scheduling import ENGINE, lost_engine
 from mrl.cluster.session import start_models
 from mrl.config.load import load_config
 from mrl.phases import Phase
@@ -119,6 +122,25 @@ def enter_slowly(engine) -> int:
 def entered(engines: EngineGroup, index: int) -> tuple[float, float, Phase]:
     """When the engine began to enter its last phase and when it was there, and which one it was."""
     return ray.get(engines.handles[index].apply.remote(lambda engine: engine.entered), timeout=DEADLINE_S)
+
+
+class Idle:
+    def wait(self) -> None:
+        time.sleep(DEADLINE_S)
+
+
+@pytest.mark.timeout(120)
+def test_an_actor_that_rays_memory_monitor_kills_is_lost_like_any_other_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Every host uses more than a hundredth of its memory.
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "50")
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL])
+    with placed_slots(config) as placement:
+        idle = start_actor(Idle, placement.options(0, {}))
+        with pytest.raises(ActorLost, match=r"engine 0 died during waiting: Ray's memory monitor killed it, .* Memory on the node") as lost:
+            wait_all({ActorName(ENGINE, 0): ask(idle, Idle.wait)}, deadline_s=DEADLINE_S, what="waiting")
+        # The name by which an engine is started again.
+        assert lost_engine(lost.value) == 0
 
 
 def test_the_port_where_ranks_meet_is_theirs_until_they_do():
