@@ -70,7 +70,8 @@ def put(value: T) -> ray.ObjectRef[T]:
     try:
         return ray_thread().within(FETCH_TIMEOUT_S, "ray.put", ray.put, value)
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{error}: Ray's daemon on the driver's node (raylet) hangs, or its host does") from error
+        reason = hangs.explained([]) or "Ray's daemon on the driver's node (raylet) hangs, or its host does"
+        raise DeadlineExceeded(f"{error}: {reason}") from error
 
 
 def start_actor(actor_class: Callable[[*Ts], A], options: Mapping[str, object], *arguments: *Ts) -> ActorHandle[A]:

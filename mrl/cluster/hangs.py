@@ -17,6 +17,8 @@ MIN_CORE_SHARE, MIN_IO_BYTES_PER_S = 0.05, 20_000
 # Work of a kind that has taken long before may take so many times as long before it is told.
 PATIENCE = 2.0
 DRIVER = "driver"
+# Processes of Ray that have no sign of life and without which nobody answers.
+RAY_PROCESSES = ("raylet", "gcs_server")
 STOPPED, UNINTERRUPTIBLE = "Tt", "D"
 # What torch says for Gloo, and what it says for NCCL.
 COLLECTIVE_TIMEOUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
@@ -121,8 +123,8 @@ class Judge:
         return Finding(told, text, silent_s, is_hang=bool(idle))
 
     def blame(self, names: Collection[str]) -> list[tuple[Reading, str]]:
-        """Those of `names` that cannot have answered by the last reading: stopped, or stuck in the kernel."""
-        found = [self._last[name] for name in names if name in self._last]
+        """Those of `names`, and of Ray's own, that could not answer at the last reading: stopped, or stuck in the kernel."""
+        found = [self._last[name] for name in (*names, *RAY_PROCESSES) if name in self._last]
         return [(reading, reason) for reading in found if (reason := self._stuck(None, reading))]
 
     def _note(self, now: float, reading: Reading) -> None:

@@ -25,7 +25,7 @@ from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.carrier import local_file
 from mrl.cluster.deadlines import all_deadlines
-from mrl.cluster.hangs import DRIVER, STOPPED, Finding, Judge, Reading
+from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, Finding, Judge, Reading
 from mrl.cluster.lifetime import kill_processes
 from mrl.config.schema.run import RunConfig
 from mrl.signals import LISTENER
@@ -39,8 +39,6 @@ INTERVAL_S, LOOKS_A_NOTICE = 5.0, 10
 STACKS_S, PY_SPY_TIMEOUT_S = 1.0, 10.0
 # For a terminal that does not answer.
 CONSOLE_TIMEOUT_S = 5.0
-# Processes of Ray that have no sign of life and without which a run cannot go on.
-RAY_PROCESSES = ("raylet", "gcs_server")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
 
