@@ -6,10 +6,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import ray
 
 from mrl import env, spans
 from mrl.cluster.carrier import local_file
@@ -36,6 +39,17 @@ FULL_FLOAT32 = {
 """With these, a process whose precision is float32 multiplies float32 numbers, and not TF32, which keeps 10 of their 23 bits."""
 
 
+SIGNS = "MRL_SIGNS"
+"""Environment variable of actors: the name of the folder in which those on nodes of a launcher's cluster give signs of life."""
+
+
+def signs_folder(name: str) -> Path:
+    """The folder of that name on this node, made if it is not there; nodes on one host have folders of their own."""
+    folder = Path(tempfile.gettempdir()) / f"{name}-{ray.get_runtime_context().get_node_id()[:16]}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
     """First call of every actor: ties its life to its parent's, sends its stdout and stderr to `log_file`, and its spans beside that.
 
@@ -46,9 +60,11 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     shield_process(passes_on=True)
     os.environ.update(secrets or {})
     folder, spans_file = session_folder(), log_file.with_suffix(spans.SUFFIX)
+    # Named as messages name the actor.
+    stem = "reward-actor-0" if log_file.stem == "rewards" else log_file.stem.replace("rewards", "reward-actor")
+    if folder is None and (name := os.environ.get(SIGNS)):
+        spans.show_in(signs_folder(name), stem)
     if folder is not None:
-        # Named as messages name the actor.
-        stem = "reward-actor-0" if log_file.stem == "rewards" else log_file.stem.replace("rewards", "reward-actor")
         spans.show_in(folder, stem)
         log_file, spans_file = local_file(folder, log_file), local_file(folder, spans_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ PATIENCE = 2.0
 DRIVER = "driver"
 # Processes of Ray that have no sign of life and without which nobody answers.
 RAY_PROCESSES = ("raylet", "gcs_server")
-STOPPED, UNINTERRUPTIBLE = "Tt", "D"
+STOPPED, UNINTERRUPTIBLE, SILENT = "Tt", "D", "?"
 # What torch says for Gloo, and what it says for NCCL.
 COLLECTIVE_TIMEOUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 
@@ -42,8 +42,13 @@ class Reading:
     since: float = 0.0
     phase: str = ""
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What no other process has."""
+        return self.node, self.pid
+
     def __str__(self) -> str:
-        return f"{self.name} (process {self.pid} on {self.node})"
+        return f"{self.name} (process {self.pid} on {self.node})" if self.pid else self.name
 
 
 @dataclass
@@ -69,9 +74,9 @@ class Finding:
     """False: all of them use their processors or the disk."""
 
     @property
-    def key(self) -> tuple[bool, frozenset[int]]:
+    def key(self) -> tuple[bool, frozenset[tuple[str, int]]]:
         """Equal for findings that say the same."""
-        return self.is_hang, frozenset(reading.pid for reading, _ in self.suspects)
+        return self.is_hang, frozenset(reading.key for reading, _ in self.suspects)
 
 
 @dataclass
@@ -91,10 +96,10 @@ class Judge:
 
     def __init__(self, notice_s: float) -> None:
         self._notice_s = notice_s
-        self._tracks: dict[int, _Track] = {}
+        self._tracks: dict[tuple[str, int], _Track] = {}
         self._longest: dict[str, float] = {}
         self._waited: dict[int, Wait] = {}
-        self._last: dict[str, Reading] = {}
+        self._last: list[Reading] = []
         self.moved_at: float | None = None
         """When any process last began or finished a span."""
 
@@ -102,8 +107,8 @@ class Judge:
         """Takes the readings of a moment; who has hung for `notice_s`, if anybody has."""
         for reading in readings:
             self._note(now, reading)
-        self._tracks = {reading.pid: self._tracks[reading.pid] for reading in readings}
-        self._last = {reading.name: reading for reading in readings}
+        self._tracks = {reading.key: self._tracks[reading.key] for reading in readings}
+        self._last = list(readings)
         self.moved_at = max([now if self.moved_at is None else self.moved_at, *(track.moved_at for track in self._tracks.values())])
         self._learn(now, waits)
         text = "; ".join(f"{wait.what}, since {now - wait.since:.0f} s, for {_listed(wait.who())}" for wait in waits)
@@ -114,7 +119,7 @@ class Judge:
             silent = self._silent(now, [DRIVER])
         if not silent:
             return None
-        silent_s = min(now - self._tracks[reading.pid].moved_at for reading in silent)
+        silent_s = min(now - self._tracks[reading.key].moved_at for reading in silent)
         # A rank that is stopped keeps the others waiting.
         if stuck := tuple(self.blame([reading.name for reading in silent])):
             return Finding(stuck, text, silent_s, is_hang=True)
@@ -124,16 +129,16 @@ class Judge:
 
     def blame(self, names: Collection[str]) -> list[tuple[Reading, str]]:
         """Those of `names`, and of Ray's own, that could not answer at the last reading: stopped, or stuck in the kernel."""
-        found = [self._last[name] for name in (*names, *RAY_PROCESSES) if name in self._last]
+        found = [reading for reading in self._last if reading.name in (*names, *RAY_PROCESSES) or reading.state == SILENT]
         return [(reading, reason) for reading in found if (reason := self._stuck(None, reading))]
 
     def _note(self, now: float, reading: Reading) -> None:
         sign = reading.num_done, reading.since
-        track = self._tracks.setdefault(reading.pid, _Track(now, sign))
+        track = self._tracks.setdefault(reading.key, _Track(now, sign))
         if sign != track.sign:
             track.sign, track.moved_at = sign, now
         has_run = bool(track.samples) and reading.cpu_s > track.samples[-1][1]
-        is_stuck = reading.state in STOPPED or (reading.state == UNINTERRUPTIBLE and not has_run)
+        is_stuck = reading.state in (*STOPPED, SILENT) or (reading.state == UNINTERRUPTIBLE and not has_run)
         track.stuck_at = (track.stuck_at if track.stuck_at is not None else now) if is_stuck else None
         track.samples.append((now, reading.cpu_s, reading.io_bytes))
         while track.samples[0][0] < now - self._notice_s:
@@ -150,20 +155,23 @@ class Judge:
         return max(self._notice_s, PATIENCE * self._longest.get(wait.what, 0.0))
 
     def _silent(self, now: float, names: Collection[str]) -> list[Reading]:
-        found = [self._last[name] for name in names if name in self._last]
-        return [reading for reading in found if now - self._tracks[reading.pid].moved_at >= self._notice_s]
+        asked = set(names)
+        found = [reading for reading in self._last if reading.name in asked]
+        return [reading for reading in found if now - self._tracks[reading.key].moved_at >= self._notice_s]
 
     def _stuck(self, now: float | None, reading: Reading) -> str:
         """Why a process cannot go on; "" if it can, or has not been so for `notice_s` at the moment `now`, or for two readings."""
-        track = self._tracks[reading.pid]
+        track = self._tracks[reading.key]
         if track.stuck_at is None or (track.samples[-1][0] == track.stuck_at if now is None else now - track.stuck_at < self._notice_s):
             return ""
         if reading.state in STOPPED:
             return f"is stopped (state {reading.state}: SIGSTOP, or a debugger)"
+        if reading.state == SILENT:
+            return "gives no sign of life (the host or its network is down, or its raylet hangs)"
         return "is stuck in the kernel (state D: a file system or device does not answer)"
 
     def _is_busy(self, reading: Reading) -> bool:
-        (first, cpu_s, io_bytes), (last, last_cpu_s, last_io_bytes) = (self._tracks[reading.pid].samples[place] for place in (0, -1))
+        (first, cpu_s, io_bytes), (last, last_cpu_s, last_io_bytes) = (self._tracks[reading.key].samples[place] for place in (0, -1))
         enough = MIN_CORE_SHARE * (last - first), MIN_IO_BYTES_PER_S * (last - first)
         return reading.state == "R" or last_cpu_s - cpu_s > enough[0] or last_io_bytes - io_bytes > enough[1]
 

@@ -27,13 +27,15 @@ from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
 from mrl.cluster.calls import ray_thread, wait_all
 from mrl.cluster.deadlines import all_deadlines, start_deadline
+from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, describe_load, end_reaper, kill_processes, start_reaper
+from mrl.cluster.lookouts import Lookouts
 from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
 from mrl.cluster.watchdog import start_watchdog
 from mrl.config.schema.run import RunConfig
 from mrl.envs.workers import usable_cores
-from mrl.signals import LISTENER, shielded
+from mrl.signals import LISTENER, MARK, shielded
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,8 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[N
             else:
                 _keep_others_out(folder)
                 start_ray(config, folder)
+        if watchdog is not None and config.cluster.num_nodes > 1:
+            watchdog.look_at(Lookouts(folder.name, watchdog.interval_s))
         with heartbeat(owner_file):
             yield
     finally:
@@ -261,12 +265,13 @@ class Placement:
 
     def options(self, slot: int, environment: dict[str, str]) -> dict[str, object]:
         """Options of an actor on `slot`. Actors take no Ray resources of their own and see all devices: mrl sets the device index."""
+        given = {"OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", SIGNS: Path(os.environ[MARK]).name}
         return {
             "num_cpus": 0,
             "num_gpus": 0,
             "scheduling_strategy": self._on(slot),
             "max_restarts": 0,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **environment}},
+            "runtime_env": {"env_vars": given | environment},
         }
 
     def table(self) -> list[str]:

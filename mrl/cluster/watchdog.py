@@ -16,10 +16,11 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from mrl import spans
 from mrl.cluster import hangs
@@ -40,6 +41,8 @@ STACKS_S, PY_SPY_TIMEOUT_S = 1.0, 10.0
 # For a terminal that does not answer.
 CONSOLE_TIMEOUT_S = 5.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+Stacks = list[tuple[Reading, str]]
+"""The text of each process's stacks."""
 FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
 
 
@@ -123,6 +126,39 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[Reading]:
     return readings
 
 
+def read_stacks(folder: Path) -> Stacks:
+    """The stacks of all processes that keep a sign of life in `folder`."""
+    found = [(reading, folder / spans.STACKS / reading.name.replace(" ", "-")) for reading in read_signed(read_signs(folder))]
+    before = {reading.key: path.stat().st_size for reading, path in found}
+    for reading, _ in found:
+        # Those that are stopped would take the signal when they go on.
+        if reading.state not in STOPPED:
+            with suppress(ProcessLookupError):
+                os.kill(reading.pid, spans.STACK_SIGNAL)
+    time.sleep(STACKS_S)
+    stacks: Stacks = []
+    for reading, path in found:
+        with path.open("rb") as file:
+            file.seek(before[reading.key])
+            stacks.append((reading, file.read().decode(errors="replace") or by_py_spy(reading.pid) or "no answer\n"))
+    return stacks
+
+
+def read_signed(signs: dict[int, spans.Sign]) -> list[Reading]:
+    """The state of every living process that gives signs."""
+    node = socket.gethostname()
+    living = {pid: found for pid in signs if (found := read_process(pid)) is not None}
+    return [Reading(signs[pid].name, pid, node, found.state, found.cpu_s, 0) for pid, found in living.items()]
+
+
+class Nodes(Protocol):
+    """Looks at nodes whose processes are no children of the driver."""
+
+    def readings(self) -> list[Reading]: ...
+    def stacks(self) -> Stacks: ...
+    def stop(self) -> None: ...
+
+
 class Watchdog:
     """Looks at the run's processes from a thread of its own until `stop`."""
 
@@ -133,7 +169,8 @@ class Watchdog:
         """
         self._folder, self._log_folder = folder, log_folder
         self._notice_s, self._end_s = notice_s, end_s
-        self._interval_s = min(INTERVAL_S, notice_s / LOOKS_A_NOTICE)
+        self.interval_s = min(INTERVAL_S, notice_s / LOOKS_A_NOTICE)
+        self._lookouts: Nodes | None = None
         self._judge = Judge(notice_s)
         self._answered_at = time.monotonic()
         self._told: set[tuple] = set()
@@ -149,16 +186,22 @@ class Watchdog:
             thread.start()
         return self
 
+    def look_at(self, lookouts: Nodes) -> None:
+        """Looks at these nodes, too, from now on."""
+        self._lookouts = lookouts
+
     def stop(self) -> None:
         """Ends the watch; a thread that a file system holds is left behind."""
         hangs.ask(None)
+        if self._lookouts is not None:
+            self._lookouts.stop()
         self._is_over.set()
         if self._threads[1].is_alive():
             self._threads[1].join(CONSOLE_TIMEOUT_S)
 
     def _probe(self) -> None:
         """Asks the run folder's file system for a write, and again when it has answered."""
-        while not self._is_over.wait(self._interval_s):
+        while not self._is_over.wait(self.interval_s):
             try:
                 os.utime(self._log_folder)
             except OSError as error:  # an answer too: who writes there says what it means
@@ -166,8 +209,11 @@ class Watchdog:
             self._answered_at = time.monotonic()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(self._interval_s):
-            self.look(time.monotonic(), read_all(os.getpid(), read_signs(self._folder)))
+        while not self._is_over.wait(self.interval_s):
+            others = self._lookouts.readings() if self._lookouts is not None else []
+            readings = [*read_all(os.getpid(), read_signs(self._folder)), *others]
+            # A launcher may have started Ray below the driver: lookouts know names.
+            self.look(time.monotonic(), list({reading.key: reading for reading in readings}.values()))
 
     def look(self, now: float, readings: Collection[Reading]) -> None:
         """Takes the readings of a moment, and acts on what they say."""
@@ -205,32 +251,17 @@ class Watchdog:
             said.append(described(finding, places))
         self._say(logging.WARNING, f"The run hangs: {'; '.join(said)}; stacks of the run's processes: {path}")
 
-    def _keep_stacks(self) -> tuple[dict[int, str], Path]:
-        """Where each process is, by its id, and the file with the stacks of all of them."""
-        signs = read_signs(self._folder)
-        before = {pid: self._stack_file(sign).stat().st_size for pid, sign in signs.items() if self._stack_file(sign).exists()}
-        states = {pid: found.state for pid in before if (found := read_process(pid))}
-        # Others would take the signal when they go on.
-        asked = [pid for pid, state in states.items() if state not in STOPPED]
-        for pid in asked:
-            with suppress(ProcessLookupError):
-                os.kill(pid, spans.STACK_SIGNAL)
-        self._is_over.wait(STACKS_S)
+    def _keep_stacks(self) -> tuple[dict[tuple[str, int], str], Path]:
+        """Where each process is, by the key of its reading, and the file with the stacks of all of them."""
+        stacks = read_stacks(self._folder)
+        if self._lookouts is not None:
+            stacks += self._lookouts.stacks()
         self._num_stacks += 1
         target = self._log_folder / f"stacks-{self._num_stacks}.txt"
-        places: dict[int, str] = {}
         with local_file(self._folder, target).open("a", encoding="utf-8") as file:
-            for pid in states:
-                with self._stack_file(signs[pid]).open("rb") as stacks:
-                    stacks.seek(before[pid])
-                    text = stacks.read().decode(errors="replace")
-                text = text or by_py_spy(pid) or "no answer\n"
-                places[pid] = innermost(text)
-                file.write(f"=== {signs[pid].name} (process {pid}, state {states[pid]})\n{text}\n")
-        return places, target
-
-    def _stack_file(self, sign: spans.Sign) -> Path:
-        return self._folder / spans.STACKS / sign.name.replace(" ", "-")
+            for reading, text in stacks:
+                file.write(f"=== {reading}, state {reading.state}\n{text}\n")
+        return {reading.key: innermost(text) for reading, text in stacks}, target
 
     def _say(self, level: int, text: str) -> None:
         """Writes to the local disk first: whoever else logs may hold the terminal."""
@@ -247,13 +278,13 @@ class Watchdog:
         os._exit(1)
 
 
-def described(finding: Finding, places: dict[int, str]) -> str:
+def described(finding: Finding, places: Mapping[tuple[str, int], str]) -> str:
     """A finding in words, with the place in its code where each suspect is, if that is known."""
     parts = []
     for reading, reason in finding.suspects:
         more = [f"phase {reading.phase}"] if reading.phase else []
         more += [reading.doing] if reading.doing else []
-        more += [f"in {place}"] if (place := places.get(reading.pid)) else []
+        more += [f"in {place}"] if (place := places.get(reading.key)) else []
         parts.append(f"{reading} {reason}" + (f", {', '.join(more)}" if more else ""))
     return "; ".join([*parts, *([f"the driver waits: {finding.wait}"] if finding.wait else [])])
 

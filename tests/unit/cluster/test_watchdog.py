@@ -67,8 +67,7 @@ def test_a_driver_that_hangs_is_ended_with_its_reason(tmp_path: Path, end_s: flo
     assert f"The run hangs: driver (process {driver.pid} on " in hang and "in hold_twice (<string>:" in hang
     last = rest.rstrip().splitlines()[-1]
     assert last.startswith("The attempt ended: ") and reason in last and "uses no processor" in last
-    left = read_process(child)
-    assert left is None or left.state == "Z"
+    wait_until(lambda: (left := read_process(child)) is None or left.state == "Z")
     # The same stands on the local disk, with the stacks.
     assert last in (tmp_path / OUTBOX / "watchdog.log").read_text()
     assert "hold_twice" in (tmp_path / OUTBOX / "stacks-1.txt").read_text()
