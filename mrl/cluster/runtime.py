@@ -28,7 +28,7 @@ from mrl import env, startup
 from mrl.cluster.calls import ray_thread, wait_all
 from mrl.cluster.deadlines import all_deadlines, start_deadline
 from mrl.cluster.errors import NoCluster
-from mrl.cluster.lifetime import REAPER_TIMEOUT_S, describe_load, end_reaper, kill_processes, start_reaper
+from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
 from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
 from mrl.config.schema.run import RunConfig
 from mrl.envs.workers import usable_cores
@@ -113,8 +113,8 @@ def start_ray(config: RunConfig, folder: Path) -> None:
             kill_processes(str(folder))
             if start == RAY_STARTS or isinstance(error, TimeoutError):
                 raise NoCluster(
-                    f"Ray does not start on this host, tried {start} times: {reason}; {describe_load()}; end what else runs here, "
-                    "or raise deadlines.start_s; python -m mrl.doctor looks at the host"
+                    f"Ray does not start on this host, tried {start} times: {reason}; this host has {read_capacity()}; "
+                    "end what else runs here, or raise deadlines.start_s; python -m mrl.doctor looks at the host"
                 ) from error
             logger.warning("Ray has not started (%s); trying again", reason)
             ray.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import time
@@ -15,8 +16,9 @@ import ray
 
 from mrl.cluster import session
 from mrl.cluster.calls import ask, start_actor, wait_all
+from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.engines import EngineGroup
-from mrl.cluster.errors import ActorLost, ActorName
+from mrl.cluster.errors import ActorLost, ActorName, NoCluster
 from mrl.cluster.policies import PolicyGroup, Ranks, hold_port
 from mrl.cluster.runtime import Placement, placed_slots
 from mrl.cluster.scheduling import ENGINE, lost_engine
@@ -124,6 +126,17 @@ def entered(engines: EngineGroup, index: int) -> tuple[float, float, Phase]:
     return ray.get(engines.handles[index].apply.remote(lambda engine: engine.entered), timeout=DEADLINE_S)
 
 
+@pytest.mark.timeout(120)
+def test_a_ray_that_does_not_start_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL])
+    line = r"Ray does not start on this host, tried 3 times: \w+: .+; this host has \d+ cores, load .+; .+ raise deadlines\.start_s; [^\n]+"
+    with pytest.raises(NoCluster) as failed, placed_slots(config):
+        pytest.fail("it starts")
+    assert re.fullmatch(line, str(failed.value)), failed.value
+    assert not ray.is_initialized()
+
+
 class Idle:
     def wait(self) -> None:
         time.sleep(DEADLINE_S)
@@ -135,7 +148,19 @@ def test_an_actor_that_rays_memory_monitor_kills_is_lost_like_any_other_and_says
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "50")
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL])
+    start_ray, starts = ray.init, list[str]()
+
+    def start_late(**options):
+        starts.append(os.environ["RAY_raylet_start_wait_time_s"])
+        if len(starts) == 1:
+            # As ray/_private/node.py in 2.60, when a raylet is not there after 30 s.
+            raise Exception("The current node timed out during startup.")
+        return start_ray(**options)
+
+    # A busy host, on which Ray's first start takes too long.
+    monkeypatch.setattr(ray, "init", start_late)
     with placed_slots(config) as placement:
+        assert starts == [str(round(start_deadline(config).seconds))] * 2
         idle = start_actor(Idle, placement.options(0, {}))
         with pytest.raises(ActorLost, match=r"engine 0 died during waiting: Ray's memory monitor killed it, .* Memory on the node") as lost:
             wait_all({ActorName(ENGINE, 0): ask(idle, Idle.wait)}, deadline_s=DEADLINE_S, what="waiting")
