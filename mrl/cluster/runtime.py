@@ -46,6 +46,8 @@ SLOT_RESOURCE = "worker_units"
 # teacher says of a step's rollouts comes on top.
 OBJECT_STORE_BYTES = 256 * 2**20
 CONNECT_TIMEOUT_S = 10.0
+# A head that does not answer: Ray's own limits add up to minutes.
+JOIN_TIMEOUT_S = 600.0
 RAY_STARTS = 3
 RAY_LIMITS = {
     "RAY_gcs_server_port_wait_time_s": 1,
@@ -150,8 +152,8 @@ def join_cluster() -> None:
                 "set it to the head of this one"
             ) from error
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError) as error:
+        ray_thread().within(JOIN_TIMEOUT_S, "ray.init", ray.init, address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise NoCluster(f"RAY_ADDRESS={address}: {reason}; the token (RAY_AUTH_TOKEN_PATH) and Ray's version must be the head's") from error
 
