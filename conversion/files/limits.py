@@ -12,8 +12,13 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-THREAD_PREFIX = "within "
-"""Begins the name of a thread whose call may never return. Whoever ends the process must not wait for it."""
+_late: set[Future] = set()
+"""Answers for which nobody waits any more."""
+
+
+def is_waiting() -> bool:
+    """Whether a call that was given up has not returned yet, and perhaps never will: a process had better end without it."""
+    return not all(answer.done() for answer in _late)
 
 
 class LimitedThread:
@@ -21,7 +26,7 @@ class LimitedThread:
 
     def __init__(self, name: str) -> None:
         self._calls = SimpleQueue[Callable[[], None] | None]()
-        threading.Thread(target=self._work, name=f"{THREAD_PREFIX}{name}", daemon=True).start()
+        threading.Thread(target=self._work, name=f"within {name}", daemon=True).start()
 
     def within(self, limit_s: float, what: str, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
         """Returns `call(*arguments, **options)`, or raises what it raises; TimeoutError: no answer within `limit_s`."""
@@ -39,6 +44,7 @@ class LimitedThread:
         except TimeoutError:
             if answer.done():
                 raise
+            _late.add(answer)
             raise TimeoutError(f"{what}: no answer within {limit_s:g} s") from None
 
     def end(self) -> None:

@@ -15,6 +15,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.files.limits import within
@@ -86,11 +88,27 @@ def end_reaper(reaper: subprocess.Popen[bytes], folder: Path) -> list[str]:
         return [f"process {reaper.pid}, which ends those of the run ({error})"]
 
 
-def describe_load() -> str:
-    """What a host is short of when nothing starts on it, for messages."""
+@dataclass(frozen=True)
+class Capacity:
+    """What a host has for this process."""
+
+    num_cores: int
+    load: float
+    """Processes that compute or want to, on all cores of the host, averaged over a minute."""
+    free_bytes: int
+    """Of memory, within the limit of a container."""
+
+    def __str__(self) -> str:
+        return f"{self.num_cores} cores, load {self.load:.1f}, {self.free_bytes / 1e9:.1f} GB of memory free"
+
+
+def read_capacity(cgroup: Path = Path("/sys/fs/cgroup")) -> Capacity:
+    """The capacity of this host now; `cgroup` has the limits of its container, if there is one."""
     free = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
-    memory = f"{int(free[1]) / 2**20:.1f} GiB of memory are free" if free else "its free memory is unknown"
-    return f"this host has {len(os.sched_getaffinity(0))} cores, a load of {os.getloadavg()[0]:.1f}, and {memory}"
+    free_bytes = int(free[1]) * 1024 if free else 0
+    with suppress(OSError, ValueError):  # no limit: the files are missing, or say "max"
+        free_bytes = min(free_bytes, int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))
+    return Capacity(len(os.sched_getaffinity(0)), os.getloadavg()[0], free_bytes)
 
 
 def describe(pid: int) -> str:

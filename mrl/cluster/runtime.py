@@ -29,7 +29,7 @@ from mrl.cluster.calls import ray_thread, wait_all
 from mrl.cluster.deadlines import all_deadlines, start_deadline
 from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
-from mrl.cluster.lifetime import REAPER_TIMEOUT_S, describe_load, end_reaper, kill_processes, start_reaper
+from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
 from mrl.cluster.lookouts import Lookouts
 from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
 from mrl.cluster.watchdog import start_watchdog
@@ -49,6 +49,8 @@ SLOT_RESOURCE = "worker_units"
 # teacher says of a step's rollouts comes on top.
 OBJECT_STORE_BYTES = 256 * 2**20
 CONNECT_TIMEOUT_S = 10.0
+# A head that does not answer: Ray's own limits add up to minutes.
+JOIN_TIMEOUT_S = 600.0
 RAY_STARTS = 3
 RAY_LIMITS = {
     "RAY_gcs_server_port_wait_time_s": 1,
@@ -124,8 +126,8 @@ def start_ray(config: RunConfig, folder: Path) -> None:
             kill_processes(str(folder))
             if start == RAY_STARTS or isinstance(error, TimeoutError):
                 raise NoCluster(
-                    f"Ray does not start on this host, tried {start} times: {reason}; {describe_load()}; end what else runs here, "
-                    "or raise deadlines.start_s; python -m mrl.doctor looks at the host"
+                    f"Ray does not start on this host, tried {start} times: {reason}; this host has {read_capacity()}; "
+                    "end what else runs here, or raise deadlines.start_s; python -m mrl.doctor looks at the host"
                 ) from error
             logger.warning("Ray has not started (%s); trying again", reason)
             ray.shutdown()
@@ -161,8 +163,8 @@ def join_cluster() -> None:
                 "set it to the head of this one"
             ) from error
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError) as error:
+        ray_thread().within(JOIN_TIMEOUT_S, "ray.init", ray.init, address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise NoCluster(f"RAY_ADDRESS={address}: {reason}; the token (RAY_AUTH_TOKEN_PATH) and Ray's version must be the head's") from error
 

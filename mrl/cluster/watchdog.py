@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from conversion.files.limits import within
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.carrier import local_file
@@ -38,7 +39,7 @@ LOG = "watchdog.log"
 INTERVAL_S, LOOKS_A_NOTICE = 5.0, 10
 # Handlers answer at once, unless their process is stuck.
 STACKS_S, PY_SPY_TIMEOUT_S = 1.0, 10.0
-# For a terminal that does not answer.
+# For a terminal, or a table of the kernel, that does not answer.
 CONSOLE_TIMEOUT_S = 5.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 Stacks = list[tuple[Reading, str]]
@@ -273,7 +274,8 @@ class Watchdog:
 
     def _end(self, reason: str) -> None:
         """Kills the run's processes and ends this one, as a failed attempt."""
-        kill_processes(str(self._folder))
+        with suppress(TimeoutError):  # to read about a process that hangs may hang; the reaper comes after this process
+            within(CONSOLE_TIMEOUT_S, "/proc", kill_processes, str(self._folder))
         self._say(logging.ERROR, f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.")
         os._exit(1)
 

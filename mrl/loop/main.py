@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NoSignal as error:
         logger.error("%s", error)
         return 2
-    except (ActorLost, DeadlineExceeded, FolderLost, NoCluster) as error:
+    except (ActorLost, DeadlineExceeded, FolderLost, NoCluster, TimeoutError) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
         return 1
     if not is_done:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.cluster import lifetime
-from mrl.cluster.lifetime import end_reaper, processes_of
+from mrl.cluster.lifetime import end_reaper, processes_of, read_capacity
 from mrl.signals import MARK
 
 DRIVER = """
@@ -94,6 +94,16 @@ def test_a_process_that_does_not_end_is_named_and_nothing_fails(tmp_path: Path, 
     finally:
         left.kill()
         left.wait(timeout=TIMEOUT_S)
+
+
+def test_a_containers_limit_counts_if_it_is_lower(tmp_path: Path):
+    of_host = read_capacity(tmp_path)
+    assert of_host.num_cores == len(os.sched_getaffinity(0)) and of_host.free_bytes > 10**6
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert read_capacity(tmp_path).free_bytes == 600
+    (tmp_path / "memory.max").write_text("max\n")
+    assert read_capacity(tmp_path).free_bytes > 10**6
 
 
 def test_processes_of_another_run_are_left_alone(tmp_path: Path):
