@@ -68,7 +68,8 @@ def ray_thread() -> LimitedThread:
 def put(value: T) -> ray.ObjectRef[T]:
     """A reference to `value` in Ray's store; DeadlineExceeded: the store takes nothing."""
     try:
-        return ray_thread().within(FETCH_TIMEOUT_S, "ray.put", ray.put, value)
+        with hangs.waiting("ray.put", lambda: hangs.RAY_PROCESSES, time.monotonic()):
+            return ray_thread().within(FETCH_TIMEOUT_S, "ray.put", ray.put, value)
     except TimeoutError as error:
         reason = hangs.explained([]) or "Ray's daemon on the driver's node (raylet) hangs, or its host does"
         raise DeadlineExceeded(f"{error}: {reason}") from error

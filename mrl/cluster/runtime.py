@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
+from mrl.cluster import hangs
 from mrl.cluster.calls import ray_thread, wait_all
 from mrl.cluster.deadlines import all_deadlines, start_deadline
 from mrl.cluster.environment import SIGNS
@@ -83,7 +85,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[N
     # Ray starts a Python process for each CPU ahead of time. Our actors have environments of their own, so that none takes one of these.
     os.environ["RAY_prestart_worker_first_driver"] = "0"
     try:
-        with shielded():
+        with shielded(), hangs.waiting("start of Ray", lambda: hangs.RAY_PROCESSES, time.monotonic()):
             if config.cluster.num_nodes > 1:
                 join_cluster()
             else:
