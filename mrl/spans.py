@@ -72,7 +72,8 @@ class _Sign:
         for kind in (SIGNS, STACKS):
             (folder / kind).mkdir(mode=0o700, exist_ok=True)
         with (folder / SIGNS / name).open("w+b") as file:
-            file.truncate(SIGN.size)
+            # Room now: a page that finds none later ends the process.
+            os.posix_fallocate(file.fileno(), 0, SIGN.size)
             self._memory = mmap.mmap(file.fileno(), SIGN.size)
         # Kept open: the handler writes to its descriptor, whatever Python is at.
         self._stacks = (folder / STACKS / name).open("ab")

@@ -137,7 +137,7 @@ class Judge:
         track = self._tracks.setdefault(reading.key, _Track(now, sign))
         if sign != track.sign:
             track.sign, track.moved_at = sign, now
-        has_run = bool(track.samples) and reading.cpu_s > track.samples[-1][1]
+        has_run = bool(track.samples) and (reading.cpu_s, reading.io_bytes) != track.samples[-1][1:]
         is_stuck = reading.state in (*STOPPED, SILENT) or (reading.state == UNINTERRUPTIBLE and not has_run)
         track.stuck_at = (track.stuck_at if track.stuck_at is not None else now) if is_stuck else None
         track.samples.append((now, reading.cpu_s, reading.io_bytes))

@@ -8,6 +8,7 @@ call of Ray's, and for no file system but the local one.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -41,6 +42,8 @@ INTERVAL_S, LOOKS_A_NOTICE = 5.0, 10
 STACKS_S, PY_SPY_TIMEOUT_S = 1.0, 10.0
 # For a terminal, or a table of the kernel, that does not answer.
 CONSOLE_TIMEOUT_S = 5.0
+# Of hundreds of ranks that all wait, the first ones; the file with their stacks has all.
+MAX_NAMED = 4
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 Stacks = list[tuple[Reading, str]]
 """The text of each process's stacks."""
@@ -56,6 +59,8 @@ class Process:
     command: str
     state: str
     cpu_s: float
+    fault_bytes: int
+    """Read from files that are mapped into memory."""
 
 
 def read_process(pid: int, task: str = "") -> Process | None:
@@ -65,7 +70,8 @@ def read_process(pid: int, task: str = "") -> Process | None:
     except OSError:
         return None
     fields = rest.split()
-    return Process(pid, int(fields[1]), head.partition("(")[2], fields[0], (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
+    cpu_s, fault_bytes = (int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[9]) * mmap.PAGESIZE
+    return Process(pid, int(fields[1]), head.partition("(")[2], fields[0], cpu_s, fault_bytes)
 
 
 def read_io(pid: int, task: str = "") -> int:
@@ -113,7 +119,7 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[Reading]:
             spent.append((-(mine.cpu_s if mine is not None else 0.0), -read_io(pid, task)))
         # What Ray starts and nobody has named yet works for itself.
         own = spent if found.command not in RAY_PROCESSES else []
-        cpu_s, io_bytes = found.cpu_s + sum(cpu for cpu, _ in own), read_io(pid) + sum(io for _, io in own)
+        cpu_s, io_bytes = found.cpu_s + sum(cpu for cpu, _ in own), read_io(pid) + found.fault_bytes + sum(io for _, io in own)
         if name or found.state in STOPPED:
             reading = Reading(name or f"{found.command} of {owner}", pid, node, found.state, cpu_s, io_bytes)
             if (sign := signs.get(pid)) is not None:
@@ -243,14 +249,16 @@ class Watchdog:
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _tell(self, finding: Finding | None, frozen: str) -> None:
-        if not frozen and finding is not None and not finding.is_hang:
-            self._say(logging.INFO, f"Nothing has finished for {finding.silent_s:.0f} s: {described(finding, {})}")
-            return
         places, path = self._keep_stacks()
         said = [frozen] if frozen else []
         if finding is not None:
             said.append(described(finding, places))
-        self._say(logging.WARNING, f"The run hangs: {'; '.join(said)}; stacks of the run's processes: {path}")
+        text = f"{'; '.join(said)}; stacks of the run's processes: {path}"
+        if not frozen and finding is not None and not finding.is_hang:
+            # Ranks that spin in a collective look like ranks at work: their stacks tell.
+            self._say(logging.INFO, f"Nothing has finished for {finding.silent_s:.0f} s: {text}")
+        else:
+            self._say(logging.WARNING, f"The run hangs: {text}")
 
     def _keep_stacks(self) -> tuple[dict[tuple[str, int], str], Path]:
         """Where each process is, by the key of its reading, and the file with the stacks of all of them."""
@@ -283,11 +291,13 @@ class Watchdog:
 def described(finding: Finding, places: Mapping[tuple[str, int], str]) -> str:
     """A finding in words, with the place in its code where each suspect is, if that is known."""
     parts = []
-    for reading, reason in finding.suspects:
+    for reading, reason in finding.suspects[:MAX_NAMED]:
         more = [f"phase {reading.phase}"] if reading.phase else []
         more += [reading.doing] if reading.doing else []
         more += [f"in {place}"] if (place := places.get(reading.key)) else []
         parts.append(f"{reading} {reason}" + (f", {', '.join(more)}" if more else ""))
+    if (num_more := len(finding.suspects) - MAX_NAMED) > 0:
+        parts.append(f"and {num_more} more")
     return "; ".join([*parts, *([f"the driver waits: {finding.wait}"] if finding.wait else [])])
 
 
