@@ -28,7 +28,7 @@ from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.carrier import local_file
 from mrl.cluster.deadlines import all_deadlines
-from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, Finding, Judge, Reading
+from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Finding, Judge, Reading
 from mrl.cluster.lifetime import kill_processes
 from mrl.config.schema.run import RunConfig
 from mrl.signals import LISTENER
@@ -39,7 +39,7 @@ LOG = "watchdog.log"
 # At most: short limits of tests look more often. A look takes milliseconds.
 INTERVAL_S, LOOKS_A_NOTICE = 5.0, 10
 # Handlers answer at once, unless their process is stuck.
-STACKS_S, PY_SPY_TIMEOUT_S = 1.0, 10.0
+STACKS_S, PY_SPY_TIMEOUT_S, STACKS_TIMEOUT_S = 1.0, 10.0, 15.0
 # For a terminal, or a table of the kernel, that does not answer.
 CONSOLE_TIMEOUT_S = 5.0
 # Of hundreds of ranks that all wait, the first ones; the file with their stacks has all.
@@ -139,7 +139,7 @@ def read_stacks(folder: Path) -> Stacks:
     before = {reading.key: path.stat().st_size for reading, path in found}
     for reading, _ in found:
         # Those that are stopped would take the signal when they go on.
-        if reading.state not in STOPPED:
+        if reading.state not in STOPPED and writes_stacks(reading.pid):
             with suppress(ProcessLookupError):
                 os.kill(reading.pid, spans.STACK_SIGNAL)
     time.sleep(STACKS_S)
@@ -149,6 +149,15 @@ def read_stacks(folder: Path) -> Stacks:
             file.seek(before[reading.key])
             stacks.append((reading, file.read().decode(errors="replace") or by_py_spy(reading.pid) or "no answer\n"))
     return stacks
+
+
+def writes_stacks(pid: int) -> bool:
+    """Whether a process handles `STACK_SIGNAL`, which would end any other: one that has got the id of a process that has ended."""
+    try:
+        handled = re.search(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return False
+    return handled is not None and bool(int(handled[1], 16) >> (spans.STACK_SIGNAL - 1) & 1)
 
 
 def read_signed(signs: dict[int, spans.Sign]) -> list[Reading]:
@@ -242,11 +251,16 @@ class Watchdog:
         silent_s = now - (self._judge.moved_at or now)
         if silent_s < self._notice_s or not (is_frozen or (finding is not None and finding.is_hang)):
             return
-        reason = frozen if is_frozen else described(finding, {}) if finding is not None else ""
+        reason = frozen if finding is None else described(finding, {})
         if silent_s >= self._end_s:
             self._end(f"nothing has finished for {silent_s:.0f} s, longer than any deadline: {reason}")
-        elif self._asked is not None and now - self._asked[0] >= self._notice_s:
+        elif self._asked is not None and now - self._asked[0] >= self._notice_s and self._never_ends(finding):
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
+
+    def _never_ends(self, finding: Finding | None) -> bool:
+        """Whether the driver is in a wait without a limit. A file system may answer yet, and let it save."""
+        suspects = [reading for reading, _ in finding.suspects] if finding is not None else []
+        return not hangs.waits and all(reading.state != UNINTERRUPTIBLE for reading in suspects)
 
     def _tell(self, finding: Finding | None, frozen: str) -> None:
         places, path = self._keep_stacks()
@@ -264,7 +278,8 @@ class Watchdog:
         """Where each process is, by the key of its reading, and the file with the stacks of all of them."""
         stacks = read_stacks(self._folder)
         if self._lookouts is not None:
-            stacks += self._lookouts.stacks()
+            with suppress(TimeoutError):  # without the raylet of this node, whose stop is told without them
+                stacks += within(STACKS_TIMEOUT_S, "stacks of other nodes", self._lookouts.stacks)
         self._num_stacks += 1
         target = self._log_folder / f"stacks-{self._num_stacks}.txt"
         with local_file(self._folder, target).open("a", encoding="utf-8") as file:

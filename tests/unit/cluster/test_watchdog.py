@@ -19,7 +19,7 @@ from mrl.cluster import carrier, hangs
 from mrl.cluster import watchdog as watchdog_module
 from mrl.cluster.carrier import OUTBOX, Carrier, end_carrier, local_file, start_carrier
 from mrl.cluster.hangs import Reading, Wait
-from mrl.cluster.watchdog import Watchdog, innermost, read_all, read_process, read_signs
+from mrl.cluster.watchdog import Watchdog, innermost, read_all, read_process, read_signs, read_stacks
 from tests.sources import ROOT
 
 LIMIT_S = 60.0
@@ -129,6 +129,20 @@ def test_a_run_folder_that_does_not_answer_is_told(tmp_path: Path, caplog: pytes
     watchdog.stop()
     (record,) = caplog.records
     assert f"{tmp_path}/run/actors has not answered a write for 55 s" in record.getMessage()
+
+
+def test_only_processes_that_write_their_stacks_are_asked_for_them(tmp_path: Path):
+    """Any other one, which may have got the id of one that has ended, would be ended by the signal."""
+    for kind in (spans.SIGNS, spans.STACKS):
+        (tmp_path / kind).mkdir()
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        (tmp_path / spans.STACKS / "engine-0").touch()
+        (tmp_path / spans.SIGNS / "engine-0").write_bytes(spans.SIGN.pack(other.pid, 0, 0.0, True, b"", b"build"))
+        try:
+            ((reading, text),) = read_stacks(tmp_path)
+            assert (reading.pid, text, other.poll()) == (other.pid, "no answer\n", None)
+        finally:
+            other.kill()
 
 
 def test_the_collective_of_a_rank_is_found_in_its_stacks():
