@@ -259,8 +259,8 @@ class Watchdog:
 
     def _never_ends(self, finding: Finding | None) -> bool:
         """Whether the driver is in a wait without a limit. A file system may answer yet, and let it save."""
-        suspects = [reading for reading, _ in finding.suspects] if finding is not None else []
-        return not hangs.waits and all(reading.state != UNINTERRUPTIBLE for reading in suspects)
+        is_known = finding is not None and all(reading.state != UNINTERRUPTIBLE for reading, _ in finding.suspects)
+        return is_known and not hangs.waits
 
     def _tell(self, finding: Finding | None, frozen: str) -> None:
         places, path = self._keep_stacks()

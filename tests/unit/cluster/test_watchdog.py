@@ -20,6 +20,7 @@ from mrl.cluster import watchdog as watchdog_module
 from mrl.cluster.carrier import OUTBOX, Carrier, end_carrier, local_file, start_carrier
 from mrl.cluster.hangs import Reading, Wait
 from mrl.cluster.watchdog import Watchdog, innermost, read_all, read_process, read_signs, read_stacks
+from mrl.signals import LISTENER
 from tests.sources import ROOT
 
 LIMIT_S = 60.0
@@ -119,6 +120,21 @@ def test_each_hang_is_told_once_and_so_is_its_end(tmp_path: Path, caplog: pytest
     assert texts[0].startswith(
         "The run hangs: policy rank 1 (process 1 on host) is stopped (state T: SIGSTOP, or a debugger); the driver waits:"
     )
+
+
+@pytest.mark.parametrize(("state", "waits", "ends"), [("S", False, True), ("S", True, False), ("D", False, False)])
+def test_after_a_signal_only_a_wait_without_a_limit_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, waits: bool, ends: bool
+):
+    watchdog, begin, ended = a_watchdog(tmp_path), time.monotonic(), list[str]()
+    monkeypatch.setattr(LISTENER, "first", signal.SIGTERM)
+    monkeypatch.setattr(hangs, "waits", [Wait("finish_save", lambda: ["driver"], begin)] if waits else [])
+    monkeypatch.setattr(watchdog, "_end", ended.append)
+    for second in range(0, 120, 5):
+        monkeypatch.setattr(watchdog, "_answered_at", begin + second)
+        watchdog.look(begin + second, [Reading("driver", 1, "host", state, 0.0, 0)])
+    watchdog.stop()
+    assert bool(ended) == ends and all("SIGTERM asked the run to end" in reason for reason in ended)
 
 
 def test_a_run_folder_that_does_not_answer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
